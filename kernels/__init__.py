@@ -1,0 +1,1 @@
+"""Fused operators and the transports that run them. Importing this package registers nothing and touches no device."""

@@ -1,0 +1,73 @@
+"""Residual add + RMSNorm of rows that are already reduced, as one local Triton kernel (the tail of the NCCL transport)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+from tw_compile.kernels.all_reduce_rms_norm.row import add_row, launch_shape, normalise_row, triton_dtype
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
+
+MAX_HIDDEN = 65536
+"""Longest row that one program holds in registers."""
+
+
+@triton.jit(do_not_specialize=["eps", "weight_offset"])
+def add_rms_norm_kernel(
+    reduced,
+    residual,
+    bias,
+    weight,
+    hidden,
+    h_out,
+    eps,
+    weight_offset,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+):
+    """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent."""
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    row = tl.program_id(0).to(tl.int64) * HIDDEN
+    h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
+    h = add_row(h, bias, 0, columns, mask)
+    h = add_row(h, residual, row, columns, mask)
+    tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
+    y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+    tl.store(hidden + row + columns, y.to(hidden.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm_cuda(
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, h)`` as :func:`reference.add_rms_norm` defines them, for contiguous ``reduced [rows, hidden_size]``."""
+    rows, hidden_size = reduced.shape
+    if hidden_size > MAX_HIDDEN:
+        return add_rms_norm(reduced, residual, bias, weight, norm)
+    hidden = torch.empty_like(reduced, dtype=norm.hidden_dtype)
+    h = torch.empty_like(reduced, dtype=norm.residual_dtype)
+    if rows == 0:
+        return hidden, h
+    block, num_warps = launch_shape(hidden_size)
+    add_rms_norm_kernel[(rows,)](
+        reduced,
+        residual,
+        bias,
+        weight,
+        hidden,
+        h,
+        norm.eps,
+        norm.weight_offset,
+        HIDDEN=hidden_size,
+        BLOCK=block,
+        CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
+        num_warps=num_warps,
+    )
+    return hidden, h

@@ -1,0 +1,144 @@
+"""The torch operators: schemas, fake kernels, dispatch to a transport.
+
+    all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
+    all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
+    all_gather_rows(shard, tokens, group_name, transport) -> rows
+
+``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
+``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
+call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
+is in flight.
+
+Registered with ``torch.library.Library`` (less overhead a call than ``custom_op``). This module imports neither Triton
+nor any transport; those load at the first call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import Library
+
+from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
+
+NAMESPACE = "tw_compile"
+_library = Library(NAMESPACE, "DEF")  # noqa: TOR901 (lives as long as the process)
+
+_library.define(
+    "all_reduce_rms_norm_start(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, "
+    "ScalarType? cast_before_weight, ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, "
+    "str residual_out, str group_name, str transport, int slot) -> (Tensor, Tensor)"
+)
+_library.define(
+    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
+)
+_library.define("all_gather_rows(Tensor shard, SymInt tokens, str group_name, str transport) -> Tensor")
+
+_in_flight: dict[tuple[str, int], Started] = {}
+
+
+def _start(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: torch.dtype | None,
+    hidden_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    residual_sharded: bool,
+    residual_out: ResidualOut,
+    group_name: str,
+    transport: str,
+    slot: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype)
+    request = Request(
+        x.contiguous(),
+        None if residual is None else residual.contiguous(),
+        None if bias is None else bias.contiguous(),
+        None if weight is None else weight.contiguous(),
+        norm,
+        residual_sharded,
+        residual_out,
+        group_name,
+        slot,
+    )
+    abandoned = _in_flight.pop((group_name, slot), None)
+    if abandoned is not None and abandoned.finish is not None:
+        # An exception between start and wait_ left this call behind; its collective must still complete in order.
+        abandoned.finish()
+    started = get_transport(transport).start(request)
+    _in_flight[(group_name, slot)] = started
+    return started.hidden, started.residual
+
+
+def _start_fake(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    weight_offset: float,
+    cast_before_weight: torch.dtype | None,
+    hidden_dtype: torch.dtype,
+    residual_dtype: torch.dtype,
+    residual_sharded: bool,
+    residual_out: ResidualOut,
+    group_name: str,
+    transport: str,
+    slot: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, hidden_size = x.shape
+    world_size = compat.resolve_process_group(group_name).size()
+    rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[residual_out]
+    return x.new_empty((tokens, hidden_size), dtype=hidden_dtype), x.new_empty(
+        (rows, hidden_size), dtype=residual_dtype
+    )
+
+
+def _wait_(
+    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+) -> None:
+    started = _in_flight.pop((group_name, slot), None)
+    if started is None:
+        raise RuntimeError(
+            f"all_reduce_rms_norm_wait_: nothing is in flight on group {group_name!r}, slot {slot}; "
+            "every wait_ needs a start before it"
+        )
+    if started.hidden.data_ptr() != hidden.data_ptr():
+        raise RuntimeError(
+            f"all_reduce_rms_norm_wait_: the call in flight on group {group_name!r}, slot {slot} has another output; "
+            "start and wait_ of one slot must alternate"
+        )
+    if started.finish is not None:
+        started.finish()
+
+
+def _wait_fake(
+    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+) -> None:
+    return None
+
+
+def _all_gather_rows(shard: torch.Tensor, tokens: int, group_name: str, transport: str) -> torch.Tensor:
+    return get_transport(transport).all_gather_rows(shard, tokens, group_name)
+
+
+def _all_gather_rows_fake(shard: torch.Tensor, tokens: int, group_name: str, transport: str) -> torch.Tensor:
+    return shard.new_empty((tokens, shard.shape[1]))
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_reduce_rms_norm_start", _start, _key)
+    _library.impl("all_reduce_rms_norm_wait_", _wait_, _key)
+    _library.impl("all_gather_rows", _all_gather_rows, _key)
+torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_start", _start_fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_wait_", _wait_fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::all_gather_rows", _all_gather_rows_fake, lib=_library)
+
+start = torch.ops.tw_compile.all_reduce_rms_norm_start.default
+wait_ = torch.ops.tw_compile.all_reduce_rms_norm_wait_.default
+all_gather_rows = torch.ops.tw_compile.all_gather_rows.default

@@ -1,0 +1,168 @@
+"""all_reduce + bias + residual + RMSNorm in one kernel: two-shot over peer loads and stores (no multicast).
+
+Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a grid of ``G`` handles, of every rank's rows, the
+local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the peer's CTA of the same
+index, and the two barriers (``tw_compile.kernels._sync``) are between equal CTAs only:
+
+1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer;           barrier 1
+2. add up the own rows of all ranks, in rank order and in float32, add bias and residual, normalise, and publish the
+   result to the symmetric output buffer of every peer;                                          barrier 2
+3. copy the rows that the peers published from the local output buffer to the output tensors.
+
+A row is computed by one rank and copied by the others: all ranks get the same bits, and run after run the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tw_compile.kernels._sync import MAX_WORLD_SIZE, barrier, load_pointer
+from tw_compile.kernels.all_reduce_rms_norm.row import add_row, normalise_row
+
+_PAD_WIDTH = tl.constexpr(MAX_WORLD_SIZE)
+
+
+@triton.jit
+def _copy_row(source, source_row, target, target_row, columns, mask, HIDDEN: tl.constexpr):
+    """``target[target_row] = source[source_row]`` for row numbers (int32) of ``[*, HIDDEN]`` with one dtype."""
+    values = tl.load(source + source_row.to(tl.int64) * HIDDEN + columns, mask=mask)
+    tl.store(target + target_row.to(tl.int64) * HIDDEN + columns, values, mask=mask)
+
+
+@triton.jit
+def _rows_of(tokens, per_rank, owner):
+    """How many rows ``owner`` owns: ``per_rank``, fewer or none for the last ranks."""
+    return tl.minimum(tl.maximum(tokens - owner * per_rank, 0), per_rank)
+
+
+@triton.jit(do_not_specialize=["rank", "tokens", "eps", "weight_offset"])
+def all_reduce_rms_norm_kernel(
+    x,
+    residual,
+    bias,
+    weight,
+    hidden,
+    residual_out,
+    staging_table,
+    hidden_table,
+    residual_table,
+    pads,
+    epochs,
+    status,
+    rank,
+    tokens,
+    eps,
+    weight_offset,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    RESIDUAL_SHARDED: tl.constexpr,
+    RESIDUAL_OUT: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    """See the module docstring. Launch with a grid that is the same on every rank, at most ``MAX_CTAS``.
+
+    ``x``, ``hidden``: ``[tokens, HIDDEN]``. ``residual``: the same, or ``[per_rank, HIDDEN]`` with ``RESIDUAL_SHARDED``, or None.
+    ``bias``, ``weight``: ``[HIDDEN]`` or None. ``residual_out``: ``[tokens | per_rank, HIDDEN]`` as ``RESIDUAL_OUT`` is
+    "replicated" or "sharded"; not touched for "none". The tables are ``int64 [world]``: the addresses of every rank's symmetric
+    buffers with x's, hidden's and residual_out's dtype (``residual_table`` only for "replicated"), and pads.
+    """
+    cta = tl.program_id(0)
+    grid = tl.num_programs(0)
+    per_rank = (tokens + WORLD_SIZE - 1) // WORLD_SIZE
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    epoch = tl.load(epochs + cta)
+
+    staging = load_pointer(staging_table, rank, x)
+    for step in range(1, WORLD_SIZE):
+        owner = (rank + step) % WORLD_SIZE
+        for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
+            row = owner * per_rank + local
+            _copy_row(x, row, staging, row, columns, mask, HIDDEN)
+    barrier(pads, status, epoch + 1, cta, rank, WORLD_SIZE, 1, SPIN_LIMIT, _PAD_WIDTH)
+
+    for local in range(cta, _rows_of(tokens, per_rank, rank), grid):
+        begin = (rank * per_rank + local).to(tl.int64) * HIDDEN
+        own_begin = local.to(tl.int64) * HIDDEN
+        h = tl.zeros([BLOCK], tl.float32)
+        for source in tl.static_range(WORLD_SIZE):
+            # Own partial sums come straight from x: they were not staged.
+            addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
+            h = add_row(h, addend, begin, columns, mask)
+        h = add_row(h, bias, 0, columns, mask)
+        if RESIDUAL_SHARDED:
+            h = add_row(h, residual, own_begin, columns, mask)
+        else:
+            h = add_row(h, residual, begin, columns, mask)
+        y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+        y = y.to(hidden.dtype.element_ty)
+        h = h.to(residual_out.dtype.element_ty)
+        tl.store(hidden + begin + columns, y, mask=mask)
+        if RESIDUAL_OUT == "sharded":
+            tl.store(residual_out + own_begin + columns, h, mask=mask)
+        elif RESIDUAL_OUT == "replicated":
+            tl.store(residual_out + begin + columns, h, mask=mask)
+        for distance in tl.static_range(1, WORLD_SIZE):
+            # Every rank starts with another peer, so that no link gets all the stores at once.
+            peer = (rank + distance) % WORLD_SIZE
+            tl.store(load_pointer(hidden_table, peer, hidden) + begin + columns, y, mask=mask)
+            if RESIDUAL_OUT == "replicated":
+                tl.store(load_pointer(residual_table, peer, residual_out) + begin + columns, h, mask=mask)
+    barrier(pads, status, epoch + 2, cta, rank, WORLD_SIZE, 2, SPIN_LIMIT, _PAD_WIDTH)
+    tl.store(epochs + cta, epoch + 2)
+
+    for step in range(1, WORLD_SIZE):
+        owner = (rank + step) % WORLD_SIZE
+        published = load_pointer(hidden_table, rank, hidden)
+        for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
+            row = owner * per_rank + local
+            _copy_row(published, row, hidden, row, columns, mask, HIDDEN)
+            if RESIDUAL_OUT == "replicated":
+                _copy_row(
+                    load_pointer(residual_table, rank, residual_out), row, residual_out, row, columns, mask, HIDDEN
+                )
+
+
+@triton.jit(do_not_specialize=["rank", "tokens"])
+def all_gather_rows_kernel(
+    shard,
+    rows,
+    staging_table,
+    pads,
+    epochs,
+    status,
+    rank,
+    tokens,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    SPIN_LIMIT: tl.constexpr,
+):
+    """``rows [tokens, HIDDEN]`` from every rank's ``shard [per_rank, HIDDEN]``; rows past ``tokens`` are not read.
+
+    Copies the shard to the symmetric staging buffer (barrier 1) and pulls the peers' rows; barrier 2 keeps the staging buffer
+    from being overwritten by the next launch while a peer still reads it.
+    """
+    cta = tl.program_id(0)
+    grid = tl.num_programs(0)
+    per_rank = (tokens + WORLD_SIZE - 1) // WORLD_SIZE
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    epoch = tl.load(epochs + cta)
+
+    staging = load_pointer(staging_table, rank, shard)
+    for local in range(cta, _rows_of(tokens, per_rank, rank), grid):
+        _copy_row(shard, local, staging, local, columns, mask, HIDDEN)
+        _copy_row(shard, local, rows, rank * per_rank + local, columns, mask, HIDDEN)
+    barrier(pads, status, epoch + 1, cta, rank, WORLD_SIZE, 1, SPIN_LIMIT, _PAD_WIDTH)
+
+    for step in range(1, WORLD_SIZE):
+        owner = (rank + step) % WORLD_SIZE
+        source = load_pointer(staging_table, owner, shard)
+        for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
+            _copy_row(source, local, rows, owner * per_rank + local, columns, mask, HIDDEN)
+    barrier(pads, status, epoch + 2, cta, rank, WORLD_SIZE, 2, SPIN_LIMIT, _PAD_WIDTH)
+    tl.store(epochs + cta, epoch + 2)

@@ -1,0 +1,126 @@
+"""The interface every transport implements, and the choice between them.
+
+A transport owns everything between ``start`` and ``wait_`` of one call: how partial sums reach the rank that adds them
+and how the normalised rows get back. What is computed (:class:`NormSpec`) and the row layout
+(:func:`~tw_compile.kernels.all_reduce_rms_norm.spec.row_range`) are the same for all of them, so a graph may be rewritten
+for one and run by another.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+
+TRANSPORTS = ("gloo", "nccl", "p2p")
+P2P_WORLD_SIZES = range(2, 9)
+P2P_MAX_HIDDEN = 32768
+P2P_ROW_ALIGNMENT_BYTES = 16
+
+
+@dataclass
+class Started:
+    """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do."""
+
+    hidden: torch.Tensor
+    residual: torch.Tensor
+    finish: Callable[[], None] | None = None
+
+
+class Transport(ABC):
+    """Moves rows between the ranks of a group; one instance per process and transport name."""
+
+    name: str
+
+    @abstractmethod
+    def start(self, request: Request) -> Started:
+        """Begin the call on the current stream; must not wait on the host for a peer."""
+
+    @abstractmethod
+    def all_gather_rows(self, shard: torch.Tensor, tokens: int, group_name: str) -> torch.Tensor:
+        """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the choice of a transport depends on; the same on every rank of the group."""
+
+    device_type: str
+    world_size: int
+    hosts: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The transport that will be used, and why; ``name`` is None when none supports the message."""
+
+    name: str | None
+    reason: str
+
+
+def group_facts(group_name: str, device_type: str) -> GroupFacts:
+    """Facts about a group without talking to other ranks.
+
+    The hosts follow from the launcher's LOCAL_WORLD_SIZE (ranks are numbered host by host); without a launcher the group
+    is taken to live on one host, and the first run-time use finds out (see ``p2p.py``) if that is wrong.
+    """
+    group = compat.resolve_process_group(group_name)
+    ranks = dist.get_process_group_ranks(group)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return GroupFacts(device_type, len(ranks), len({rank // local_world_size for rank in ranks}))
+
+
+def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, requested: str = "auto") -> Choice:
+    """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments."""
+    if facts.device_type != "cuda":
+        if requested not in ("auto", "gloo"):
+            return Choice(None, f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors")
+        return Choice("gloo", "CPU tensors: collectives of the group's own backend")
+    if requested == "gloo":
+        return Choice(None, "transport 'gloo' needs CPU tensors, the graph has cuda tensors")
+    if requested == "nccl":
+        return Choice("nccl", "requested")
+    obstacle = _p2p_obstacle(facts, hidden_size, dtype)
+    if obstacle is None:
+        return Choice("p2p", "one host, two-shot kernel over symmetric memory")
+    if requested == "p2p":
+        return Choice(None, obstacle)
+    return Choice("nccl", obstacle)
+
+
+def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> str | None:
+    if facts.hosts > 1:
+        return f"the group spans {facts.hosts} hosts"
+    if facts.world_size not in P2P_WORLD_SIZES:
+        return f"world_size {facts.world_size} is not in {P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
+    if hidden_size > P2P_MAX_HIDDEN:
+        return f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}"
+    if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:
+        return f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+    return None
+
+
+_instances: dict[str, Transport] = {}
+
+
+def get_transport(name: str) -> Transport:
+    """The process-wide transport called ``name``; created, and its module imported, on first use."""
+    if name not in _instances:
+        if name in ("gloo", "nccl"):
+            from tw_compile.kernels.all_reduce_rms_norm.collective import CollectiveTransport
+
+            _instances[name] = CollectiveTransport(name)
+        elif name == "p2p":
+            from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+            _instances[name] = P2PTransport()
+        else:
+            raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {name!r}")
+    return _instances[name]

@@ -1,0 +1,36 @@
+"""What passes share: named refusals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Refusal(StrEnum):
+    """Why an all_reduce was left as it is. The names are stable: reports, JSON and tests use them."""
+
+    TRAINING_GRAPH = "training_graph"
+    REDUCE_OP_NOT_SUM = "reduce_op_not_sum"
+    GROUP_NOT_RESOLVED = "group_not_resolved"
+    GROUP_SIZE_1 = "group_size_1"
+    MISSING_METADATA = "missing_metadata"
+    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
+    PARTIAL_SUM_USED_ELSEWHERE = "partial_sum_used_elsewhere"
+    REDUCED_VALUE_USED_ELSEWHERE = "reduced_value_used_elsewhere"
+    RESIDUAL_NOT_PROVABLE = "residual_not_provable"
+    NO_RMS_NORM = "no_rms_norm"
+    LAYER_NORM = "layer_norm"
+    MEAN_DIM = "mean_dim"
+    EPS_NOT_CONSTANT = "eps_not_constant"
+    NORM_INTERMEDIATE_USED = "norm_intermediate_used"
+    WEIGHT_NOT_PROVABLE = "weight_not_provable"
+    HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
+    REWRITE_FAILED = "rewrite_failed"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A refusal and the words that explain it for this one site."""
+
+    reason: Refusal
+    detail: str

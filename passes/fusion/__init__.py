@@ -1,0 +1,77 @@
+"""Fuse all_reduce + residual add + RMSNorm: find, choose a transport, plan the residual's layout, rewrite."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.graph.predicates import value
+from tw_compile.kernels.all_reduce_rms_norm.transport import Choice, choose_transport, group_facts
+from tw_compile.passes.base import Refusal
+from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.fusion.layout import plan_layouts
+from tw_compile.passes.fusion.rewrite import Rewriter
+from tw_compile.report import Site
+
+GATED_BELOW = "below_fuse_min_bytes"
+GATED_ABOVE = "above_fuse_max_bytes"
+GATED_OFF = "fusion_off"
+
+
+def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
+    """Rewrite ``graph`` in place and say what was decided about each all_reduce, in graph order.
+
+    An exception leaves the graph as it was.
+    """
+    found = find_sites(graph)
+    decided: list[Site] = []
+    fused: list[tuple[int, FusionSite, str]] = []
+    for index, entry in enumerate(found):
+        site = _decide(index, entry, config)
+        decided.append(site)
+        if site.decision == "fused":
+            assert isinstance(entry, FusionSite) and site.transport is not None
+            fused.append((index, entry, site.transport))
+    if not fused:
+        return decided
+    rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
+    layouts = plan_layouts([site for _, site, _ in fused])
+    try:
+        for (index, site, transport), layout in zip(fused, layouts, strict=True):
+            rewriter.insert(site, index, layout, transport)
+    except Exception:
+        rewriter.roll_back()
+        raise
+    rewriter.commit()
+    return decided
+
+
+def _decide(index: int, entry: FusionSite | RefusedSite, config: Config) -> Site:
+    all_reduce = entry.all_reduce
+    size = all_reduce.bytes()
+
+    def site(decision: str, reason: str, form: str, transport: str | None = None, detail: str = "") -> Site:
+        return Site(
+            index, all_reduce.layer, form, decision, reason, size, transport, detail, all_reduce.node.name  # type: ignore[arg-type]
+        )
+
+    if isinstance(entry, RefusedSite):
+        return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)
+    if not config.fuse:
+        return site("gated", GATED_OFF, entry.form, detail="tw_compile.fuse is False")
+    if size is not None and size < config.fuse_min_bytes:
+        return site("gated", GATED_BELOW, entry.form, detail=f"{size} < {config.fuse_min_bytes} bytes")
+    if size is not None and config.fuse_max_bytes is not None and size > config.fuse_max_bytes:
+        return site("gated", GATED_ABOVE, entry.form, detail=f"{size} > {config.fuse_max_bytes} bytes")
+    choice = _transport(entry, config)
+    if choice.name is None:
+        return site("refused", Refusal.HIDDEN_SIZE_NOT_SUPPORTED, entry.form, detail=choice.reason)
+    return site("fused", "", entry.form, choice.name, choice.reason)
+
+
+def _transport(site: FusionSite, config: Config) -> Choice:
+    partial = value(site.all_reduce.partial)
+    assert partial is not None
+    facts = group_facts(site.all_reduce.group_name, partial.device.type)
+    return choose_transport(facts, int(partial.shape[-1]), partial.dtype, config.transport)

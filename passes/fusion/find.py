@@ -1,0 +1,250 @@
+"""Find every all_reduce of a graph and prove, or refuse, that it feeds a residual add and an RMSNorm.
+
+    partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> RMSNorm -> hidden
+
+Nothing here edits the graph: the result is a list of :class:`FusionSite` and :class:`RefusedSite`, one per all_reduce, in
+graph order.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import (
+    aten,
+    is_call,
+    is_cast,
+    is_view,
+    other_operand,
+    peel_views,
+    same_shape,
+    same_size,
+    value,
+)
+from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES
+from tw_compile.passes.base import Refusal, Refused
+from tw_compile.passes.fusion.norm import NormMatch, match_rms_norm
+
+_c10d = torch.ops._c10d_functional
+_LAYER = re.compile(r"\b(?:layers|h|blocks|layer)\.(\d+)\b|\b(?:layers|h|blocks|layer)\[['\"]?(\d+)")
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """An all_reduce and its wait; ``partial`` is this rank's summand."""
+
+    node: fx.Node
+    wait: fx.Node | None
+    partial: fx.Node
+    group_name: str
+
+    @property
+    def layer(self) -> int | None:
+        return layer_of(self.node)
+
+    def bytes(self) -> int | None:
+        """Size of the message, None when a dimension is symbolic."""
+        tensor = value(self.partial)
+        if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
+            return None
+        return tensor.numel() * tensor.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FusionSite:
+    """A proven site. ``h`` is the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive."""
+
+    all_reduce: AllReduce
+    path: tuple[fx.Node, ...]
+    h: fx.Node
+    bias: fx.Node | None
+    residual: fx.Node | None
+    norm: NormMatch
+
+    @property
+    def form(self) -> str:
+        parts = ["all_reduce"]
+        parts += ["bias"] if self.bias is not None else []
+        parts += ["residual"] if self.residual is not None else []
+        return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]"
+
+    def replaced(self) -> set[fx.Node]:
+        """Every node that the fused operator makes superfluous."""
+        assert self.all_reduce.wait is not None
+        return {self.all_reduce.node, self.all_reduce.wait, *self.path, *self.norm.interior}
+
+
+@dataclass(frozen=True)
+class RefusedSite:
+    all_reduce: AllReduce
+    refused: Refused
+
+
+def layer_of(node: fx.Node) -> int | None:
+    """The decoder layer a node came from, read from the module path that tracing left on it."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return None
+    for path, _ in reversed(list(stack.values())):
+        found = _LAYER.search(str(path))
+        if found:
+            return int(found.group(1) or found.group(2))
+    return None
+
+
+def find_sites(graph: fx.Graph) -> list[FusionSite | RefusedSite]:
+    """One entry per functional all_reduce of the graph."""
+    training = compat.is_training_graph()
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    sites: list[FusionSite | RefusedSite] = []
+    for node in graph.nodes:
+        if not is_call(node, _c10d.all_reduce.default):
+            continue
+        wait = next((user for user in node.users if is_call(user, _c10d.wait_tensor.default)), None)
+        all_reduce = AllReduce(node, wait, node.args[0], node.args[2])  # type: ignore[arg-type]
+        if training:
+            result: FusionSite | Refused = Refused(Refusal.TRAINING_GRAPH, "the graph is part of a training step")
+        else:
+            result = _check_all_reduce(all_reduce) or _follow(all_reduce, position)
+        sites.append(RefusedSite(all_reduce, result) if isinstance(result, Refused) else result)
+    return sites
+
+
+def _check_all_reduce(all_reduce: AllReduce) -> Refused | None:
+    """What can be said of the collective alone."""
+    node = all_reduce.node
+    reduce_op = node.args[1]
+    if not isinstance(reduce_op, str) or reduce_op.lower() != "sum":
+        return Refused(Refusal.REDUCE_OP_NOT_SUM, f"{node.name} reduces with {reduce_op!r}")
+    if not isinstance(all_reduce.group_name, str):
+        return Refused(Refusal.GROUP_NOT_RESOLVED, f"{node.name} names its group by {type(all_reduce.group_name)}")
+    try:
+        world_size = dist.get_world_size(compat.resolve_process_group(all_reduce.group_name))
+    except (RuntimeError, ValueError, KeyError) as error:
+        return Refused(Refusal.GROUP_NOT_RESOLVED, f"group {all_reduce.group_name!r}: {error}")
+    if world_size == 1:
+        return Refused(Refusal.GROUP_SIZE_1, f"group {all_reduce.group_name!r} has one rank")
+    tensor = value(all_reduce.partial)
+    if tensor is None:
+        return Refused(Refusal.MISSING_METADATA, f"{all_reduce.partial.name} has no tensor metadata")
+    if tensor.dtype not in SUPPORTED_DTYPES:
+        return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"the message has dtype {tensor.dtype}")
+    if all_reduce.wait is None or len(node.users) != 1:
+        return Refused(Refusal.REDUCED_VALUE_USED_ELSEWHERE, f"{node.name} is not used by exactly one wait_tensor")
+    return None
+
+
+def _partial_used_elsewhere(all_reduce: AllReduce) -> Refused | None:
+    current = all_reduce.partial
+    while True:
+        if len(current.users) != 1:
+            return Refused(
+                Refusal.PARTIAL_SUM_USED_ELSEWHERE, f"{current.name} has {len(current.users)} users besides the sum"
+            )
+        if not is_view(current):
+            return None
+        current = current.args[0]  # type: ignore[assignment]
+
+
+def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite | Refused:
+    """Walk from the wait to the norm."""
+    assert all_reduce.wait is not None
+    current = all_reduce.wait
+    path: list[fx.Node] = []
+    bias: fx.Node | None = None
+    residual: fx.Node | None = None
+    while True:
+        norm = match_rms_norm(current)
+        if isinstance(norm, NormMatch):
+            break
+        users = list(current.users)
+        if len(users) != 1:
+            if norm is not None:
+                return norm
+            return _explain_users(current, all_reduce)
+        user = users[0]
+        if is_view(user) or is_cast(user):
+            pass
+        elif is_call(user, aten.add.Tensor) and user.kwargs.get("alpha", 1) == 1:
+            other = other_operand(user, current)
+            role = _operand_role(other, current, user)
+            if isinstance(role, Refused):
+                return role
+            if role == "bias" and bias is None and residual is None:
+                bias = other
+            elif role == "residual" and residual is None:
+                residual = other
+            else:
+                return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} is a further addition")
+        elif norm is not None:
+            return norm
+        else:
+            return Refused(Refusal.NO_RMS_NORM, f"the sum goes into {_describe(user)}")
+        path.append(user)
+        current = user
+    return _check_site(FusionSite(all_reduce, tuple(path), current, bias, residual, norm), position)
+
+
+def _describe(node: fx.Node) -> str:
+    return "the graph's output" if node.op == "output" else f"{node.target}"
+
+
+def _explain_users(current: fx.Node, all_reduce: AllReduce) -> Refused:
+    """Several users and no norm at ``current``: is a norm further on, behind a value that is needed elsewhere too?"""
+    for user in current.users:
+        if is_call(user, aten.add.Tensor) and isinstance(match_rms_norm(user), NormMatch):
+            return Refused(
+                Refusal.REDUCED_VALUE_USED_ELSEWHERE, f"{current.name} is needed besides the residual add {user.name}"
+            )
+    names = ", ".join(sorted({_describe(user) for user in current.users})) or "nothing"
+    return Refused(Refusal.NO_RMS_NORM, f"{all_reduce.node.name} goes into {names}")
+
+
+def _operand_role(other: object, current: fx.Node, add: fx.Node) -> str | Refused:
+    """``bias`` for a vector over hidden, ``residual`` for a tensor of the sum's own shape."""
+    if not isinstance(other, fx.Node):
+        return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{add.name} adds {other!r}")
+    tensor, rows = value(other), value(current)
+    if tensor is None or rows is None:
+        return Refused(Refusal.MISSING_METADATA, f"{other.name} has no tensor metadata")
+    if not tensor.is_floating_point() or tensor.dtype not in SUPPORTED_DTYPES:
+        return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"{other.name} has dtype {tensor.dtype}")
+    if tensor.dim() == 1 and same_size(tensor.shape[0], rows.shape[-1]):
+        return "bias"
+    if same_shape(tensor, rows):
+        return "residual"
+    return Refused(
+        Refusal.RESIDUAL_NOT_PROVABLE, f"{other.name} has shape {list(tensor.shape)}, the sum {list(rows.shape)}"
+    )
+
+
+def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | Refused:
+    """What must hold once the whole site is known."""
+    refused = _partial_used_elsewhere(site.all_reduce)
+    if refused is not None:
+        return refused
+    partial, h, hidden = value(site.all_reduce.partial), value(site.h), value(site.norm.output)
+    if partial is None or h is None or hidden is None:
+        return Refused(Refusal.MISSING_METADATA, f"{site.h.name} or {site.norm.output.name} has no tensor metadata")
+    for name, tensor in (("residual stream", h), ("norm's output", hidden)):
+        if tensor.dtype not in SUPPORTED_DTYPES:
+            return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"the {name} has dtype {tensor.dtype}")
+    hidden_size = partial.shape[-1] if partial.dim() else None
+    if partial.dim() < 2 or not isinstance(hidden_size, int) or not same_size(h.shape[-1], hidden_size):
+        return Refused(
+            Refusal.HIDDEN_SIZE_NOT_SUPPORTED, f"the sum has shape {list(partial.shape)}, the norm {list(h.shape)}"
+        )
+    if site.norm.output is not site.norm.interior[-1] or (
+        site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize
+    ):
+        return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{site.norm.output.name} is used in {hidden.dtype}")
+    late = site.norm.weight
+    if late is not None and position[peel_views(late)] > position[site.h]:
+        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{late.name} is computed after the residual add")
+    return site

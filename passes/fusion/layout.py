@@ -1,0 +1,73 @@
+"""Who needs which rows of the residual.
+
+After a two-shot site each rank holds the rows of ``h`` that it owns. If the only other user of ``h`` is the residual add
+of the next fused site, on the same group and the same rows, it stays like that ("sharded") and is never moved. If anything
+else reads it (a graph output, a refused site, another group) the site shares all rows ("replicated"); if nothing does,
+it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from tw_compile.graph.predicates import is_cast, is_lossless_cast, is_view, peel_views, same_size, value
+from tw_compile.kernels.all_reduce_rms_norm.spec import ResidualOut
+from tw_compile.passes.fusion.find import FusionSite
+
+
+@dataclass(frozen=True)
+class ResidualLayout:
+    """``source`` is the site whose sharded residual this one takes in; None for a whole residual, or none at all."""
+
+    source: FusionSite | None
+    out: ResidualOut
+
+
+def plan_layouts(sites: list[FusionSite]) -> list[ResidualLayout]:
+    """A layout per site, in the same order."""
+    replaced = set().union(*(site.replaced() for site in sites)) if sites else set()
+    by_h = {site.h: site for site in sites}
+    shared = {id(site): _needed_whole(site, replaced) for site in sites}
+    sources: list[FusionSite | None] = []
+    for site in sites:
+        previous = by_h.get(peel_views(site.residual)) if site.residual is not None else None
+        if previous is not None and not shared[id(previous)] and not _same_rows(previous, site):
+            shared[id(previous)] = True
+        sources.append(previous)
+    chained = {id(source) for source in sources if source is not None}
+    layouts = []
+    for site, source in zip(sites, sources, strict=True):
+        out: ResidualOut = "none"
+        if shared[id(site)]:
+            out = "replicated"
+        elif id(site) in chained:
+            out = "sharded"
+        layouts.append(ResidualLayout(None if source is None or shared[id(source)] else source, out))
+    return layouts
+
+
+def _needed_whole(site: FusionSite, replaced: set[fx.Node]) -> bool:
+    """Whether something outside every fused site reads ``h``, directly or through views and casts."""
+    pending = [site.h]
+    while pending:
+        for user in pending.pop().users:
+            if user in replaced:
+                continue
+            if (is_view(user) or (is_cast(user) and is_lossless_cast(user))) and user.users:
+                pending.append(user)
+            else:
+                return True
+    return False
+
+
+def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:
+    """Whether both sites share rows out in the same way: one group, one token count, one dtype."""
+    if producer.all_reduce.group_name != consumer.all_reduce.group_name:
+        return False
+    made, used = value(producer.h), value(consumer.residual)  # type: ignore[arg-type]
+    first, second = value(producer.all_reduce.partial), value(consumer.all_reduce.partial)
+    if made is None or used is None or first is None or second is None:
+        return False
+    return made.dtype == used.dtype and same_size(first.numel(), second.numel()) and first.shape[-1] == second.shape[-1]

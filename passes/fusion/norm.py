@@ -1,0 +1,239 @@
+"""Recognise an RMSNorm by what it computes, whatever its source wrote.
+
+    h -> [upcast] -> square -> mean over hidden -> + eps -> rsqrt -> times h -> [cast] -> [times weight] -> [cast]
+
+Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
+offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx as fx
+
+from tw_compile.graph.predicates import (
+    aten,
+    is_call,
+    is_cast,
+    is_lossless_cast,
+    other_operand,
+    same_size,
+    value,
+    views_and_casts_of,
+)
+from tw_compile.passes.base import Refusal, Refused
+
+_LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
+
+
+@dataclass(frozen=True)
+class NormMatch:
+    """An RMSNorm of ``h``: ``output`` is the node that a fused operator's hidden output replaces.
+
+    ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``.
+    """
+
+    output: fx.Node
+    interior: tuple[fx.Node, ...]
+    eps: float
+    weight: fx.Node | None = None
+    weight_offset: float = 0.0
+    cast_before_weight: torch.dtype | None = None
+
+    @property
+    def form(self) -> str:
+        if self.weight is None:
+            return "no_weight"
+        if self.cast_before_weight is not None:
+            return "hf"
+        return "fp32" if self.weight_offset == 0.0 else "gemma"
+
+
+def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
+    """The RMSNorm computed from ``h``; None when nothing that uses ``h`` looks like the beginning of one."""
+    same_values = list(views_and_casts_of(h))
+    refusal: Refused | None = None
+    for source in same_values:
+        for user in source.users:
+            if is_call(user, *_LAYER_NORM_OPS) or _subtracts_mean(user, source):
+                refusal = refusal or Refused(Refusal.LAYER_NORM, f"{user.name} centres the values: LayerNorm")
+            if not _is_square(user, source):
+                continue
+            result = _match_from_square(user, set(same_values))
+            if isinstance(result, NormMatch):
+                return result
+            refusal = refusal or result
+    return refusal
+
+
+def _is_square(node: fx.Node, source: fx.Node) -> bool:
+    if is_call(node, aten.pow.Tensor_Scalar):
+        return node.args[0] is source and node.args[1] == 2
+    return is_call(node, aten.mul.Tensor) and node.args[0] is source and node.args[1] is source
+
+
+def _subtracts_mean(node: fx.Node, source: fx.Node) -> bool:
+    return (
+        is_call(node, aten.sub.Tensor)
+        and node.args[0] is source
+        and is_call(node.args[1], aten.mean.dim)
+        and node.args[1].args[0] is source  # type: ignore[union-attr]
+    )
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch | Refused | None:
+    mean = next((user for user in square.users if is_call(user, aten.mean.dim)), None)
+    if mean is None:
+        return None
+    refusal = _check_mean(mean, square)
+    if refusal is not None:
+        return refusal
+    interior = [square, mean]
+    eps = 0.0
+    last = mean
+    with_eps = _only_user(mean)
+    if is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
+        assert with_eps is not None
+        found = _constant(other_operand(with_eps, mean))
+        if found is None or with_eps.kwargs.get("alpha", 1) != 1:
+            return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
+        eps = found
+        interior.append(with_eps)
+        last = with_eps
+    scale, divides = _reciprocal_root(last, interior)
+    if scale is None:
+        if len(last.users) > 1 or len(mean.users) > 1:
+            return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{last.name} has {len(last.users)} users")
+        return None
+    for node in interior:
+        if len(node.users) != 1:
+            return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} has {len(node.users)} users")
+    normalised = _only_user(scale)
+    if normalised is None:
+        return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{scale.name} has {len(scale.users)} users")
+    if divides:
+        if not (is_call(normalised, aten.div.Tensor) and normalised.args[1] is scale):
+            return None
+        source = normalised.args[0]
+    else:
+        if not is_call(normalised, aten.mul.Tensor):
+            return None
+        source = other_operand(normalised, scale)
+    if source not in same_values:
+        return None
+    return _follow_weight(normalised, (*interior, scale, normalised), eps)
+
+
+def _check_mean(mean: fx.Node, square: fx.Node) -> Refused | None:
+    source, result = value(square), value(mean)
+    if source is None or result is None:
+        return Refused(Refusal.MISSING_METADATA, f"{mean.name} has no tensor metadata")
+    dims = mean.args[1]
+    last = source.dim() - 1
+    if not isinstance(dims, list | tuple) or [d % source.dim() for d in dims] != [last]:  # type: ignore[operator]
+        return Refused(Refusal.MEAN_DIM, f"{mean.name} averages over dims {dims}, not over the hidden dim {last}")
+    if result.dim() != source.dim():
+        return Refused(Refusal.MEAN_DIM, f"{mean.name} drops the hidden dim (keepdim=False)")
+    return None
+
+
+def _constant(operand: object) -> float | None:
+    """The value of a Python number or of a constant one-element tensor node."""
+    if isinstance(operand, int | float) and not isinstance(operand, bool):
+        return float(operand)
+    if is_call(operand, aten.full.default, aten.scalar_tensor.default):
+        number = operand.args[1] if operand.target is aten.full.default else operand.args[0]  # type: ignore[union-attr]
+        shape = value(operand)  # type: ignore[arg-type]
+        if isinstance(number, int | float) and shape is not None and shape.numel() == 1:
+            return float(number)
+    if is_cast(operand):
+        return _constant(operand.args[0])  # type: ignore[union-attr]
+    return None
+
+
+def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node | None, bool]:
+    """``(node, divides)``: the node that holds 1/sqrt, or the one that holds sqrt and is divided by."""
+    user = _only_user(variance)
+    if is_call(user, aten.rsqrt.default):
+        return user, False
+    if is_call(user, aten.pow.Tensor_Scalar) and user.args[1] == -0.5:  # type: ignore[union-attr]
+        return user, False
+    if is_call(user, aten.sqrt.default):
+        assert user is not None
+        inverse = _only_user(user)
+        if is_call(inverse, aten.reciprocal.default):
+            interior.append(user)
+            return inverse, False
+        return user, True
+    return None, False
+
+
+def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: float) -> NormMatch | Refused:
+    """Extend the match over the cast and the weight, as far as every node has one user."""
+    nodes = list(interior)
+    current = normalised
+    cast_dtype: torch.dtype | None = None
+    user = _only_user(current)
+    if user is not None and is_cast(user):
+        result = value(user)
+        assert result is not None
+        cast_dtype = result.dtype
+        nodes.append(user)
+        current = user
+        user = _only_user(current)
+    if not is_call(user, aten.mul.Tensor):
+        return NormMatch(current, tuple(nodes), eps)
+    assert user is not None
+    weight = other_operand(user, current)
+    if not isinstance(weight, fx.Node):
+        return NormMatch(current, tuple(nodes), eps)
+    verdict = _is_weight(weight, current)
+    if isinstance(verdict, Refused):
+        return verdict
+    if not verdict:
+        return NormMatch(current, tuple(nodes), eps)
+    nodes.append(user)
+    current = user
+    cast = _only_user(current)
+    if cast is not None and is_cast(cast) and not is_lossless_cast(cast):
+        nodes.append(cast)
+        current = cast
+    base, offset = _split_offset(weight) if cast_dtype is None else (weight, 0.0)
+    return NormMatch(current, tuple(nodes), eps, base, offset, cast_dtype)
+
+
+def _is_weight(weight: fx.Node, normalised: fx.Node) -> bool | Refused:
+    """Whether ``weight`` is a vector over the hidden dim; False for an ordinary elementwise factor."""
+    factor, rows = value(weight), value(normalised)
+    if factor is None or rows is None:
+        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} has no tensor metadata")
+    if factor.dim() != 1:
+        return False
+    if not factor.is_floating_point():
+        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} has dtype {factor.dtype}")
+    if not same_size(factor.shape[0], rows.shape[-1]):
+        return Refused(
+            Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} has shape [{factor.shape[0]}], not [{rows.shape[-1]}]"
+        )
+    return True
+
+
+def _split_offset(weight: fx.Node) -> tuple[fx.Node, float]:
+    """``(w, c)`` for a weight written as ``c + w`` in float32, so that the addition happens inside the operator."""
+    if is_call(weight, aten.add.Tensor, aten.add.Scalar) and weight.kwargs.get("alpha", 1) == 1:
+        left, right = weight.args[:2]
+        base, offset = (left, right) if isinstance(left, fx.Node) else (right, left)
+        result = value(weight)
+        if isinstance(base, fx.Node) and isinstance(offset, int | float) and result is not None:
+            if result.dtype != torch.float32:
+                return weight, 0.0
+            return (base.args[0] if is_cast(base) and is_lossless_cast(base) else base), float(offset)  # type: ignore[return-value]
+    if is_cast(weight) and is_lossless_cast(weight):
+        return weight.args[0], 0.0  # type: ignore[return-value]
+    return weight, 0.0

@@ -1,0 +1,164 @@
+"""Replace proven sites by the fused operator.
+
+    before:  wait = wait_tensor(all_reduce(x)); h = residual + wait; hidden = rms_norm(h) * weight
+    after:   start = all_reduce_rms_norm_start(x, residual, bias, weight, ...)
+             wait_(start[0], start[1], keep=[x, residual, ...]); hidden = view(start[0]); h = view(start[1])
+
+New nodes go right after ``h``: every input of the site exists there and every user of ``h`` or of the norm comes later, so
+all readers follow ``wait_``. Insertion only adds nodes and can be undone; the graph changes when everything was inserted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_size, value
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.fusion.find import FusionSite
+from tw_compile.passes.fusion.layout import ResidualLayout
+
+ANNOTATION = "tw_compile"
+"""Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str}``."""
+
+_FUSE_ONLY_SLOT = 0
+
+
+@dataclass
+class _Inserted:
+    site: FusionSite
+    hidden: fx.Node
+    residual_rows: fx.Node
+    residual: fx.Node | None
+
+
+@dataclass
+class Rewriter:
+    """Inserts operators for sites one by one, then commits all of them or none."""
+
+    graph: fx.Graph
+    fake_mode: Any
+    _new: list[fx.Node] = field(default_factory=list)
+    _done: dict[int, _Inserted] = field(default_factory=dict)
+
+    def insert(self, site: FusionSite, index: int, layout: ResidualLayout, transport: str) -> None:
+        """Add the operator for one site; sites must come in graph order."""
+        self._last = site.h
+        self._like = site.norm.output
+        self._site_index = index
+        x = self._rows(site.all_reduce.partial)
+        residual = None
+        if layout.source is not None:
+            residual = self._done[id(layout.source)].residual_rows
+        elif site.residual is not None:
+            residual = self._rows(site.residual)
+        h, hidden = value(site.h), value(site.norm.output)
+        assert h is not None and hidden is not None
+        norm, group_name = site.norm, site.all_reduce.group_name
+        start = self._call(
+            ops.start,
+            (
+                x,
+                residual,
+                site.bias,
+                norm.weight,
+                norm.eps,
+                norm.weight_offset,
+                norm.cast_before_weight,
+                hidden.dtype,
+                h.dtype,
+                layout.source is not None,
+                layout.out,
+                group_name,
+                transport,
+                _FUSE_ONLY_SLOT,
+            ),
+            "start",
+        )
+        hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
+        residual_rows = self._call(operator.getitem, (start, 1), "residual")
+        keep = [node for node in (x, residual, site.bias, norm.weight) if node is not None]
+        self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
+        self._done[id(site)] = _Inserted(
+            site,
+            self._shaped_like(hidden_rows, site.norm.output, site),
+            residual_rows,
+            self._shaped_like(residual_rows, site.h, site) if layout.out == "replicated" else None,
+        )
+
+    def commit(self) -> None:
+        """Route every reader to the new nodes and remove what nothing reads any more."""
+        replaced: set[fx.Node] = set()
+        for inserted in self._done.values():
+            inserted.site.norm.output.replace_all_uses_with(inserted.hidden)
+            if inserted.residual is not None:
+                inserted.site.h.replace_all_uses_with(inserted.residual)
+            replaced |= inserted.site.replaced()
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node in replaced or is_view(node) or is_cast(node)):
+                self.graph.erase_node(node)
+
+    def roll_back(self) -> None:
+        """Remove every inserted node; the graph is as it was."""
+        for node in reversed(self._new):
+            self.graph.erase_node(node)
+        self._new.clear()
+        self._done.clear()
+
+    def _call(self, target: Any, args: tuple[Any, ...], role: str) -> fx.Node:
+        with self.graph.inserting_after(self._last):
+            node = self.graph.call_function(target, args)
+        self._new.append(node)
+        self._last = node
+        for key in ("nn_module_stack", "stack_trace", "seq_nr", "original_aten"):
+            if key in self._like.meta:
+                node.meta[key] = self._like.meta[key]
+        node.meta[ANNOTATION] = {"site": self._site_index, "role": role}
+        fake_args = fx.map_arg(args, lambda n: n.meta["val"])
+        with compat.tracing_fake_mode(self.fake_mode):
+            node.meta["val"] = target(*fake_args)
+        return node
+
+    def _rows(self, node: fx.Node) -> fx.Node:
+        """``[tokens, hidden]`` from a tensor of any rank, without stacking a view on a view."""
+        tensor = value(node)
+        assert tensor is not None
+        base = peel_views(node)
+        flat = value(base)
+        if flat is not None and flat.dim() == 2 and same_size(flat.shape[1], tensor.shape[-1]):
+            return base
+        if tensor.dim() == 2:
+            return node
+        return self._call(aten.reshape.default, (node, [-1, tensor.shape[-1]]), "rows")
+
+    def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
+        tensor = value(original)
+        assert tensor is not None
+        if tensor.dim() == 2:
+            return rows
+        return self._call(aten.reshape.default, (rows, self._sizes(tensor, site)), "view")
+
+    def _sizes(self, tensor: Any, site: FusionSite) -> list[Any]:
+        """The tensor's shape as graph arguments: ints, at most one -1, and size nodes for further symbolic dims."""
+        symbolic = [index for index, size in enumerate(tensor.shape) if not isinstance(size, int)]
+        if len(symbolic) <= 1:
+            return [size if isinstance(size, int) else -1 for size in tensor.shape]
+        return [
+            size if isinstance(size, int) else self._size_node(site, index, size)
+            for index, size in enumerate(tensor.shape)
+        ]
+
+    def _size_node(self, site: FusionSite, dim: int, size: Any) -> fx.Node:
+        """A node holding a symbolic size: the one the graph has already, or a new size query on the all_reduce's input."""
+        partial = site.all_reduce.partial
+        if is_call(partial, aten.view.default, aten.reshape.default):
+            given: Sequence[Any] = partial.args[1]  # type: ignore[assignment]
+            candidate = given[dim]
+            if isinstance(candidate, fx.Node) and same_size(candidate.meta["val"], size):
+                return candidate
+        return self._call(aten.sym_size.int, (partial, dim), "size")

@@ -1,0 +1,78 @@
+"""``torch.compile(model, backend="tw_compile")``: Inductor with the passes in its post-grad slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.pipeline import TWCompilePass
+
+_HOOK = "post_grad_custom_post_pass"
+
+
+def tw_compile_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that torch.compile finds under the name ``tw_compile``.
+
+    Args:
+        mode: As torch.compile's: ``default``, ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
+        options: ``tw_compile.*`` keys configure the passes (:class:`tw_compile.Config`), all others are Inductor's own.
+            A ``post_grad_custom_post_pass`` among them, or set globally, runs before the passes.
+
+    Raises:
+        ValueError, TypeError: An option is unknown or has a bad value.
+    """
+    config, inductor_options = Config.split_options(options)
+    return _compile(gm, example_inputs, config, mode, inductor_options)
+
+
+def make_backend(config: Config) -> Callable[..., Any]:
+    """A backend bound to ``config``, for use together with ``mode=``, which torch.compile doesn't take beside options."""
+
+    def backend(
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        extra, inductor_options = Config.split_options(options)
+        if extra != Config():
+            raise ValueError("tw_compile.* options: expected none beside make_backend(config), which has them already")
+        return _compile(gm, example_inputs, config, mode, inductor_options)
+
+    return backend
+
+
+def _compile(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    mode: str | None,
+    inductor_options: dict[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor import config as inductor_config
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches.update(torch._inductor.list_mode_options(mode))
+    known = inductor_config.get_config_copy()
+    for key, value in inductor_options.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
+        patches[name] = value
+    before = compat.chain_passes(patches.get(_HOOK, known[_HOOK]))
+    patches[_HOOK] = TWCompilePass(config, before=before)
+    return compile_fx(gm, list(example_inputs), config_patches=patches)

@@ -1,0 +1,184 @@
+"""The only module that touches private torch APIs.
+
+Each entry says what differs between the torch versions that are supported (2.11 to 2.15); ``tests/unit/test_compat.py``
+has a test per difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: F401
+
+TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+
+
+def resolve_process_group(name: str) -> dist.ProcessGroup:
+    """The process group registered under ``name`` (the string that functional collectives carry)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    return group.group_name
+
+
+def process_group_facts() -> list[tuple[str, int, int]]:
+    """``(name, world_size, hosts)`` of every process group: what a rewrite depends on beyond the graph."""
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    facts = []
+    for group, name in distributed_c10d._world.pg_names.items():
+        ranks = dist.get_process_group_ranks(group)
+        facts.append((name, len(ranks), len({rank // local_world_size for rank in ranks})))
+    return sorted(facts)
+
+
+def chain_passes(hook: Any) -> Callable[[fx.Graph], object] | None:
+    """What Inductor's custom pass option holds, as one pass: None, a callable, or (from 2.14) a list of them."""
+    if hook is None:
+        return None
+    if not isinstance(hook, list | tuple):
+        return hook
+    return PassSequence(list(hook)) if hook else None
+
+
+class PassSequence(CustomGraphPass):
+    """Several passes as one; identified only if each of them is."""
+
+    def __init__(self, passes: list[Callable[[fx.Graph], object]]) -> None:
+        self.passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for one in self.passes:
+            one(graph)
+
+    def uuid(self) -> Any:
+        uuids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
+        return None if None in uuids else tuple(uuids)
+
+
+def is_training_graph() -> bool:
+    """Whether the graph being compiled is a training forward or backward graph.
+
+    Reads the metadata that AOTAutograd leaves on the tracing context; outside of a compile the answer is False.
+    """
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    return bool(getattr(metadata, "is_train", False))
+
+
+def graph_fake_mode(graph: fx.Graph) -> Any:
+    """The FakeTensorMode that made the metadata of ``graph``, or None when no node carries a fake tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+@contextlib.contextmanager
+def tracing_fake_mode(fake_mode: Any) -> Iterator[None]:
+    """Run operators on fake tensors of ``fake_mode``; with None the tensors at hand are used as they are."""
+    if fake_mode is None:
+        yield
+        return
+    with fake_mode:
+        yield
+
+
+@contextlib.contextmanager
+def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
+    """A default process group of ``world_size`` ranks in this one process; collectives move no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("fake_process_group: a default process group exists already; destroy it first")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def compile_post_grad(
+    gm: fx.GraphModule,
+    example_inputs: list[Any],
+    post_pass: Callable[[fx.Graph], None] | None,
+    sink: Callable[[fx.GraphModule], None],
+) -> Callable[..., Any]:
+    """Run Inductor up to and including its post-grad passes, with ``post_pass`` in the custom post slot.
+
+    ``sink`` gets every graph as the post-grad passes left it; no kernel is generated, the returned callable interprets
+    the graph. For inspection and tests: it takes about a second and needs no C++ compiler and no GPU.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+
+    def inner_compile(inner: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
+        with config.patch(post_grad_custom_post_pass=post_pass):
+            post_grad_passes(inner, is_inference=bool(kwargs.get("is_inference", False)))
+        inner.recompile()
+        sink(inner)
+
+        def run(args: list[Any]) -> Any:
+            args_copy = list(args)
+            args.clear()
+            return inner(*args_copy)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+
+
+def fake_mode_active() -> bool:
+    """Whether a FakeTensorMode is on, so that new tensors have no storage."""
+    from torch._guards import active_fake_mode
+
+    return active_fake_mode() is not None
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A context in which an outer FakeTensorMode is off."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextlib.contextmanager
+def fold_constants_on_cpu() -> Iterator[None]:
+    """Let Inductor's folding of uniform constants, which computes single elements for real, do so on the CPU."""
+    from unittest import mock
+
+    from torch._inductor.fx_passes import joint_graph
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class OnCpu(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+
+    fold = joint_graph.UniformValueConstantFolder._deduce_value
+
+    def deduce_value(folder: Any, node: fx.Node) -> Any:
+        with OnCpu():
+            return fold(folder, node)
+
+    with mock.patch.object(joint_graph.UniformValueConstantFolder, "_deduce_value", deduce_value):
+        yield

@@ -1,0 +1,109 @@
+"""Options of the passes: one frozen, validated value."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OPTION_PREFIX = "tw_compile."
+_TRANSPORTS = ("auto", "gloo", "nccl", "p2p")
+
+
+def _strict_from_environment() -> bool:
+    value = os.environ.get("TW_COMPILE_STRICT", "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"TW_COMPILE_STRICT: expected '0' or '1', got {value!r}")
+    return value == "1"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the passes may do. Every field can be given to torch.compile as ``options={"tw_compile.<field>": value}``.
+
+    Attributes:
+        fuse: Fuse all_reduce + residual add + RMSNorm.
+        transport: ``auto`` takes the best one for the device and the group; ``p2p``, ``nccl`` or ``gloo`` insist on one,
+            and sites that it can't serve are refused.
+        fuse_min_bytes: Messages smaller than this stay as they are (decision ``gated``).
+        fuse_max_bytes: Messages larger than this stay as they are; None means no limit.
+        strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
+
+    Raises:
+        TypeError: A value has the wrong type.
+        ValueError: A value is out of range.
+    """
+
+    fuse: bool = True
+    transport: str = "auto"
+    fuse_min_bytes: int = 0
+    fuse_max_bytes: int | None = None
+    strict: bool = dataclasses.field(default_factory=_strict_from_environment)
+
+    def __post_init__(self) -> None:
+        for name in ("fuse", "strict"):
+            self._check_type(name, bool, "True or False")
+        self._check_type("transport", str, f"one of {', '.join(_TRANSPORTS)}")
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(f"{OPTION_PREFIX}transport: expected one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
+        self._check_bytes("fuse_min_bytes")
+        if self.fuse_max_bytes is not None:
+            self._check_bytes("fuse_max_bytes")
+            if self.fuse_max_bytes < self.fuse_min_bytes:
+                raise ValueError(
+                    f"{OPTION_PREFIX}fuse_max_bytes: expected at least fuse_min_bytes ({self.fuse_min_bytes}), "
+                    f"got {self.fuse_max_bytes}"
+                )
+
+    def _check_type(self, name: str, expected: type, wording: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, expected):
+            raise TypeError(f"{OPTION_PREFIX}{name}: expected {wording}, got {value!r}")
+
+    def _check_bytes(self, name: str) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{OPTION_PREFIX}{name}: expected a number of bytes, got {value!r}")
+        if value < 0:
+            raise ValueError(f"{OPTION_PREFIX}{name}: expected 0 bytes or more, got {value}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Build from plain keys, e.g. ``{"transport": "p2p"}``.
+
+        Raises:
+            ValueError: A key is unknown; the message names it and the nearest known one.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"; did you mean {OPTION_PREFIX}{near[0]}?" if near else ""
+                raise ValueError(
+                    f"unknown option {OPTION_PREFIX}{key}: expected one of {', '.join(known)}{hint}"
+                )
+        return cls(**values)
+
+    @classmethod
+    def split_options(cls, options: Mapping[str, Any] | None) -> tuple[Config, dict[str, Any]]:
+        """Take the ``tw_compile.*`` keys out of torch.compile's options; what is left belongs to Inductor."""
+        ours: dict[str, Any] = {}
+        inductor: dict[str, Any] = {}
+        for key, value in (options or {}).items():
+            if key.startswith(OPTION_PREFIX):
+                ours[key.removeprefix(OPTION_PREFIX)] = value
+            else:
+                inductor[key] = value
+        return cls.from_mapping(ours), inductor
+
+    def as_options(self) -> dict[str, Any]:
+        """The same configuration as torch.compile options."""
+        return {OPTION_PREFIX + f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def digest(self) -> str:
+        """Changes exactly when a field changes; part of the compile caches' key."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()

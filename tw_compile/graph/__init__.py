@@ -1,0 +1,1 @@
+"""Looking at FX graphs: predicates, text, snapshots and differences."""

@@ -1,0 +1,99 @@
+"""Small questions about nodes of a post-grad FX graph. None of them changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.alias.default,
+        aten.clone.default,
+    }
+)
+CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.default})
+_CAST_ONLY_KWARGS = {"dtype"}
+
+
+def is_call(node: object, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def value(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor of a node, or None when it is not a tensor or has no metadata."""
+    val = node.meta.get("val")
+    return val if isinstance(val, torch.Tensor) else None
+
+
+def is_view(node: object) -> bool:
+    """A node that gives the same elements in the same order: reshape, unsqueeze, clone."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in VIEWS
+
+
+def is_cast(node: object) -> bool:
+    """A node that changes the dtype between floating point types and nothing else."""
+    if not (isinstance(node, fx.Node) and node.op == "call_function" and node.target in CASTS):
+        return False
+    if node.target is aten._to_copy.default and not set(node.kwargs) <= _CAST_ONLY_KWARGS:
+        return False
+    source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    return source is not None and result is not None and source.is_floating_point() and result.is_floating_point()
+
+
+def is_lossless_cast(node: fx.Node) -> bool:
+    """A cast whose result holds every value of its input exactly, e.g. bf16 to fp32."""
+    source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    assert source is not None and result is not None
+    return torch.promote_types(source.dtype, result.dtype) == result.dtype
+
+
+def peel_views(node: fx.Node) -> fx.Node:
+    """The node that ``node`` is a view of, through any number of views."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def views_and_casts_of(node: fx.Node) -> Iterator[fx.Node]:
+    """``node`` and every node reached from it through views and lossless casts: the same values under other names."""
+    pending = [node]
+    seen = {node}
+    while pending:
+        current = pending.pop()
+        yield current
+        for user in current.users:
+            if user not in seen and (is_view(user) or (is_cast(user) and is_lossless_cast(user))):
+                seen.add(user)
+                pending.append(user)
+
+
+def other_operand(node: fx.Node, operand: fx.Node) -> Any:
+    """The second argument of a two-argument node, whichever side ``operand`` is on; None for ``f(x, x)``."""
+    if len(node.args) < 2:
+        return None
+    left, right = node.args[:2]
+    if left is operand:
+        return None if right is operand else right
+    return left
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes (int or SymInt) are known to be equal, without adding a guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dim() == b.dim() and all(same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))

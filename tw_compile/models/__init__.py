@@ -1,0 +1,8 @@
+"""Tensor-parallel decoders from transformers, for inspection, tests and benchmarks."""
+
+from __future__ import annotations
+
+from tw_compile.models.config import load_config, preset_names
+from tw_compile.models.decoder import Decoder, build_decoder
+
+__all__ = ["Decoder", "build_decoder", "load_config", "preset_names"]

@@ -1,0 +1,49 @@
+"""Causal attention without a materialised mask.
+
+transformers skips the ``[seq, seq]`` mask of a plain causal prefill when it runs eagerly, but not while torch < 2.14
+compiles; SDPA then misses its flash kernels. The implementation registered here always skips it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+CAUSAL_SDPA = "tw_compile_causal_sdpa"
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """The value of ``attn_implementation`` for a model: SDPA when the family supports it, else eager."""
+    return CAUSAL_SDPA if MODEL_MAPPING[type(config)]._supports_sdpa else "eager"
+
+
+def _causal_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """``sdpa_mask`` of transformers, but None where ``is_causal=True`` of SDPA says the same."""
+    is_full = local_size is None or kv_length < local_size
+    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and is_full:
+        return None
+    return sdpa_mask(
+        q_length=q_length,
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **kwargs,
+    )
+
+
+AttentionInterface.register(CAUSAL_SDPA, sdpa_attention_forward)
+AttentionMaskInterface.register(CAUSAL_SDPA, _causal_mask)

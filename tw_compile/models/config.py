@@ -1,0 +1,59 @@
+"""Model configurations: shipped presets, ``config.json`` files and checkpoint directories."""
+
+from __future__ import annotations
+
+import copy
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+def preset_names() -> list[str]:
+    """Names of the configurations shipped in ``configs/models``."""
+    folder = resources.files("tw_compile.configs") / "models"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def load_config(source: str) -> PretrainedConfig:
+    """Read a model configuration; nothing is downloaded.
+
+    ``source`` is the name of a preset, the path of a ``config.json`` or a directory that holds one.
+    """
+    if source in preset_names():
+        text = (resources.files("tw_compile.configs") / "models" / f"{source}.json").read_text()
+    else:
+        path = Path(source)
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.is_file():
+            raise ValueError(
+                f"source: expected a preset ({', '.join(preset_names())}), a config.json or a checkpoint directory, "
+                f"got {source!r}"
+            )
+        text = path.read_text()
+    return config_from_dict(json.loads(text))
+
+
+def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
+    """The configuration of a decoder; for a multi-modal model, that of its text part."""
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
+    return CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
+
+
+def truncate_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:
+    """A copy of ``config`` with the first ``num_layers`` layers, per-layer lists cut to match."""
+    total = config.num_hidden_layers
+    if not 1 <= num_layers <= total:
+        raise ValueError(f"num_layers: expected 1 to {total}, got {num_layers}")
+    truncated = copy.deepcopy(config)
+    truncated.num_hidden_layers = num_layers
+    for name, value in vars(truncated).items():
+        if isinstance(value, list) and len(value) == total:
+            setattr(truncated, name, value[:num_layers])
+    return truncated

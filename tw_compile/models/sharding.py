@@ -1,0 +1,138 @@
+"""Tensor-parallel sharding of a transformers model by its own plan; the only module that uses private transformers APIs.
+
+transformers keeps every sharded parameter as a DTensor and wraps ``forward`` of the sharded modules. Here the DTensor
+is dropped again right after it has told which slice this rank owns, so a compiled graph sees plain tensors. The wrapped
+forwards take a local path for plain tensors under ``no_grad``; the few styles that insist on DTensors, or that do
+something for gradients only, are replaced by the local equivalents below.
+
+``ALL_PARALLEL_STYLES`` and its ``shard_param`` / ``install_forward`` protocol are the same in transformers 5.17 and
+5.23; the function that applies a plan (``apply_tensor_parallelism``) is not, so its loop is written out here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+# Styles whose forward is the identity at inference; they only reduce gradients.
+_GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params"}
+# Styles that sum the module's partial output over the ranks.
+_SUM_OUTPUT = {"moe_tp_experts", "all_reduce"}
+
+# What an evenly sharded projection counts: a head split over two ranks would compute something else without an error.
+_HEAD_FIELDS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+    "qkv_proj": "num_key_value_heads",
+    "query_key_value": "num_attention_heads",
+}
+
+
+def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: str) -> set[str]:
+    """Shard ``model`` (on the meta device) over ``group`` and make its forward issue the collectives.
+
+    Returns the names of the parameters that differ between ranks. Raises ValueError when the model has no plan or a
+    dimension does not divide by the group size.
+    """
+    world_size = group.size()
+    if world_size == 1:
+        return set()
+    plan = dict(model.tp_plan or {})
+    if not plan:
+        raise ValueError(f"config: {model.config.model_type!r} has no tensor-parallel plan in transformers")
+    _check_heads(model.config, plan, world_size)
+    mesh = DeviceMesh.from_group(group, device_type)
+    sharded: set[str] = set()
+    for module_name, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            full_name = f"{module_name}.{name}" if module_name else name
+            style = plan.get(_wildcard(full_name)) or plan.get(_wildcard(module_name))
+            if style is not None and _shard_parameter(module, name, full_name, style, mesh):
+                sharded.add(full_name)
+        style = plan.get(_wildcard(module_name))
+        if style is not None:
+            _install_forward(module, style, mesh)
+    return sharded
+
+
+def local_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of ``model`` by name, DTensors replaced by the local shards."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+
+
+def _wildcard(name: str) -> str:
+    """``layers.3.mlp`` -> ``layers.*.mlp``, the form of the keys of a plan."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _check_heads(config: PretrainedConfig, plan: dict[str, str], world_size: int) -> None:
+    for key, style in plan.items():
+        field = _HEAD_FIELDS.get(key.rsplit(".", 1)[-1])
+        heads = getattr(config, field, None) if field else None
+        if style == "colwise" and isinstance(heads, int) and heads % world_size:
+            raise ValueError(f"config.{field}: expected a multiple of the world size {world_size}, got {heads}")
+
+
+def _shard_parameter(module: nn.Module, name: str, full_name: str, style: str, mesh: DeviceMesh) -> bool:
+    """Replace one (meta) parameter by this rank's slice; True when the slice is smaller than the parameter."""
+    shape = module._parameters[name].shape  # type: ignore[union-attr]
+    ALL_PARALLEL_STYLES[style].shard_param(module, name, mesh)
+    parameter = module._parameters[name]
+    if not isinstance(parameter, DTensor):
+        return False
+    local = parameter.to_local()
+    for full, part in zip(shape, local.shape, strict=True):
+        if part not in (full, full / mesh.size()):
+            raise ValueError(
+                f"config: {full_name} of shape {tuple(shape)} does not divide evenly over the world size {mesh.size()}"
+            )
+    module._parameters[name] = nn.Parameter(local.detach(), requires_grad=False)
+    return local.shape != shape
+
+
+def _install_forward(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
+    if style in _GRADIENT_ONLY:
+        return
+    if style in _SUM_OUTPUT:
+        module.forward = _sum_over_ranks(module.forward, mesh)
+    elif isinstance(module, nn.Embedding):
+        if style not in ("embedding_rowwise", "rowwise"):
+            raise NotImplementedError(f"tensor-parallel style {style!r} of an embedding")
+        module.forward = _sum_over_ranks(_vocab_parallel(module, mesh), mesh)
+    else:
+        ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+
+
+def _sum_over_ranks(forward: Callable[..., torch.Tensor], mesh: DeviceMesh) -> Callable[..., torch.Tensor]:
+    def all_reduced(*args: Any, **kwargs: Any) -> torch.Tensor:
+        output = forward(*args, **kwargs)
+        dist.all_reduce(output, group=mesh.get_group())
+        return output
+
+    return all_reduced
+
+
+def _vocab_parallel(module: nn.Embedding, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Look up the rows that this rank owns; other ids give zeros, so that the sum over ranks is the full lookup."""
+    rows = module.weight.shape[0]
+    first = rows * mesh.get_local_rank()
+    lookup = module.forward
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        foreign = (input_ids < first) | (input_ids >= first + rows)
+        local_ids = (input_ids - first).masked_fill(foreign, 0)
+        return lookup(local_ids).masked_fill(foreign.unsqueeze(-1), 0.0)
+
+    return forward

@@ -1,0 +1,82 @@
+"""The passes as one object that any host can put into Inductor's post-grad slot."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.fx as fx
+
+from tw_compile import compat, report
+from tw_compile.config import Config
+from tw_compile.kernels.all_reduce_rms_norm import ops  # noqa: F401 (compiled graphs call these operators)
+from tw_compile.passes import fusion
+
+logger = logging.getLogger("tw_compile")
+
+_PACKAGE = Path(__file__).parent
+_SOURCES = (_PACKAGE, Path(fusion.__file__).parent.parent, Path(ops.__file__).parent.parent)
+
+
+class TWCompilePass(compat.CustomGraphPass):
+    """All passes, in order. Use it as Inductor's ``post_grad_custom_post_pass``.
+
+    Args:
+        config: What the passes may do.
+        before: A post-grad pass of the user's own; it runs first and sees the graph without the fused operators.
+
+    A graph on which a pass fails stays as it was, with one warning; ``config.strict`` raises instead.
+    """
+
+    def __init__(self, config: Config | None = None, *, before: Callable[[fx.Graph], object] | None = None) -> None:
+        self.config = Config() if config is None else config
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        result = report.GraphReport()
+        begin = time.perf_counter()
+        try:
+            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config)
+        except Exception as error:
+            if self.config.strict:
+                raise
+            result.warning = f"{type(error).__name__}: {error}"
+            logger.warning("tw_compile left a graph as it was: %s", result.warning, exc_info=True)
+        result.seconds = time.perf_counter() - begin
+        counts = result.counts
+        level = logging.INFO if counts["fused"] else logging.DEBUG
+        logger.log(level, "tw_compile: %d of %d all_reduces fused %s", counts["fused"], counts["all_reduce"], result.refusals or "")
+        report.publish(result)
+
+    def uuid(self) -> bytes | None:
+        """Identifies everything the result depends on: sources, configuration, groups, and the user's pass.
+
+        None, which switches Inductor's caches off, when the user's pass can't be identified.
+        """
+        parts = [source_digest(), self.config.digest(), repr(compat.process_group_facts())]
+        if self.before is not None:
+            before = self.before.uuid() if isinstance(self.before, compat.CustomGraphPass) else None
+            if before is None:
+                return None
+            parts.append(repr(before))
+        return hashlib.sha256("\n".join(parts).encode()).digest()
+
+
+_digests: dict[tuple[Path, ...], str] = {}
+
+
+def source_digest() -> str:
+    """Hash of the package's own source files; read once per process."""
+    if _SOURCES not in _digests:
+        hasher = hashlib.sha256()
+        files = sorted({path for folder in _SOURCES for path in folder.rglob("*.py")})
+        for path in files:
+            hasher.update(path.name.encode())
+            hasher.update(path.read_bytes())
+        _digests[_SOURCES] = hasher.hexdigest()
+    return _digests[_SOURCES]

@@ -1,0 +1,89 @@
+"""What the passes decided, as plain data: one :class:`Site` per all_reduce, one :class:`GraphReport` per graph.
+
+The passes append a report for every graph they see; ``collect_reports()`` hands them to whoever compiles a model and
+wants to show what happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+SCHEMA_VERSION = 1
+
+Decision = Literal["fused", "refused", "gated"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """One all_reduce of a graph and what was decided about it.
+
+    ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count is
+    symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
+    refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate.
+    """
+
+    index: int
+    layer: int | None
+    form: str
+    decision: Decision
+    reason: str
+    bytes: int | None
+    transport: str | None
+    detail: str = ""
+    node: str = ""
+
+
+@dataclass
+class GraphReport:
+    """What the pipeline did to one graph; ``seconds`` is the time all passes took together."""
+
+    sites: list[Site] = field(default_factory=list)
+    seconds: float = 0.0
+    warning: str = ""
+
+    @property
+    def counts(self) -> dict[str, int]:
+        decisions = Counter(site.decision for site in self.sites)
+        return {
+            "all_reduce": len(self.sites),
+            "fused": decisions["fused"],
+            "refused": decisions["refused"],
+            "gated": decisions["gated"],
+        }
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """How often each reason was given, most frequent first."""
+        return dict(Counter(site.reason for site in self.sites if site.reason).most_common())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"sites": [asdict(site) for site in self.sites], "counts": self.counts, "seconds": self.seconds}
+
+
+_collectors: list[list[GraphReport]] = []
+_lock = threading.Lock()
+
+
+def publish(report: GraphReport) -> None:
+    """Hand a finished report to every open :func:`collect_reports`."""
+    with _lock:
+        for collector in _collectors:
+            collector.append(report)
+
+
+@contextlib.contextmanager
+def collect_reports() -> Iterator[list[GraphReport]]:
+    """Collect the report of every graph that is compiled inside the ``with`` block, in order."""
+    collected: list[GraphReport] = []
+    with _lock:
+        _collectors.append(collected)
+    try:
+        yield collected
+    finally:
+        with _lock:
+            _collectors.remove(collected)
