@@ -1,51 +1,52 @@
 """Barriers between equal CTAs of several GPUs, inside a running Triton kernel.
 
-A *slot* owns, on every rank, a pad ``uint32 [MAX_CTAS, MAX_WORLD_SIZE]`` in symmetric memory and, in private memory, epochs
-``uint32 [MAX_CTAS]``. Both start as zeros (stored as int32: only differences and bit patterns matter). CTA ``b`` of rank
-``r`` announces barrier number ``e`` by writing ``e`` to ``pad[b, r]`` of every peer, and passes it when ``pad[b, p]`` of its
-own pad has reached ``e`` for every peer ``p``. CTAs with different indices never meet, so the ranks' kernels need no
-co-residency beyond their own CTAs'.
+A *slot* owns, on every rank, a pad ``uint32 [MAX_CTAS, MAX_WORLD_SIZE]`` in symmetric memory and, in private memory,
+epochs ``uint32 [MAX_CTAS]``. Both start as zeros (stored as int32: only differences and bit patterns matter). CTA
+``b`` of rank ``r`` announces barrier number ``e`` by writing ``e`` to ``pad[b, r]`` of every peer, and passes it when
+``pad[b, p]`` of its own pad has reached ``e`` for every peer ``p``. CTAs with different indices never meet, so the
+ranks' kernels need no co-residency beyond their own CTAs'.
 
 Why this is correct
 -------------------
-**Before the release.** The row data of a CTA is written by all of its threads, the flags by a few. ``tl.debug_barrier()``
-(``bar.sync``) orders every thread's writes before those few threads' ``atom.release.sys``; release is cumulative, so the
-writes of the whole CTA are visible to whoever acquires the flag, at system scope, whether they went to local or to peer
-memory.
+**Before the release.** The row data of a CTA is written by all of its threads, the flags by a few. ``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few
+threads' ``atom.release.sys``; release is cumulative, so the writes of the whole CTA are visible to whoever acquires
+the flag, at system scope, whether they went to local or to peer memory.
 
-**After the acquire.** The flags are read with ``atom.acquire.sys`` by a few threads. The ``bar.sync`` that follows orders
-the reads of all other threads after it. Without it another warp could read a row before the flag was seen.
+**After the acquire.** The flags are read with ``atom.acquire.sys`` by a few threads. The ``bar.sync`` that follows
+orders the reads of all other threads after it. Without it another warp could read a row before the flag was seen.
 
-**No stale L1 lines.** L1 is not coherent. A row address may have been read in an earlier launch of the slot, or by another
-CTA of the same SM, before a peer rewrote it. An acquire at system scope invalidates the SM's L1 (SASS: ``CCTL.IVALL``
-after the atomic), and everything read afterwards is fetched again. L2 of the memory's home GPU is the point of
-coherence, and peer addresses are not kept in the reader's L2 beyond it. Flags themselves are only accessed by atomics,
-which bypass L1.
+**No stale L1 lines.** L1 is not coherent. A row address may have been read in an earlier launch of the slot, or by
+another CTA of the same SM, before a peer rewrote it. An acquire at system scope invalidates the SM's L1 (SASS:
+``CCTL.IVALL`` after the atomic), and everything read afterwards is fetched again. L2 of the memory's home GPU is the
+point of coherence, and peer addresses are not kept in the reader's L2 beyond it. Flags themselves are only accessed
+by atomics, which bypass L1.
 
 **Epochs only grow**, so a flag never has to be reset and a fast peer that has already announced ``e + 1`` satisfies
-``e``. Comparison is by the sign of the 32-bit difference: right across wrap-around while ranks are less than 2**31 barriers
-apart, and they are never more than one apart.
+``e``. Comparison is by the sign of the 32-bit difference: right across wrap-around while ranks are less than 2**31
+barriers apart, and they are never more than one apart.
 
-**Epochs agree between ranks.** The counter of CTA ``b`` advances by the number of barriers of a launch whenever a launch
-has more than ``b`` CTAs. Grids depend on rank-invariant values only, so after equal sequences of launches all ranks
-hold equal counters; grids of different sizes may follow each other on one slot, because each CTA index counts for itself.
+**Epochs agree between ranks.** The counter of CTA ``b`` advances by the number of barriers of a launch whenever a
+launch has more than ``b`` CTAs. Grids depend on rank-invariant values only, so after equal sequences of launches all
+ranks hold equal counters; grids of different sizes may follow each other on one slot, because each CTA index counts
+for itself.
 
-**One staging buffer is enough.** Let launch L+1 follow L on the same slot and stream of rank ``r``, with any two grids. L+1
-starts when all CTAs of L on ``r`` have ended (kernel boundary), hence have passed their last barrier, hence every peer's
-equal CTA has finished the reads it does before that barrier. All CTAs of L together make all the reads of ``r``'s staging
-buffer, so nobody reads it any more when L+1 overwrites it. Buffers that *peers* write (published rows) are written in
-L+1 only after the first barrier of L+1, which rank ``r`` announces only when its own L has ended, including L's reads of that
-buffer. Both arguments need launches of one slot to be ordered on one stream (or by events), and none needs equal
-grids.
+**One staging buffer is enough.** Let launch L+1 follow L on the same slot and stream of rank ``r``, with any two
+grids. L+1 starts when all CTAs of L on ``r`` have ended (kernel boundary), hence have passed their last barrier,
+hence every peer's equal CTA has finished the reads it does before that barrier. All CTAs of L together make all the
+reads of ``r``'s staging buffer, so nobody reads it any more when L+1 overwrites it. Buffers that *peers* write
+(published rows) are written in L+1 only after the first barrier of L+1, which rank ``r`` announces only when its own
+L has ended, including L's reads of that buffer. Both arguments need launches of one slot to be ordered on one stream
+(or by events), and none needs equal grids.
 
-**CUDA graphs.** Nothing of this lives on the host: a replay reads the epoch that the previous launch left in memory, eager or
-replayed. Required: all ranks replay and launch in the same order.
+**CUDA graphs.** Nothing of this lives on the host: a replay reads the epoch that the previous launch left in memory,
+eager or replayed. Required: all ranks replay and launch in the same order.
 
 Bounded spins
 -------------
-With ``SPIN_LIMIT > 0`` a CTA polls at most that many times; then it writes the barrier's number within the launch (1, 2, ...)
-to ``status[b, p]`` for each silent peer ``p`` and goes on, so a lost peer ends as an error on the host (``raise_if_peer_missing``)
-and not as a hang. The results of such a launch, and the slot, are not usable afterwards. 0 waits for ever.
+With ``SPIN_LIMIT > 0`` a CTA polls at most that many times; then it writes the barrier's
+number within the launch (1, 2, ...) to ``status[b, p]`` for each silent peer ``p`` and goes on, so a lost peer ends
+as an error on the host (``raise_if_peer_missing``) and not as a hang. The results of such a launch, and the slot, are
+not usable afterwards. 0 waits for ever.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ SPIN_LIMIT_VARIABLE = "TW_COMPILE_SPIN_LIMIT"
 
 @triton.jit
 def load_pointer(table, index, like):
-    """The address ``table[index]`` (``table`` is ``int64 [world]``) as a pointer of ``like``'s type; 16-byte aligned."""
+    """``table[index]`` (``int64 [world]``, addresses) as a pointer of ``like``'s type; 16-byte aligned."""
     return tl.multiple_of(tl.load(table + index).to(like.dtype), 16)
 
 
@@ -102,7 +103,7 @@ def _await_peers(
     SPIN_LIMIT: tl.constexpr,
     PAD_WIDTH: tl.constexpr,
 ):
-    """Wait until every peer has announced ``epoch``; what they wrote before that is visible to the whole CTA after it."""
+    """Wait until every peer has announced ``epoch``; what they wrote before is then visible to the whole CTA."""
     peers = tl.arange(0, PAD_WIDTH)
     is_peer = (peers < WORLD_SIZE) & (peers != rank)
     flags = tl.load(pads + rank).to(tl.pointer_type(tl.int32)) + cta * PAD_WIDTH + peers
@@ -136,7 +137,7 @@ def barrier(
     SPIN_LIMIT: tl.constexpr,
     PAD_WIDTH: tl.constexpr,
 ):
-    """Barrier number ``epoch`` between CTA ``cta`` of all ranks: release of all writes before, acquire for all reads after.
+    """Barrier ``epoch`` between CTA ``cta`` of all ranks: releases all writes before, acquires for all reads after.
 
     ``pads``: ``int64 [world]``, the addresses of the ranks' pads; ``status``: this rank's report. ``PAD_WIDTH`` is
     :data:`MAX_WORLD_SIZE`, ``PHASE`` the number of the barrier within the launch, for the report.
@@ -146,7 +147,7 @@ def barrier(
 
 
 def spin_limit(environment: Mapping[str, str] = os.environ) -> int:
-    """Polls before a barrier gives up, from TW_COMPILE_SPIN_LIMIT; 0 (the default) means never. A poll takes about 1 us."""
+    """Polls (about 1 us each) before a barrier gives up, from TW_COMPILE_SPIN_LIMIT; 0, the default, means never."""
     text = environment.get(SPIN_LIMIT_VARIABLE, "0")
     try:
         limit = int(text)
@@ -166,7 +167,7 @@ def raise_if_peer_missing(status: torch.Tensor, rank: int, where: str) -> None:
     peers = sorted({peer for _, peer in missing})
     cta, peer = missing[0]
     raise RuntimeError(
-        f"{where}: rank {rank}, CTA {cta} gave up waiting for rank {peer} at barrier {int(report[cta, peer])} of a launch "
-        f"after {SPIN_LIMIT_VARIABLE} polls ({len(missing)} (CTA, peer) pairs in all; silent ranks: "
+        f"{where}: rank {rank}, CTA {cta} gave up waiting for rank {peer} at barrier {int(report[cta, peer])} of a "
+        f"launch after {SPIN_LIMIT_VARIABLE} polls ({len(missing)} (CTA, peer) pairs in all; silent ranks: "
         f"{', '.join(map(str, peers))}). That rank did not launch the same call, or stopped. Results are not valid"
     )

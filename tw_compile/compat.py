@@ -182,3 +182,64 @@ def fold_constants_on_cpu() -> Iterator[None]:
 
     with mock.patch.object(joint_graph.UniformValueConstantFolder, "_deduce_value", deduce_value):
         yield
+
+
+def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised ``uint8 [nbytes]`` that other processes can map. Local; raises where it is not supported."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, list[int], int]:
+    """Map every rank's ``tensor`` (from :func:`symm_mem_empty`) into this process; collective over the group.
+
+    Returns the handle (keep it: it owns the mappings), the address of each rank's tensor, and the tensor's offset within its
+    allocation, which must be the same on all ranks for the addresses to be right: ``buffer_ptrs`` are the bases of the
+    allocations, and older versions have no ``offset`` on the handle, so it is taken from the local addresses.
+    """
+    import torch.distributed._symmetric_memory as symm_mem
+
+    handle = symm_mem.rendezvous(tensor, group_name)
+    offset = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return handle, [base + offset for base in handle.buffer_ptrs], offset
+
+
+@contextlib.contextmanager
+def trace_flash_attention() -> Iterator[None]:
+    """Trace mask-free half-precision attention on (fake) CUDA tensors to the flash kernel.
+
+    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks the flash kernel.
+    """
+    aten = torch.ops.aten
+    operator = aten.scaled_dot_product_attention.default
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def attention(
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        same_width = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+        if query.device.type == "cuda" and attn_mask is None and is_half and same_width:
+            outputs = aten._scaled_dot_product_flash_attention.default(
+                query, keys, value, dropout_p, is_causal, scale=scale
+            )
+            return outputs[0]
+        return operator.decompose(
+            query, keys, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    operator.py_impl(key)(attention)
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        del operator.py_kernels[key]
+        operator._dispatch_cache.clear()

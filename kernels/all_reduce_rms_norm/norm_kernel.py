@@ -14,7 +14,7 @@ MAX_HIDDEN = 65536
 """Longest row that one program holds in registers."""
 
 
-@triton.jit(do_not_specialize=["eps", "weight_offset"])
+@triton.jit
 def add_rms_norm_kernel(
     reduced,
     residual,

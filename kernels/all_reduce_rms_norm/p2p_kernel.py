@@ -1,12 +1,12 @@
 """all_reduce + bias + residual + RMSNorm in one kernel: two-shot over peer loads and stores (no multicast).
 
-Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a grid of ``G`` handles, of every rank's rows, the
-local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the peer's CTA of the same
-index, and the two barriers (``tw_compile.kernels._sync``) are between equal CTAs only:
+Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a grid of ``G`` handles, of every rank's
+rows, the local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the
+peer's CTA of the same index, and the two barriers (``tw_compile.kernels._sync``) are between equal CTAs only:
 
-1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer;           barrier 1
+1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer; barrier 1;
 2. add up the own rows of all ranks, in rank order and in float32, add bias and residual, normalise, and publish the
-   result to the symmetric output buffer of every peer;                                          barrier 2
+   result to the symmetric output buffer of every peer; barrier 2;
 3. copy the rows that the peers published from the local output buffer to the output tensors.
 
 A row is computed by one rank and copied by the others: all ranks get the same bits, and run after run the same bits.
@@ -36,7 +36,7 @@ def _rows_of(tokens, per_rank, owner):
     return tl.minimum(tl.maximum(tokens - owner * per_rank, 0), per_rank)
 
 
-@triton.jit(do_not_specialize=["rank", "tokens", "eps", "weight_offset"])
+@triton.jit(do_not_specialize=["rank", "tokens"])
 def all_reduce_rms_norm_kernel(
     x,
     residual,
@@ -64,10 +64,11 @@ def all_reduce_rms_norm_kernel(
 ):
     """See the module docstring. Launch with a grid that is the same on every rank, at most ``MAX_CTAS``.
 
-    ``x``, ``hidden``: ``[tokens, HIDDEN]``. ``residual``: the same, or ``[per_rank, HIDDEN]`` with ``RESIDUAL_SHARDED``, or None.
-    ``bias``, ``weight``: ``[HIDDEN]`` or None. ``residual_out``: ``[tokens | per_rank, HIDDEN]`` as ``RESIDUAL_OUT`` is
-    "replicated" or "sharded"; not touched for "none". The tables are ``int64 [world]``: the addresses of every rank's symmetric
-    buffers with x's, hidden's and residual_out's dtype (``residual_table`` only for "replicated"), and pads.
+    ``x``, ``hidden``: ``[tokens, HIDDEN]``. ``residual``: the same, or ``[per_rank, HIDDEN]`` with
+    ``RESIDUAL_SHARDED``, or None. ``bias``, ``weight``: ``[HIDDEN]`` or None. ``residual_out``: ``[tokens | per_rank,
+    HIDDEN]`` as ``RESIDUAL_OUT`` is "replicated" or "sharded"; not touched for "none". The tables are ``int64
+    [world]``: the addresses of every rank's symmetric buffers with x's, hidden's and residual_out's dtype
+    (``residual_table`` only for "replicated"), and pads.
     """
     cta = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -143,8 +144,8 @@ def all_gather_rows_kernel(
 ):
     """``rows [tokens, HIDDEN]`` from every rank's ``shard [per_rank, HIDDEN]``; rows past ``tokens`` are not read.
 
-    Copies the shard to the symmetric staging buffer (barrier 1) and pulls the peers' rows; barrier 2 keeps the staging buffer
-    from being overwritten by the next launch while a peer still reads it.
+    Copies the shard to the symmetric staging buffer (barrier 1) and pulls the peers' rows; barrier 2 keeps the
+    staging buffer from being overwritten by the next launch while a peer still reads it.
     """
     cta = tl.program_id(0)
     grid = tl.num_programs(0)

@@ -9,7 +9,7 @@ from tw_compile.config import Config
 from tw_compile.graph.predicates import value
 from tw_compile.kernels.all_reduce_rms_norm.transport import Choice, choose_transport, group_facts
 from tw_compile.passes.base import Refusal
-from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Site
@@ -30,8 +30,8 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     for index, entry in enumerate(found):
         site = _decide(index, entry, config)
         decided.append(site)
-        if site.decision == "fused":
-            assert isinstance(entry, FusionSite) and site.transport is not None
+        if site.decision == "fused" and isinstance(entry, FusionSite):
+            assert site.transport is not None
             fused.append((index, entry, site.transport))
     if not fused:
         return decided
@@ -47,7 +47,7 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     return decided
 
 
-def _decide(index: int, entry: FusionSite | RefusedSite, config: Config) -> Site:
+def _decide(index: int, entry: FoundSite, config: Config) -> Site:
     all_reduce = entry.all_reduce
     size = all_reduce.bytes()
 
@@ -58,6 +58,10 @@ def _decide(index: int, entry: FusionSite | RefusedSite, config: Config) -> Site
 
     if isinstance(entry, RefusedSite):
         return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)
+    if isinstance(entry, MergedSite):
+        target = _decide(index, entry.into, config)
+        detail = f"travels with {entry.into.all_reduce.node.name}" if target.decision == "fused" else target.detail
+        return site(target.decision, target.reason, f"merged into {target.form}", target.transport, detail)
     if not config.fuse:
         return site("gated", GATED_OFF, entry.form, detail="tw_compile.fuse is False")
     if size is not None and size < config.fuse_min_bytes:

@@ -58,32 +58,56 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class FusionSite:
-    """A proven site. ``h`` is the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive."""
+    """A proven site. ``h`` is the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive.
+
+    ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
+    ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
+    all_reduce of the sum, their partial sums are added first and travel as one message.
+    """
 
     all_reduce: AllReduce
     path: tuple[fx.Node, ...]
     h: fx.Node
     bias: fx.Node | None
-    residual: fx.Node | None
+    residuals: tuple[fx.Node, ...]
+    merged: tuple[AllReduce, ...]
     norm: NormMatch
 
     @property
     def form(self) -> str:
         parts = ["all_reduce"]
+        parts += ["all_reduce"] * len(self.merged)
         parts += ["bias"] if self.bias is not None else []
-        parts += ["residual"] if self.residual is not None else []
+        parts += ["residual"] * len(self.residuals)
         return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]"
 
     def replaced(self) -> set[fx.Node]:
         """Every node that the fused operator makes superfluous."""
-        assert self.all_reduce.wait is not None
-        return {self.all_reduce.node, self.all_reduce.wait, *self.path, *self.norm.interior}
+        nodes = {*self.path, *self.norm.interior}
+        for one in (self.all_reduce, *self.merged):
+            assert one.wait is not None
+            nodes |= {one.node, one.wait}
+        return nodes
+
+    def partials(self) -> tuple[fx.Node, ...]:
+        return (self.all_reduce.partial, *(one.partial for one in self.merged))
+
+
+@dataclass(frozen=True)
+class MergedSite:
+    """An all_reduce that travels with another one's message."""
+
+    all_reduce: AllReduce
+    into: FusionSite
 
 
 @dataclass(frozen=True)
 class RefusedSite:
     all_reduce: AllReduce
     refused: Refused
+
+
+FoundSite = FusionSite | MergedSite | RefusedSite
 
 
 def layer_of(node: fx.Node) -> int | None:
@@ -98,22 +122,34 @@ def layer_of(node: fx.Node) -> int | None:
     return None
 
 
-def find_sites(graph: fx.Graph) -> list[FusionSite | RefusedSite]:
+def find_sites(graph: fx.Graph) -> list[FoundSite]:
     """One entry per functional all_reduce of the graph."""
     training = compat.is_training_graph()
     position = {node: index for index, node in enumerate(graph.nodes)}
-    sites: list[FusionSite | RefusedSite] = []
+    merged: dict[fx.Node, FusionSite] = {}
+    sites: list[FoundSite] = []
     for node in graph.nodes:
         if not is_call(node, _c10d.all_reduce.default):
             continue
-        wait = next((user for user in node.users if is_call(user, _c10d.wait_tensor.default)), None)
-        all_reduce = AllReduce(node, wait, node.args[0], node.args[2])  # type: ignore[arg-type]
+        all_reduce = _all_reduce(node)
+        if node in merged:
+            sites.append(MergedSite(all_reduce, merged[node]))
+            continue
         if training:
             result: FusionSite | Refused = Refused(Refusal.TRAINING_GRAPH, "the graph is part of a training step")
         else:
             result = _check_all_reduce(all_reduce) or _follow(all_reduce, position)
-        sites.append(RefusedSite(all_reduce, result) if isinstance(result, Refused) else result)
+        if isinstance(result, FusionSite):
+            sites.append(result)
+            merged.update((one.node, result) for one in result.merged)
+        else:
+            sites.append(RefusedSite(all_reduce, result))
     return sites
+
+
+def _all_reduce(node: fx.Node) -> AllReduce:
+    wait = next((user for user in node.users if is_call(user, _c10d.wait_tensor.default)), None)
+    return AllReduce(node, wait, node.args[0], node.args[2])  # type: ignore[arg-type]
 
 
 def _check_all_reduce(all_reduce: AllReduce) -> Refused | None:
@@ -157,38 +193,62 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
     assert all_reduce.wait is not None
     current = all_reduce.wait
     path: list[fx.Node] = []
-    bias: fx.Node | None = None
-    residual: fx.Node | None = None
+    biases: list[fx.Node] = []
+    residuals: list[fx.Node] = []
+    merged: list[AllReduce] = []
     while True:
         norm = match_rms_norm(current)
         if isinstance(norm, NormMatch):
             break
         users = list(current.users)
         if len(users) != 1:
-            if norm is not None:
-                return norm
-            return _explain_users(current, all_reduce)
+            return norm or _explain_users(current, all_reduce)
         user = users[0]
-        if is_view(user) or is_cast(user):
-            pass
-        elif is_call(user, aten.add.Tensor) and user.kwargs.get("alpha", 1) == 1:
+        if is_call(user, aten.add.Tensor) and user.kwargs.get("alpha", 1) == 1:
             other = other_operand(user, current)
             role = _operand_role(other, current, user)
             if isinstance(role, Refused):
                 return role
-            if role == "bias" and bias is None and residual is None:
-                bias = other
-            elif role == "residual" and residual is None:
-                residual = other
+            if role == "bias" and biases:
+                return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} adds a second bias")
+            further = _mergeable(other, all_reduce) if role == "residual" else None
+            if further is not None:
+                merged.append(further)
+                path += _between(further, other)
             else:
-                return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} is a further addition")
-        elif norm is not None:
-            return norm
-        else:
-            return Refused(Refusal.NO_RMS_NORM, f"the sum goes into {_describe(user)}")
+                (biases if role == "bias" else residuals).append(other)
+        elif not (is_view(user) or is_cast(user)):
+            return norm or Refused(Refusal.NO_RMS_NORM, f"the sum goes into {_describe(user)}")
         path.append(user)
         current = user
-    return _check_site(FusionSite(all_reduce, tuple(path), current, bias, residual, norm), position)
+    bias = biases[0] if biases else None
+    site = FusionSite(all_reduce, tuple(path), current, bias, tuple(residuals), tuple(merged), norm)
+    return _check_site(site, position)
+
+
+def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
+    """The all_reduce that ``other`` is a view of, if its message can be added to that of ``all_reduce``."""
+    wait = peel_views(other)
+    if not is_call(wait, _c10d.wait_tensor.default) or not is_call(wait.args[0], _c10d.all_reduce.default):
+        return None
+    second = _all_reduce(wait.args[0])  # type: ignore[arg-type]
+    if second.group_name != all_reduce.group_name or _check_all_reduce(second) or _partial_used_elsewhere(second):
+        return None
+    if any(len(node.users) != 1 for node in (wait, *_between(second, other))):
+        return None
+    a, b = value(all_reduce.partial), value(second.partial)
+    if a is None or b is None or a.dtype != b.dtype or a.shape[-1] != b.shape[-1] or not same_size(a.numel(), b.numel()):
+        return None
+    return second
+
+
+def _between(all_reduce: AllReduce, end: fx.Node) -> list[fx.Node]:
+    """The views from the wait of ``all_reduce`` (exclusive) to ``end`` (inclusive)."""
+    nodes = []
+    while end is not all_reduce.wait:
+        nodes.append(end)
+        end = end.args[0]  # type: ignore[assignment]
+    return nodes[::-1]
 
 
 def _describe(node: fx.Node) -> str:

@@ -2,7 +2,7 @@
 
 After a two-shot site each rank holds the rows of ``h`` that it owns. If the only other user of ``h`` is the residual add
 of the next fused site, on the same group and the same rows, it stays like that ("sharded") and is never moved. If anything
-else reads it (a graph output, a refused site, another group) the site shares all rows ("replicated"); if nothing does,
+else reads it (a graph output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"); if nothing does,
 it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
 """
 
@@ -12,7 +12,15 @@ from dataclasses import dataclass
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import is_cast, is_lossless_cast, is_view, peel_views, same_size, value
+from tw_compile.graph.predicates import (
+    is_cast,
+    is_lossless_cast,
+    is_view,
+    peel_views,
+    same_size,
+    value,
+    views_and_casts_of,
+)
 from tw_compile.kernels.all_reduce_rms_norm.spec import ResidualOut
 from tw_compile.passes.fusion.find import FusionSite
 
@@ -27,37 +35,42 @@ class ResidualLayout:
 
 def plan_layouts(sites: list[FusionSite]) -> list[ResidualLayout]:
     """A layout per site, in the same order."""
-    replaced = set().union(*(site.replaced() for site in sites)) if sites else set()
     by_h = {site.h: site for site in sites}
-    shared = {id(site): _needed_whole(site, replaced) for site in sites}
     sources: list[FusionSite | None] = []
+    whole_reads: set[fx.Node] = set()
     for site in sites:
-        previous = by_h.get(peel_views(site.residual)) if site.residual is not None else None
-        if previous is not None and not shared[id(previous)] and not _same_rows(previous, site):
-            shared[id(previous)] = True
-        sources.append(previous)
+        source = None
+        if len(site.residuals) == 1:
+            candidate = by_h.get(peel_views(site.residuals[0]))
+            if candidate is not None and _same_rows(candidate, site):
+                source = candidate
+        sources.append(source)
+        whole_reads.update(site.partials())
+        whole_reads.update(node for node in (site.bias, site.norm.weight) if node is not None)
+        if source is None:
+            whole_reads.update(site.residuals)
+    replaced = set().union(*(site.replaced() for site in sites))
+    whole = {id(site) for site in sites if _needed_whole(site, replaced, whole_reads)}
     chained = {id(source) for source in sources if source is not None}
     layouts = []
     for site, source in zip(sites, sources, strict=True):
         out: ResidualOut = "none"
-        if shared[id(site)]:
+        if id(site) in whole:
             out = "replicated"
         elif id(site) in chained:
             out = "sharded"
-        layouts.append(ResidualLayout(None if source is None or shared[id(source)] else source, out))
+        layouts.append(ResidualLayout(None if source is None or id(source) in whole else source, out))
     return layouts
 
 
-def _needed_whole(site: FusionSite, replaced: set[fx.Node]) -> bool:
-    """Whether something outside every fused site reads ``h``, directly or through views and casts."""
-    pending = [site.h]
-    while pending:
-        for user in pending.pop().users:
-            if user in replaced:
-                continue
-            if (is_view(user) or (is_cast(user) and is_lossless_cast(user))) and user.users:
-                pending.append(user)
-            else:
+def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.Node]) -> bool:
+    """Whether anything but a chained residual add reads ``h``, directly or through views and casts."""
+    for node in views_and_casts_of(site.h):
+        if node in whole_reads:
+            return True
+        for user in node.users:
+            see_through = is_view(user) or (is_cast(user) and is_lossless_cast(user))
+            if user not in replaced and not see_through:
                 return True
     return False
 
@@ -66,7 +79,7 @@ def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:
     """Whether both sites share rows out in the same way: one group, one token count, one dtype."""
     if producer.all_reduce.group_name != consumer.all_reduce.group_name:
         return False
-    made, used = value(producer.h), value(consumer.residual)  # type: ignore[arg-type]
+    made, used = value(producer.h), value(consumer.residuals[0])
     first, second = value(producer.all_reduce.partial), value(consumer.all_reduce.partial)
     if made is None or used is None or first is None or second is None:
         return False

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from tw_compile import compat
@@ -51,12 +52,12 @@ class Rewriter:
         self._last = site.h
         self._like = site.norm.output
         self._site_index = index
-        x = self._rows(site.all_reduce.partial)
+        x = self._sum([self._rows(partial) for partial in site.partials()])
         residual = None
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows
-        elif site.residual is not None:
-            residual = self._rows(site.residual)
+        elif site.residuals:
+            residual = self._residual([self._rows(node) for node in site.residuals])
         h, hidden = value(site.h), value(site.norm.output)
         assert h is not None and hidden is not None
         norm, group_name = site.norm, site.all_reduce.group_name
@@ -135,6 +136,19 @@ class Rewriter:
         if tensor.dim() == 2:
             return node
         return self._call(aten.reshape.default, (node, [-1, tensor.shape[-1]]), "rows")
+
+    def _sum(self, nodes: list[fx.Node]) -> fx.Node:
+        total = nodes[0]
+        for node in nodes[1:]:
+            total = self._call(aten.add.Tensor, (total, node), "sum")
+        return total
+
+    def _residual(self, nodes: list[fx.Node]) -> fx.Node:
+        """One residual; several are added in float32, so that the sum is rounded once, as late as in the operator."""
+        if len(nodes) == 1:
+            return nodes[0]
+        convert = torch.ops.prims.convert_element_type.default
+        return self._sum([self._call(convert, (node, torch.float32), "upcast") for node in nodes])
 
     def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
         tensor = value(original)

@@ -14,7 +14,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from tw_compile.compat import fake_mode_active, real_tensors
 from tw_compile.models.attention import attention_implementation
 from tw_compile.models.config import truncate_layers
-from tw_compile.models.sharding import local_state, shard_model
+from tw_compile.models.sharding import load_shards, shard_model
 
 _FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
 _MATRIX_STD = 0.02
@@ -67,23 +67,51 @@ def build_decoder(
         config = truncate_layers(config, num_layers)
     device = torch.device(device)
     with real_tensors():
-        model, sharded = _skeleton(config, dtype, device.type)
-    with torch.no_grad():
-        _materialise(model, device)
-        if not fake_mode_active():
-            _randomise(model, sharded, seed)
+        model, sharded = meta_model(config, dtype, device.type)
+    if checkpoint is not None:
+        assign_tensors(model, load_shards(checkpoint, model.config, dtype, device))
+    else:
+        with torch.no_grad():
+            _materialise(model, device)
+            if not fake_mode_active():
+                _randomise(model, sharded, seed)
     return Decoder(model, sharded).eval().requires_grad_(False)
 
 
-def _skeleton(config: PretrainedConfig, dtype: torch.dtype, device_type: str) -> tuple[PreTrainedModel, set[str]]:
-    """The sharded model on the meta device and the names of the parameters that differ between ranks."""
+def meta_model(
+    config: PretrainedConfig, dtype: torch.dtype, device_type: str, experts: str | None = None
+) -> tuple[PreTrainedModel, set[str]]:
+    """The sharded model on the meta device and the names of the parameters that differ between ranks.
+
+    ``experts`` is the ``experts_implementation`` of transformers; None means grouped GEMMs, which have no
+    data-dependent shapes and compile without graph breaks.
+    """
     config = copy.deepcopy(config)
     config.use_cache = False
     with torch.device("meta"):
-        model = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention_implementation(config))
+        model = AutoModel.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=attention_implementation(config),
+            experts_implementation=experts,
+        )
     group = dist.group.WORLD
     assert group is not None
     return model, shard_model(model, group, device_type)
+
+
+def assign_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+    """Replace every parameter and buffer of ``model`` by the tensor of the same name."""
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, old in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            new = tensors[prefix + name]
+            if new.shape != old.shape:
+                raise ValueError(f"{prefix + name}: expected shape {tuple(old.shape)}, got {tuple(new.shape)}")
+            if name in module._parameters:
+                module._parameters[name] = nn.Parameter(new, requires_grad=False)
+            else:
+                module._buffers[name] = new
 
 
 def _materialise(model: PreTrainedModel, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 # Styles whose forward is the identity at inference; they only reduce gradients.
@@ -66,8 +68,18 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: s
     return sharded
 
 
-def local_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of ``model`` by name, DTensors replaced by the local shards."""
+def load_shards(
+    checkpoint: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """This rank's parameters and buffers of a checkpoint directory, loaded by transformers.
+
+    On CUDA transformers picks the device by the environment variable ``LOCAL_RANK``, as torchrun sets it.
+    """
+    world_size = dist.get_world_size()
+    where: dict[str, Any] = {"device_map": device}
+    if world_size > 1:
+        where = {"distributed_config": DistributedConfig(tp_size=world_size)}
+    model = AutoModel.from_pretrained(checkpoint, config=config, dtype=dtype, local_files_only=True, **where)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 

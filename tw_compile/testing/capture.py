@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.fx as fx
 
-from tw_compile.compat import compile_post_grad, fake_process_group, fold_constants_on_cpu
+from tw_compile.compat import compile_post_grad, fake_process_group, fold_constants_on_cpu, trace_flash_attention
 
 __all__ = ["capture_graphs", "fake_cuda", "fake_process_group"]
 
@@ -51,5 +51,6 @@ def fake_cuda() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
         mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
         fold_constants_on_cpu(),
+        trace_flash_attention(),
     ):
         yield

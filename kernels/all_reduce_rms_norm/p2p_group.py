@@ -1,0 +1,133 @@
+"""Whether the ranks of a group can read and write each other's memory, and agreement between ranks about such facts.
+
+Everything here is collective, waits on the host, and runs at the first use of a group only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+
+T = TypeVar("T")
+
+_NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_PROBE_BYTES = 4096
+
+
+def agree(group: dist.ProcessGroup, obstacle: str | None, fact: object = None) -> str | None:
+    """The first obstacle that any rank has, the same on all ranks; None when no rank has one and all facts are equal.
+
+    Also a host barrier: no rank returns before every rank has called.
+    """
+    answers: list[Any] = [None] * group.size()
+    dist.all_gather_object(answers, (obstacle, fact), group=group)
+    for rank, (reason, _) in enumerate(answers):
+        if reason is not None:
+            return f"rank {rank}: {reason}"
+    for rank, (_, other) in enumerate(answers):
+        if other != answers[0][1]:
+            return f"ranks disagree: rank 0 has {answers[0][1]}, rank {rank} has {other}"
+    return None
+
+
+def outside_pools(device: torch.device, function: Callable[[], T]) -> T:
+    """``function()`` on a thread of its own with ``device`` current, its result or its exception.
+
+    CUDA-graph warm-up sends the allocations of *its thread* to the graph's private memory pool, and inference mode is
+    a thread's property too. What is made here outlives any graph, so it must come from neither.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.cuda.device(device):
+                results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run, name="tw_compile-p2p-setup")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """Where a rank runs."""
+
+    host: str
+    device_uuid: str
+
+
+def _host_id() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()
+
+
+def _native_atomics(device: int, peer: int) -> bool:
+    """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) are atomic; NVLink has them, PCIe mostly not."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    handles = (ctypes.c_int(), ctypes.c_int())
+    value = ctypes.c_int()
+    codes = [driver.cuDeviceGet(ctypes.byref(handle), n) for handle, n in zip(handles, (device, peer), strict=True)]
+    codes.append(driver.cuDeviceGetP2PAttribute(ctypes.byref(value), _NATIVE_ATOMIC_SUPPORTED, *handles))
+    return not any(codes) and value.value == 1
+
+
+def device_uuids() -> list[str]:
+    """UUIDs of the devices this process sees, by ordinal."""
+    return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+
+
+def peer_obstacle(
+    own: int,
+    facts: Sequence[RankFacts],
+    visible: Sequence[str],
+    can_access: Callable[[int, int], bool],
+    has_atomics: Callable[[int, int], bool],
+) -> str | None:
+    """Why the device with ordinal ``own`` cannot work on the memory of all ranks in ``facts``; None when it can."""
+    hosts = sorted({fact.host for fact in facts})
+    if len(hosts) > 1:
+        return f"the group spans {len(hosts)} hosts ({', '.join(hosts)})"
+    if len({fact.device_uuid for fact in facts}) < len(facts):
+        return "two ranks share a GPU; kernels that wait for each other could not run at once"
+    for rank, fact in enumerate(facts):
+        if fact.device_uuid == visible[own]:
+            continue
+        if fact.device_uuid not in visible:
+            return f"the GPU of rank {rank} is not visible to this process (CUDA_VISIBLE_DEVICES), access unknown"
+        peer = visible.index(fact.device_uuid)
+        if not can_access(own, peer):
+            return f"no peer access to the GPU of rank {rank}"
+        if not has_atomics(own, peer):
+            return f"no atomics on the memory of rank {rank}'s GPU (the link does not support them)"
+    return None
+
+
+def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the group cannot use P2P kernels, or None; the same answer on every rank. Collective."""
+    own = torch.cuda.current_device() if device.index is None else device.index
+    visible = device_uuids()
+    facts: list[Any] = [None] * group.size()
+    dist.all_gather_object(facts, RankFacts(_host_id(), visible[own]), group=group)
+    try:
+        obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, _native_atomics)
+        if obstacle is None:
+            compat.symm_mem_empty(_PROBE_BYTES, device)
+    except (RuntimeError, OSError) as error:
+        obstacle = f"symmetric memory is not available: {error}"
+    return agree(group, obstacle)
