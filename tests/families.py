@@ -62,7 +62,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "granite": {},
     "helium": {"head_dim": 16},
-    "hunyuan_v1_dense": {"head_dim": 16},
     "jamba": {},
     "llama": {},
     "llama4_text": {

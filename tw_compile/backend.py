@@ -75,4 +75,4 @@ def _compile(
         patches[name] = value
     before = compat.chain_passes(patches.get(_HOOK, known[_HOOK]))
     patches[_HOOK] = TWCompilePass(config, before=before)
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

@@ -23,7 +23,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group registered under ``name`` (the string that functional collectives carry)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
-    return _resolve_process_group(name)
+    return _resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -142,7 +142,7 @@ def compile_post_grad(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return compile_fx(gm, example_inputs, inner_compile=inner_compile)
+    return compile_fx(gm, example_inputs, inner_compile=inner_compile)  # type: ignore[arg-type, return-value]
 
 
 def fake_mode_active() -> bool:
@@ -232,8 +232,8 @@ def trace_flash_attention() -> Iterator[None]:
                 query, keys, value, dropout_p, is_causal, scale=scale
             )
             return outputs[0]
-        return operator.decompose(
-            query, keys, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        return operator._op_dk(
+            key, query, keys, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
     operator.py_impl(key)(attention)

@@ -49,7 +49,9 @@ class Config:
             self._check_type(name, bool, "True or False")
         self._check_type("transport", str, f"one of {', '.join(_TRANSPORTS)}")
         if self.transport not in _TRANSPORTS:
-            raise ValueError(f"{OPTION_PREFIX}transport: expected one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
+            raise ValueError(
+                f"{OPTION_PREFIX}transport: expected one of {', '.join(_TRANSPORTS)}, got {self.transport!r}"
+            )
         self._check_bytes("fuse_min_bytes")
         if self.fuse_max_bytes is not None:
             self._check_bytes("fuse_max_bytes")
@@ -83,9 +85,7 @@ class Config:
             if key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 hint = f"; did you mean {OPTION_PREFIX}{near[0]}?" if near else ""
-                raise ValueError(
-                    f"unknown option {OPTION_PREFIX}{key}: expected one of {', '.join(known)}{hint}"
-                )
+                raise ValueError(f"unknown option {OPTION_PREFIX}{key}: expected one of {', '.join(known)}{hint}")
         return cls(**values)
 
     @classmethod

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.kernels.all_reduce_rms_norm import ops  # noqa: F401 (compiled graphs call these operators)
+from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes import fusion
 
 logger = logging.getLogger("tw_compile")
@@ -50,7 +50,8 @@ class TWCompilePass(compat.CustomGraphPass):
         result.seconds = time.perf_counter() - begin
         counts = result.counts
         level = logging.INFO if counts["fused"] else logging.DEBUG
-        logger.log(level, "tw_compile: %d of %d all_reduces fused %s", counts["fused"], counts["all_reduce"], result.refusals or "")
+        message = "tw_compile: %d of %d all_reduces fused %s"
+        logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
         report.publish(result)
 
     def uuid(self) -> bytes | None:

@@ -22,8 +22,8 @@ Decision = Literal["fused", "refused", "gated"]
 class Site:
     """One all_reduce of a graph and what was decided about it.
 
-    ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count is
-    symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
+    ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count
+    is symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
     refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate.
     """
 

@@ -1,8 +1,8 @@
 """The transport made of the group's own collectives: gloo on CPU (the reference), NCCL on GPUs (the fallback).
 
-Replicated rows: asynchronous all_reduce in ``start``; bias, residual and norm in ``finish``, on every rank. Sharded rows:
-each rank adds and normalises the rows it owns and an all_gather shares the result, so that the residual never has to be
-whole; NCCL reduces with reduce_scatter, gloo (which has none) with all_reduce.
+Replicated rows: asynchronous all_reduce in ``start``; bias, residual and norm in ``finish``, on every rank. Sharded
+rows: each rank adds and normalises the rows it owns and an all_gather shares the result, so that the residual never has
+to be whole; NCCL reduces with reduce_scatter, gloo (which has none) with all_reduce.
 """
 
 from __future__ import annotations

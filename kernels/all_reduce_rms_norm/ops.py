@@ -23,7 +23,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, Resid
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
 
 NAMESPACE = "tw_compile"
-_library = Library(NAMESPACE, "DEF")  # noqa: TOR901 (lives as long as the process)
+_library = Library(NAMESPACE, "DEF")
 
 _library.define(
     "all_reduce_rms_norm_start(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, "

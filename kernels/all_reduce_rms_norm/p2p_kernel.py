@@ -24,10 +24,16 @@ _PAD_WIDTH = tl.constexpr(MAX_WORLD_SIZE)
 
 
 @triton.jit
+def _offset(row, HIDDEN: tl.constexpr):
+    """Elements before row number ``row`` (int32) of ``[*, HIDDEN]``, as int64."""
+    return tl.cast(row, tl.int64) * HIDDEN
+
+
+@triton.jit
 def _copy_row(source, source_row, target, target_row, columns, mask, HIDDEN: tl.constexpr):
     """``target[target_row] = source[source_row]`` for row numbers (int32) of ``[*, HIDDEN]`` with one dtype."""
-    values = tl.load(source + source_row.to(tl.int64) * HIDDEN + columns, mask=mask)
-    tl.store(target + target_row.to(tl.int64) * HIDDEN + columns, values, mask=mask)
+    values = tl.load(source + _offset(source_row, HIDDEN) + columns, mask=mask)
+    tl.store(target + _offset(target_row, HIDDEN) + columns, values, mask=mask)
 
 
 @triton.jit
@@ -86,8 +92,8 @@ def all_reduce_rms_norm_kernel(
     barrier(pads, status, epoch + 1, cta, rank, WORLD_SIZE, 1, SPIN_LIMIT, _PAD_WIDTH)
 
     for local in range(cta, _rows_of(tokens, per_rank, rank), grid):
-        begin = (rank * per_rank + local).to(tl.int64) * HIDDEN
-        own_begin = local.to(tl.int64) * HIDDEN
+        begin = _offset(rank * per_rank + local, HIDDEN)
+        own_begin = _offset(local, HIDDEN)
         h = tl.zeros([BLOCK], tl.float32)
         for source in tl.static_range(WORLD_SIZE):
             # Own partial sums come straight from x: they were not staged.

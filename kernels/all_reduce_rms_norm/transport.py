@@ -81,7 +81,9 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
     """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments."""
     if facts.device_type != "cuda":
         if requested not in ("auto", "gloo"):
-            return Choice(None, f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors")
+            return Choice(
+                None, f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors"
+            )
         return Choice("gloo", "CPU tensors: collectives of the group's own backend")
     if requested == "gloo":
         return Choice(None, "transport 'gloo' needs CPU tensors, the graph has cuda tensors")

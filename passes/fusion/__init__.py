@@ -12,7 +12,7 @@ from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
-from tw_compile.report import Site
+from tw_compile.report import Decision, Site
 
 GATED_BELOW = "below_fuse_min_bytes"
 GATED_ABOVE = "above_fuse_max_bytes"
@@ -28,11 +28,10 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str]] = []
     for index, entry in enumerate(found):
-        site = _decide(index, entry, config)
-        decided.append(site)
-        if site.decision == "fused" and isinstance(entry, FusionSite):
-            assert site.transport is not None
-            fused.append((index, entry, site.transport))
+        decision = _decide(index, entry, config)
+        decided.append(decision)
+        if isinstance(entry, FusionSite) and decision.transport is not None:
+            fused.append((index, entry, decision.transport))
     if not fused:
         return decided
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
@@ -51,10 +50,9 @@ def _decide(index: int, entry: FoundSite, config: Config) -> Site:
     all_reduce = entry.all_reduce
     size = all_reduce.bytes()
 
-    def site(decision: str, reason: str, form: str, transport: str | None = None, detail: str = "") -> Site:
-        return Site(
-            index, all_reduce.layer, form, decision, reason, size, transport, detail, all_reduce.node.name  # type: ignore[arg-type]
-        )
+    def site(decision: Decision, reason: str, form: str, transport: str | None = None, detail: str = "") -> Site:
+        node = all_reduce.node.name
+        return Site(index, all_reduce.layer, form, decision, reason, size, transport, detail, node)
 
     if isinstance(entry, RefusedSite):
         return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)

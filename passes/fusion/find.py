@@ -231,13 +231,19 @@ def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
     wait = peel_views(other)
     if not is_call(wait, _c10d.wait_tensor.default) or not is_call(wait.args[0], _c10d.all_reduce.default):
         return None
-    second = _all_reduce(wait.args[0])  # type: ignore[arg-type]
+    second = _all_reduce(wait.args[0])
     if second.group_name != all_reduce.group_name or _check_all_reduce(second) or _partial_used_elsewhere(second):
         return None
     if any(len(node.users) != 1 for node in (wait, *_between(second, other))):
         return None
     a, b = value(all_reduce.partial), value(second.partial)
-    if a is None or b is None or a.dtype != b.dtype or a.shape[-1] != b.shape[-1] or not same_size(a.numel(), b.numel()):
+    if (
+        a is None
+        or b is None
+        or a.dtype != b.dtype
+        or a.shape[-1] != b.shape[-1]
+        or not same_size(a.numel(), b.numel())
+    ):
         return None
     return second
 

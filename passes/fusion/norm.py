@@ -70,7 +70,7 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
 
 def _is_square(node: fx.Node, source: fx.Node) -> bool:
     if is_call(node, aten.pow.Tensor_Scalar):
-        return node.args[0] is source and node.args[1] == 2
+        return node.args[0] is source and bool(node.args[1] == 2)
     return is_call(node, aten.mul.Tensor) and node.args[0] is source and node.args[1] is source
 
 
@@ -79,7 +79,7 @@ def _subtracts_mean(node: fx.Node, source: fx.Node) -> bool:
         is_call(node, aten.sub.Tensor)
         and node.args[0] is source
         and is_call(node.args[1], aten.mean.dim)
-        and node.args[1].args[0] is source  # type: ignore[union-attr]
+        and node.args[1].args[0] is source
     )
 
 
@@ -99,7 +99,6 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
     last = mean
     with_eps = _only_user(mean)
     if is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
-        assert with_eps is not None
         found = _constant(other_operand(with_eps, mean))
         if found is None or with_eps.kwargs.get("alpha", 1) != 1:
             return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
@@ -148,12 +147,12 @@ def _constant(operand: object) -> float | None:
     if isinstance(operand, int | float) and not isinstance(operand, bool):
         return float(operand)
     if is_call(operand, aten.full.default, aten.scalar_tensor.default):
-        number = operand.args[1] if operand.target is aten.full.default else operand.args[0]  # type: ignore[union-attr]
-        shape = value(operand)  # type: ignore[arg-type]
+        number = operand.args[1] if operand.target is aten.full.default else operand.args[0]
+        shape = value(operand)
         if isinstance(number, int | float) and shape is not None and shape.numel() == 1:
             return float(number)
     if is_cast(operand):
-        return _constant(operand.args[0])  # type: ignore[union-attr]
+        return _constant(operand.args[0])
     return None
 
 
@@ -162,7 +161,7 @@ def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Nod
     user = _only_user(variance)
     if is_call(user, aten.rsqrt.default):
         return user, False
-    if is_call(user, aten.pow.Tensor_Scalar) and user.args[1] == -0.5:  # type: ignore[union-attr]
+    if is_call(user, aten.pow.Tensor_Scalar) and user.args[1] == -0.5:
         return user, False
     if is_call(user, aten.sqrt.default):
         assert user is not None
@@ -189,7 +188,6 @@ def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: floa
         user = _only_user(current)
     if not is_call(user, aten.mul.Tensor):
         return NormMatch(current, tuple(nodes), eps)
-    assert user is not None
     weight = other_operand(user, current)
     if not isinstance(weight, fx.Node):
         return NormMatch(current, tuple(nodes), eps)

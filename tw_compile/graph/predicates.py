@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx as fx
@@ -26,7 +26,7 @@ CASTS = frozenset({torch.ops.prims.convert_element_type.default, aten._to_copy.d
 _CAST_ONLY_KWARGS = {"dtype"}
 
 
-def is_call(node: object, *targets: Any) -> bool:
+def is_call(node: object, *targets: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
@@ -36,12 +36,12 @@ def value(node: fx.Node) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
-def is_view(node: object) -> bool:
+def is_view(node: object) -> TypeGuard[fx.Node]:
     """A node that gives the same elements in the same order: reshape, unsqueeze, clone."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in VIEWS
 
 
-def is_cast(node: object) -> bool:
+def is_cast(node: object) -> TypeGuard[fx.Node]:
     """A node that changes the dtype between floating point types and nothing else."""
     if not (isinstance(node, fx.Node) and node.op == "call_function" and node.target in CASTS):
         return False

@@ -28,19 +28,24 @@ def _causal_mask(
     kv_length: int,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """``sdpa_mask`` of transformers, but None where ``is_causal=True`` of SDPA says the same."""
+    """``sdpa_mask`` of transformers, but None where ``is_causal=True`` of SDPA says the same.
+
+    That is where each token sees all tokens before it: no padding, a window (``local_size``) wider than the prompt and
+    no custom mask function (``use_vmap``). transformers also asks for a mask in case ``position_ids`` pack several
+    sequences, which cannot be when they are not given to the model.
+    """
     is_full = local_size is None or kv_length < local_size
-    if allow_is_causal_skip and attention_mask is None and q_length == kv_length and is_full:
+    if attention_mask is None and q_length == kv_length and is_full and not use_vmap:
         return None
     return sdpa_mask(
         q_length=q_length,
         kv_length=kv_length,
         attention_mask=attention_mask,
         local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
+        use_vmap=use_vmap,
         **kwargs,
     )
 
