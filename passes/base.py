@@ -25,7 +25,7 @@ class Refusal(StrEnum):
     NORM_INTERMEDIATE_USED = "norm_intermediate_used"
     WEIGHT_NOT_PROVABLE = "weight_not_provable"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
-    REWRITE_FAILED = "rewrite_failed"
+    TRANSPORT_NOT_AVAILABLE = "transport_not_available"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ TRANSPORTS = ("gloo", "nccl", "p2p")
 P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
+NCCL_MAX_HIDDEN = 131072  # one row is one block of the norm kernel
 
 
 @dataclass
@@ -59,10 +61,14 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """The transport that will be used, and why; ``name`` is None when none supports the message."""
+    """The transport that will be used, and why; ``name`` is None when none can serve the message.
+
+    ``limited_by`` names what ruled the transport (or a better one) out.
+    """
 
     name: str | None
     reason: str
+    limited_by: Literal["nothing", "hidden_size", "group", "device"] = "nothing"
 
 
 def group_facts(group_name: str, device_type: str) -> GroupFacts:
@@ -81,31 +87,33 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
     """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments."""
     if facts.device_type != "cuda":
         if requested not in ("auto", "gloo"):
-            return Choice(
-                None, f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors"
-            )
+            reason = f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors"
+            return Choice(None, reason, "device")
         return Choice("gloo", "CPU tensors: collectives of the group's own backend")
     if requested == "gloo":
-        return Choice(None, "transport 'gloo' needs CPU tensors, the graph has cuda tensors")
-    if requested == "nccl":
-        return Choice("nccl", "requested")
-    obstacle = _p2p_obstacle(facts, hidden_size, dtype)
+        return Choice(None, "transport 'gloo' needs CPU tensors, the graph has cuda tensors", "device")
+    obstacle = Choice("nccl", "requested") if requested == "nccl" else _p2p_obstacle(facts, hidden_size, dtype)
     if obstacle is None:
         return Choice("p2p", "one host, two-shot kernel over symmetric memory")
+    if hidden_size > NCCL_MAX_HIDDEN:
+        return Choice(None, f"hidden_size {hidden_size} exceeds {NCCL_MAX_HIDDEN}", "hidden_size")
     if requested == "p2p":
-        return Choice(None, obstacle)
-    return Choice("nccl", obstacle)
+        return Choice(None, obstacle.reason, obstacle.limited_by)
+    return obstacle
 
 
-def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> str | None:
+def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Choice | None:
+    """NCCL, with what keeps the message from going peer to peer; None when nothing does."""
     if facts.hosts > 1:
-        return f"the group spans {facts.hosts} hosts"
+        return Choice("nccl", f"the group spans {facts.hosts} hosts", "group")
     if facts.world_size not in P2P_WORLD_SIZES:
-        return f"world_size {facts.world_size} is not in {P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
+        span = f"{P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
+        return Choice("nccl", f"world_size {facts.world_size} is not in {span}", "group")
     if hidden_size > P2P_MAX_HIDDEN:
-        return f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}"
+        return Choice("nccl", f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}", "hidden_size")
     if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:
-        return f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+        reason = f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+        return Choice("nccl", reason, "hidden_size")
     return None
 
 

@@ -68,7 +68,9 @@ def _decide(index: int, entry: FoundSite, config: Config) -> Site:
         return site("gated", GATED_ABOVE, entry.form, detail=f"{size} > {config.fuse_max_bytes} bytes")
     choice = _transport(entry, config)
     if choice.name is None:
-        return site("refused", Refusal.HIDDEN_SIZE_NOT_SUPPORTED, entry.form, detail=choice.reason)
+        by_size = choice.limited_by == "hidden_size"
+        reason = Refusal.HIDDEN_SIZE_NOT_SUPPORTED if by_size else Refusal.TRANSPORT_NOT_AVAILABLE
+        return site("refused", reason, entry.form, detail=choice.reason)
     return site("fused", "", entry.form, choice.name, choice.reason)
 
 

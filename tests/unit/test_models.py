@@ -1,0 +1,213 @@
+"""Decoders: configurations, sharding, initialisation, the float64 reference, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from families import FAMILIES
+from transformers import AutoModel, PretrainedConfig
+
+from tw_compile.models import Decoder, build_decoder, load_config, preset_names, reference_forward, to_double
+from tw_compile.models.config import config_from_dict, truncate_layers
+from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
+
+
+def tiny(family: str) -> PretrainedConfig:
+    return config_from_dict(FAMILIES[family])
+
+
+def build(config: PretrainedConfig, world_size: int = 1, rank: int = 0, seed: int = 0) -> Decoder:
+    with fake_process_group(world_size, rank):
+        return build_decoder(config, device="cpu", dtype=torch.float32, seed=seed)
+
+
+def token_ids(seq: int = 16) -> torch.Tensor:
+    return torch.randint(0, 256, (2, seq), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_preset_has_the_shape_its_file_says(name: str) -> None:
+    config = load_config(name)
+    assert config.hidden_size % config.num_attention_heads == 0
+    assert config.dtype == torch.bfloat16
+    assert getattr(config, "layer_types", None) is None or len(config.layer_types) == config.num_hidden_layers
+
+
+def test_load_config_reads_a_file_and_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
+    for source in (tmp_path, tmp_path / "config.json"):
+        assert load_config(str(source)).model_type == "qwen3"
+
+
+def test_load_config_names_the_presets() -> None:
+    with pytest.raises(ValueError, match="source: expected a preset .*tiny-llama.*got 'no-such-model'"):
+        load_config("no-such-model")
+
+
+def test_load_config_rejects_an_unknown_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
+    with pytest.raises(ValueError, match="model_type: .* got 'abacus'"):
+        load_config(str(tmp_path))
+
+
+def test_truncate_layers_cuts_per_layer_lists() -> None:
+    config = load_config("gemma-2-9b")
+    assert len(truncate_layers(config, 3).layer_types) == 3
+    assert len(config.layer_types) == 42
+    with pytest.raises(ValueError, match="num_layers: expected 1 to 42, got 43"):
+        truncate_layers(config, 43)
+
+
+def test_build_decoder_needs_a_process_group() -> None:
+    with pytest.raises(ValueError, match="default process group"):
+        build_decoder(tiny("llama"), device="cpu", dtype=torch.float32)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    config = tiny("llama")
+    config.num_key_value_heads = 2
+    with pytest.raises(ValueError, match=r"config.num_key_value_heads: expected a multiple of the world size 4, got 2"):
+        build(config, world_size=4)
+
+
+def test_width_that_does_not_divide_is_refused() -> None:
+    config = tiny("llama")
+    config.intermediate_size = 254
+    with pytest.raises(ValueError, match=r"layers.0.mlp.*does not divide evenly over the world size 4"):
+        build(config, world_size=4)
+
+
+def test_family_without_a_plan_is_refused() -> None:
+    with pytest.raises(ValueError, match="'stablelm' has no tensor-parallel plan"):
+        build(config_from_dict(FAMILIES["llama"] | {"model_type": "stablelm"}), world_size=2)
+
+
+def test_decoder_without_final_norm_is_refused() -> None:
+    with torch.device("meta"):
+        model = AutoModel.from_config(tiny("llama"))
+    del model.norm
+    with pytest.raises(ValueError, match="LlamaModel has no final norm"):
+        Decoder(model, set())
+
+
+def test_sharded_parameters_differ_by_rank_and_replicated_ones_do_not() -> None:
+    first, second = build(tiny("qwen2"), 2, rank=0), build(tiny("qwen2"), 2, rank=1)
+    others = dict(second.model.named_parameters())
+    for name, parameter in first.model.named_parameters():
+        assert torch.equal(parameter, others[name]) == (name not in first.sharded), name
+    assert "layers.0.self_attn.q_proj.bias" in first.sharded
+    assert "layers.0.input_layernorm.weight" not in first.sharded
+    assert torch.equal(first.norm.weight, second.norm.weight)
+
+
+def test_same_seed_gives_the_same_weights() -> None:
+    weight = build(tiny("llama")).norm.weight
+    assert torch.equal(weight, build(tiny("llama")).norm.weight)
+    assert not torch.equal(weight, build(tiny("llama"), seed=1).norm.weight)
+
+
+@pytest.mark.parametrize(("family", "centre"), [("llama", 1.0), ("gemma2", 0.0)])
+def test_norm_weights_scatter_around_their_neutral_value(family: str, centre: float) -> None:
+    weight = build(tiny(family)).norm.weight
+    assert abs(weight.mean() - centre) < 0.05
+    assert 0.02 < weight.std() < 0.1
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "llama", "phi", "qwen3_moe"])
+def test_buffers_equal_those_of_an_ordinary_model(family: str) -> None:
+    expected = dict(AutoModel.from_config(tiny(family)).named_buffers())
+    actual = dict(build(tiny(family)).model.named_buffers())
+    assert expected
+    assert actual.keys() == expected.keys()
+    for name, buffer in actual.items():
+        torch.testing.assert_close(buffer, expected[name], rtol=0, atol=0)
+
+
+def test_residual_is_the_input_of_the_final_norm() -> None:
+    decoder = build(tiny("gpt_neox"))
+    with torch.no_grad():
+        hidden, residual = decoder(token_ids())
+    torch.testing.assert_close(hidden, decoder.norm(residual))
+    assert not torch.allclose(hidden, residual)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_reference_keeps_double_precision(family: str) -> None:
+    """The norm, whose Python code casts to float32, must not lose digits."""
+    config = tiny(family)
+    with fake_process_group(1):
+        decoder = build_decoder(config, device="cpu", dtype=torch.float32)
+        double = to_double(decoder)
+        hidden, residual = reference_forward(double, token_ids())
+        with torch.no_grad():
+            low_hidden, low_residual = decoder(token_ids())
+    weight = double.norm.weight + (1.0 if family == "gemma2" else 0.0)
+    expected = residual * torch.rsqrt(residual.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps) * weight
+    assert hidden.dtype == torch.float64
+    torch.testing.assert_close(hidden, expected, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(low_residual.double(), residual, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(low_hidden.double(), hidden, rtol=1e-4, atol=1e-4)
+
+
+def test_reference_does_not_share_weights_with_its_source() -> None:
+    with fake_process_group(2):
+        decoder = build_decoder(tiny("llama"), device="cpu", dtype=torch.float32)
+        double = to_double(decoder)
+    for parameter in decoder.parameters():
+        parameter.zero_()
+    with fake_process_group(2):
+        hidden, _ = reference_forward(double, token_ids())
+    assert hidden.abs().max() > 0.1
+
+
+def test_fake_cuda_needs_no_memory_for_a_large_model() -> None:
+    with fake_process_group(8), fake_cuda():
+        decoder = build_decoder(load_config("llama-3.3-70b"), device="cuda", dtype=torch.bfloat16)
+    assert {str(parameter.device) for parameter in decoder.parameters()} == {"cuda:0"}
+    assert decoder.model.layers[79].mlp.up_proj.weight.shape == (28672 // 8, 8192)
+
+
+def test_capture_keeps_the_sequence_length_symbolic() -> None:
+    with fake_process_group(2), fake_cuda():
+        decoder = build_decoder(tiny("llama"), device="cuda", dtype=torch.bfloat16)
+        (graph,) = capture_graphs(decoder, (torch.zeros(1, 32, dtype=torch.long, device="cuda"),), dynamic=True)
+    (mm, *_) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert isinstance(mm.meta["val"].shape[0], torch.SymInt)
+
+
+CHECKPOINT_FAMILIES = ["gemma2", "llama", "mixtral", "olmo2", "phi", "qwen2"]
+
+
+def _compare_with_checkpoint(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        for family in CHECKPOINT_FAMILIES:
+            config = load_config(str(folder / family))
+            decoder = build_decoder(
+                config, device="cpu", dtype=torch.float32, num_layers=1, checkpoint=folder / family
+            )
+            hidden, _ = reference_forward(to_double(decoder), token_ids())
+            torch.testing.assert_close(
+                hidden, torch.load(folder / family / "hidden.pt"), rtol=1e-5, atol=1e-5, msg=lambda m: f"{family}: {m}"
+            )
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_two_ranks_with_a_checkpoint_compute_what_one_model_computes(tmp_path: Path) -> None:
+    """Every sharding rule is used on real data: a wrong slice or a missing sum changes the hidden state."""
+    for family in CHECKPOINT_FAMILIES:
+        torch.manual_seed(0)
+        model = AutoModel.from_config(truncate_layers(tiny(family), 1), dtype=torch.float32).eval()
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(tmp_path / family)
+        with torch.no_grad():
+            hidden = model(token_ids()).last_hidden_state
+        torch.save(hidden.double(), tmp_path / family / "hidden.pt")
+    mp.spawn(_compare_with_checkpoint, (tmp_path,), nprocs=2)
