@@ -8,9 +8,10 @@ ranks' kernels need no co-residency beyond their own CTAs'.
 
 Why this is correct
 -------------------
-**Before the release.** The row data of a CTA is written by all of its threads, the flags by a few. ``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few
-threads' ``atom.release.sys``; release is cumulative, so the writes of the whole CTA are visible to whoever acquires
-the flag, at system scope, whether they went to local or to peer memory.
+**Before the release.** The row data of a CTA is written by all of its threads, the flags by a few.
+``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few threads' ``atom.release.sys``;
+release is cumulative, so the writes of the whole CTA are visible to whoever acquires the flag, at system scope,
+whether they went to local or to peer memory.
 
 **After the acquire.** The flags are read with ``atom.acquire.sys`` by a few threads. The ``bar.sync`` that follows
 orders the reads of all other threads after it. Without it another warp could read a row before the flag was seen.

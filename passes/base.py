@@ -24,6 +24,7 @@ class Refusal(StrEnum):
     EPS_NOT_CONSTANT = "eps_not_constant"
     NORM_INTERMEDIATE_USED = "norm_intermediate_used"
     WEIGHT_NOT_PROVABLE = "weight_not_provable"
+    NORM_ALREADY_FUSED = "norm_already_fused"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
     TRANSPORT_NOT_AVAILABLE = "transport_not_available"
 

@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -162,17 +163,17 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def fold_constants_on_cpu() -> Iterator[None]:
     """Let Inductor's folding of uniform constants, which computes single elements for real, do so on the CPU."""
-    from unittest import mock
 
     from torch._inductor.fx_passes import joint_graph
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map
 
     class OnCpu(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            if kwargs.get("device") is not None:
-                kwargs["device"] = torch.device("cpu")
-            return func(*args, **kwargs)
+            def moved(value: Any) -> Any:
+                return torch.device("cpu") if isinstance(value, torch.device) else value
+
+            return func(*tree_map(moved, args), **tree_map(moved, kwargs or {}))
 
     fold = joint_graph.UniformValueConstantFolder._deduce_value
 
@@ -243,3 +244,113 @@ def trace_flash_attention() -> Iterator[None]:
     finally:
         del operator.py_kernels[key]
         operator._dispatch_cache.clear()
+
+
+class _CodeTaken(Exception):
+    """Raised in place of compiling generated code."""
+
+
+def inductor_code(
+    function: Callable[..., Any],
+    args: Any,
+    post_pass: Callable[[fx.Graph], None],
+    device: str,
+    dynamic: bool | None,
+    options: dict[str, Any],
+) -> str:
+    """The wrapper code that Inductor generates for ``function``, with ``post_pass`` in the custom post slot.
+
+    Nothing is compiled or run. On ``cuda`` the caller is inside ``fake_cuda()``; the device is presented as an H100.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.graph import GraphLowering
+
+    taken: list[str] = []
+
+    def take(lowering: Any) -> Any:
+        code = lowering.codegen()[0]
+        taken.append(getattr(code, "value", code))
+        raise _CodeTaken
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        patches = {"post_grad_custom_post_pass": post_pass, **options}
+        return compile_fx(gm, example_inputs, config_patches=patches)
+
+    torch._dynamo.reset()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
+        stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", take))
+        if device == "cuda":
+            stack.enter_context(_presented_h100())
+        try:
+            torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+        except Exception:
+            if not taken:
+                raise
+        finally:
+            torch._dynamo.reset()
+    return taken[0]
+
+
+@contextlib.contextmanager
+def _presented_h100() -> Iterator[None]:
+    """Make what Inductor asks of torch.cuda answer for one H100."""
+    from types import SimpleNamespace
+
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import scheduler
+    from torch.utils import _triton
+
+    properties = SimpleNamespace(
+        name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 << 30,
+        shared_memory_per_block_optin=232448, shared_memory_per_block=49152, gcnArchName="", L2_cache_size=50 << 20,
+    )  # fmt: skip
+    answers: dict[str, Any] = {
+        "get_device_properties": lambda device=None: properties,
+        "get_device_capability": lambda device=None: (9, 0),
+        "current_device": lambda: 0,
+        "device_count": lambda: 1,
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: None,
+        "_lazy_init": lambda: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "set_rng_state": lambda state, device="cuda": None,
+    }
+    static = {name: staticmethod(answers[name]) for name in ("get_device_properties", "current_device", "is_available")}
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        for name, method in static.items():
+            stack.enter_context(mock.patch.object(CudaInterface, name, method))
+        for name in ("get_device_properties", "current_device"):
+            stack.enter_context(mock.patch.object(CudaInterface.Worker, name, static[name]))
+        stack.enter_context(mock.patch.object(scheduler, "has_triton", lambda: True))
+        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda: "0"))
+        yield
+
+
+@contextlib.contextmanager
+def cold_compile(cache_folder: Any) -> Iterator[None]:
+    """Compile as if for the first time: Dynamo and in-memory caches empty, FX graph caches off, kernels in ``cache_folder``.
+
+    Processes that give the same folder build each kernel once. The precompiled C++ headers are the machine's.
+    """
+    from unittest import mock
+
+    from torch._inductor import config
+    from torch._inductor.utils import clear_caches
+
+    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder), "TRITON_CACHE_DIR": os.path.join(cache_folder, "triton")}
+    torch._dynamo.reset()
+    clear_caches()
+    try:
+        with mock.patch.dict(os.environ, folders), config.patch(force_disable_caches=True):
+            yield
+    finally:
+        torch._dynamo.reset()
+        clear_caches()

@@ -46,6 +46,7 @@ class TWCompilePass(compat.CustomGraphPass):
             if self.config.strict:
                 raise
             result.warning = f"{type(error).__name__}: {error}"
+            result.sites = fusion.failed_sites(graph, result.warning)
             logger.warning("tw_compile left a graph as it was: %s", result.warning, exc_info=True)
         result.seconds = time.perf_counter() - begin
         counts = result.counts

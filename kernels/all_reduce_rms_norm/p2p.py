@@ -214,7 +214,7 @@ class P2PTransport(Transport):
         return state
 
     def _slot(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
-        """The slot with buffers for ``needs`` (name -> bytes); None when this call goes through NCCL. Collective if it grows."""
+        """The slot with buffers for ``needs`` (name -> bytes), or None: this call goes through NCCL. Collective if it grows."""
         if state.obstacle is not None:
             return None
         slot = state.slots.get(index)

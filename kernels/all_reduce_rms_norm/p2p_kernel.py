@@ -100,10 +100,7 @@ def all_reduce_rms_norm_kernel(
             addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
             h = add_row(h, addend, begin, columns, mask)
         h = add_row(h, bias, 0, columns, mask)
-        if RESIDUAL_SHARDED:
-            h = add_row(h, residual, own_begin, columns, mask)
-        else:
-            h = add_row(h, residual, begin, columns, mask)
+        h = add_row(h, residual, own_begin if RESIDUAL_SHARDED else begin, columns, mask)
         y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
         y = y.to(hidden.dtype.element_ty)
         h = h.to(residual_out.dtype.element_ty)

@@ -51,8 +51,5 @@ def normalise_row(
     y = h * tl.rsqrt(tl.sum(h * h) / HIDDEN + eps)
     if weight is not None:
         w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-        if CAST_BEFORE_WEIGHT is None:
-            y = y * (w + weight_offset)
-        else:
-            y = y.to(CAST_BEFORE_WEIGHT).to(tl.float32) * w
+        y = y * (w + weight_offset) if CAST_BEFORE_WEIGHT is None else y.to(CAST_BEFORE_WEIGHT).to(tl.float32) * w
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.fx as fx
 
 from tw_compile import compat
@@ -9,7 +10,7 @@ from tw_compile.config import Config
 from tw_compile.graph.predicates import value
 from tw_compile.kernels.all_reduce_rms_norm.transport import Choice, choose_transport, group_facts
 from tw_compile.passes.base import Refusal
-from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
+from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites, layer_of
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Decision, Site
@@ -34,6 +35,9 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
             fused.append((index, entry, decision.transport))
     if not fused:
         return decided
+    # A site's residual may come from one whose all_reduce was issued later, but whose sum is made earlier.
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
     layouts = plan_layouts([site for _, site, _ in fused])
     try:
@@ -44,6 +48,15 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
         raise
     rewriter.commit()
     return decided
+
+
+def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
+    """What to report when the rewrite raised: every all_reduce stays."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+    return [
+        Site(index, layer_of(node), "all_reduce", "refused", Refusal.REWRITE_FAILED, None, None, detail, node.name)
+        for index, node in enumerate(nodes)
+    ]
 
 
 def _decide(index: int, entry: FoundSite, config: Config) -> Site:

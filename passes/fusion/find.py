@@ -9,7 +9,7 @@ graph order.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,10 @@ from tw_compile.passes.fusion.norm import NormMatch, match_rms_norm
 
 _c10d = torch.ops._c10d_functional
 _LAYER = re.compile(r"\b(?:layers|h|blocks|layer)\.(\d+)\b|\b(?:layers|h|blocks|layer)\[['\"]?(\d+)")
+
+
+_MAX_LATE_WEIGHT = 8
+"""How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class FusionSite:
 
     ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
-    all_reduce of the sum, their partial sums are added first and travel as one message.
+    all_reduce of the sum, their partial sums are added first and travel as one message. ``late_weight`` are the nodes
+    after ``h`` that the norm's weight is computed by.
     """
 
     all_reduce: AllReduce
@@ -72,6 +77,7 @@ class FusionSite:
     residuals: tuple[fx.Node, ...]
     merged: tuple[AllReduce, ...]
     norm: NormMatch
+    late_weight: tuple[fx.Node, ...] = ()
 
     @property
     def form(self) -> str:
@@ -127,6 +133,7 @@ def find_sites(graph: fx.Graph) -> list[FoundSite]:
     training = compat.is_training_graph()
     position = {node: index for index, node in enumerate(graph.nodes)}
     merged: dict[fx.Node, FusionSite] = {}
+    norms: dict[fx.Node, FusionSite] = {}
     sites: list[FoundSite] = []
     for node in graph.nodes:
         if not is_call(node, _c10d.all_reduce.default):
@@ -139,8 +146,12 @@ def find_sites(graph: fx.Graph) -> list[FoundSite]:
             result: FusionSite | Refused = Refused(Refusal.TRAINING_GRAPH, "the graph is part of a training step")
         else:
             result = _check_all_reduce(all_reduce) or _follow(all_reduce, position)
+        if isinstance(result, FusionSite) and result.h in norms:
+            first = norms[result.h].all_reduce.node.name
+            result = Refused(Refusal.NORM_ALREADY_FUSED, f"it is a residual of {first}, which the norm is fused with")
         if isinstance(result, FusionSite):
             sites.append(result)
+            norms[result.h] = result
             merged.update((one.node, result) for one in result.merged)
         else:
             sites.append(RefusedSite(all_reduce, result))
@@ -181,7 +192,7 @@ def _partial_used_elsewhere(all_reduce: AllReduce) -> Refused | None:
     while True:
         if len(current.users) != 1:
             return Refused(
-                Refusal.PARTIAL_SUM_USED_ELSEWHERE, f"{current.name} has {len(current.users)} users besides the sum"
+                Refusal.PARTIAL_SUM_USED_ELSEWHERE, f"{current.name} has {len(current.users) - 1} users besides the sum"
             )
         if not is_view(current):
             return None
@@ -306,11 +317,37 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         return Refused(
             Refusal.HIDDEN_SIZE_NOT_SUPPORTED, f"the sum has shape {list(partial.shape)}, the norm {list(h.shape)}"
         )
+    for addend in (*site.residuals, *([] if site.bias is None else [site.bias])):
+        tensor = value(addend)
+        if tensor is None or not same_size(tensor.shape[-1], hidden_size):
+            return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{addend.name} is not added over rows of {hidden_size}")
     if site.norm.output is not site.norm.interior[-1] or (
         site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize
     ):
         return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{site.norm.output.name} is used in {hidden.dtype}")
-    late = site.norm.weight
-    if late is not None and position[peel_views(late)] > position[site.h]:
-        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{late.name} is computed after the residual add")
-    return site
+    late = _computed_after(site.norm.weight, site.h, position)
+    if late is None:
+        assert site.norm.weight is not None
+        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{site.norm.weight.name} depends on what follows the residual add")
+    return replace(site, late_weight=late)
+
+
+def _computed_after(weight: fx.Node | None, h: fx.Node, position: dict[fx.Node, int]) -> tuple[fx.Node, ...] | None:
+    """The nodes after ``h`` that ``weight`` is computed by, in graph order; None when they can't be computed before it."""
+    late: set[fx.Node] = set()
+    pending = [] if weight is None else [weight]
+    while pending:
+        node = pending.pop()
+        if position[node] < position[h] or node in late:
+            continue
+        if node is h or not _repeatable(node) or len(late) == _MAX_LATE_WEIGHT:
+            return None
+        late.add(node)
+        pending += node.all_input_nodes
+    return tuple(sorted(late, key=position.__getitem__))
+
+
+def _repeatable(node: fx.Node) -> bool:
+    """Whether computing the node a second time gives the same value and does nothing else."""
+    namespace = getattr(node.target, "namespace", None)
+    return node.op == "call_function" and namespace in ("aten", "prims") and not node.is_impure()

@@ -53,7 +53,7 @@ class NormMatch:
 
 def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
     """The RMSNorm computed from ``h``; None when nothing that uses ``h`` looks like the beginning of one."""
-    same_values = list(views_and_casts_of(h))
+    same_values = [node for node in views_and_casts_of(h) if _same_rows(node, h)]
     refusal: Refused | None = None
     for source in same_values:
         for user in source.users:
@@ -66,6 +66,12 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
                 return result
             refusal = refusal or result
     return refusal
+
+
+def _same_rows(node: fx.Node, h: fx.Node) -> bool:
+    """A view over another last dim (heads, or a new dim of 1) has the values of ``h`` but not its rows."""
+    one, other = value(node), value(h)
+    return one is None or other is None or (one.dim() > 0 and other.dim() > 0 and same_size(one.shape[-1], other.shape[-1]))
 
 
 def _is_square(node: fx.Node, source: fx.Node) -> bool:
@@ -124,7 +130,8 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
         if not is_call(normalised, aten.mul.Tensor):
             return None
         source = other_operand(normalised, scale)
-    if source not in same_values:
+    rows, product = value(square), value(normalised)
+    if source not in same_values or rows is None or product is None or not same_size(rows.numel(), product.numel()):
         return None
     return _follow_weight(normalised, (*interior, scale, normalised), eps)
 

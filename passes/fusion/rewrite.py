@@ -11,7 +11,6 @@ all readers follow ``wait_``. Insertion only adds nodes and can be undone; the g
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_size, value
+from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
@@ -46,9 +45,10 @@ class Rewriter:
     fake_mode: Any
     _new: list[fx.Node] = field(default_factory=list)
     _done: dict[int, _Inserted] = field(default_factory=dict)
+    _sizes_known: dict[Any, fx.Node] = field(default_factory=dict)
 
     def insert(self, site: FusionSite, index: int, layout: ResidualLayout, transport: str) -> None:
-        """Add the operator for one site; sites must come in graph order."""
+        """Add the operator for one site; sites must come in the graph order of their ``h``."""
         self._last = site.h
         self._like = site.norm.output
         self._site_index = index
@@ -61,13 +61,14 @@ class Rewriter:
         h, hidden = value(site.h), value(site.norm.output)
         assert h is not None and hidden is not None
         norm, group_name = site.norm, site.all_reduce.group_name
+        weight = self._weight(site)
         start = self._call(
             ops.start,
             (
                 x,
                 residual,
                 site.bias,
-                norm.weight,
+                weight,
                 norm.eps,
                 norm.weight_offset,
                 norm.cast_before_weight,
@@ -83,7 +84,7 @@ class Rewriter:
         )
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
-        keep = [node for node in (x, residual, site.bias, norm.weight) if node is not None]
+        keep = [node for node in (x, residual, site.bias, weight) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
         self._done[id(site)] = _Inserted(
             site,
@@ -94,14 +95,15 @@ class Rewriter:
 
     def commit(self) -> None:
         """Route every reader to the new nodes and remove what nothing reads any more."""
-        replaced: set[fx.Node] = set()
+        superfluous: set[fx.Node] = set()
         for inserted in self._done.values():
             inserted.site.norm.output.replace_all_uses_with(inserted.hidden)
             if inserted.residual is not None:
                 inserted.site.h.replace_all_uses_with(inserted.residual)
-            replaced |= inserted.site.replaced()
+            superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
-            if not node.users and (node in replaced or is_view(node) or is_cast(node)):
+            if node in superfluous and not node.users:
+                superfluous.update(one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure())
                 self.graph.erase_node(node)
 
     def roll_back(self) -> None:
@@ -150,6 +152,18 @@ class Rewriter:
         convert = torch.ops.prims.convert_element_type.default
         return self._sum([self._call(convert, (node, torch.float32), "upcast") for node in nodes])
 
+    def _weight(self, site: FusionSite) -> fx.Node | None:
+        """The norm's weight, computed again here as far as the graph computes it after ``h``."""
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in site.late_weight:
+            with self.graph.inserting_after(self._last):
+                copies[node] = self.graph.node_copy(node, lambda arg: copies.get(arg, arg))
+            self._last = copies[node]
+            self._new.append(self._last)
+            self._last.meta[ANNOTATION] = {"site": self._site_index, "role": "weight"}
+        weight = site.norm.weight
+        return None if weight is None else copies.get(weight, weight)
+
     def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
         tensor = value(original)
         assert tensor is not None
@@ -163,16 +177,22 @@ class Rewriter:
         if len(symbolic) <= 1:
             return [size if isinstance(size, int) else -1 for size in tensor.shape]
         return [
-            size if isinstance(size, int) else self._size_node(site, index, size)
-            for index, size in enumerate(tensor.shape)
+            size if isinstance(size, int) else self._size_node(site, size) for size in tensor.shape
         ]
 
-    def _size_node(self, site: FusionSite, dim: int, size: Any) -> fx.Node:
-        """A node holding a symbolic size: the one the graph has already, or a new size query on the all_reduce's input."""
-        partial = site.all_reduce.partial
-        if is_call(partial, aten.view.default, aten.reshape.default):
-            given: Sequence[Any] = partial.args[1]  # type: ignore[assignment]
-            candidate = given[dim]
-            if isinstance(candidate, fx.Node) and same_size(candidate.meta["val"], size):
-                return candidate
-        return self._call(aten.sym_size.int, (partial, dim), "size")
+    def _size_node(self, site: FusionSite, size: Any) -> fx.Node:
+        """A node holding a symbolic size: the one the graph has already, or a new size query on a tensor that has it."""
+        if not self._sizes_known:
+            for node in self.graph.nodes:
+                if isinstance(node.meta.get("val"), torch.SymInt):
+                    self._sizes_known.setdefault(node.meta["val"].node.expr, node)
+        known = self._sizes_known.get(size.node.expr)
+        if known is not None and known < site.h:
+            return known
+        inputs = self.graph.find_nodes(op="placeholder")
+        for source in (*site.partials(), *inputs):
+            tensor = value(source)
+            for dim, candidate in enumerate(() if tensor is None else tensor.shape):
+                if same_size(candidate, size):
+                    return self._call(aten.sym_size.int, (source, dim), "size")
+        raise NotImplementedError(f"no node before {site.h.name} holds its size {size}")

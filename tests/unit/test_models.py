@@ -44,13 +44,13 @@ def test_load_config_reads_a_file_and_a_directory(tmp_path: Path) -> None:
 
 
 def test_load_config_names_the_presets() -> None:
-    with pytest.raises(ValueError, match="source: expected a preset .*tiny-llama.*got 'no-such-model'"):
+    with pytest.raises(ValueError, match=r"source: expected a preset .*tiny-llama.*got 'no-such-model'"):
         load_config("no-such-model")
 
 
 def test_load_config_rejects_an_unknown_model_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
-    with pytest.raises(ValueError, match="model_type: .* got 'abacus'"):
+    with pytest.raises(ValueError, match=r"model_type: .* got 'abacus'"):
         load_config(str(tmp_path))
 
 
@@ -179,35 +179,86 @@ def test_capture_keeps_the_sequence_length_symbolic() -> None:
     assert isinstance(mm.meta["val"].shape[0], torch.SymInt)
 
 
-CHECKPOINT_FAMILIES = ["gemma2", "llama", "mixtral", "olmo2", "phi", "qwen2"]
+SHARDED_FAMILIES = ["gemma2", "gpt_oss", "llama", "mixtral", "olmo2", "phi3", "qwen2", "starcoder2"]
 
 
-def _compare_with_checkpoint(rank: int, folder: Path) -> None:
+def _unshard(name: str, shards: list[torch.Tensor], full: torch.Size) -> torch.Tensor:
+    (dim,) = (dim for dim, (part, whole) in enumerate(zip(shards[0].shape, full, strict=True)) if part != whole)
+    if name.endswith("experts.gate_up_proj"):  # gate and up are packed: each rank has a slice of both
+        return torch.cat([half for pair in zip(*(s.chunk(2, dim) for s in shards), strict=True) for half in pair], dim)
+    return torch.cat(shards, dim)
+
+
+def _run_sharded(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        for family in CHECKPOINT_FAMILIES:
-            config = load_config(str(folder / family))
-            decoder = build_decoder(
-                config, device="cpu", dtype=torch.float32, num_layers=1, checkpoint=folder / family
-            )
-            hidden, _ = reference_forward(to_double(decoder), token_ids())
-            torch.testing.assert_close(
-                hidden, torch.load(folder / family / "hidden.pt"), rtol=1e-5, atol=1e-5, msg=lambda m: f"{family}: {m}"
+        for family in SHARDED_FAMILIES:
+            decoder = build_decoder(tiny(family), device="cpu", dtype=torch.float32, num_layers=1)
+            with torch.no_grad():
+                hidden, _ = decoder(token_ids())
+            doubled, _ = reference_forward(to_double(decoder), token_ids())
+            parameters = {**dict(decoder.model.named_parameters()), f"{decoder.norm_name}.weight": decoder.norm.weight}
+            if getattr(decoder.norm, "bias", None) is not None:
+                parameters[f"{decoder.norm_name}.bias"] = decoder.norm.bias
+            torch.save(
+                {"hidden": hidden, "doubled": doubled, "parameters": parameters, "sharded": decoder.sharded},
+                folder / f"{family}-{rank}.pt",
             )
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_two_ranks_with_a_checkpoint_compute_what_one_model_computes(tmp_path: Path) -> None:
-    """Every sharding rule is used on real data: a wrong slice or a missing sum changes the hidden state."""
-    for family in CHECKPOINT_FAMILIES:
-        torch.manual_seed(0)
+def test_two_ranks_compute_what_one_unsharded_model_computes(tmp_path: Path) -> None:
+    """A wrong slice, a missing sum or a bias added twice changes the hidden state."""
+    mp.spawn(_run_sharded, (tmp_path,), nprocs=2)
+    for family in SHARDED_FAMILIES:
+        first, second = (torch.load(tmp_path / f"{family}-{rank}.pt", weights_only=False) for rank in range(2))
         model = AutoModel.from_config(truncate_layers(tiny(family), 1), dtype=torch.float32).eval()
-        for parameter in model.parameters():
-            parameter.data.add_(torch.randn_like(parameter) * 0.05)
-        model.save_pretrained(tmp_path / family)
+        assert first["parameters"].keys() == dict(model.named_parameters()).keys()
+        for name, parameter in model.named_parameters():
+            shards = [saved["parameters"][name] for saved in (first, second)]
+            parameter.data = _unshard(name, shards, parameter.shape) if name in first["sharded"] else shards[0]
         with torch.no_grad():
-            hidden = model(token_ids()).last_hidden_state
-        torch.save(hidden.double(), tmp_path / family / "hidden.pt")
-    mp.spawn(_compare_with_checkpoint, (tmp_path,), nprocs=2)
+            expected = model(token_ids()).last_hidden_state
+        for saved in (first, second):
+            torch.testing.assert_close(saved["hidden"], expected, rtol=1e-4, atol=1e-4, msg=f"{family}")
+            torch.testing.assert_close(saved["doubled"].float(), expected, rtol=1e-4, atol=1e-4)
+
+
+def _save_checkpoint(family: str, folder: Path) -> torch.Tensor:
+    """Save a model with every parameter off its initial value; return its hidden state for :func:`token_ids`."""
+    torch.manual_seed(0)
+    model = AutoModel.from_config(tiny(family), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+        model.save_pretrained(folder)
+        return model(token_ids()).last_hidden_state
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_checkpoint_on_one_rank(family: str, tmp_path: Path) -> None:
+    expected = _save_checkpoint(family, tmp_path)
+    with fake_process_group(1), torch.no_grad():
+        decoder = build_decoder(load_config(str(tmp_path)), device="cpu", dtype=torch.float32, checkpoint=tmp_path)
+        hidden, _ = decoder(token_ids())
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
+
+
+def _run_checkpoint(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    try:
+        decoder = build_decoder(load_config(str(folder)), device="cpu", dtype=torch.float32, checkpoint=folder)
+        with torch.no_grad():
+            hidden, _ = decoder(token_ids())
+        torch.testing.assert_close(hidden, torch.load(folder / "expected.pt"), rtol=1e-4, atol=1e-4)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_checkpoint_on_two_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="transformers loads a sharded checkpoint only with accelerate installed")
+    torch.save(_save_checkpoint("mixtral", tmp_path), tmp_path / "expected.pt")
+    mp.spawn(_run_checkpoint, (tmp_path,), nprocs=2)

@@ -272,15 +272,11 @@ def run_gather(tokens: int, rank: int, shared: dict[str, list[torch.Tensor]], st
     assert torch.equal(rows, whole)
 
 
-def run_lost_peer(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
-    """Only rank 0 launches: its barriers must give up, and the host must be told who was missing."""
-    from tw_compile.kernels import _sync
+def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
+    """A gather that only rank 0 takes part in, with barriers that give up."""
     from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_gather_rows_kernel
 
-    if rank != 0:
-        return
-    _sync.raise_if_peer_missing(state["status"], 0, "here")  # nothing to report so far
-    all_gather_rows_kernel[(2,)](
+    all_gather_rows_kernel[(grid,)](
         torch.ones(2, HIDDEN),
         torch.empty(4, HIDDEN),
         table(shared["staging"]),
@@ -294,11 +290,33 @@ def run_lost_peer(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[
         WORLD_SIZE=WORLD_SIZE,
         SPIN_LIMIT=20,
     )
+
+
+def run_lost_peer(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
+    """Only rank 0 launches: its barriers must give up, and the host must be told who was missing."""
+    from tw_compile.kernels import _sync
+
+    if rank != 0:
+        return
+    _sync.raise_if_peer_missing(state["status"], 0, "here")  # nothing to report so far
+    launch_alone(2, shared, state)
     assert state["status"].nonzero().tolist() == [[0, 1], [1, 1]]
     with pytest.raises(
         RuntimeError, match=r"group g, slot 3: rank 0, CTA 0 gave up waiting for rank 1 at barrier 1 of"
     ):
         _sync.raise_if_peer_missing(state["status"], 0, "group g, slot 3")
+
+
+def run_wrap_around(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
+    """The second barrier of this launch is number 2**31, stored as -2**31: larger than 2**31 - 1 for all that."""
+    if rank != 0:
+        return
+    for announced, silent_at in ((2**31 - 2, 1), (2**31 - 1, 2), (-(2**31), 0), (-(2**31) + 1, 0)):
+        state["epochs"].fill_(2**31 - 2)
+        state["status"].zero_()
+        shared["pads"][0].fill_(announced)
+        launch_alone(1, shared, state)
+        assert int(state["status"][0, 1]) == silent_at, f"peer announced {announced}"
 
 
 def let_interpreter_index_with_tensors() -> None:
@@ -329,6 +347,7 @@ def interpreter_worker(rank: int, shared: dict[str, list[torch.Tensor]], results
     checks += [(f"gather-{tokens}", partial(run_gather, tokens, rank, shared, state)) for tokens in GATHER_TOKENS]
     checks.append(("epochs", partial(check_epochs, state["epochs"], start)))
     checks.append(("lost-peer", partial(run_lost_peer, rank, shared, state)))
+    checks.append(("wrap-around", partial(run_wrap_around, rank, shared, state)))
     for name, check in checks:
         try:
             check()
@@ -390,7 +409,11 @@ def interpreted() -> Iterator[dict[tuple[int, str], str]]:
     yield seen
 
 
-CHECK_NAMES = [case.name for case in CASES] + [f"gather-{tokens}" for tokens in GATHER_TOKENS] + ["epochs", "lost-peer"]
+CHECK_NAMES = (
+    [case.name for case in CASES]
+    + [f"gather-{tokens}" for tokens in GATHER_TOKENS]
+    + ["epochs", "lost-peer", "wrap-around"]
+)
 
 
 @pytest.mark.parametrize("name", CHECK_NAMES)

@@ -19,7 +19,8 @@ CAUSAL_SDPA = "tw_compile_causal_sdpa"
 
 def attention_implementation(config: PretrainedConfig) -> str:
     """The value of ``attn_implementation`` for a model: SDPA when the family supports it, else eager."""
-    return CAUSAL_SDPA if MODEL_MAPPING[type(config)]._supports_sdpa else "eager"
+    model_class: Any = MODEL_MAPPING[type(config)]
+    return CAUSAL_SDPA if model_class._supports_sdpa else "eager"
 
 
 def _causal_mask(

@@ -41,7 +41,7 @@ def load_config(source: str) -> PretrainedConfig:
 def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     """The configuration of a decoder; for a multi-modal model, that of its text part."""
     model_type = values.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
     return CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
 

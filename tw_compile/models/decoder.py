@@ -120,7 +120,7 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
     The vectors are norm weights and biases, whose neutral value (0 or 1) depends on the family.
     """
     for module in model.modules():
-        module._is_hf_initialized = False
+        module._is_hf_initialized = False  # type: ignore[assignment]
         for name, parameter in module.named_parameters(recurse=False):
             empty = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
             empty._is_hf_initialized = parameter.ndim > 1  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
@@ -30,6 +29,17 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 _GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params"}
 # Styles that sum the module's partial output over the ranks.
 _SUM_OUTPUT = {"moe_tp_experts", "all_reduce"}
+
+# Plans that transformers lacks. gpt_oss: attention only, experts replicated (its experts' output bias is not shardable).
+_ADDED_PLANS = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
+}
 
 # What an evenly sharded projection counts: a head split over two ranks would compute something else without an error.
 _HEAD_FIELDS = {
@@ -50,14 +60,14 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: s
     world_size = group.size()
     if world_size == 1:
         return set()
-    plan = dict(model.tp_plan or {})
+    plan = dict(model.tp_plan or {}) or _ADDED_PLANS.get(model.config.model_type, {})
     if not plan:
         raise ValueError(f"config: {model.config.model_type!r} has no tensor-parallel plan in transformers")
     _check_heads(model.config, plan, world_size)
     mesh = DeviceMesh.from_group(group, device_type)
     sharded: set[str] = set()
     for module_name, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name in [name for name, _ in module.named_parameters(recurse=False)]:
             full_name = f"{module_name}.{name}" if module_name else name
             style = plan.get(_wildcard(full_name)) or plan.get(_wildcard(module_name))
             if style is not None and _shard_parameter(module, name, full_name, style, mesh):
@@ -73,15 +83,16 @@ def load_shards(
 ) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers of a checkpoint directory, loaded by transformers.
 
-    On CUDA transformers picks the device by the environment variable ``LOCAL_RANK``, as torchrun sets it.
+    Over several ranks transformers wants the package ``accelerate`` installed, and on CUDA it picks the device by the
+    environment variable ``LOCAL_RANK``, as torchrun sets it.
     """
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "local_files_only": True}
     world_size = dist.get_world_size()
-    where: dict[str, Any] = {"device_map": device}
     if world_size > 1:
-        where = {"distributed_config": DistributedConfig(tp_size=world_size)}
-    model = AutoModel.from_pretrained(checkpoint, config=config, dtype=dtype, local_files_only=True, **where)
+        options["distributed_config"] = DistributedConfig(tp_size=world_size)
+    model = AutoModel.from_pretrained(checkpoint, **options)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: (t.to_local() if isinstance(t, DTensor) else t).to(device) for name, t in tensors.items()}
 
 
 def _wildcard(name: str) -> str:
@@ -122,7 +133,7 @@ def _install_forward(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     elif isinstance(module, nn.Embedding):
         if style not in ("embedding_rowwise", "rowwise"):
             raise NotImplementedError(f"tensor-parallel style {style!r} of an embedding")
-        module.forward = _sum_over_ranks(_vocab_parallel(module, mesh), mesh)
+        module.forward = _sum_over_ranks(_vocab_parallel(module, mesh), mesh)  # type: ignore[method-assign]
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
 

@@ -1,0 +1,20 @@
+"""The verbs of ``tw-compile``, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from tw_compile.cli import bench, doctor, inspect, run
+
+app = typer.Typer(
+    name="tw-compile",
+    help="torch.compile passes that fuse all_reduce + residual + RMSNorm in tensor-parallel inference.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("run")(run.run)
+app.command("inspect")(inspect.inspect)
+app.command("doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")

@@ -1,0 +1,12 @@
+import typer
+
+app = typer.Typer()
+
+
+@app.command()
+def passes() -> None:
+    pass
+
+@app.callback()
+def cb() -> None:
+    pass

@@ -1,0 +1,113 @@
+"""What the verbs share: options, one-line errors, where text and JSON go, and what is being done right now."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from tw_compile.runner.spec import RankError, UsageError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.")
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="NAME|config.json|DIR", help="A preset, a config.json or a checkpoint folder.")
+]
+LayersOption = Annotated[
+    int | None, typer.Option("--layers", metavar="N", help="Keep only the first N layers.", show_default="all")
+]
+TransportOption = Annotated[
+    str, typer.Option("--transport", metavar="|".join(TRANSPORTS), help="How the ranks exchange rows.")
+]
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def one_line_errors(command: Command) -> Command:
+    """A wrong request ends with one line and exit code 2, a failed rank with its traceback and exit code 1."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except UsageError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(EXIT_USAGE) from None
+        except RankError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(EXIT_FAILED) from None
+
+    return wrapped  # type: ignore[return-value]
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """``"64,63"`` -> ``(64, 63)``; positive, distinct."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        values = ()
+    if not values or min(values) < 1 or len(set(values)) != len(values):
+        raise UsageError(f"{option}: expected different positive numbers, separated by commas, got {text!r}")
+    return values
+
+
+def positive(option: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise UsageError(f"{option}: expected a positive number, got {value}")
+
+
+def one_of(option: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def make_console(json_file: str | None) -> Console:
+    """Text goes to standard error when standard output is taken by JSON."""
+    return Console(stderr=json_file == "-", highlight=False)
+
+
+def write_json(report: dict[str, Any], json_file: str | None) -> None:
+    """Write ``report`` where ``--json`` says."""
+    if json_file is None:
+        return
+    text = json.dumps(report, indent=2) + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        write_file("--json", json_file, text)
+
+
+def write_file(option: str, path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"{option}: expected a file that can be written, got {path!r} ({error.strerror})") from error
+
+
+@contextlib.contextmanager
+def stages(console: Console) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done: a spinner in a terminal, a line each elsewhere."""
+    begin = time.monotonic()
+    if console.is_terminal:
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        with Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+        ) as display:
+            task = display.add_task("starting")
+            yield lambda what: display.update(task, description=what)
+    else:
+        yield lambda what: console.print(f"[{time.monotonic() - begin:6.1f} s] {what}", markup=False, soft_wrap=True)

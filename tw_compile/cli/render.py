@@ -1,0 +1,179 @@
+"""Reports as text: tables and verdicts for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+STYLES = {"fused": "green", "refused": "yellow", "gated": "cyan"}
+GROUP_KEYS = ("form", "bytes", "transport", "decision", "reason")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``"0-2, 5"``."""
+    spans: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def size(count: int | None) -> str:
+    """``33554432`` -> ``"32.0 MiB"``; None is a size that depends on the token count."""
+    if count is None:
+        return "dynamic"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def group_sites(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sites that differ in their layer only, as one entry with ``count`` and ``layers``; in order of appearance."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for site in sites:
+        groups.setdefault(tuple(site[key] for key in GROUP_KEYS), []).append(site)
+    result = []
+    for members in groups.values():
+        layers = [site["layer"] for site in members if site["layer"] is not None]
+        entry = {key: members[0][key] for key in GROUP_KEYS}
+        entry |= {"count": len(members), "layers": ranges(layers) or "-", "why": members[0]["detail"]}
+        result.append(entry)
+    return result
+
+
+def print_header(console: Console, report: dict[str, Any]) -> None:
+    versions = report["versions"]
+    layers = f", {report['layers']} layers" if report.get("layers") else ""
+    ranks = f"{report['world_size']} ranks"
+    if report.get("hosts", 1) > 1:
+        ranks += f" on {report['hosts']} hosts"
+    console.print(Text(f"{report['model']}{layers}, {report['dtype']}", style="bold"))
+    console.print(f"{ranks} on {escape(device(report))}, torch {versions['torch']}, transformers {versions['transformers']}")
+
+
+def device(report: dict[str, Any]) -> str:
+    name = report.get("device_name")
+    return f"{report['device']} ({name})" if name else str(report["device"])
+
+
+def print_sites(console: Console, report: dict[str, Any]) -> None:
+    """The decisions, grouped; then a line for every site that was refused or gated."""
+    counts = report["counts"]
+    title = f"all_reduces at {report['tokens'][0]} tokens"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for name in ("sites", "layers", "form", "bytes", "transport", "decision"):
+        table.add_column(name, justify="right" if name in ("sites", "bytes") else "left", overflow="fold")
+    for group in group_sites(report["sites"]):
+        decision = Text(group["decision"], style=STYLES[group["decision"]])
+        if group["reason"]:
+            decision.append(f": {group['reason']}")
+        table.add_row(
+            str(group["count"]),
+            group["layers"],
+            escape(group["form"]),
+            size(group["bytes"]),
+            group["transport"] or "-",
+            decision,
+        )
+    console.print()
+    console.print(table)
+    for transport, why in sorted({(s["transport"], s["detail"]) for s in report["sites"] if s["transport"]}):
+        if not why.startswith("travels with"):
+            console.print(f"{transport}: {why}", style="dim", markup=False)
+    for site in report["sites"]:
+        if site["decision"] != "fused":
+            where = "outside of layers" if site["layer"] is None else f"layer {site['layer']}"
+            line = Text(f"site {site['index']}, {where}: ")
+            line.append(f"{site['decision']}, {site['reason']}", style=STYLES[site["decision"]])
+            console.print(line.append(f": {site['detail']}"), soft_wrap=True)
+    console.print(
+        f"{counts['all_reduce']} all_reduces: {counts['fused']} fused, {counts['refused']} refused, {counts['gated']} gated"
+    )
+    for warning in report.get("warnings", ()):
+        console.print(Text(f"warning: a pass failed and left its graph as it was: {warning}", style="red"))
+
+
+def print_run(console: Console, report: dict[str, Any]) -> None:
+    """Everything that ``tw-compile run`` found, the verdict last."""
+    print_header(console, report)
+    print_sites(console, report)
+    _print_numerics(console, report["numerics"])
+    _print_times(console, report)
+    console.print()
+    console.print(verdict(report))
+
+
+def verdict(report: dict[str, Any]) -> Text:
+    counts, numerics = report["counts"], report["numerics"]
+    passed = numerics["passed"]
+    problems = [f"{name} error over budget" for name in ("hidden", "residual") if not numerics[name]["passed"]]
+    if not numerics["bitwise_equal_across_ranks"]:
+        problems.append("ranks differ")
+    line = Text("PASSED" if passed else "FAILED", style="bold green" if passed else "bold red")
+    line.append(f"  {counts['fused']} of {counts['all_reduce']} all_reduces fused; ", style="default")
+    line.append(", ".join(problems) or "numerics within budget, ranks identical", style="default")
+    return line
+
+
+def _print_numerics(console: Console, numerics: dict[str, Any]) -> None:
+    table = Table(
+        title="relative error against float64, worst rank",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+    )
+    for name in ("tokens", "output", "tw_compile", "budget", "unfused", "inductor", "ok", "ranks"):
+        table.add_column(name, justify="left" if name in ("output", "ok", "ranks") else "right")
+    for row in numerics["by_tokens"]:
+        for output in ("hidden", "residual"):
+            one = row[output]
+            same = row["bitwise_equal_across_ranks"]
+            table.add_row(
+                str(row["tokens"]),
+                output,
+                *(_error(one[key]) for key in ("error", "budget", "unfused_error", "inductor_error")),
+                Text("yes", style="green") if one["passed"] else Text("NO", style="bold red"),
+                Text("identical", style="green") if same else Text("DIFFER", style="bold red"),
+            )
+    console.print()
+    console.print(table)
+    console.print("budget: 1.1 x unfused, the eager model; inductor: the compiled unfused model", style="dim")
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3e}"
+
+
+def _print_times(console: Console, report: dict[str, Any]) -> None:
+    seconds = report["compile_seconds"]
+    share = seconds["passes"] / seconds["tw_compile"]
+    console.print()
+    console.print(
+        f"cold compile: inductor {duration(seconds['baseline'])}, tw_compile {duration(seconds['tw_compile'])}, "
+        f"of which passes {duration(seconds['passes'])} ({share:.2%})"
+    )
+    prefill = report["prefill_seconds"]
+    if prefill:
+        for tokens, before, after in zip(report["tokens"], prefill["baseline"], prefill["tw_compile"], strict=True):
+            console.print(
+                f"prefill of {tokens} tokens: inductor {duration(before)}, tw_compile {duration(after)} "
+                f"({before / after:.2f}x)"
+            )

@@ -1,0 +1,139 @@
+"""``tw-compile run``: a tensor-parallel decoder on real ranks, compiled with and without the passes, and checked."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tw_compile.cli import common
+from tw_compile.cli.common import JsonOption, LayersOption, ModelOption, TransportOption
+from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
+
+CPU_TOKENS = "64,63,1"
+CUDA_TOKENS = "4096,1023,1"
+CPU_RANKS = 2
+CUDA_RANKS = (8, 4, 2)
+
+
+@common.one_line_errors
+def run(
+    model: ModelOption = "tiny-llama",
+    tp: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there, 2 on CPU")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu|cuda", help="Where to run.", show_default="cuda with 2 or more GPUs")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Prompt lengths.", show_default=f"{CPU_TOKENS} or {CUDA_TOKENS}"),
+    ] = None,
+    layers: LayersOption = None,
+    transport: TransportOption = "auto",
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
+    mode: Annotated[str, typer.Option(metavar="|".join(MODES), help="torch.compile's mode.")] = "default",
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1800.0,
+    json_file: JsonOption = None,
+) -> None:
+    """Run a tensor-parallel decoder with the fused operators, check it against float64, and show what was fused.
+
+    Starts the ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ,
+    2 bad input.
+    """
+    from tw_compile.runner.launch import spawn_ranks, torchrun_world_size
+
+    spec = resolve(model, tp, device, tokens, layers, transport, dtype, mode, timeout)
+    console = common.make_console(json_file)
+    if torchrun_world_size() is not None:
+        report = _join(spec, console)
+    else:
+        with common.stages(console) as progress:
+            progress(f"starting {spec.world_size} ranks")
+            report = spawn_ranks(spec, progress)
+    if report is None:
+        return
+    from tw_compile.cli.render import print_run
+
+    print_run(console, report)
+    common.write_json(report, json_file)
+    if not report["numerics"]["passed"]:
+        raise typer.Exit(common.EXIT_FAILED)
+
+
+def _join(spec: RunSpec, console: Console) -> dict[str, Any] | None:
+    """As one rank of torchrun; rank 0 alone shows something and gets the report."""
+    from tw_compile.runner.launch import join_ranks
+
+    if os.environ["RANK"] != "0":
+        return join_ranks(spec, lambda what: None)
+    with common.stages(console) as progress:
+        return join_ranks(spec, progress)
+
+
+def resolve(
+    model: str,
+    tp: int | None,
+    device: str | None,
+    tokens: str | None,
+    layers: int | None,
+    transport: str,
+    dtype: str,
+    mode: str,
+    timeout: float,
+) -> RunSpec:
+    """Fill in what depends on the machine, and refuse what can't be.
+
+    Raises:
+        UsageError: An option has a value that makes no sense here.
+    """
+    common.one_of("--dtype", dtype, DTYPES)
+    common.one_of("--mode", mode, MODES)
+    common.one_of("--transport", transport, common.TRANSPORTS)
+    common.positive("--tp", tp)
+    common.positive("--layers", layers)
+    if device is not None:
+        common.one_of("--device", device, ("cpu", "cuda"))
+    if timeout <= 0:
+        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
+    if device == "cpu" and transport in ("p2p", "nccl"):
+        raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")
+    gpus = 0 if device == "cpu" else _gpus()
+    if device == "cuda" and gpus == 0:
+        raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
+    chosen = device or ("cuda" if gpus >= 2 else "cpu")
+    return RunSpec(
+        model=model,
+        world_size=_world_size(tp, chosen, gpus),
+        device=chosen,
+        tokens=asked_tokens or common.numbers("--tokens", CUDA_TOKENS if chosen == "cuda" else CPU_TOKENS),
+        dtype=dtype,
+        layers=layers,
+        transport=transport,
+        mode=mode,
+        timeout=timeout,
+    )
+
+
+def _world_size(tp: int | None, device: str, gpus: int) -> int:
+    from tw_compile.runner.launch import torchrun_world_size
+
+    launched = torchrun_world_size()
+    if launched is not None:
+        if tp not in (None, launched):
+            raise UsageError(f"--tp: expected {launched}, the number of processes that torchrun started, got {tp}")
+        return launched
+    if device == "cpu":
+        return tp or CPU_RANKS
+    if tp is not None and tp > gpus:
+        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
+    return tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), gpus)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

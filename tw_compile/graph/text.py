@@ -1,0 +1,150 @@
+"""One layer of a graph for people: a line per node, and what changed between two versions of it.
+
+For the exact text of a whole graph, in tests, see :mod:`tw_compile.graph.snapshot`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+
+from tw_compile.graph.layer import layer_of
+
+Change = Literal["same", "removed", "added", "folded"]
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
+_DTYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "b8"}
+_OP_NAMES = {
+    "convert_element_type": "cast",
+    "all_reduce_rms_norm_start": "fused_start",
+    "all_reduce_rms_norm_wait_": "fused_wait",
+    "_scaled_dot_product_flash_attention": "flash_attention",
+}
+# Arguments of the fused operators that say something about this site; the others are the same at every one.
+_TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes."""
+
+    name: str
+    op: str
+    inputs: tuple[str, ...]
+    result: str
+    detail: str = ""
+
+    @property
+    def call(self) -> str:
+        return f"{self.op}({', '.join([*self.inputs, *filter(None, [self.detail])])})"
+
+
+@dataclass(frozen=True)
+class DiffLine:
+    """A line of a difference; ``folded`` ones stand for several unchanged nodes and have a text only."""
+
+    change: Change
+    line: Line | None
+    text: str = ""
+
+
+def op_name(node: fx.Node) -> str:
+    """``mm`` for ``aten.mm.default``; placeholders and the output are called by their kind."""
+    if node.op != "call_function":
+        return node.op
+    if isinstance(node.target, torch._ops.OpOverload):
+        name = node.target._schema.name.split("::")[1]
+        return _OP_NAMES.get(name, name)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def describe(value: Any) -> str:
+    """``bf16[1, 4096, 8192]`` for a tensor; a tuple of tensors in brackets."""
+    if isinstance(value, torch.Tensor):
+        dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(filter(None, map(describe, value)))})"
+    return ""
+
+
+def line(node: fx.Node) -> Line:
+    return Line(
+        node.name, op_name(node), tuple(one.name for one in node.all_input_nodes), describe(node.meta.get("val")), _detail(node)
+    )
+
+
+def lines(nodes: Sequence[fx.Node]) -> list[Line]:
+    return [line(node) for node in nodes]
+
+
+def layer_nodes(graph: fx.Graph, layer: int) -> list[fx.Node]:
+    """The nodes between the first and the last one that came from decoder layer ``layer``, without inputs."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    inside = [index for index, node in enumerate(nodes) if layer_of(node) == layer]
+    return nodes[inside[0] : inside[-1] + 1] if inside else []
+
+
+def diff(before: Sequence[Line], after: Sequence[Line], context: int = 2) -> list[DiffLine]:
+    """What changed, by node name; runs of unchanged nodes are folded down to ``context`` nodes around each change."""
+    matcher = difflib.SequenceMatcher(None, [one.name for one in before], [one.name for one in after], autojunk=False)
+    result: list[DiffLine] = []
+    blocks = matcher.get_opcodes()
+    for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
+        if tag == "equal":
+            head = 0 if index == 0 else context
+            tail = 0 if index == len(blocks) - 1 else context
+            result += _fold(after[j1:j2], head, tail)
+        else:
+            result += [DiffLine("removed", one) for one in before[i1:i2]]
+            result += [DiffLine("added", one) for one in after[j1:j2]]
+    return result
+
+
+def aligned(diff_lines: Sequence[DiffLine], width: int = 100) -> list[tuple[Change, str]]:
+    """Each line as text, ``name = call`` in one column and the result's type in the next."""
+    marks = {"same": " ", "removed": "-", "added": "+", "folded": " "}
+    names = max((len(one.line.name) for one in diff_lines if one.line is not None), default=0)
+    calls = min(max((len(one.line.call) for one in diff_lines if one.line is not None), default=0), width - names)
+    rows: list[tuple[Change, str]] = []
+    for one in diff_lines:
+        if one.line is None:
+            rows.append((one.change, f"  {one.text}"))
+        else:
+            text = f"{marks[one.change]} {one.line.name:<{names}} = {one.line.call:<{calls}}  {one.line.result}"
+            rows.append((one.change, text.rstrip()))
+    return rows
+
+
+def _fold(same: Sequence[Line], head: int, tail: int) -> list[DiffLine]:
+    hidden = same[head : len(same) - tail]
+    if len(hidden) < 2:
+        return [DiffLine("same", one) for one in same]
+    counts = Counter(one.op for one in hidden)
+    told = ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.most_common())
+    fold = DiffLine("folded", None, f"... {len(hidden)} unchanged: {told}")
+    kept = [DiffLine("same", one) for one in same]
+    return [*kept[:head], fold, *kept[len(same) - tail :]]
+
+
+def _detail(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        return str(node.args[1])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    schema = node.target._schema
+    if schema.name.startswith("tw_compile::"):
+        named = zip((argument.name for argument in schema.arguments), node.args, strict=False)
+        return ", ".join(f"{name}={value}" for name, value in named if name in _TOLD_ARGUMENTS)
+    if op_name(node) in ("add", "mul", "pow", "sub"):
+        return ", ".join(str(arg) for arg in node.args if isinstance(arg, int | float))
+    if op_name(node) in ("mean", "sum"):
+        return f"dim={node.args[1]}" if len(node.args) > 1 else ""
+    return ""

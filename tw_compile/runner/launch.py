@@ -1,0 +1,178 @@
+"""Start the ranks of a run: as processes of this machine, or as the one process that torchrun made of us."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tw_compile.runner.spec import RankError, RunSpec, UsageError
+
+Progress = Callable[[str], None]
+
+_GRACE_SECONDS = 5.0
+
+
+def torchrun_world_size() -> int | None:
+    """How many ranks a launcher has started, this process being one of them; None without a launcher."""
+    if "RANK" not in os.environ:
+        return None
+    return int(os.environ["WORLD_SIZE"])
+
+
+def spawn_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any]:
+    """Run ``spec`` on ``spec.world_size`` new processes and return what rank 0 found.
+
+    Raises:
+        UsageError: The ranks found the request to be impossible.
+        RankError: A rank failed, died or did not finish in time; the other ranks have been ended.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
+        ranks: list[_Rank] = []
+        for rank in range(spec.world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_process, args=(spec, rank, scratch, theirs), daemon=False)
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(rank, process, ours))
+            stack.callback(ranks[-1].end)
+        return _watch(ranks, spec.timeout, progress)
+
+
+def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
+    """Be the rank that the environment says (torchrun's variables); only rank 0 gets the result, the others None."""
+    import torch.distributed as dist
+
+    from tw_compile.runner.worker import process_group, run_rank
+
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    with process_group(spec, rank, local_rank, "env://"):
+        token: list[str] = [os.urandom(8).hex()]
+        dist.broadcast_object_list(token)
+        scratch = Path(tempfile.gettempdir()) / f"tw_compile_{token[0]}"
+        scratch.mkdir(exist_ok=True)
+        if local_rank == 0:
+            atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        result = run_rank(spec, scratch, progress)
+    return result if rank == 0 else None
+
+
+class _Rank:
+    """The parent's end of one rank."""
+
+    def __init__(self, rank: int, process: BaseProcess, messages: Connection) -> None:
+        self.rank = rank
+        self.process = process
+        self.messages = messages
+        self.doing = "starting"
+        self.finished = False
+
+    def receive(self) -> Iterator[tuple[str, Any]]:
+        """Every message that has arrived; ``("died", reason)`` when the process is gone without a last word."""
+        try:
+            while self.messages.poll():
+                kind, payload = self.messages.recv()
+                if kind == "doing":
+                    self.doing = payload
+                else:
+                    self.finished = True
+                yield kind, payload
+        except (EOFError, ConnectionError):
+            self.process.join(_GRACE_SECONDS)
+            if not self.finished:
+                self.finished = True
+                yield "died", _describe_exit(self.process.exitcode)
+
+    def end(self) -> None:
+        if self.finished:
+            self.process.join(_GRACE_SECONDS)
+        for stop in (self.process.terminate, self.process.kill):
+            if self.process.is_alive():
+                stop()
+                self.process.join(_GRACE_SECONDS)
+        self.messages.close()
+
+
+def _watch(ranks: list[_Rank], timeout: float, progress: Progress) -> dict[str, Any]:
+    deadline = time.monotonic() + timeout
+    result: dict[str, Any] | None = None
+    failures: list[tuple[_Rank, str, str]] = []
+    while any(not rank.finished for rank in ranks):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            if failures:
+                break
+            waiting = "; ".join(f"rank {rank.rank}: {rank.doing}" for rank in ranks if not rank.finished)
+            raise RankError(f"no result after {timeout:.0f} s; unfinished: {waiting}")
+        wait([rank.messages for rank in ranks if not rank.finished], timeout=min(left, 1.0))
+        for rank in ranks:
+            for kind, payload in rank.receive() if not rank.finished else ():
+                if kind == "doing" and rank.rank == 0 and not failures:
+                    progress(payload)
+                elif kind == "result" and rank.rank == 0:
+                    result = payload
+                elif kind in ("usage", "failed", "died"):
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                    failures.append((rank, kind, payload))
+    if failures:
+        _raise_cause(failures)
+    assert result is not None
+    return result
+
+
+def _raise_cause(failures: list[tuple[_Rank, str, str]]) -> NoReturn:
+    """One rank's end makes the others fail too: a rank that died without a word goes first, then the earliest."""
+    for rank, kind, text in failures:
+        if kind == "usage":
+            raise UsageError(text)
+    rank, kind, text = min(failures, key=lambda failure: failure[1] != "died")
+    others = [str(other.rank) for other, _, _ in failures if other is not rank]
+    then = f"\n(then failed too: rank {', '.join(others)})" if others else ""
+    raise RankError(f"rank {rank.rank} {kind} while {rank.doing}: {text.rstrip()}{then}")
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "it closed its connection and did not end"
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name} (SIGKILL often means out of memory)"
+    return f"exit code {code}"
+
+
+def _rank_process(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
+
+    def doing(what: str) -> None:
+        messages.send(("doing", what))
+
+    try:
+        doing("importing torch and transformers")
+        from tw_compile.runner.worker import process_group, run_rank
+
+        with process_group(spec, rank, rank, f"file://{scratch}/store"):
+            result = run_rank(spec, Path(scratch), doing)
+        messages.send(("result", result))
+    except UsageError as error:
+        messages.send(("usage", str(error)))
+    except BaseException:
+        messages.send(("failed", traceback.format_exc()))
+    finally:
+        messages.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the destructors of libraries, which may wait for ranks that are gone.
+        os._exit(0)

@@ -1,0 +1,43 @@
+"""What a run is asked to do, and how it says that it was asked for something impossible."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("bfloat16", "float16", "float32")
+MODES = ("default", "reduce-overhead")
+
+
+class UsageError(ValueError):
+    """The request itself is wrong: one line that names the argument, what was expected and what came."""
+
+
+class RankError(RuntimeError):
+    """A rank failed or went silent; the message names it and carries its traceback."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run; plain values, so that it can be handed to another process.
+
+    Attributes:
+        model: A preset, a ``config.json`` or a checkpoint folder, see :func:`tw_compile.models.load_config`.
+        world_size: Tensor-parallel ranks.
+        device: ``cpu`` (gloo) or ``cuda`` (NCCL).
+        tokens: Prompt lengths; every one is compiled and checked on its own.
+        dtype: Of weights and activations.
+        layers: Keep only so many layers; None keeps all.
+        transport: See :class:`tw_compile.Config`.
+        mode: torch.compile's mode, for both models.
+        timeout: Seconds after which the run, or one collective of it, has failed.
+    """
+
+    model: str
+    world_size: int
+    device: str
+    tokens: tuple[int, ...]
+    dtype: str
+    layers: int | None = None
+    transport: str = "auto"
+    mode: str = "default"
+    timeout: float = 1800.0

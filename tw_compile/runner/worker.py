@@ -1,0 +1,278 @@
+"""One rank of a run: build the sharded decoder, compile it twice, compare with float64, time it.
+
+Both models are compiled cold: Dynamo is reset, the caches on disk start empty in a folder of their own that the ranks of
+a host share (a C++ or Triton kernel is still built once, as in production), and the FX graph caches are off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from tw_compile import Config, __version__, collect_reports, compat
+from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
+from tw_compile.report import SCHEMA_VERSION, GraphReport
+from tw_compile.runner.numerics import Comparison, digest, finite, worst
+from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.testing.error_budget import relative_error
+
+Progress = Callable[[str], None]
+Outputs = tuple[torch.Tensor, ...]
+
+OUTPUT_NAMES = ("hidden", "residual")
+WARM_UP = 5
+ITERATIONS = 20
+
+
+@contextlib.contextmanager
+def process_group(spec: RunSpec, rank: int, local_rank: int, init_method: str) -> Iterator[None]:
+    """Join the default process group and take this rank's device."""
+    options: dict[str, Any] = {}
+    if spec.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        options["device_id"] = torch.device("cuda", local_rank)
+    dist.init_process_group(
+        "nccl" if spec.device == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=spec.world_size,
+        timeout=datetime.timedelta(seconds=spec.timeout),
+        **options,
+    )
+    yield
+    # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
+    dist.destroy_process_group()
+
+
+@dataclass
+class Compiled:
+    """One compiled model at every token count of the run."""
+
+    outputs: list[Outputs]
+    compile_seconds: float
+    prefill_seconds: list[float]
+    reports: list[GraphReport]
+
+
+def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]:
+    """Everything one rank does; collective. The report is complete on rank 0.
+
+    ``scratch`` is a folder that exists on every rank, the same one for the ranks of a host.
+
+    Raises:
+        UsageError: The model can't be built as asked.
+    """
+    decoder = _build(spec, progress)
+    ids = _prompts(spec, decoder)
+    progress("float64 reference")
+    reference = _reference(decoder, ids)
+    progress("unfused model, eager")
+    eager = [_run(decoder, one) for one in ids]
+
+    mode = torch._inductor.list_mode_options(spec.mode) if spec.mode != "default" else {}
+    ours = {**Config(transport=spec.transport).as_options(), **mode}
+    with compat.cold_compile(scratch / "warm_up"):
+        progress("starting the compiler")
+        _start_compiler(ids[0].device)
+    with compat.cold_compile(scratch / "baseline"):
+        baseline = _compile_and_run(spec, decoder, ids, {"backend": "inductor", "options": mode}, "inductor", progress)
+    with compat.cold_compile(scratch / "tw_compile"):
+        fused = _compile_and_run(spec, decoder, ids, {"backend": "tw_compile", "options": ours}, "tw_compile", progress)
+
+    progress("comparing")
+    first = fused.reports[0] if fused.reports else GraphReport()
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "run",
+        "model": spec.model,
+        "layers": decoder.config.num_hidden_layers,
+        "world_size": spec.world_size,
+        "device": spec.device,
+        "device_name": torch.cuda.get_device_name() if spec.device == "cuda" else platform.machine(),
+        "dtype": spec.dtype,
+        "tokens": list(spec.tokens),
+        "mode": spec.mode,
+        "hosts": len(set(_all_gather(platform.node()))),
+        "graphs": len(fused.reports),
+        "warnings": sorted({report.warning for report in fused.reports if report.warning}),
+        "sites": [asdict(site) for site in first.sites],
+        "counts": first.counts,
+        "numerics": _numerics(spec, reference, eager, baseline.outputs, fused.outputs),
+        "compile_seconds": {
+            "baseline": _slowest(baseline.compile_seconds),
+            "tw_compile": _slowest(fused.compile_seconds),
+            "passes": _slowest(sum(report.seconds for report in fused.reports)),
+        },
+        "prefill_seconds": {"baseline": baseline.prefill_seconds, "tw_compile": fused.prefill_seconds}
+        if spec.device == "cuda"
+        else None,
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "tw_compile": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _build(spec: RunSpec, progress: Progress) -> Decoder:
+    progress(f"building {spec.model}")
+    device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
+    try:
+        config = load_config(spec.model)
+        return build_decoder(
+            config,
+            device=device,
+            dtype=getattr(torch, spec.dtype),
+            num_layers=spec.layers,
+            checkpoint=checkpoint_folder(spec.model),
+        )
+    except ValueError as error:
+        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
+
+
+def checkpoint_folder(model: str) -> Path | None:
+    """The folder to load weights from; None when there are none, then they are random."""
+    folder = Path(model)
+    has_weights = folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")))
+    return folder if has_weights else None
+
+
+def _prompts(spec: RunSpec, decoder: Decoder) -> list[torch.Tensor]:
+    """Random token ids ``[1, tokens]``, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    device = next(decoder.parameters()).device
+    vocabulary = decoder.config.vocab_size
+    return [torch.randint(vocabulary, (1, tokens), generator=generator).to(device) for tokens in spec.tokens]
+
+
+def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[Outputs]:
+    """In float64, on the CPU so that it takes no device memory while the models run."""
+    double = to_double(decoder)
+    return [tuple(output.cpu() for output in reference_forward(double, one)) for one in ids]
+
+
+@torch.no_grad()
+def _run(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> Outputs:
+    torch.compiler.cudagraph_mark_step_begin()
+    return tuple(output.clone() for output in model(ids))
+
+
+def _start_compiler(device: torch.device) -> None:
+    """Pay what the first compile of a process or a machine costs once: imports, workers, C++ headers."""
+    torch.compile(lambda x: torch.softmax(x.float() + 1, -1), dynamic=False)(torch.ones(4, 64, device=device))
+
+
+def _compile_and_run(
+    spec: RunSpec,
+    decoder: Decoder,
+    ids: list[torch.Tensor],
+    how: dict[str, Any],
+    name: str,
+    progress: Progress,
+) -> Compiled:
+    """Compile for every token count, one graph each, so that every report has static sizes."""
+    result = Compiled([], 0.0, [], [])
+    for one in ids:
+        progress(f"compiling with {name} for {one.shape[1]} tokens")
+        torch._dynamo.reset()
+        model = torch.compile(decoder, dynamic=False, **how)
+        dist.barrier()
+        with collect_reports() as reports:
+            begin = time.perf_counter()
+            outputs = _run(model, one)
+            _synchronise(one.device)
+            result.compile_seconds += time.perf_counter() - begin
+        result.reports += reports
+        if one.is_cuda:
+            progress(f"timing {name} at {one.shape[1]} tokens")
+            result.prefill_seconds.append(_time(model, one))
+            outputs = _run(model, one)
+        result.outputs.append(outputs)
+    return result
+
+
+def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
+    """Median seconds of one prefill on the slowest rank."""
+    seconds = []
+    with torch.no_grad():
+        for iteration in range(WARM_UP + ITERATIONS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            dist.barrier()
+            torch.compiler.cudagraph_mark_step_begin()
+            begin.record()
+            model(ids)
+            end.record()
+            end.synchronize()
+            if iteration >= WARM_UP:
+                seconds.append(begin.elapsed_time(end) / 1000)
+    return _slowest(statistics.median(seconds))
+
+
+def _numerics(
+    spec: RunSpec, reference: list[Outputs], eager: list[Outputs], baseline: list[Outputs], fused: list[Outputs]
+) -> dict[str, Any]:
+    """Errors of the worst rank, per token count and for the token count that uses most of its budget.
+
+    The budget comes from the unfused model run eagerly, which rounds where the model's code says so. Inductor's unfused
+    kernels skip some of these roundings; their error is reported beside it.
+    """
+    table: list[dict[str, Any]] = []
+    per_output: dict[str, list[tuple[Comparison, float]]] = {name: [] for name in OUTPUT_NAMES}
+    for index, tokens in enumerate(spec.tokens):
+        row: dict[str, Any] = {"tokens": tokens}
+        for position, name in enumerate(OUTPUT_NAMES):
+            exact = reference[index][position]
+            errors = [relative_error(run[index][position], exact) for run in (fused, eager, baseline)]
+            fused_error, eager_error, baseline_error = map(_largest, zip(*_all_gather(errors), strict=True))
+            comparison = Comparison(fused_error, eager_error)
+            per_output[name].append((comparison, baseline_error))
+            row[name] = comparison.as_dict() | {"inductor_error": finite(baseline_error)}
+        row["bitwise_equal_across_ranks"] = len(set(_all_gather(digest(fused[index])))) == 1
+        table.append(row)
+    result: dict[str, Any] = {}
+    for name, entries in per_output.items():
+        chosen = worst(comparison for comparison, _ in entries)
+        inductor = next(error for comparison, error in entries if comparison is chosen)
+        result[name] = chosen.as_dict() | {"inductor_error": finite(inductor)}
+    identical = all(row["bitwise_equal_across_ranks"] for row in table)
+    result["bitwise_equal_across_ranks"] = identical
+    result["passed"] = identical and all(comparison.passed for rows in per_output.values() for comparison, _ in rows)
+    result["by_tokens"] = table
+    return result
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """Infinite when one of them is not a number."""
+    return max(error if math.isfinite(error) else math.inf for error in errors)
+
+
+def _all_gather(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _slowest(seconds: float) -> float:
+    return max(_all_gather(seconds))
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

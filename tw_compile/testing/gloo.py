@@ -1,0 +1,257 @@
+"""Several ranks on one machine without a GPU: worker processes that stay, and a comparison of numerics on them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tw_compile.report import collect_reports
+from tw_compile.testing.error_budget import budget, relative_error
+
+_GRACE_SECONDS = 2.0
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or didn't answer; the message holds its traceback."""
+
+
+class GlooRanks:
+    """``world_size`` worker processes joined by gloo; they start once and serve any number of calls.
+
+    Use it as a context manager, or keep one for a whole test session and :meth:`close` it. After an error the workers
+    are replaced by fresh ones, so one failing test doesn't disturb the next.
+
+    Args:
+        world_size: Number of ranks.
+        timeout: Seconds that one call, or one collective, may take.
+    """
+
+    def __init__(self, world_size: int = 2, *, timeout: float = 300.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size: expected at least 1, got {world_size}")
+        self.world_size = world_size
+        self.timeout = timeout
+        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> GlooRanks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, *args)`` on every rank; what each returned. Function, arguments and results are pickled.
+
+        Raises:
+            RankError: A rank raised, died, or didn't return within ``timeout`` seconds.
+        """
+        if not self._workers:
+            self._start()
+        call = pickle.dumps((function, args))
+        for _, connection in self._workers:
+            connection.send_bytes(call)
+        try:
+            return self._collect()
+        except BaseException:
+            self._stop(polite=False)
+            raise
+
+    def close(self) -> None:
+        """End the workers; safe to call twice."""
+        self._stop(polite=True)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="tw_compile_ranks_", ignore_cleanup_errors=True)
+        store = os.path.join(self._folder.name, "store")
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world_size, store, self.timeout), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def _collect(self) -> list[Any]:
+        deadline = time.monotonic() + self.timeout
+        ranks = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+        results: list[Any] = [None] * self.world_size
+        errors: dict[int, str] = {}
+        while ranks:
+            ready = wait(list(ranks), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if not errors:
+                    raise RankError(f"ranks {sorted(ranks.values())} did not answer within {self.timeout:g} seconds")
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = ranks.pop(connection)
+                succeeded, answer = _receive(connection)
+                if succeeded:
+                    results[rank] = answer
+                else:
+                    errors[rank] = answer
+                    # The others may be waiting for this rank; an error of their own is still worth showing.
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if errors:
+            raise RankError("\n".join(f"rank {rank}:\n{error}" for rank, error in sorted(errors.items())))
+        return results
+
+    def _stop(self, *, polite: bool) -> None:
+        workers, self._workers = self._workers, []
+        for process, connection in workers:
+            if not polite:
+                process.kill()
+            # A closed pipe tells the worker to leave.
+            with contextlib.suppress(OSError):
+                connection.close()
+        for process, _ in workers:
+            process.join(timeout=10.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _receive(connection: Connection) -> tuple[bool, Any]:
+    try:
+        return pickle.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return False, "the process died"
+
+
+def _serve(connection: Connection, rank: int, world_size: int, store: str, timeout: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    while True:
+        try:
+            call = connection.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            function, args = pickle.loads(call)
+            answer = pickle.dumps((True, function(rank, *args)))
+        except BaseException:
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """One output tensor of one call, worst rank: relative errors against float64, and what is allowed."""
+
+    call: int
+    output: int
+    error: float
+    unfused_error: float
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.budget
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Numerics of the compiled module on several ranks; ``counts`` are those of the first graph's report."""
+
+    errors: list[OutputError]
+    bitwise_equal_across_ranks: bool
+    counts: dict[str, int]
+    graphs: int
+
+    @property
+    def passed(self) -> bool:
+        return self.bitwise_equal_across_ranks and all(error.passed for error in self.errors)
+
+
+def compare_on_gloo(
+    module_factory: Callable[[int], torch.nn.Module],
+    args_factory: Callable[[int, int], tuple[Any, ...]],
+    *,
+    calls: int = 1,
+    ranks: GlooRanks | None = None,
+    world_size: int = 2,
+    options: Mapping[str, Any] | None = None,
+    dynamic: bool | None = None,
+    factor: float = 1.1,
+) -> Comparison:
+    """Run a module compiled with ``backend="tw_compile"``, eagerly, and eagerly in float64, on gloo ranks; compare.
+
+    Args:
+        module_factory: ``module_factory(rank)`` builds this rank's shard. Picklable: a function of an importable module.
+        args_factory: ``args_factory(rank, call)`` gives the arguments of a call.
+        calls: How often the compiled module is called, back to back.
+        ranks: Workers to run on; None starts ``world_size`` of them for this comparison.
+        factor: How much larger than the unfused error the error may be.
+    """
+    if ranks is None:
+        with GlooRanks(world_size) as own:
+            return compare_on_gloo(
+                module_factory, args_factory, calls=calls, ranks=own, options=options, dynamic=dynamic, factor=factor
+            )
+    parts = ranks.run(_compare, module_factory, args_factory, calls, dict(options or {}), dynamic, factor)
+    errors = [max(same, key=lambda error: error.error / error.budget) for same in zip(*(p[0] for p in parts), strict=True)]
+    bits = [part[1] for part in parts]
+    return Comparison(errors, all(one == bits[0] for one in bits), parts[0][2], parts[0][3])
+
+
+def _compare(
+    rank: int,
+    module_factory: Callable[[int], torch.nn.Module],
+    args_factory: Callable[[int, int], tuple[Any, ...]],
+    calls: int,
+    options: dict[str, Any],
+    dynamic: bool | None,
+    factor: float,
+) -> tuple[list[OutputError], list[bytes], dict[str, int], int]:
+    module = module_factory(rank)
+    arguments = [args_factory(rank, call) for call in range(calls)]
+    torch._dynamo.reset()
+    with torch.no_grad(), collect_reports() as reports:
+        compiled = torch.compile(module, backend="tw_compile", options=options, dynamic=dynamic)
+        actual = [_tensors(compiled(*args)) for args in arguments]
+        unfused = [_tensors(module(*args)) for args in arguments]
+        module64 = module_factory(rank).double()
+        reference = [_tensors(module64(*tree_map_only(torch.Tensor, _double, args))) for args in arguments]
+    errors = [
+        OutputError(call, output, relative_error(a, r), relative_error(u, r), budget(u, r, factor))
+        for call in range(calls)
+        for output, (a, u, r) in enumerate(zip(actual[call], unfused[call], reference[call], strict=True))
+    ]
+    bits = [_bits(tensor) for outputs in actual for tensor in outputs]
+    return errors, bits, reports[0].counts if reports else {}, len(reports)
+
+
+def _tensors(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
