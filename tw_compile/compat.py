@@ -354,3 +354,16 @@ def cold_compile(cache_folder: Any) -> Iterator[None]:
     finally:
         torch._dynamo.reset()
         clear_caches()
+
+
+def multicast_support(device_index: int) -> bool | None:
+    """Whether torch says that a GPU has NVLink multicast; None when this build can't tell. Creates nothing."""
+    from torch._C import _distributed_c10d
+
+    symmetric_memory = getattr(_distributed_c10d, "_SymmetricMemory", None)
+    query = getattr(symmetric_memory, "has_multicast_support", None)
+    if query is None:
+        return None
+    from torch._C._autograd import DeviceType
+
+    return bool(query(DeviceType.CUDA, device_index))

@@ -6,12 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
 from tw_compile.kernels.all_reduce_rms_norm.row import add_row, launch_shape, normalise_row, triton_dtype
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
-
-MAX_HIDDEN = 65536
-"""Longest row that one program holds in registers."""
 
 
 @triton.jit
@@ -49,8 +45,6 @@ def add_rms_norm_cuda(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` as :func:`reference.add_rms_norm` defines them, for contiguous ``reduced [rows, hidden_size]``."""
     rows, hidden_size = reduced.shape
-    if hidden_size > MAX_HIDDEN:
-        return add_rms_norm(reduced, residual, bias, weight, norm)
     hidden = torch.empty_like(reduced, dtype=norm.hidden_dtype)
     h = torch.empty_like(reduced, dtype=norm.residual_dtype)
     if rows == 0:

@@ -2,7 +2,6 @@
 
     all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
     all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
-    all_gather_rows(shard, tokens, group_name, transport) -> rows
 
 ``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
 ``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
@@ -33,7 +32,6 @@ _library.define(
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
 )
-_library.define("all_gather_rows(Tensor shard, SymInt tokens, str group_name, str transport) -> Tensor")
 
 _in_flight: dict[tuple[str, int], Started] = {}
 
@@ -123,22 +121,11 @@ def _wait_fake(
     return None
 
 
-def _all_gather_rows(shard: torch.Tensor, tokens: int, group_name: str, transport: str) -> torch.Tensor:
-    return get_transport(transport).all_gather_rows(shard, tokens, group_name)
-
-
-def _all_gather_rows_fake(shard: torch.Tensor, tokens: int, group_name: str, transport: str) -> torch.Tensor:
-    return shard.new_empty((tokens, shard.shape[1]))
-
-
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce_rms_norm_start", _start, _key)
     _library.impl("all_reduce_rms_norm_wait_", _wait_, _key)
-    _library.impl("all_gather_rows", _all_gather_rows, _key)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_start", _start_fake, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_wait_", _wait_fake, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::all_gather_rows", _all_gather_rows_fake, lib=_library)
 
 start = torch.ops.tw_compile.all_reduce_rms_norm_start.default
 wait_ = torch.ops.tw_compile.all_reduce_rms_norm_wait_.default
-all_gather_rows = torch.ops.tw_compile.all_gather_rows.default

@@ -21,7 +21,7 @@ import triton
 from tw_compile import compat
 from tw_compile.kernels._sync import MAX_CTAS, MAX_WORLD_SIZE, raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
-from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_gather_rows_kernel, all_reduce_rms_norm_kernel
+from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
 from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape, triton_dtype
 from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES, Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import (
@@ -37,9 +37,6 @@ logger = logging.getLogger("tw_compile")
 
 MIN_CAPACITY_BYTES = 32 * 2**20
 """Smallest size of a symmetric buffer."""
-
-GATHER_SLOT = -1
-"""The slot of ``all_gather_rows``; calls of ``start`` use slots from 0."""
 
 
 def grid_size(tokens: int, world_size: int) -> int:
@@ -154,35 +151,6 @@ class P2PTransport(Transport):
             )
         return Started(hidden, residual)
 
-    def all_gather_rows(self, shard: torch.Tensor, tokens: int, group_name: str) -> torch.Tensor:
-        hidden_size = shard.shape[1]
-        _require_supported(hidden_size, shard.dtype)
-        state = self._state(group_name, shard.device)
-        rows = shard.new_empty((tokens, hidden_size))
-        if tokens == 0:
-            return rows
-        slot = self._slot(state, GATHER_SLOT, {"x": shard.numel() * shard.element_size()})
-        if slot is None:
-            return get_transport("nccl").all_gather_rows(shard, tokens, group_name)
-        block, num_warps = launch_shape(hidden_size)
-        with torch.cuda.device(state.device):
-            all_gather_rows_kernel[(grid_size(tokens, state.world_size),)](
-                shard.contiguous(),
-                rows,
-                slot.buffers["x"].table,
-                slot.pads.table,
-                slot.epochs,
-                slot.status,
-                state.rank,
-                tokens,
-                HIDDEN=hidden_size,
-                BLOCK=block,
-                WORLD_SIZE=state.world_size,
-                SPIN_LIMIT=self._spin_limit,
-                num_warps=num_warps,
-            )
-        return rows
-
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
         for state in self._states.values():
@@ -238,8 +206,7 @@ class P2PTransport(Transport):
 
 
 def _where(state: GroupState, index: int) -> str:
-    name = "all_gather_rows" if index == GATHER_SLOT else f"slot {index}"
-    return f"group {state.name!r}, {name}, {state.device}"
+    return f"group {state.name!r}, slot {index}, {state.device}"
 
 
 def _require_supported(hidden_size: int, *dtypes: torch.dtype) -> None:

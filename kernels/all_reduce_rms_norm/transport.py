@@ -24,7 +24,7 @@ TRANSPORTS = ("gloo", "nccl", "p2p")
 P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
-NCCL_MAX_HIDDEN = 131072  # one row is one block of the norm kernel
+NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 
 
 @dataclass
@@ -44,10 +44,6 @@ class Transport(ABC):
     @abstractmethod
     def start(self, request: Request) -> Started:
         """Begin the call on the current stream; must not wait on the host for a peer."""
-
-    @abstractmethod
-    def all_gather_rows(self, shard: torch.Tensor, tokens: int, group_name: str) -> torch.Tensor:
-        """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
-    layouts = plan_layouts([site for _, site, _ in fused])
+    layouts = plan_layouts([site for _, site, _ in fused], [transport for _, _, transport in fused])
     try:
         for (index, site, transport), layout in zip(fused, layouts, strict=True):
             rewriter.insert(site, index, layout, transport)

@@ -34,16 +34,20 @@ class ResidualLayout:
     out: ResidualOut
 
 
-def plan_layouts(sites: list[FusionSite]) -> list[ResidualLayout]:
-    """A layout per site, in the same order."""
+def plan_layouts(sites: list[FusionSite], transports: list[str]) -> list[ResidualLayout]:
+    """A layout per site, in the same order.
+
+    NCCL leaves whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
+    """
     by_h = {site.h: site for site in sites}
+    whole_sums = {site.h for site, transport in zip(sites, transports, strict=True) if transport == "nccl"}
     sources: list[FusionSite | None] = []
     whole_reads: set[fx.Node] = set()
     for site in sites:
         source = None
         if len(site.residuals) == 1:
             candidate = by_h.get(peel_views(site.residuals[0]))
-            if candidate is not None and _same_rows(candidate, site):
+            if candidate is not None and _same_rows(candidate, site) and candidate.h not in whole_sums:
                 source = candidate
         sources.append(source)
         whole_reads.update(site.partials())

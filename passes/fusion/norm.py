@@ -71,7 +71,11 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
 def _same_rows(node: fx.Node, h: fx.Node) -> bool:
     """A view over another last dim (heads, or a new dim of 1) has the values of ``h`` but not its rows."""
     one, other = value(node), value(h)
-    return one is None or other is None or (one.dim() > 0 and other.dim() > 0 and same_size(one.shape[-1], other.shape[-1]))
+    return (
+        one is None
+        or other is None
+        or (one.dim() > 0 and other.dim() > 0 and same_size(one.shape[-1], other.shape[-1]))
+    )
 
 
 def _is_square(node: fx.Node, source: fx.Node) -> bool:

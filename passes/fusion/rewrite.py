@@ -18,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
+from tw_compile.graph.predicates import aten, peel_views, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
@@ -103,7 +103,9 @@ class Rewriter:
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
-                superfluous.update(one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure())
+                superfluous.update(
+                    one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure()
+                )
                 self.graph.erase_node(node)
 
     def roll_back(self) -> None:
@@ -176,9 +178,7 @@ class Rewriter:
         symbolic = [index for index, size in enumerate(tensor.shape) if not isinstance(size, int)]
         if len(symbolic) <= 1:
             return [size if isinstance(size, int) else -1 for size in tensor.shape]
-        return [
-            size if isinstance(size, int) else self._size_node(site, size) for size in tensor.shape
-        ]
+        return [size if isinstance(size, int) else self._size_node(site, size) for size in tensor.shape]
 
     def _size_node(self, site: FusionSite, size: Any) -> fx.Node:
         """A node holding a symbolic size: the one the graph has already, or a new size query on a tensor that has it."""

@@ -51,12 +51,16 @@ class _Maker:
     def vector(self) -> fx.Node:
         return self.b.input(self.hidden, dtype=self.stream)
 
-    def partial(self, previous: fx.Node | None) -> fx.Node:
-        """This rank's summand: an input, or a matmul of what came before; sometimes read by others too."""
+    def partial(self, previous: fx.Node | None, alone: bool) -> fx.Node:
+        """This rank's summand: an input, or a matmul of what came before; sometimes read by others too.
+
+        What a rank sums ``alone`` is the same on all ranks, else the residual stream, too, would differ between them.
+        """
         b = self.b
-        if previous is None or self.chance(0.3):
+        if alone or previous is None or self.chance(0.3):
             node = b.input(*self.shape, dtype=self.message)
-            self.per_rank.add(node.name)
+            if not alone:
+                self.per_rank.add(node.name)
             if self.chance(0.5):
                 node = b.call(aten.mul.Tensor, node, 0.5)
         else:
@@ -72,12 +76,12 @@ class _Maker:
             self.outputs.append(b.call(aten.relu.default, node))
         return node
 
-    def issue(self, partial: fx.Node) -> fx.Node:
+    def issue(self, previous: fx.Node | None = None) -> fx.Node:
         roll = self.rng.random()
         op = "sum" if roll > 0.06 else ("max" if roll > 0.03 else "min")
         roll = self.rng.random()
         group = self.groups.world if roll > 0.3 else (self.groups.second if roll > 0.06 else self.groups.single)
-        return self.b.issue(partial, group, op)
+        return self.b.issue(self.partial(previous, group == self.groups.single), group, op)
 
     def disguise(self, node: fx.Node) -> fx.Node:
         """The same values through views and casts that end in the same shape."""
@@ -183,7 +187,7 @@ class _Maker:
             if addend == "bias":
                 h = self.plus(h, self.vector())
             elif addend == "merged":
-                other = self.disguise(b.wait(early.pop() if early and self.chance(0.7) else self.issue(self.partial(None))))
+                other = self.disguise(b.wait(early.pop() if early and self.chance(0.7) else self.issue()))
                 h = self.heads(h, other) if self.chance(0.1) else self.plus(h, other)
             else:
                 choices = [stream, stream, stream, b.input(*self.shape, dtype=self.stream)]
@@ -200,10 +204,10 @@ class _Maker:
         b, rng = self.b, self.rng
         stream = b.input(*self.shape, dtype=self.stream)
         previous: fx.Node | None = None
-        early = [self.issue(self.partial(None)) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
+        early = [self.issue() for _ in range(rng.choice((0, 0, 1, 2, 3)))]
         rng.shuffle(early)
         for _ in range(rng.randint(1, 4)):
-            start = early.pop() if early and self.chance(0.5) else self.issue(self.partial(previous))
+            start = early.pop() if early and self.chance(0.5) else self.issue(previous)
             h = self.sum_of(b.wait(start), early, stream, previous)
             previous = self.reshaped(self.norm(h))
             if self.chance(0.1):

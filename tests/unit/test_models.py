@@ -94,8 +94,9 @@ def test_decoder_without_final_norm_is_refused() -> None:
         Decoder(model, set())
 
 
-def test_sharded_parameters_differ_by_rank_and_replicated_ones_do_not() -> None:
-    first, second = build(tiny("qwen2"), 2, rank=0), build(tiny("qwen2"), 2, rank=1)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen2"])
+def test_sharded_parameters_differ_by_rank_and_replicated_ones_do_not(family: str) -> None:
+    first, second = build(tiny(family), 2, rank=0), build(tiny(family), 2, rank=1)
     others = dict(second.model.named_parameters())
     for name, parameter in first.model.named_parameters():
         assert torch.equal(parameter, others[name]) == (name not in first.sharded), name

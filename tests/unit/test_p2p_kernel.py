@@ -163,7 +163,6 @@ CASES = [
     for out in ("none", "sharded", "replicated")
     for tokens, grid in ((1, 1), (3, 2), (7, 1), (7, 3))
 ] + [Case(5, 2, bias=True, weight=weight) for weight in ("none", "plain", "offset", "cast")]
-GATHER_TOKENS = (1, 3, 7)
 
 
 def expected(case: Case, inputs: list[torch.Tensor], extras: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -246,48 +245,33 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         torch.testing.assert_close(residual_out[: end - begin], want_h[begin:end], rtol=1e-5, atol=1e-5)
 
 
-def run_gather(tokens: int, rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
-    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_gather_rows_kernel
-    from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape
-
-    whole = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(tokens))
-    begin, end = row_range(tokens, WORLD_SIZE, rank)
-    shard = torch.full((rows_per_rank(tokens, WORLD_SIZE), HIDDEN), float("nan"))
-    shard[: end - begin] = whole[begin:end]
-    rows = torch.full_like(whole, float("nan"))
-    all_gather_rows_kernel[(2,)](
-        shard,
-        rows,
-        table(shared["staging"]),
-        table(shared["pads"]),
-        state["epochs"],
-        state["status"],
-        rank,
-        tokens,
-        HIDDEN=HIDDEN,
-        BLOCK=launch_shape(HIDDEN)[0],
-        WORLD_SIZE=WORLD_SIZE,
-        SPIN_LIMIT=0,
-    )
-    assert torch.equal(rows, whole)
-
-
 def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
-    """A gather that only rank 0 takes part in, with barriers that give up."""
-    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_gather_rows_kernel
+    """A call that only rank 0 takes part in, with barriers that give up."""
+    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
 
-    all_gather_rows_kernel[(grid,)](
-        torch.ones(2, HIDDEN),
+    all_reduce_rms_norm_kernel[(grid,)](
+        torch.ones(4, HIDDEN),
+        None,
+        None,
+        None,
         torch.empty(4, HIDDEN),
+        torch.empty(0, HIDDEN),
         table(shared["staging"]),
+        table(shared["hidden"]),
+        None,
         table(shared["pads"]),
         state["epochs"],
         state["status"],
         0,
         4,
+        1e-6,
+        0.0,
         HIDDEN=HIDDEN,
         BLOCK=64,
         WORLD_SIZE=WORLD_SIZE,
+        RESIDUAL_SHARDED=False,
+        RESIDUAL_OUT="none",
+        CAST_BEFORE_WEIGHT=None,
         SPIN_LIMIT=20,
     )
 
@@ -344,7 +328,6 @@ def interpreter_worker(rank: int, shared: dict[str, list[torch.Tensor]], results
         "status": torch.zeros((_sync.MAX_CTAS, _sync.MAX_WORLD_SIZE), dtype=torch.int32),
     }
     checks: list[tuple[str, Any]] = [(case.name, partial(run_case, case, rank, shared, state)) for case in CASES]
-    checks += [(f"gather-{tokens}", partial(run_gather, tokens, rank, shared, state)) for tokens in GATHER_TOKENS]
     checks.append(("epochs", partial(check_epochs, state["epochs"], start)))
     checks.append(("lost-peer", partial(run_lost_peer, rank, shared, state)))
     checks.append(("wrap-around", partial(run_wrap_around, rank, shared, state)))
@@ -358,7 +341,7 @@ def interpreter_worker(rank: int, shared: dict[str, list[torch.Tensor]], results
 
 def check_epochs(epochs: torch.Tensor, start: int) -> None:
     """Each CTA counted two barriers for every launch that it was part of."""
-    grids = [case.grid for case in CASES] + [2] * len(GATHER_TOKENS)
+    grids = [case.grid for case in CASES]
     for cta in range(4):
         passed = 2 * sum(grid > cta for grid in grids)
         assert (int(epochs[cta]) - (start + passed)) % 2**32 == 0
@@ -409,11 +392,7 @@ def interpreted() -> Iterator[dict[tuple[int, str], str]]:
     yield seen
 
 
-CHECK_NAMES = (
-    [case.name for case in CASES]
-    + [f"gather-{tokens}" for tokens in GATHER_TOKENS]
-    + ["epochs", "lost-peer", "wrap-around"]
-)
+CHECK_NAMES = [case.name for case in CASES] + ["epochs", "lost-peer", "wrap-around"]
 
 
 @pytest.mark.parametrize("name", CHECK_NAMES)

@@ -1,2 +1,72 @@
-def doctor() -> None:
-    pass
+"""``tw-compile doctor``: what this machine has, and what would run on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tw_compile.cli import common
+from tw_compile.cli.common import JsonOption
+
+if TYPE_CHECKING:
+    from tw_compile.runner.machine import Report
+
+
+@common.one_line_errors
+def doctor(json_file: JsonOption = None) -> None:
+    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing."""
+    from tw_compile.runner.machine import examine
+
+    console = common.make_console(json_file)
+    report = examine()
+    _print(console, report)
+    common.write_json(report, json_file)
+
+
+def _print(console: Console, report: Report) -> None:
+    _pairs(console, "versions", report["versions"])
+    gpus = report["gpus"]
+    console.print("\n[bold]GPUs[/bold]")
+    if not gpus:
+        console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
+    for gpu in gpus:
+        console.print(f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}")
+    if len(gpus) > 1:
+        _matrix(console, report)
+    _pairs(console, "symmetric memory", report["symmetric_memory"])
+    table = Table(title="what would run", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("ranks", "fused transport", "why", "unfused all_reduce", "why"):
+        table.add_column(name, header_style="dim", overflow="fold")
+    for row in report["plans"]:
+        cells = (row["transport"], row["transport_why"], row["all_reduce"], row["all_reduce_why"])
+        table.add_row(str(row["world_size"]), *(cell or "-" for cell in cells))
+    console.print()
+    console.print(table)
+
+
+def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
+    width = max(map(len, values))
+    console.print(f"\n[bold]{title}[/bold]")
+    for name, value in values.items():
+        shown = {None: "-", True: "yes", False: "no"}.get(value, value) if not isinstance(value, list) else value
+        console.print(f"{name.replace('_', ' '):<{width}}  {shown}", markup=False)
+
+
+def _matrix(console: Console, report: Report) -> None:
+    table = Table(title="peer access; NVLinks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    count = len(report["gpus"])
+    for name in ("", *map(str, range(count))):
+        table.add_column(name, header_style="dim")
+    for row in range(count):
+        cells = ["-" if row == column else _link(report, row, column) for column in range(count)]
+        table.add_row(str(row), *cells)
+    console.print()
+    console.print(table)
+
+
+def _link(report: Report, row: int, column: int) -> str:
+    access = "yes" if report["peer_access"][row][column] else "[red]no[/red]"
+    links = report["nvlinks"]
+    return f"{access} {links[row][column]}x" if links else access

@@ -19,6 +19,8 @@ from tw_compile.graph.layer import layer_of
 
 Change = Literal["same", "removed", "added", "folded"]
 
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 _DTYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "b8"}
 _OP_NAMES = {
@@ -27,13 +29,23 @@ _OP_NAMES = {
     "all_reduce_rms_norm_wait_": "fused_wait",
     "_scaled_dot_product_flash_attention": "flash_attention",
 }
-# Arguments of the fused operators that say something about this site; the others are the same at every one.
+_NODE_NAMES = (
+    ("all_reduce_rms_norm_start_default", "fused_start"),
+    ("all_reduce_rms_norm_wait__default", "fused_wait"),
+    ("convert_element_type", "cast"),
+    ("reshape_default", "reshape"),
+    ("_scaled_dot_product_flash_attention", "flash_attention"),
+)
+# Arguments of the fused operator that say something about this site; the others are the same at every one.
 _TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes."""
+    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes.
+
+    Names are shortened, in the same way everywhere.
+    """
 
     name: str
     op: str
@@ -76,9 +88,21 @@ def describe(value: Any) -> str:
 
 
 def line(node: fx.Node) -> Line:
+    inputs = node.all_input_nodes[:2] if op_name(node) == "fused_wait" else node.all_input_nodes
     return Line(
-        node.name, op_name(node), tuple(one.name for one in node.all_input_nodes), describe(node.meta.get("val")), _detail(node)
+        _short(node.name),
+        op_name(node),
+        tuple(_short(one.name) for one in inputs),
+        describe(node.meta.get("val")),
+        _detail(node),
     )
+
+
+def _short(name: str) -> str:
+    for long, short in _NODE_NAMES:
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
 
 
 def lines(nodes: Sequence[fx.Node]) -> list[Line]:
@@ -86,10 +110,18 @@ def lines(nodes: Sequence[fx.Node]) -> list[Line]:
 
 
 def layer_nodes(graph: fx.Graph, layer: int) -> list[fx.Node]:
-    """The nodes between the first and the last one that came from decoder layer ``layer``, without inputs."""
+    """What runs from the first matmul of decoder layer ``layer`` up to the first one of a later layer.
+
+    These are both all_reduces of the layer with the norm that follows each; the norm before the first matmul belongs to
+    the all_reduce of the layer before.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    inside = [index for index, node in enumerate(nodes) if layer_of(node) == layer]
-    return nodes[inside[0] : inside[-1] + 1] if inside else []
+    matmuls = [(index, layer_of(node)) for index, node in enumerate(nodes) if op_name(node) in MATMULS]
+    first = next((index for index, owner in matmuls if owner == layer), None)
+    if first is None:
+        return []
+    last = next((index for index, owner in matmuls if owner is not None and owner > layer), len(nodes))
+    return nodes[first:last]
 
 
 def diff(before: Sequence[Line], after: Sequence[Line], context: int = 2) -> list[DiffLine]:
@@ -140,7 +172,7 @@ def _detail(node: fx.Node) -> str:
     if not isinstance(node.target, torch._ops.OpOverload):
         return ""
     schema = node.target._schema
-    if schema.name.startswith("tw_compile::"):
+    if op_name(node) == "fused_start":
         named = zip((argument.name for argument in schema.arguments), node.args, strict=False)
         return ", ".join(f"{name}={value}" for name, value in named if name in _TOLD_ARGUMENTS)
     if op_name(node) in ("add", "mul", "pow", "sub"):

@@ -72,7 +72,7 @@ def build_decoder(
         assign_tensors(model, load_shards(checkpoint, model.config, dtype, device))
     else:
         with torch.no_grad():
-            _materialise(model, device)
+            _materialise(model, device, seed)
             if not fake_mode_active():
                 _randomise(model, sharded, seed)
     return Decoder(model, sharded).eval().requires_grad_(False)
@@ -114,10 +114,11 @@ def assign_tensors(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
                 module._buffers[name] = new
 
 
-def _materialise(model: PreTrainedModel, device: torch.device) -> None:
+def _materialise(model: PreTrainedModel, device: torch.device, seed: int) -> None:
     """Allocate every parameter and buffer on ``device``; let transformers fill the buffers and the vectors.
 
-    The vectors are norm weights and biases, whose neutral value (0 or 1) depends on the family.
+    The vectors are norm weights and biases, whose neutral value (0 or 1) depends on the family. Some families draw them
+    at random, so all ranks use the same seed.
     """
     for module in model.modules():
         module._is_hf_initialized = False  # type: ignore[assignment]
@@ -127,7 +128,9 @@ def _materialise(model: PreTrainedModel, device: torch.device) -> None:
             module._parameters[name] = empty
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
-    with device:
+    seeded_devices = [device] if device.type == "cuda" and not fake_mode_active() else []
+    with torch.random.fork_rng(seeded_devices), device:
+        torch.manual_seed(seed)
         model.initialize_weights()
 
 

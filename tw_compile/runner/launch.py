@@ -168,11 +168,14 @@ def _rank_process(spec: RunSpec, rank: int, scratch: str, messages: Connection) 
         messages.send(("result", result))
     except UsageError as error:
         messages.send(("usage", str(error)))
+        _leave()
     except BaseException:
         messages.send(("failed", traceback.format_exc()))
-    finally:
-        messages.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Without the destructors of libraries, which may wait for ranks that are gone.
-        os._exit(0)
+        _leave()
+
+
+def _leave() -> NoReturn:
+    """End this process without the destructors of libraries, which may wait for ranks that are gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import math
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 
-from tw_compile import Config, __version__, collect_reports, compat
+from tw_compile import Config, collect_reports, compat
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
 from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
 Progress = Callable[[str], None]
@@ -74,6 +76,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     Raises:
         UsageError: The model can't be built as asked.
     """
+    _silence_known_warnings()
     decoder = _build(spec, progress)
     ids = _prompts(spec, decoder)
     progress("float64 reference")
@@ -122,13 +125,10 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     }
 
 
-def versions() -> dict[str, str]:
-    return {
-        "tw_compile": __version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+def _silence_known_warnings() -> None:
+    """Two that this module asks for: it disables the caches, and compiles on machines without a GPU."""
+    warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _build(spec: RunSpec, progress: Progress) -> Decoder:

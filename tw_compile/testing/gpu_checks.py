@@ -32,7 +32,7 @@ import torch.multiprocessing as mp
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request, row_range, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request, row_range
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
 from tw_compile.testing.gpu_problems import (
     BF16,
@@ -117,22 +117,6 @@ for _name, _form in FORMS.items():
 for _name in ("first_norm", "sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp32_residual"):
     CHECKS[f"nccl_{_name}"] = partial(accuracy_of_form, transport="nccl", form=FORMS[_name], hidden_sizes=(4096,))
 CHECKS["nccl_replicated"] = partial(accuracy_of_form, transport="nccl", form=Form(), hidden_sizes=(2880, 4096))
-
-
-def gather(ctx: Context, transport: str) -> None:
-    for tokens in (1, 3, 64, 1025):
-        whole = make_problem(ctx, tokens, 4096, Form()).residual
-        begin, end = row_range(tokens, ctx.world_size, ctx.rank)
-        shard = whole.new_full((rows_per_rank(tokens, ctx.world_size), 4096), float("nan"))
-        shard[: end - begin] = whole[begin:end]
-        for _ in range(2):
-            torch.full_like(whole, float("nan"))
-            rows = get_transport(transport).all_gather_rows(shard, tokens, ctx.group_name)
-            ctx.expect(torch.equal(rows, whole), f"{tokens} tokens differ")
-
-
-for _name in ("p2p", "nccl"):
-    CHECKS[f"all_gather_rows_{_name}"] = partial(gather, transport=_name)
 
 
 @check

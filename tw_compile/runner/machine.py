@@ -1,0 +1,160 @@
+"""Facts about this machine that decide how ranks exchange rows. Nothing here creates a context or a communicator."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport
+from tw_compile.runner.versions import versions
+
+Report = dict[str, Any]
+
+WORLD_SIZES = (2, 4, 8)
+# What the choice of the transport is told for: any Llama-like model.
+_HIDDEN_SIZE = 8192
+_DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+def examine() -> Report:
+    """Everything that ``tw-compile doctor`` shows."""
+    gpus = _gpus()
+    nvml = _nvml(len(gpus))
+    peers = _peer_access(len(gpus))
+    return {
+        "schema_version": 1,
+        "command": "doctor",
+        "versions": {
+            **versions(),
+            "triton": _triton_version(),
+            "cuda": torch.version.cuda,
+            "driver": nvml["driver"],
+            "nccl": _nccl_version(),
+            "os": platform.platform(),
+            "cpus": os.cpu_count(),
+        },
+        "gpus": gpus,
+        "peer_access": peers,
+        "nvlinks": nvml["links"],
+        "symmetric_memory": {
+            "importable": importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
+            "multicast_supported": compat.multicast_support(0) if gpus else None,
+            _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
+        },
+        "plans": [_plan(world_size, gpus, peers) for world_size in WORLD_SIZES],
+    }
+
+
+def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]]) -> Report:
+    """What a group of ``world_size`` ranks of this host would use."""
+    plan: Report = {"world_size": world_size}
+    if len(gpus) < world_size:
+        choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
+        why = "no GPU" if not gpus else f"{world_size} ranks need as many GPUs, here are {len(gpus)}"
+        backend = "gloo" if dist.is_available() and dist.is_gloo_available() else None
+        return plan | {
+            "device": "cpu",
+            "transport": choice.name,
+            "transport_why": f"{why}; {choice.reason}",
+            "all_reduce": backend,
+            "all_reduce_why": "the backend of CPU tensors",
+        }
+    choice = choose_transport(GroupFacts("cuda", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
+    transport, why = choice.name, choice.reason
+    cut_off = [
+        (a, b) for a in range(world_size) for b in range(world_size) if a != b and not peers[a][b]
+    ]
+    if transport == "p2p" and cut_off:
+        a, b = cut_off[0]
+        why = f"would fail: GPU {a} has no peer access to GPU {b}; use --transport nccl"
+    return plan | {
+        "device": "cuda",
+        "transport": transport,
+        "transport_why": why,
+        "all_reduce": "nccl" if dist.is_nccl_available() else None,
+        "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
+    }
+
+
+def _gpus() -> list[Report]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "capability": f"{properties.major}{properties.minor}",
+            }
+        )
+    return found
+
+
+def _peer_access(count: int) -> list[list[bool]]:
+    return [
+        [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)
+    ]
+
+
+def _nvml(count: int) -> Report:
+    """Driver version, and how many NVLinks join each pair of GPUs; None without nvidia-ml-py or without a driver.
+
+    GPUs behind NVSwitches have links to the switches only; these count for every pair.
+    """
+    nothing: Report = {"driver": None, "links": None}
+    if importlib.util.find_spec("pynvml") is None:
+        return nothing
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return nothing
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
+        return {"driver": driver, "links": _links(pynvml, handles)}
+    except pynvml.NVMLError:
+        return nothing
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
+    buses = {pynvml.nvmlDeviceGetPciInfo(handle).busId: index for index, handle in enumerate(handles)}
+    count = len(handles)
+    links = [[0] * count for _ in range(count)]
+    for own, handle in enumerate(handles):
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                    continue
+                peer = buses.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+            except pynvml.NVMLError:
+                continue
+            for other in [peer] if peer is not None else [one for one in range(count) if one != own]:
+                links[own][other] += 1
+    return links
+
+
+def _triton_version() -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
