@@ -27,6 +27,7 @@ class Refusal(StrEnum):
     NORM_ALREADY_FUSED = "norm_already_fused"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
     TRANSPORT_NOT_AVAILABLE = "transport_not_available"
+    REWRITE_FAILED = "rewrite_failed"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ def add_rms_norm_kernel(
     h_out,
     eps,
     weight_offset,
+    scale,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
@@ -29,7 +30,7 @@ def add_rms_norm_kernel(
     mask = columns < HIDDEN
     row = tl.program_id(0).to(tl.int64) * HIDDEN
     h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
-    h = add_row(h, bias, 0, columns, mask)
+    h = add_row(h * scale, bias, 0, columns, mask)
     h = add_row(h, residual, row, columns, mask)
     tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
     y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
@@ -59,6 +60,7 @@ def add_rms_norm_cuda(
         h,
         norm.eps,
         norm.weight_offset,
+        norm.scale,
         HIDDEN=hidden_size,
         BLOCK=block,
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),

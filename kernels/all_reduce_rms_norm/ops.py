@@ -27,7 +27,7 @@ _library = Library(NAMESPACE, "DEF")
 _library.define(
     "all_reduce_rms_norm_start(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, "
     "ScalarType? cast_before_weight, ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, "
-    "str residual_out, str group_name, str transport, int slot) -> (Tensor, Tensor)"
+    "str residual_out, str group_name, str transport, int slot, float scale=1.0) -> (Tensor, Tensor)"
 )
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
@@ -51,8 +51,9 @@ def _start(
     group_name: str,
     transport: str,
     slot: int,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype)
+    norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype, scale)
     request = Request(
         x.contiguous(),
         None if residual is None else residual.contiguous(),
@@ -88,6 +89,7 @@ def _start_fake(
     group_name: str,
     transport: str,
     slot: int,
+    scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(group_name).size()

@@ -140,6 +140,7 @@ class P2PTransport(Transport):
                 tokens,
                 norm.eps,
                 norm.weight_offset,
+                norm.scale,
                 HIDDEN=hidden_size,
                 BLOCK=block,
                 WORLD_SIZE=state.world_size,

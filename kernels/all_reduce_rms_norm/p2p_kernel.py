@@ -60,6 +60,7 @@ def all_reduce_rms_norm_kernel(
     tokens,
     eps,
     weight_offset,
+    scale,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
@@ -99,7 +100,7 @@ def all_reduce_rms_norm_kernel(
             # Own partial sums come straight from x: they were not staged.
             addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
             h = add_row(h, addend, begin, columns, mask)
-        h = add_row(h, bias, 0, columns, mask)
+        h = add_row(h * scale, bias, 0, columns, mask)
         h = add_row(h, residual, own_begin if RESIDUAL_SHARDED else begin, columns, mask)
         y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
         y = y.to(hidden.dtype.element_ty)

@@ -19,7 +19,7 @@ def add_rms_norm(
     Float64 input is computed in float64 throughout, so the same text serves as the error budget's reference.
     """
     compute = torch.float64 if reduced.dtype == torch.float64 else torch.float32
-    h = reduced.to(compute)
+    h = reduced.to(compute) * norm.scale
     if bias is not None:
         h = h + bias.to(compute)
     if residual is not None:

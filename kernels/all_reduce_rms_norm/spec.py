@@ -28,7 +28,7 @@ def row_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 class NormSpec:
     """What happens to the reduced sum, everything in float32 unless said otherwise.
 
-    ``h = sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``y = h * rsqrt(mean(h^2) + eps)``, and
+    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``y = h * rsqrt(mean(h^2) + eps)``, and
 
     - no weight: ``hidden = y``
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
@@ -42,6 +42,7 @@ class NormSpec:
     cast_before_weight: torch.dtype | None
     hidden_dtype: torch.dtype
     residual_dtype: torch.dtype
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class FusionSite:
     ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
     all_reduce of the sum, their partial sums are added first and travel as one message. ``late_weight`` are the nodes
-    after ``h`` that the norm's weight is computed by.
+    after ``h`` that the norm's weight is computed by. ``scale`` is a constant that the sum is multiplied by first (Granite).
     """
 
     all_reduce: AllReduce
@@ -77,11 +77,13 @@ class FusionSite:
     residuals: tuple[fx.Node, ...]
     merged: tuple[AllReduce, ...]
     norm: NormMatch
+    scale: float = 1.0
     late_weight: tuple[fx.Node, ...] = ()
 
     @property
     def form(self) -> str:
         parts = ["all_reduce"]
+        parts += ["scale"] if self.scale != 1.0 else []
         parts += ["all_reduce"] * len(self.merged)
         parts += ["bias"] if self.bias is not None else []
         parts += ["residual"] * len(self.residuals)
@@ -155,7 +157,13 @@ def find_sites(graph: fx.Graph) -> list[FoundSite]:
             merged.update((one.node, result) for one in result.merged)
         else:
             sites.append(RefusedSite(all_reduce, result))
-    return sites
+    # A later all_reduce may take along one that had no norm to itself.
+    return [_as_merged(site, merged) for site in sites]
+
+
+def _as_merged(site: FoundSite, merged: dict[fx.Node, FusionSite]) -> FoundSite:
+    into = merged.get(site.all_reduce.node)
+    return site if into is None else MergedSite(site.all_reduce, into)
 
 
 def _all_reduce(node: fx.Node) -> AllReduce:
@@ -207,6 +215,7 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
     biases: list[fx.Node] = []
     residuals: list[fx.Node] = []
     merged: list[AllReduce] = []
+    scale = 1.0
     while True:
         norm = match_rms_norm(current)
         if isinstance(norm, NormMatch):
@@ -222,18 +231,22 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
                 return role
             if role == "bias" and biases:
                 return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} adds a second bias")
-            further = _mergeable(other, all_reduce) if role == "residual" else None
+            further = _mergeable(other, all_reduce) if role == "residual" and scale == 1.0 else None
             if further is not None:
                 merged.append(further)
                 path += _between(further, other)
             else:
                 (biases if role == "bias" else residuals).append(other)
+        elif is_call(user, aten.mul.Tensor, aten.mul.Scalar) and isinstance(other_operand(user, current), int | float):
+            if biases or residuals or merged:
+                return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} scales the sum after an addition")
+            scale *= other_operand(user, current)
         elif not (is_view(user) or is_cast(user)):
             return norm or Refused(Refusal.NO_RMS_NORM, f"the sum goes into {_describe(user)}")
         path.append(user)
         current = user
     bias = biases[0] if biases else None
-    site = FusionSite(all_reduce, tuple(path), current, bias, tuple(residuals), tuple(merged), norm)
+    site = FusionSite(all_reduce, tuple(path), current, bias, tuple(residuals), tuple(merged), norm, scale)
     return _check_site(site, position)
 
 

@@ -79,6 +79,7 @@ class Rewriter:
                 group_name,
                 transport,
                 _FUSE_ONLY_SLOT,
+                site.scale,
             ),
             "start",
         )

@@ -14,7 +14,7 @@ from random_graphs import Groups, random_graph, random_inputs
 from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.testing import GlooRanks, count_ops, snapshot
 
-GRAPHS = 2400
+GRAPHS = 2000
 _SECOND: dict[int, Groups] = {}
 
 

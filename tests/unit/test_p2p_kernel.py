@@ -40,7 +40,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments: dict[str, Any] = dict.fromkeys(("x", "residual", "bias", "weight", "hidden", "residual_out"), "*bf16")
     arguments |= dict.fromkeys(("staging_table", "hidden_table", "residual_table", "pads"), "*i64")
     arguments |= {"epochs": "*i32", "status": "*i32", "rank": "i32", "tokens": "i32"}
-    arguments |= {"eps": "fp32", "weight_offset": "fp32"}
+    arguments |= {"eps": "fp32", "weight_offset": "fp32", "scale": "fp32"}
     arguments |= {"HIDDEN": hidden_size, "BLOCK": block, "WORLD_SIZE": world_size}
     arguments |= {"RESIDUAL_SHARDED": False, "RESIDUAL_OUT": "replicated", "CAST_BEFORE_WEIGHT": None, "SPIN_LIMIT": 0}
     arguments |= overrides
@@ -229,6 +229,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         case.tokens,
         norm.eps,
         norm.weight_offset,
+        norm.scale,
         HIDDEN=HIDDEN,
         BLOCK=launch_shape(HIDDEN)[0],
         WORLD_SIZE=WORLD_SIZE,
@@ -266,6 +267,7 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
         4,
         1e-6,
         0.0,
+        1.0,
         HIDDEN=HIDDEN,
         BLOCK=64,
         WORLD_SIZE=WORLD_SIZE,

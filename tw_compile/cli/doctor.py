@@ -36,22 +36,20 @@ def _print(console: Console, report: Report) -> None:
     if len(gpus) > 1:
         _matrix(console, report)
     _pairs(console, "symmetric memory", report["symmetric_memory"])
-    table = Table(title="what would run", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in ("ranks", "fused transport", "why", "unfused all_reduce", "why"):
-        table.add_column(name, header_style="dim", overflow="fold")
-    for row in report["plans"]:
-        cells = (row["transport"], row["transport_why"], row["all_reduce"], row["all_reduce_why"])
-        table.add_row(str(row["world_size"]), *(cell or "-" for cell in cells))
-    console.print()
-    console.print(table)
+    console.print("\n[bold]what would run[/bold]")
+    for plan in report["plans"]:
+        ranks = f"{plan['world_size']} ranks"
+        console.print(f"{ranks}  fused: {plan['transport'] or 'nothing'} ({plan['transport_why']})", markup=False)
+        unfused = f"unfused all_reduce: {plan['all_reduce'] or 'none'} ({plan['all_reduce_why']})"
+        console.print(f"{'':<{len(ranks)}}  {unfused}", markup=False)
 
 
 def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
     width = max(map(len, values))
     console.print(f"\n[bold]{title}[/bold]")
     for name, value in values.items():
-        shown = {None: "-", True: "yes", False: "no"}.get(value, value) if not isinstance(value, list) else value
-        console.print(f"{name.replace('_', ' '):<{width}}  {shown}", markup=False)
+        shown = {None: "-", True: "yes", False: "no"}.get(value, value)
+        console.print(f"{name:<{width}}  {shown}", markup=False)
 
 
 def _matrix(console: Console, report: Report) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tw_compile.graph.text import MATMULS, Line
+from tw_compile.graph.text import MATMULS, NO_RESIDUAL, Line
 
 Kind = Literal["matmul", "attention", "collective", "pointwise", "norm", "residual", "fused"]
 
 PLUMBING = frozenset(
-    "view reshape _unsafe_view permute transpose t getitem expand unsqueeze squeeze clone alias full full_default slice "
-    "iota select detach".split()
+    {"view", "reshape", "_unsafe_view", "permute", "transpose", "t", "getitem", "expand", "unsqueeze", "squeeze"}
+    | {"clone", "alias", "full", "full_default", "slice", "iota", "select", "detach"}
 )
 _BOX_WIDTH, _BOX_HEIGHT, _GAP = 270, 40, 14
 _LANE = 350
@@ -34,6 +34,7 @@ class Box:
     subtitle: str
     lines: list[Line] = field(default_factory=list)
     changed: bool = False
+    on_lane: bool = False
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -73,16 +74,13 @@ def draw(before: Sequence[Line], after: Sequence[Line]) -> str:
 
 def boxes(lines: Sequence[Line], kept: set[str]) -> list[Box]:
     """``lines`` as boxes in order of execution; ``kept`` are the nodes that both graphs have."""
-    summed = next((line.result for line in lines if line.op in ("all_reduce", "fused_start")), "").strip("(")
-    hidden = summed.split(",")[-1].strip(" ])") if "," in summed else ""
-    if "fused_start" in {line.op for line in lines}:
-        hidden = next(line.result for line in lines if line.op == "fused_start").split("]")[0].split(",")[-1].strip()
+    stream = _stream(lines)
     result: list[Box] = []
     for line in lines:
         if line.op in PLUMBING:
             continue
         changed = line.name not in kept
-        kind = _kind(line, hidden)
+        kind = _kind(line, stream)
         last = result[-1] if result else None
         if kind == "pointwise" and last is not None and last.kind == "pointwise" and last.changed == changed:
             last.lines.append(line)
@@ -93,7 +91,18 @@ def boxes(lines: Sequence[Line], kept: set[str]) -> list[Box]:
     return result
 
 
-def _kind(line: Line, hidden: str) -> Kind:
+def _stream(lines: Sequence[Line]) -> tuple[str, str]:
+    """Dtype and last dimension of what is reduced: those of the residual stream."""
+    summed = next((line.result for line in lines if line.op in ("all_reduce", "fused_start")), "")
+    return _dtype_and_width(summed)
+
+
+def _dtype_and_width(result: str) -> tuple[str, str]:
+    dtype, _, sizes = result.lstrip("(").partition("]")[0].partition("[")
+    return dtype, sizes.rpartition(", ")[2]
+
+
+def _kind(line: Line, stream: tuple[str, str]) -> Kind:
     if line.op in MATMULS:
         return "matmul"
     if "attention" in line.op:
@@ -102,7 +111,7 @@ def _kind(line: Line, hidden: str) -> Kind:
         return "fused"
     if line.op in ("all_reduce", "wait_tensor", "all_gather_rows"):
         return "collective"
-    if line.op == "add" and len(line.inputs) == 2 and hidden and line.result.endswith(f", {hidden}]"):
+    if line.op == "add" and len(line.inputs) == 2 and _dtype_and_width(line.result) == stream:
         return "residual"
     return "pointwise"
 
@@ -118,14 +127,18 @@ def _label(box: Box) -> None:
         elif "sigmoid" in ops or "exp" in ops or "silu" in ops:
             box.title = "activation"
         box.subtitle = " · ".join(dict.fromkeys(ops))
+    elif box.kind == "matmul":
+        box.title = f"{box.title} {box.lines[0].module}"
     elif box.kind == "residual":
-        box.title = "+ residual"
+        box.title, box.on_lane = "+ residual", True
     elif box.kind == "fused":
         line = box.lines[0]
         if line.op == "fused_start":
             told = dict(part.split("=") for part in line.detail.split(", ") if "=" in part)
-            box.title = "all_reduce + residual + RMSNorm: start"
-            box.subtitle = f"{told.get('transport', '')}, residual stays {told.get('residual_out', '')}"
+            added = "" if NO_RESIDUAL in line.detail else " + residual"
+            box.title = f"all_reduce{added} + RMSNorm: start"
+            box.on_lane = bool(added) or told["residual_out"] != "none"
+            box.subtitle = f"{told['transport']}, residual {told['residual_out']}" if box.on_lane else told["transport"]
         else:
             box.title = "wait"
             box.subtitle = ""
@@ -134,12 +147,23 @@ def _label(box: Box) -> None:
 def _panel_header(panel: int, title: str, content: list[Box], height: int) -> str:
     x = panel * _PANEL
     lane = x + _LANE
-    width = "residual, sharded" if any(box.kind == "fused" for box in content) else "residual"
+    name = html.escape(_lane_name(content))
     return (
         f'<text class="head" x="{x + 16}" y="28">{title}</text>'
-        f'<text class="lane-name" x="{lane}" y="46" text-anchor="middle">{width}</text>'
+        f'<text class="lane-name" x="{lane}" y="46" text-anchor="middle">{name}</text>'
         f'<line class="lane" x1="{lane}" y1="{_TOP - 10}" x2="{lane}" y2="{height - 12}"/>'
     )
+
+
+def _lane_name(content: list[Box]) -> str:
+    for box in content:
+        line = box.lines[0]
+        if line.op == "fused_start" and box.on_lane:
+            sharded = ", this rank's rows" if "residual_out=sharded" in line.detail else ""
+            return f"residual{sharded} {line.result.rpartition('], ')[2].removesuffix(')')}"
+        if box.kind == "residual":
+            return f"residual {line.result}"
+    return "residual"
 
 
 def _arrow(x: int, top: int, bottom: int) -> str:
@@ -149,8 +173,7 @@ def _arrow(x: int, top: int, bottom: int) -> str:
 
 def _draw_box(panel: int, box: Box, y: int) -> str:
     x = panel * _PANEL + 16
-    on_lane = box.kind == "residual" or (box.kind == "fused" and box.title != "wait")
-    width = _PANEL - 32 if on_lane else _BOX_WIDTH
+    width = _PANEL - 32 if box.on_lane else _BOX_WIDTH
     state = ("removed" if panel == 0 else "added") if box.changed else "same"
     tooltip = "\n".join(f"{line.name} = {line.call}  {line.result}" for line in box.lines)
     parts = [
@@ -159,7 +182,7 @@ def _draw_box(panel: int, box: Box, y: int) -> str:
         f'<text class="name" x="{x + 12}" y="{y + (18 if box.subtitle else 25)}">{html.escape(_cut(box.title, width))}</text>',
         f'<text class="what" x="{x + 12}" y="{y + 33}">{html.escape(_cut(box.subtitle, width))}</text>',
     ]
-    if on_lane:
+    if box.on_lane:
         parts.append(f'<circle class="tap" cx="{panel * _PANEL + _LANE}" cy="{y + _BOX_HEIGHT // 2}" r="6"/>')
     return "".join([*parts, "</g>"])
 

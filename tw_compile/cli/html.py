@@ -18,7 +18,7 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
     """The whole page; ``layer`` is the one to draw, None when no all_reduce belongs to a layer."""
     drawn = ""
     if layer is not None:
-        lines = [text.lines(text.layer_nodes(graph, layer)) for graph in (before, after)]
+        lines = text.layer_lines(before, layer), text.layer_lines(after, layer)
         drawn = (
             f"<h2>Layer {layer}, before and after</h2>{_LEGEND}"
             f'<figure class="drawing">{draw(*lines)}</figure>'
@@ -72,7 +72,14 @@ def _decision(site: dict[str, Any]) -> str:
 
 def _groups(report: dict[str, Any]) -> str:
     rows = [
-        [group["count"], group["layers"], group["form"], size(group["bytes"]), group["transport"] or "-", _decision(group)]
+        [
+            group["count"],
+            group["layers"],
+            group["form"],
+            size(group["bytes"]),
+            group["transport"] or "-",
+            _decision(group),
+        ]
         for group in group_sites(report["sites"])
     ]
     return _table(["sites", "layers", "form", "message", "transport", "decision"], rows)
@@ -107,7 +114,7 @@ def _sites(report: dict[str, Any]) -> str:
     return _table(["site", "layer", "node", "form", "message", "transport", "decision", "why"], rows)
 
 
-def _diff_text(lines: list[list[text.Line]]) -> str:
+def _diff_text(lines: tuple[list[text.Line], list[text.Line]]) -> str:
     rows = text.aligned(text.diff(*lines))
     marked = "\n".join(f'<span class="{change}">{html.escape(row)}</span>' for change, row in rows)
     return f"<pre>{marked}</pre>"

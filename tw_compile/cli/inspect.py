@@ -69,14 +69,15 @@ def shown_layer(report: dict[str, object]) -> int | None:
 def layer_diff(inspection: Inspection, layer: int) -> list[DiffLine]:
     from tw_compile.graph import text
 
-    before, after = (text.lines(text.layer_nodes(graph, layer)) for graph in (inspection.before, inspection.after))
-    return text.diff(before, after)
+    return text.diff(text.layer_lines(inspection.before, layer), text.layer_lines(inspection.after, layer))
 
 
 def _print_layer(console: Console, layer: int, diff: list[DiffLine]) -> None:
     from tw_compile.graph.text import aligned
 
     console.print()
-    console.print(f"layer {layer}, from its first matmul to the next layer's; - before, + after the passes", style="bold")
+    console.print(
+        f"layer {layer}, from its first matmul to the next layer's; - before, + after the passes", style="bold"
+    )
     for change, line in aligned(diff):
         console.print(Text(line, style=STYLES[change]), soft_wrap=True)

@@ -64,7 +64,9 @@ def print_header(console: Console, report: dict[str, Any]) -> None:
     if report.get("hosts", 1) > 1:
         ranks += f" on {report['hosts']} hosts"
     console.print(Text(f"{report['model']}{layers}, {report['dtype']}", style="bold"))
-    console.print(f"{ranks} on {escape(device(report))}, torch {versions['torch']}, transformers {versions['transformers']}")
+    console.print(
+        f"{ranks} on {escape(device(report))}, torch {versions['torch']}, transformers {versions['transformers']}"
+    )
 
 
 def device(report: dict[str, Any]) -> str:
@@ -149,13 +151,14 @@ def _print_numerics(console: Console, numerics: dict[str, Any]) -> None:
             table.add_row(
                 str(row["tokens"]),
                 output,
-                *(_error(one[key]) for key in ("error", "budget", "unfused_error", "inductor_error")),
+                *(_error(one[key]) for key in ("error", "budget", "unfused_error")),
+                "-" if one["inductor_error"] is None else _error(one["inductor_error"]),
                 Text("yes", style="green") if one["passed"] else Text("NO", style="bold red"),
                 Text("identical", style="green") if same else Text("DIFFER", style="bold red"),
             )
     console.print()
     console.print(table)
-    console.print("budget: 1.1 x unfused, the eager model; inductor: the compiled unfused model", style="dim")
+    console.print("budget: 1.1 x the unfused model in eager mode; inductor: the unfused model compiled", style="dim")
 
 
 def _error(value: float | None) -> str:
@@ -167,7 +170,7 @@ def _print_times(console: Console, report: dict[str, Any]) -> None:
     share = seconds["passes"] / seconds["tw_compile"]
     console.print()
     console.print(
-        f"cold compile: inductor {duration(seconds['baseline'])}, tw_compile {duration(seconds['tw_compile'])}, "
+        f"cold compile for {report['tokens'][0]} tokens: inductor {duration(seconds['baseline'])}, tw_compile {duration(seconds['tw_compile'])}, "
         f"of which passes {duration(seconds['passes'])} ({share:.2%})"
     )
     prefill = report["prefill_seconds"]

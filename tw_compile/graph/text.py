@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,13 +37,15 @@ _NODE_NAMES = (
     ("reshape_default", "reshape"),
     ("_scaled_dot_product_flash_attention", "flash_attention"),
 )
+NO_RESIDUAL = "no residual"
 # Arguments of the fused operator that say something about this site; the others are the same at every one.
 _TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes.
+    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes;
+    ``module`` the last part of the path of the module it came from.
 
     Names are shortened, in the same way everywhere.
     """
@@ -52,6 +55,7 @@ class Line:
     inputs: tuple[str, ...]
     result: str
     detail: str = ""
+    module: str = ""
 
     @property
     def call(self) -> str:
@@ -95,6 +99,7 @@ def line(node: fx.Node) -> Line:
         tuple(_short(one.name) for one in inputs),
         describe(node.meta.get("val")),
         _detail(node),
+        _module(node),
     )
 
 
@@ -103,10 +108,6 @@ def _short(name: str) -> str:
         if name.startswith(long):
             return short + name.removeprefix(long)
     return name
-
-
-def lines(nodes: Sequence[fx.Node]) -> list[Line]:
-    return [line(node) for node in nodes]
 
 
 def layer_nodes(graph: fx.Graph, layer: int) -> list[fx.Node]:
@@ -122,6 +123,10 @@ def layer_nodes(graph: fx.Graph, layer: int) -> list[fx.Node]:
         return []
     last = next((index for index, owner in matmuls if owner is not None and owner > layer), len(nodes))
     return nodes[first:last]
+
+
+def layer_lines(graph: fx.Graph, layer: int) -> list[Line]:
+    return [line(node) for node in layer_nodes(graph, layer)]
 
 
 def diff(before: Sequence[Line], after: Sequence[Line], context: int = 2) -> list[DiffLine]:
@@ -166,6 +171,13 @@ def _fold(same: Sequence[Line], head: int, tail: int) -> list[DiffLine]:
     return [*kept[:head], fold, *kept[len(same) - tail :]]
 
 
+def _module(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack")
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    words = re.findall(r"[A-Za-z_]\w*", path)
+    return words[-1] if words else ""
+
+
 def _detail(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return str(node.args[1])
@@ -174,7 +186,8 @@ def _detail(node: fx.Node) -> str:
     schema = node.target._schema
     if op_name(node) == "fused_start":
         named = zip((argument.name for argument in schema.arguments), node.args, strict=False)
-        return ", ".join(f"{name}={value}" for name, value in named if name in _TOLD_ARGUMENTS)
+        told = [f"{name}={value}" for name, value in named if name in _TOLD_ARGUMENTS]
+        return ", ".join([*told, *([] if node.args[1] is not None else [NO_RESIDUAL])])
     if op_name(node) in ("add", "mul", "pow", "sub"):
         return ", ".join(str(arg) for arg in node.args if isinstance(arg, int | float))
     if op_name(node) in ("mean", "sum"):

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from tw_compile.runner.spec import RankError, RunSpec, UsageError
 
 Progress = Callable[[str], None]
+Entry = Callable[[RunSpec, int, str, Connection], None]
 
 _GRACE_SECONDS = 5.0
 
@@ -32,8 +33,11 @@ def torchrun_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-def spawn_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any]:
+def spawn_ranks(spec: RunSpec, progress: Progress, entry: Entry | None = None) -> dict[str, Any]:
     """Run ``spec`` on ``spec.world_size`` new processes and return what rank 0 found.
+
+    ``entry`` is what each process does; by default it is
+    :func:`~tw_compile.runner.worker.run_rank` in a process group.
 
     Raises:
         UsageError: The ranks found the request to be impossible.
@@ -44,7 +48,7 @@ def spawn_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any]:
         ranks: list[_Rank] = []
         for rank in range(spec.world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_process, args=(spec, rank, scratch, theirs), daemon=False)
+            process = context.Process(target=entry or _rank_process, args=(spec, rank, scratch, theirs), daemon=False)
             process.start()
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
@@ -135,7 +139,7 @@ def _watch(ranks: list[_Rank], timeout: float, progress: Progress) -> dict[str, 
 
 def _raise_cause(failures: list[tuple[_Rank, str, str]]) -> NoReturn:
     """One rank's end makes the others fail too: a rank that died without a word goes first, then the earliest."""
-    for rank, kind, text in failures:
+    for _, kind, text in failures:
         if kind == "usage":
             raise UsageError(text)
     rank, kind, text = min(failures, key=lambda failure: failure[1] != "died")

@@ -67,9 +67,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]]) -> Repor
         }
     choice = choose_transport(GroupFacts("cuda", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
     transport, why = choice.name, choice.reason
-    cut_off = [
-        (a, b) for a in range(world_size) for b in range(world_size) if a != b and not peers[a][b]
-    ]
+    cut_off = [(a, b) for a in range(world_size) for b in range(world_size) if a != b and not peers[a][b]]
     if transport == "p2p" and cut_off:
         a, b = cut_off[0]
         why = f"would fail: GPU {a} has no peer access to GPU {b}; use --transport nccl"
@@ -98,9 +96,7 @@ def _gpus() -> list[Report]:
 
 
 def _peer_access(count: int) -> list[list[bool]]:
-    return [
-        [a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)
-    ]
+    return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
 
 
 def _nvml(count: int) -> Report:

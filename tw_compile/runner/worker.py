@@ -15,7 +15,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from tw_compile import Config, collect_reports, compat
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
-from tw_compile.report import SCHEMA_VERSION, GraphReport
+from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
 from tw_compile.runner.spec import RunSpec, UsageError
 from tw_compile.runner.versions import versions
@@ -60,12 +60,18 @@ def process_group(spec: RunSpec, rank: int, local_rank: int, init_method: str) -
 
 @dataclass
 class Compiled:
-    """One compiled model at every token count of the run."""
+    """One compiled model at the token counts of the run; compile seconds and reports are of the first one."""
 
     outputs: list[Outputs]
-    compile_seconds: float
     prefill_seconds: list[float]
+    compile_seconds: float
     reports: list[GraphReport]
+
+    @property
+    def sites(self) -> list[Site]:
+        """Of all graphs, numbered through: usually there is one, but a model may break into several."""
+        sites = [site for report in self.reports for site in report.sites]
+        return [replace(site, index=index) for index, site in enumerate(sites)]
 
 
 def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]:
@@ -89,13 +95,15 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     with compat.cold_compile(scratch / "warm_up"):
         progress("starting the compiler")
         _start_compiler(ids[0].device)
+    # On the CPU nothing is timed but the compile, and one of these is enough.
+    compared = ids if spec.device == "cuda" else ids[:1]
     with compat.cold_compile(scratch / "baseline"):
-        baseline = _compile_and_run(spec, decoder, ids, {"backend": "inductor", "options": mode}, "inductor", progress)
+        baseline = _compile_and_run(decoder, compared, "inductor", mode, progress)
     with compat.cold_compile(scratch / "tw_compile"):
-        fused = _compile_and_run(spec, decoder, ids, {"backend": "tw_compile", "options": ours}, "tw_compile", progress)
+        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress)
 
     progress("comparing")
-    first = fused.reports[0] if fused.reports else GraphReport()
+    counts = GraphReport(fused.sites).counts
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "run",
@@ -110,8 +118,8 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "hosts": len(set(_all_gather(platform.node()))),
         "graphs": len(fused.reports),
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),
-        "sites": [asdict(site) for site in first.sites],
-        "counts": first.counts,
+        "sites": [asdict(site) for site in fused.sites],
+        "counts": counts,
         "numerics": _numerics(spec, reference, eager, baseline.outputs, fused.outputs),
         "compile_seconds": {
             "baseline": _slowest(baseline.compile_seconds),
@@ -180,28 +188,25 @@ def _start_compiler(device: torch.device) -> None:
 
 
 def _compile_and_run(
-    spec: RunSpec,
-    decoder: Decoder,
-    ids: list[torch.Tensor],
-    how: dict[str, Any],
-    name: str,
-    progress: Progress,
+    decoder: Decoder, ids: list[torch.Tensor], backend: str, options: dict[str, Any], progress: Progress
 ) -> Compiled:
     """Compile for every token count, one graph each, so that every report has static sizes."""
-    result = Compiled([], 0.0, [], [])
-    for one in ids:
-        progress(f"compiling with {name} for {one.shape[1]} tokens")
+    result = Compiled([], [], 0.0, [])
+    for index, one in enumerate(ids):
+        tokens = one.shape[1]
+        progress(f"compiling with {backend} for {tokens} tokens")
         torch._dynamo.reset()
-        model = torch.compile(decoder, dynamic=False, **how)
+        model = torch.compile(decoder, dynamic=False, backend=backend, options=options)
         dist.barrier()
         with collect_reports() as reports:
             begin = time.perf_counter()
             outputs = _run(model, one)
             _synchronise(one.device)
-            result.compile_seconds += time.perf_counter() - begin
-        result.reports += reports
+            seconds = time.perf_counter() - begin
+        if index == 0:
+            result.compile_seconds, result.reports = seconds, reports
         if one.is_cuda:
-            progress(f"timing {name} at {one.shape[1]} tokens")
+            progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, one))
             outputs = _run(model, one)
         result.outputs.append(outputs)
@@ -231,31 +236,26 @@ def _numerics(
     """Errors of the worst rank, per token count and for the token count that uses most of its budget.
 
     The budget comes from the unfused model run eagerly, which rounds where the model's code says so. Inductor's unfused
-    kernels skip some of these roundings; their error is reported beside it.
+    kernels skip some of these roundings; their error is told beside it where there is one.
     """
     table: list[dict[str, Any]] = []
-    per_output: dict[str, list[tuple[Comparison, float]]] = {name: [] for name in OUTPUT_NAMES}
+    comparisons: dict[str, list[Comparison]] = {name: [] for name in OUTPUT_NAMES}
     for index, tokens in enumerate(spec.tokens):
         row: dict[str, Any] = {"tokens": tokens}
         for position, name in enumerate(OUTPUT_NAMES):
-            exact = reference[index][position]
-            errors = [relative_error(run[index][position], exact) for run in (fused, eager, baseline)]
-            fused_error, eager_error, baseline_error = map(_largest, zip(*_all_gather(errors), strict=True))
-            comparison = Comparison(fused_error, eager_error)
-            per_output[name].append((comparison, baseline_error))
-            row[name] = comparison.as_dict() | {"inductor_error": finite(baseline_error)}
+            runs = [outputs[index][position] for outputs in (fused, eager, baseline) if index < len(outputs)]
+            ranks = _all_gather([relative_error(run, reference[index][position]) for run in runs])
+            error, unfused_error, *inductor_error = map(_largest, zip(*ranks, strict=True))
+            comparisons[name].append(Comparison(error, unfused_error))
+            row[name] = comparisons[name][-1].as_dict() | {
+                "inductor_error": finite(inductor_error[0]) if inductor_error else None
+            }
         row["bitwise_equal_across_ranks"] = len(set(_all_gather(digest(fused[index])))) == 1
         table.append(row)
-    result: dict[str, Any] = {}
-    for name, entries in per_output.items():
-        chosen = worst(comparison for comparison, _ in entries)
-        inductor = next(error for comparison, error in entries if comparison is chosen)
-        result[name] = chosen.as_dict() | {"inductor_error": finite(inductor)}
     identical = all(row["bitwise_equal_across_ranks"] for row in table)
-    result["bitwise_equal_across_ranks"] = identical
-    result["passed"] = identical and all(comparison.passed for rows in per_output.values() for comparison, _ in rows)
-    result["by_tokens"] = table
-    return result
+    passed = identical and all(one.passed for entries in comparisons.values() for one in entries)
+    result: dict[str, Any] = {name: worst(entries).as_dict() for name, entries in comparisons.items()}
+    return result | {"bitwise_equal_across_ranks": identical, "passed": passed, "by_tokens": table}
 
 
 def _largest(errors: Iterable[float]) -> float:

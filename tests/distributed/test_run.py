@@ -1,0 +1,96 @@
+"""``tw-compile run`` on real ranks, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tw_compile.cli.app import app
+from tw_compile.runner.launch import Entry, spawn_ranks
+from tw_compile.runner.spec import RankError, RunSpec, UsageError
+
+SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
+
+
+@pytest.mark.timeout(600)
+def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    args = ["run", "--device", "cpu", "--tp", "2", "--layers", "1", "--tokens", "8,3", "--json", str(file)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert result.output.rstrip().splitlines()[-1].startswith("PASSED  3 of 3 all_reduces fused")
+    report = json.loads(file.read_text())
+    assert report["schema_version"] == 1
+    assert (report["world_size"], report["device"], report["tokens"]) == (2, "cpu", [8, 3])
+    assert report["counts"] == {"all_reduce": 3, "fused": 3, "refused": 0, "gated": 0}
+    assert {(site["decision"], site["transport"], site["bytes"]) for site in report["sites"]} == {
+        ("fused", "gloo", 8 * 512 * 2)
+    }
+    numerics = report["numerics"]
+    assert numerics["passed"] and numerics["bitwise_equal_across_ranks"]
+    for name in ("hidden", "residual"):
+        assert 1e-4 < numerics[name]["error"] <= numerics[name]["budget"] == 1.1 * numerics[name]["unfused_error"]
+    seconds = report["compile_seconds"]
+    assert 0 < seconds["passes"] < 0.05 * seconds["tw_compile"]
+    assert seconds["baseline"] > 0
+
+
+@pytest.mark.timeout(300)
+def test_model_that_cannot_be_split_is_bad_input() -> None:
+    with pytest.raises(UsageError, match=r"num_key_value_heads: expected a multiple of the world size 3, got 4"):
+        spawn_ranks(dataclasses.replace(SPEC, world_size=3), lambda what: None)
+
+
+def _rank_1_raises(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    messages.send(("doing", "thinking"))
+    if rank == 1:
+        messages.send(("failed", "Traceback ...\nKeyError: 'lost'"))
+        return
+    time.sleep(60)
+
+
+def _rank_1_is_killed(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    messages.send(("doing", "computing"))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1)
+    messages.send(("failed", "ConnectionError: peer is gone"))
+
+
+def _rank_1_hangs(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    messages.send(("doing", "waiting for Godot"))
+    if rank == 1:
+        time.sleep(60)
+    messages.send(("result", {}))
+
+
+def _fails(entry: Entry, timeout: float = 60) -> str:
+    begin = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        spawn_ranks(dataclasses.replace(SPEC, timeout=timeout), lambda what: None, entry)
+    assert time.monotonic() - begin < 30
+    return str(caught.value)
+
+
+def test_rank_that_raises_is_named_with_its_traceback() -> None:
+    message = _fails(_rank_1_raises)
+    assert message.startswith("rank 1 failed while thinking")
+    assert "KeyError: 'lost'" in message
+
+
+def test_rank_that_is_killed_is_named_and_not_the_one_that_noticed() -> None:
+    message = _fails(_rank_1_is_killed)
+    assert message.startswith("rank 1 died while computing: killed by SIGKILL")
+    assert "then failed too: rank 0" in message
+
+
+def test_rank_that_hangs_is_named_with_what_it_was_doing() -> None:
+    assert _fails(_rank_1_hangs, timeout=5) == "no result after 5 s; unfinished: rank 1: waiting for Godot"

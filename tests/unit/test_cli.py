@@ -1,0 +1,220 @@
+"""The command line: errors, reports and text. What needs ranks is in ``tests/distributed/test_run.py``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from tw_compile.cli import render
+from tw_compile.cli.app import app
+from tw_compile.runner.numerics import Comparison, digest, worst
+
+INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, list(args))
+
+
+@pytest.fixture(scope="module")
+def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[str, Any]]:
+    file = tmp_path_factory.mktemp("inspect") / "report.json"
+    result = invoke(*INSPECT, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    return result, json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "came"),
+    [
+        (["run", "--device", "cpu", "--tokens", "8,0"], "--tokens", "8,0"),
+        (["run", "--device", "cpu", "--tokens", "many"], "--tokens", "many"),
+        (["run", "--device", "cpu", "--tokens", "8,8"], "--tokens", "8,8"),
+        (["run", "--device", "cpu", "--dtype", "int8"], "--dtype", "int8"),
+        (["run", "--device", "cpu", "--tp", "0"], "--tp", "0"),
+        (["run", "--device", "cpu", "--layers", "-1"], "--layers", "-1"),
+        (["run", "--device", "cpu", "--transport", "p2p"], "--transport", "p2p"),
+        (["run", "--device", "tpu"], "--device", "tpu"),
+        (["run", "--device", "cpu", "--mode", "fast"], "--mode", "fast"),
+        (["inspect", "--model", "no-such-model"], "--model", "no-such-model"),
+        (["inspect", "--model", "tiny-llama", "--tp", "3"], "--tp", "3"),
+        (["inspect", "--model", "tiny-llama", "--layers", "99"], "layers", "99"),
+        (["inspect", "--tokens", "0"], "--tokens", "0"),
+        (["bench", "passes", "--model", "tiny-llama", "--layers", "2,40"], "--layers", "40"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[str], named: str, came: str) -> None:
+    result = invoke(*args)
+    assert result.exit_code == 2
+    lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and named in lines[0] and came in lines[0] and "expected" in lines[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_run_on_cuda_without_a_gpu_is_refused() -> None:
+    result = invoke("run", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "error: --device: expected cpu" in result.output
+
+
+def test_help_does_not_import_torch() -> None:
+    code = "import sys; from tw_compile.cli.app import app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_inspect_reports_every_all_reduce(inspected: tuple[Result, dict[str, Any]]) -> None:
+    _, report = inspected
+    assert report["schema_version"] == 1
+    assert (report["model"], report["world_size"], report["device"], report["tokens"]) == (
+        "tiny-llama",
+        4,
+        "cuda",
+        [24],
+    )
+    assert report["counts"] == {"all_reduce": 7, "fused": 7, "refused": 0, "gated": 0}
+    assert [site["index"] for site in report["sites"]] == list(range(7))
+    assert {site["transport"] for site in report["sites"]} == {"p2p"}
+    assert {site["bytes"] for site in report["sites"]} == {24 * 512 * 2}
+
+
+def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str, Any]]) -> None:
+    result, _ = inspected
+    lines = result.output.splitlines()
+    assert any(line.startswith("- all_reduce") for line in lines)
+    assert any(line.startswith("- rsqrt") for line in lines)
+    assert any(line.startswith("+ fused_start") and "residual_out=sharded" in line for line in lines)
+    assert any(line.startswith("+ fused_wait") for line in lines)
+    assert sum(line.startswith("+ fused_start") for line in lines) == 2
+
+
+def test_inspect_names_a_refused_site_and_why() -> None:
+    result = invoke(*INSPECT, "--layers", "1", "--tp", "1", "--json", "-")
+    report = json.loads(result.stdout)
+    assert report["counts"]["fused"] == 0
+    result = invoke(*INSPECT, "--transport", "gloo")
+    assert result.exit_code == 0
+    refused = [line for line in result.output.splitlines() if line.startswith("site ")]
+    assert len(refused) == 7
+    assert all("refused" in line and "needs CPU tensors" in line for line in refused)
+
+
+def test_json_on_standard_output_is_nothing_but_json() -> None:
+    result = invoke("doctor", "--json", "-")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["command"] == "doctor"
+    assert "what would run" in result.stderr
+
+
+def test_doctor_says_what_would_run_for_each_group_size() -> None:
+    report = json.loads(invoke("doctor", "--json", "-").stdout)
+    assert report["versions"]["torch"] == torch.__version__
+    assert [plan["world_size"] for plan in report["plans"]] == [2, 4, 8]
+    assert all(plan["transport"] and plan["transport_why"] for plan in report["plans"])
+    if not report["gpus"]:
+        assert {plan["transport"] for plan in report["plans"]} == {"gloo"}
+        assert report["symmetric_memory"]["multicast_supported"] is None
+
+
+def test_unwritable_json_file_is_bad_input(tmp_path: Path) -> None:
+    result = invoke("doctor", "--json", str(tmp_path / "nowhere" / "report.json"))
+    assert result.exit_code == 2
+    assert "error: --json: expected a file" in result.output
+
+
+def test_bench_passes_writes_one_row_per_depth(tmp_path: Path) -> None:
+    file = tmp_path / "passes.csv"
+    result = invoke("bench", "passes", "--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file))
+    assert result.exit_code == 0, result.output
+    header, *rows = file.read_text().splitlines()
+    assert header.startswith("model,world_size,layers,")
+    assert [row.split(",")[:5] for row in rows] == [
+        ["tiny-llama", "2", "1", "3", "3"],
+        ["tiny-llama", "2", "2", "5", "5"],
+    ]
+    assert "2 against 1 layers" in result.output
+
+
+def test_layers_are_shown_as_ranges() -> None:
+    assert render.ranges([5, 0, 1, 2, 2]) == "0-2, 5"
+
+
+def test_sites_that_differ_in_their_layer_only_are_one_group() -> None:
+    site = {"form": "f", "bytes": 8, "transport": "p2p", "decision": "fused", "reason": "", "detail": "d"}
+    other = site | {"bytes": 16}
+    groups = render.group_sites(
+        [site | {"layer": 0}, other | {"layer": 0}, site | {"layer": 1}, site | {"layer": None}]
+    )
+    assert [(group["count"], group["layers"], group["bytes"]) for group in groups] == [(3, "0-1", 8), (1, "0", 16)]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(None, "dynamic"), (1023, "1023 B"), (33554432, "32.0 MiB"), (2**31, "2.0 GiB")]
+)
+def test_sizes_have_a_unit(count: int | None, text: str) -> None:
+    assert render.size(count) == text
+
+
+def test_error_over_budget_or_not_finite_fails() -> None:
+    assert Comparison(1.1e-3, 1e-3).passed
+    assert not Comparison(1.2e-3, 1e-3).passed
+    assert not Comparison(float("inf"), 1e-3).passed
+    assert not Comparison(float("inf"), float("inf")).passed
+    assert Comparison(float("inf"), 1e-3).as_dict()["error"] is None
+
+
+def test_worst_comparison_uses_most_of_its_budget() -> None:
+    close = Comparison(1e-6, 1e-6)
+    assert worst([Comparison(1e-3, 2e-3), close]) is close
+    broken = Comparison(float("inf"), 1.0)
+    assert worst([close, broken]) is broken
+
+
+def test_digest_tells_bits_apart() -> None:
+    zero = torch.zeros(3, dtype=torch.bfloat16)
+    assert digest([zero]) == digest([zero.clone()])
+    assert digest([zero]) != digest([-zero])
+
+
+def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
+    one = {"error": 1.0 if not passed else 1e-3, "unfused_error": 1e-3, "budget": 1.1e-3, "passed": passed}
+    row = {name: one | {"inductor_error": 1e-3} for name in ("hidden", "residual")}
+    row |= {"bitwise_equal_across_ranks": identical}
+    return {
+        "model": "m",
+        "layers": 1,
+        "dtype": "bfloat16",
+        "world_size": 2,
+        "device": "cpu",
+        "tokens": [8],
+        "versions": {"torch": "2", "transformers": "5"},
+        "sites": [],
+        "counts": {"all_reduce": 1, "fused": 1, "refused": 0, "gated": 0},
+        "numerics": row | {"passed": passed and identical, "by_tokens": [row | {"tokens": 8}]},
+        "compile_seconds": {"baseline": 1.0, "tw_compile": 1.1, "passes": 0.01},
+        "prefill_seconds": {"baseline": [0.002], "tw_compile": [0.001]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("passed", "identical", "expected"),
+    [
+        (True, True, ["PASSED", "ranks identical", "2.00x"]),
+        (False, True, ["FAILED", "hidden error over budget", "NO"]),
+        (True, False, ["FAILED", "ranks differ", "DIFFER"]),
+    ],
+)
+def test_run_ends_with_the_verdict(passed: bool, identical: bool, expected: list[str]) -> None:
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    render.print_run(console, _run_report(passed, identical))
+    text = console.export_text()
+    assert all(word in text for word in expected)
+    assert text.rstrip().splitlines()[-1].startswith(expected[0])

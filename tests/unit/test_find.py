@@ -1,0 +1,384 @@
+"""Which all_reduces are found, which are refused, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from graph_builder import EPS_FORMS, NORM_FORMS, ROOTS, GraphBuilder, aten
+
+from tw_compile.passes.base import Refusal
+from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
+from tw_compile.testing import fake_process_group
+
+T, H = 6, 8
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with fake_process_group(4):
+        yield
+
+
+def fused(*sites: FoundSite) -> list[FusionSite]:
+    found = [site for site in sites if isinstance(site, FusionSite)]
+    assert len(found) == len(sites), sites
+    return found
+
+
+def find(b: GraphBuilder, *outputs: fx.Node) -> list[FoundSite]:
+    return find_sites(b.output(*outputs).graph)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("form", NORM_FORMS)
+def test_residual_add_and_norm_of_every_form_and_dtype(form: str, dtype: torch.dtype, swap: bool) -> None:
+    b = GraphBuilder()
+    x, residual, weight = b.input(T, H, dtype=dtype), b.input(T, H, dtype=dtype), b.input(H, dtype=dtype)
+    wait = b.all_reduce(x)
+    h = b.add(*((residual, wait) if swap else (wait, residual)))
+    normed = b.rms_norm(h, weight, form, swap=swap)
+    (site,) = fused(*find(b, normed, h))
+    assert site.h is h and site.residuals == (residual,) and site.norm.output is normed
+    assert site.norm.weight is (None if form == "no_weight" else weight)
+    assert site.norm.weight_offset == (1.0 if form == "gemma" else 0.0)
+    expected = {"hf": "hf", "torch": "fp32", "gemma": "gemma", "no_weight": "no_weight"}[form]
+    if dtype == torch.float32 and form == "hf":
+        expected = "fp32"
+    assert site.form == f"all_reduce+residual+rms_norm[{expected}]"
+
+
+@pytest.mark.parametrize("eps_form", EPS_FORMS)
+@pytest.mark.parametrize("root", ROOTS)
+def test_eps_and_root_in_every_form(root: str, eps_form: str) -> None:
+    b = GraphBuilder()
+    x, weight = b.input(T, H), b.input(H)
+    normed = b.rms_norm(b.all_reduce(x), weight, eps=0.25, eps_form=eps_form, root=root, square_mul=True, upcast=False)
+    (site,) = fused(*find(b, normed))
+    assert site.norm.eps == (0.0 if eps_form == "none" else 0.25)
+    assert site.residuals == () and site.form == "all_reduce+rms_norm[fp32]"
+
+
+def test_views_and_casts_between() -> None:
+    b = GraphBuilder()
+    x, residual, weight = b.input(T, H, dtype=torch.bfloat16), b.input(2, 3, H), b.input(H)
+    wait = b.call(aten.clone.default, b.all_reduce(x))
+    h = b.add(residual, b.view(b.cast(wait, torch.float32), 2, 3, H))
+    (site,) = fused(*find(b, b.rms_norm(h, weight), h))
+    assert site.h is h and site.residuals == (residual,)
+
+
+def test_row_parallel_bias_before_and_after_the_residual() -> None:
+    for bias_first in (True, False):
+        b = GraphBuilder()
+        x, residual, bias, weight = b.input(T, H), b.input(T, H), b.input(H), b.input(H)
+        first, second = (bias, residual) if bias_first else (residual, bias)
+        h = b.add(b.add(b.all_reduce(x), first), second)
+        (site,) = fused(*find(b, b.rms_norm(h, weight), h))
+        assert site.bias is bias and site.residuals == (residual,)
+
+
+def test_several_residual_addends() -> None:
+    b = GraphBuilder()
+    x, one, two, weight = b.input(T, H), b.input(T, H), b.input(T, H), b.input(H)
+    h = b.add(two, b.add(one, b.all_reduce(x)))
+    (site,) = fused(*find(b, b.rms_norm(h, weight), h))
+    assert site.residuals == (one, two)
+
+
+def test_sandwich_norm_before_the_residual_add() -> None:
+    b = GraphBuilder()
+    x, residual, w1, w2 = b.input(T, H), b.input(T, H), b.input(H), b.input(H)
+    wait = b.all_reduce(x)
+    stream = b.add(residual, b.rms_norm(wait, w1))
+    (site,) = fused(*find(b, b.rms_norm(stream, w2), stream))
+    assert site.h is wait and site.norm.weight is w1 and site.residuals == ()
+
+
+def test_summed_all_reduces_of_one_group_travel_together() -> None:
+    b = GraphBuilder()
+    x, shared, residual, weight = b.input(T, H), b.input(2, 3, H), b.input(T, H), b.input(H)
+    h = b.add(b.add(b.all_reduce(x), b.view(b.all_reduce(shared), T, H)), residual)
+    first, second = find(b, b.rms_norm(h, weight), h)
+    assert isinstance(first, FusionSite) and isinstance(second, MergedSite)
+    assert second.into is first and first.partials() == (x, shared)
+    assert first.form == "all_reduce+all_reduce+residual+rms_norm[fp32]"
+
+
+def test_summed_all_reduces_of_two_groups_share_one_norm() -> None:
+    b = GraphBuilder()
+    other = dist.new_group([0, 1, 2, 3]).group_name
+    x, y, weight = b.input(T, H), b.input(T, H), b.input(H)
+    h = b.add(b.all_reduce(x), b.all_reduce(y, other))
+    first, second = find(b, b.rms_norm(h, weight))
+    assert isinstance(first, FusionSite) and isinstance(second, RefusedSite)
+    assert second.refused.reason == Refusal.NORM_ALREADY_FUSED
+
+
+def test_subset_groups_are_sites_of_their_own() -> None:
+    b = GraphBuilder()
+    pair = dist.new_group([0, 1]).group_name
+    x, y, weight = b.input(T, H), b.input(T, H), b.input(H)
+    outputs = [b.rms_norm(b.all_reduce(x), weight), b.rms_norm(b.all_reduce(y, pair), weight)]
+    assert [site.all_reduce.group_name for site in fused(*find(b, *outputs))] == ["0", pair]
+
+
+def test_weight_computed_after_the_residual_add() -> None:
+    b = GraphBuilder()
+    x, weight = b.input(T, H, dtype=torch.bfloat16), b.input(H)
+    wait = b.all_reduce(x)
+    y = b.cast(b.scale(wait), torch.bfloat16)
+    late = b.cast(b.call(aten.mul.Tensor, weight, 2.0), torch.bfloat16)
+    (site,) = fused(*find(b, b.call(aten.mul.Tensor, y, late)))
+    assert site.norm.weight is late and site.late_weight[-1] is late and len(site.late_weight) == 2
+
+
+def test_summed_over_another_width() -> None:
+    b = GraphBuilder()
+    x, residual, weight = b.input(T, H), b.input(T, H), b.input(H)
+    half = b.add(b.view(b.all_reduce(x), 2 * T, H // 2), b.view(residual, 2 * T, H // 2))
+    check_refused(find(b, b.rms_norm(b.view(half, T, H), weight)), Refusal.RESIDUAL_NOT_PROVABLE)
+
+
+def check_refused(sites: list[FoundSite], reason: Refusal, words: str = "") -> None:
+    (site,) = sites
+    assert isinstance(site, RefusedSite), site
+    assert (site.refused.reason, words in site.refused.detail) == (reason, True), site.refused
+    assert site.refused.detail
+
+
+Near = Callable[[GraphBuilder], fx.Node | tuple[fx.Node, ...]]
+NEAR_MISSES: dict[str, tuple[Refusal, Near]] = {}
+
+
+def near(reason: Refusal) -> Callable[[Near], Near]:
+    def register(function: Near) -> Near:
+        NEAR_MISSES[function.__name__] = (reason, function)
+        return function
+
+    return register
+
+
+@near(Refusal.PARTIAL_SUM_USED_ELSEWHERE)
+def partial_sum_used_elsewhere(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    x = b.call(aten.neg.default, b.input(T, H))
+    return b.rms_norm(b.all_reduce(x), b.input(H)), b.call(aten.relu.default, x)
+
+
+@near(Refusal.PARTIAL_SUM_USED_ELSEWHERE)
+def partial_sum_used_elsewhere_through_a_view(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    x = b.call(aten.neg.default, b.input(2, 3, H))
+    return b.rms_norm(b.all_reduce(b.view(x, T, H)), b.input(H)), x
+
+
+@near(Refusal.REDUCED_VALUE_USED_ELSEWHERE)
+def reduced_value_used_besides_the_add(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    wait = b.all_reduce(b.input(T, H))
+    return b.rms_norm(b.add(wait, b.input(T, H)), b.input(H)), b.call(aten.relu.default, wait)
+
+
+@near(Refusal.REDUCED_VALUE_USED_ELSEWHERE)
+def two_waits(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    issued = b.issue(b.input(T, H))
+    return b.rms_norm(b.wait(issued), b.input(H)), b.wait(issued)
+
+
+@near(Refusal.REDUCE_OP_NOT_SUM)
+def maximum(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H), op="max"), b.input(H))
+
+
+@near(Refusal.REDUCE_OP_NOT_SUM)
+def average(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H), op="avg"), b.input(H))
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def float64_message(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H, dtype=torch.float64)), b.input(H), upcast=False)
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def integer_message(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H, dtype=torch.int32)), b.input(H))
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def float64_residual(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.add(b.all_reduce(b.input(T, H)), b.input(T, H, dtype=torch.float64)), b.input(H), upcast=False)
+
+
+@near(Refusal.GROUP_SIZE_1)
+def group_of_one(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H), group=dist.new_group([0]).group_name), b.input(H))
+
+
+@near(Refusal.GROUP_NOT_RESOLVED)
+def unknown_group(b: GraphBuilder) -> fx.Node:
+    x = b.input(T, H)
+    node = b.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "nowhere"))
+    node.meta["val"] = x.meta["val"]
+    return b.rms_norm(b.wait(node), b.input(H))
+
+
+@near(Refusal.NO_RMS_NORM)
+def no_norm(b: GraphBuilder) -> fx.Node:
+    return b.call(aten.relu.default, b.all_reduce(b.input(T, H)))
+
+
+@near(Refusal.NO_RMS_NORM)
+def graph_output(b: GraphBuilder) -> fx.Node:
+    return b.all_reduce(b.input(T, H))
+
+
+@near(Refusal.LAYER_NORM)
+def layer_norm(b: GraphBuilder) -> fx.Node:
+    return b.layer_norm(b.all_reduce(b.input(T, H)))
+
+
+@near(Refusal.MEAN_DIM)
+def mean_over_tokens(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [0], True)
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, 1e-5)))
+
+
+@near(Refusal.MEAN_DIM)
+def mean_over_two_dims(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(2, 3, H))
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-2, -1], True)
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, 1e-5)))
+
+
+@near(Refusal.HIDDEN_SIZE_NOT_SUPPORTED)
+def norm_over_heads(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.view(b.all_reduce(b.input(T, H)), T, 2, H // 2), b.input(H // 2))
+
+
+@near(Refusal.EPS_NOT_CONSTANT)
+def eps_from_an_input(b: GraphBuilder) -> fx.Node:
+    wait, eps = b.all_reduce(b.input(T, H)), b.input(1)
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1], True)
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, eps)))
+
+
+@near(Refusal.EPS_NOT_CONSTANT)
+def eps_with_alpha(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1], True)
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, 1e-5, alpha=2)))
+
+
+@near(Refusal.NORM_INTERMEDIATE_USED)
+def inverse_root_used(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    wait = b.all_reduce(b.input(T, H))
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1], True)
+    inverse = b.call(aten.rsqrt.default, b.add(variance, 1e-5))
+    return b.call(aten.mul.Tensor, wait, inverse), inverse
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_of_one_element(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H)), b.input(1))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def integer_weight(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(T, H)), b.input(H, dtype=torch.int64))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_computed_from_the_sum(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    return b.call(aten.mul.Tensor, b.scale(wait), b.call(aten.mean.dim, wait, [0]))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_is_the_only_row_of_the_sum(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(1, H))
+    return b.call(aten.mul.Tensor, b.scale(wait), b.view(wait, H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def broadcast_residual(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.add(b.all_reduce(b.input(T, H)), b.input(1, H)), b.input(H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def doubled(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    return b.rms_norm(b.add(wait, wait), b.input(H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def two_biases(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.add(b.add(b.all_reduce(b.input(T, H)), b.input(H)), b.input(H)), b.input(H))
+
+
+@near(Refusal.NO_RMS_NORM)
+def residual_with_alpha(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.add(b.all_reduce(b.input(T, H)), b.input(T, H), alpha=2), b.input(H))
+
+
+@near(Refusal.MISSING_METADATA)
+def partial_without_metadata(b: GraphBuilder) -> fx.Node:
+    x = b.call(aten.neg.default, b.input(T, H))
+    normed = b.rms_norm(b.all_reduce(x), b.input(H))
+    del x.meta["val"]
+    return normed
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_without_metadata(b: GraphBuilder) -> fx.Node:
+    weight = b.input(H)
+    normed = b.rms_norm(b.all_reduce(b.input(T, H)), weight)
+    del weight.meta["val"]
+    return normed
+
+
+@near(Refusal.HIDDEN_SIZE_NOT_SUPPORTED)
+def one_dimensional_message(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.all_reduce(b.input(H)), b.input(H))
+
+
+@near(Refusal.HIDDEN_SIZE_NOT_SUPPORTED)
+def sum_flattened_into_other_rows(b: GraphBuilder) -> fx.Node:
+    flat = b.call(aten.relu.default, b.input(T * H))
+    wait = b.all_reduce(b.view(flat, T // 2, 2 * H))
+    return b.rms_norm(b.add(b.view(wait, T, H), b.input(T, H)), b.input(H))
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_miss_is_refused_by_name(name: str) -> None:
+    reason, build = NEAR_MISSES[name]
+    b = GraphBuilder()
+    outputs = build(b)
+    check_refused(find(b, *(outputs if isinstance(outputs, tuple) else (outputs,))), reason)
+
+
+def test_every_refusal_of_finding_has_a_near_miss() -> None:
+    elsewhere = {
+        Refusal.TRAINING_GRAPH,  # test_rewrite.py
+        Refusal.REWRITE_FAILED,  # test_rewrite.py
+        Refusal.TRANSPORT_NOT_AVAILABLE,  # test_rewrite.py
+        Refusal.NORM_ALREADY_FUSED,  # above
+    }
+    assert {reason for reason, _ in NEAR_MISSES.values()} == set(Refusal) - elsewhere
+
+
+def test_layer_is_read_from_the_module_stack() -> None:
+    b = GraphBuilder()
+    issued = b.issue(b.input(T, H))
+    issued.meta["nn_module_stack"] = {"a": ("L['self'].model.layers.17.mlp", object), "b": ("x.down_proj", object)}
+    (site,) = find(b, b.wait(issued))
+    assert site.all_reduce.layer == 17
+
+
+def test_message_size_is_unknown_for_symbolic_tokens() -> None:
+    b = GraphBuilder()
+    (site,) = find(b, b.all_reduce(b.input(T, H, dtype=torch.bfloat16)))
+    assert site.all_reduce.bytes() == T * H * 2

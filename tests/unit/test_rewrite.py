@@ -1,0 +1,288 @@
+"""What becomes of a graph: operators, metadata, order, and what happens when the rewrite itself fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_metadata
+from torch import nn
+
+from tw_compile import Config, TWCompilePass, collect_reports
+from tw_compile.passes.base import Refusal
+from tw_compile.passes.fusion.rewrite import Rewriter
+from tw_compile.report import GraphReport
+from tw_compile.testing import (
+    assert_annotation,
+    assert_order,
+    capture_graphs,
+    count_ops,
+    diff,
+    fake_process_group,
+    find_ops,
+    rewrite,
+    snapshot,
+)
+
+T, H = 6, 8
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    with fake_process_group(4):
+        yield
+
+
+def apply(graph: fx.Graph, config: Config | None = None) -> GraphReport:
+    with collect_reports() as reports:
+        TWCompilePass(config or Config(strict=True))(graph)
+    graph.lint()
+    return reports[0]
+
+
+def two_sites(dtype: torch.dtype = torch.float32) -> fx.Graph:
+    b = GraphBuilder()
+    stream = b.input(T, H, dtype=dtype)
+    for _ in range(2):
+        stream = b.add(stream, b.all_reduce(b.input(T, H, dtype=dtype)))
+        normed = b.rms_norm(stream, b.input(H, dtype=dtype))
+    return b.finish(normed, stream)
+
+
+class HFNorm(nn.Module):
+    def __init__(self, width: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        if self.offset:
+            return (y * (self.offset + self.weight.float())).to(x.dtype)
+        return self.weight * y.to(x.dtype)
+
+
+class Decoder(nn.Module):
+    """Pre-norm layers; ``sandwich`` norms what a block gives before it is added to the stream, too."""
+
+    def __init__(self, norm: str, layers: int = 2, sandwich: bool = False, bias: bool = False, width: int = 64) -> None:
+        super().__init__()
+        make = {"hf": HFNorm, "torch": nn.RMSNorm, "gemma": lambda w: HFNorm(w, 1.0)}[norm]
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(2 * layers))
+        self.norms = nn.ModuleList(make(width) for _ in range(2 * layers + 1))
+        self.post = nn.ModuleList(make(width) for _ in range(2 * layers)) if sandwich else None
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+
+    def forward(self, stream: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            partial = block(self.norms[index](stream))
+            dist.all_reduce(partial)
+            if self.bias is not None:
+                partial = partial + self.bias
+            if self.post is not None:
+                partial = self.post[index](partial)
+            stream = stream + partial if index % 2 else partial + stream
+        return self.norms[-1](stream)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("norm", ["hf", "torch", "gemma"])
+def test_decoder_is_fused_whole(norm: str, device: str) -> None:
+    stream = torch.zeros(5, 64, dtype=torch.bfloat16)
+    result = rewrite(Decoder(norm).bfloat16(), (stream,), world_size=4, device=device)  # type: ignore[arg-type]
+    assert result.report.counts == {"all_reduce": 4, "fused": 4, "refused": 0, "gated": 0}
+    assert count_ops(result.before.graph, "all_reduce") == 4
+    graph = result.after.graph
+    for gone in ("all_reduce", "wait_tensor", "rsqrt"):
+        assert count_ops(graph, gone) == (1 if gone == "rsqrt" else 0)  # the first norm has no all_reduce before it
+    outs = [start.args[10] for start in find_ops(graph, "all_reduce_rms_norm_start")]
+    assert outs == ["sharded"] * 3 + ["none"]
+    assert {site.transport for site in result.report.sites} == {"gloo" if device == "cpu" else "p2p"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_three_dimensional_static_and_symbolic(dtype: torch.dtype, dynamic: bool) -> None:
+    stream = torch.zeros(2, 5, 64, dtype=dtype)
+    result = rewrite(Decoder("torch", bias=True).to(dtype), (stream,), dynamic=dynamic)
+    assert result.report.counts["fused"] == 4
+    assert [site.bytes is None for site in result.report.sites] == [dynamic] * 4
+    assert metadata(result.after.graph) == propagated_metadata(result.after.graph)
+
+
+@pytest.mark.parametrize("norm", ["hf", "gemma"])
+def test_sandwich_norms(norm: str) -> None:
+    stream = torch.zeros(5, 64, dtype=torch.bfloat16)
+    result = rewrite(Decoder(norm, sandwich=True).bfloat16(), (stream,), dynamic=True)
+    assert result.report.counts["fused"] == 4
+    assert {start.args[1] for start in find_ops(result.after.graph, "all_reduce_rms_norm_start")} == {None}
+
+
+class Flattened(nn.Module):
+    """The message is 2-D, the stream 3-D."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+
+    def forward(self, x: torch.Tensor, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = x.flatten(0, 1) * 2
+        dist.all_reduce(flat)
+        stream = stream + flat.view(stream.shape)
+        return self.norm(stream), stream
+
+
+def test_flattened_message_and_two_symbolic_dims() -> None:
+    x = torch.zeros(3, 5, 64)
+    result = rewrite(Flattened(), (x, x), dynamic=True)
+    assert result.report.counts["fused"] == 1 and not result.report.warning
+    assert metadata(result.after.graph) == propagated_metadata(result.after.graph)
+
+
+def test_new_nodes_are_annotated_and_in_order(group: None) -> None:
+    graph = two_sites()
+    apply(graph)
+    for site, start in enumerate(find_ops(graph, "all_reduce_rms_norm_start")):
+        assert_annotation(start, site=site, role="start")
+    first, second = find_ops(graph, "all_reduce_rms_norm_wait_")
+    assert_order(graph, find_ops(graph, "all_reduce_rms_norm_start")[0], first)
+    assert_order(graph, first, find_ops(graph, "all_reduce_rms_norm_start")[1])
+    assert_order(graph, second, graph.output_node())
+    assert_annotation(second, site=1, role="wait")
+
+
+def test_wait_keeps_every_tensor_input_of_its_start(group: None) -> None:
+    b = GraphBuilder()
+    x, residual, bias, weight = b.input(T, H), b.input(T, H), b.input(H), b.input(H)
+    graph = b.finish(b.rms_norm(b.add(b.add(b.all_reduce(x), bias), residual), weight))
+    apply(graph)
+    (start,), (wait,) = (find_ops(graph, f"all_reduce_rms_norm_{name}") for name in ("start", "wait_"))
+    assert wait.args[2] == [x, residual, bias, weight] == list(start.all_input_nodes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_metadata_is_what_propagation_gives(group: None, dtype: torch.dtype) -> None:
+    graph = two_sites(dtype)
+    apply(graph)
+    assert metadata(graph) == propagated_metadata(graph)
+
+
+def test_second_run_changes_nothing(group: None) -> None:
+    graph = two_sites()
+    apply(graph)
+    once = snapshot(graph)
+    assert apply(graph).counts["all_reduce"] == 0
+    assert snapshot(graph) == once
+
+
+def test_late_weight_is_computed_before_its_start(group: None) -> None:
+    b = GraphBuilder()
+    x, weight = b.input(T, H, dtype=torch.bfloat16), b.input(H)
+    y = b.cast(b.scale(b.all_reduce(x)), torch.bfloat16)
+    late = b.cast(b.call(aten.mul.Tensor, weight, 2.0), torch.bfloat16)
+    graph = b.finish(b.call(aten.mul.Tensor, y, late))
+    apply(graph)
+    (start,) = find_ops(graph, "all_reduce_rms_norm_start")
+    assert count_ops(graph, "mul") == 1
+    assert_order(graph, "mul", start)
+
+
+def test_residual_from_a_site_issued_later(group: None) -> None:
+    b = GraphBuilder()
+    early = b.issue(b.input(T, H))
+    first = b.add(b.all_reduce(b.input(T, H)), b.input(T, H))
+    normed = b.rms_norm(first, b.input(H))
+    second = b.add(b.wait(early), first)
+    graph = b.finish(normed, b.rms_norm(second, b.input(H)))
+    assert apply(graph).counts["fused"] == 2
+    assert [start.args[9] for start in find_ops(graph, "all_reduce_rms_norm_start")] == [False, True]
+
+
+def test_nodes_that_nothing_reads_any_more_are_gone(group: None) -> None:
+    b = GraphBuilder()
+    x, weight = b.input(2, 3, H, dtype=torch.bfloat16), b.input(H, dtype=torch.bfloat16)
+    graph = b.finish(b.rms_norm(b.all_reduce(b.view(x, T, H)), weight, "gemma"))
+    apply(graph)
+    idle = [node.name for node in graph.nodes if node.op == "call_function" and not node.users]
+    assert idle == [find_ops(graph, "all_reduce_rms_norm_wait_")[0].name]
+
+
+def test_gates(group: None) -> None:
+    size = T * H * 4
+    for config, reason in (
+        (Config(fuse=False), "fusion_off"),
+        (Config(fuse_min_bytes=size + 1), "below_fuse_min_bytes"),
+        (Config(fuse_max_bytes=size - 1), "above_fuse_max_bytes"),
+    ):
+        graph = two_sites()
+        before = snapshot(graph)
+        report = apply(graph, config)
+        assert report.counts == {"all_reduce": 2, "fused": 0, "refused": 0, "gated": 2}
+        assert report.refusals == {reason: 2} and snapshot(graph) == before
+    assert apply(two_sites(), Config(fuse_min_bytes=size, fuse_max_bytes=size)).counts["fused"] == 2
+
+
+def test_transport_that_cannot_serve_the_graph_is_refused(group: None) -> None:
+    assert apply(two_sites(), Config(transport="p2p")).refusals == {Refusal.TRANSPORT_NOT_AVAILABLE: 2}
+    odd = rewrite(Decoder("torch", width=63), (torch.zeros(5, 63),), config=Config(transport="p2p"), world_size=4)
+    assert odd.report.counts["refused"] == 4
+    (reason,) = odd.report.refusals
+    assert reason in (Refusal.TRANSPORT_NOT_AVAILABLE, Refusal.HIDDEN_SIZE_NOT_SUPPORTED)
+
+
+def test_failure_in_the_middle_leaves_the_graph_as_it_was(
+    group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = two_sites()
+    before, names = snapshot(graph), [node.name for node in graph.nodes]
+    insert = Rewriter.insert
+
+    def fail_at_the_second(self: Rewriter, site: object, index: int, *rest: object) -> None:
+        insert(self, site, index, *rest)  # type: ignore[arg-type]
+        if index == 1:
+            raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Rewriter, "insert", fail_at_the_second)
+    with caplog.at_level(logging.WARNING, logger="tw_compile"):
+        report = apply(graph, Config(strict=False))
+    assert snapshot(graph) == before and [node.name for node in graph.nodes] == names
+    (record,) = caplog.records
+    assert "left a graph as it was: RuntimeError: on purpose" in record.getMessage()
+    assert report.refusals == {Refusal.REWRITE_FAILED: 2} and "on purpose" in report.warning
+    with pytest.raises(RuntimeError, match="on purpose"):
+        apply(graph, Config(strict=True))
+    assert snapshot(graph) == before
+
+
+def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> None:
+    module, stream = Decoder("torch", layers=1), torch.randn(3, 64)
+    expected = torch.autograd.grad(module(stream).square().sum(), list(module.parameters()))
+    with collect_reports() as reports:
+        compiled = torch.compile(module, backend="tw_compile", options={"tw_compile.strict": True})
+        actual = torch.autograd.grad(compiled(stream).square().sum(), list(module.parameters()))
+    torch.testing.assert_close(actual, expected)
+    assert len(reports) == 2
+    assert sum((list(report.refusals) for report in reports), []) == [Refusal.TRAINING_GRAPH]
+    assert sum(report.counts["all_reduce"] for report in reports) >= 2
+
+
+def test_snapshot_is_stable_and_diff_shows_the_rewrite(group: None) -> None:
+    graph = two_sites()
+    before = copy_of(graph)
+    assert snapshot(before) == snapshot(graph) and diff(before, graph) == ""
+    apply(graph)
+    shown = diff(before, graph)
+    assert "-%all_reduce = _c10d_functional.all_reduce.default(" in shown
+    assert "+%all_reduce_rms_norm_start = tw_compile." in shown
+    assert snapshot(before).splitlines()[0] == "%0 = input : f32[6, 8]"
+
+
+def test_captured_graph_is_what_the_passes_left() -> None:
+    with fake_process_group(2):
+        (module,) = capture_graphs(Decoder("hf"), (torch.zeros(4, 64),), pass_=TWCompilePass())
+    assert count_ops(module.graph, "all_reduce_rms_norm_start") == 4
