@@ -73,6 +73,7 @@ def _compile(
         if name not in known:
             raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
         patches[name] = value
-    before = compat.chain_passes(patches.get(_HOOK, known[_HOOK]))
+    # Not from the copy: that would run a copy of the user's pass.
+    before = compat.chain_passes(patches.get(_HOOK, getattr(inductor_config, _HOOK)))
     patches[_HOOK] = TWCompilePass(config, before=before)
     return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]

@@ -69,6 +69,13 @@ class PassSequence(CustomGraphPass):
         return None if None in uuids else tuple(uuids)
 
 
+def emulates_precision_casts() -> bool:
+    """Whether Inductor keeps the rounding of casts down and up again inside fused code; by default it does not."""
+    from torch._inductor import config
+
+    return bool(config.emulate_precision_casts)
+
+
 def is_training_graph() -> bool:
     """Whether the graph being compiled is a training forward or backward graph.
 
@@ -283,6 +290,7 @@ def inductor_code(
         stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
         stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", take))
         if device == "cuda":
+            _make_lazy_patterns()
             stack.enter_context(_presented_h100())
         try:
             torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
@@ -292,6 +300,17 @@ def inductor_code(
         finally:
             torch._dynamo.reset()
     return taken[0]
+
+
+def _make_lazy_patterns() -> None:
+    """Let Inductor trace its own patterns while torch.cuda still says what is true; with a presented GPU it would use it."""
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        return compile_post_grad(gm, example_inputs, None, graphs.append)
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.empty(8, device="cuda"))
+    torch._dynamo.reset()
 
 
 @contextlib.contextmanager

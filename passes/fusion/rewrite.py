@@ -4,6 +4,9 @@
     after:   start = all_reduce_rms_norm_start(x, residual, bias, weight, ...)
              wait_(start[0], start[1], keep=[x, residual, ...]); hidden = view(start[0]); h = view(start[1])
 
+The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
+(``emulate_precision_casts``), as Inductor itself does where it fuses: one rounding less.
+
 New nodes go right after ``h``: every input of the site exists there and every user of ``h`` or of the norm comes later, so
 all readers follow ``wait_``. Insertion only adds nodes and can be undone; the graph changes when everything was inserted.
 """
@@ -71,7 +74,7 @@ class Rewriter:
                 weight,
                 norm.eps,
                 norm.weight_offset,
-                norm.cast_before_weight,
+                norm.cast_before_weight if compat.emulates_precision_casts() else None,
                 hidden.dtype,
                 h.dtype,
                 layout.source is not None,

@@ -178,6 +178,8 @@ class _Maker:
         h = self.disguise(wait)
         if self.chance(0.04):
             self.outputs.append(b.call(aten.relu.default, h))
+        if self.chance(0.12):
+            h = b.call(rng.choice((aten.mul.Tensor, aten.mul.Scalar)), h, rng.choice((0.25, 2, -1.5)))
         addends: list[str] = []
         addends += ["bias"] * rng.choice((0, 0, 1, 2 if self.chance(0.1) else 0))
         addends += ["merged"] * rng.choice((0, 0, 0, 1))
@@ -198,6 +200,8 @@ class _Maker:
                 h = self.heads(h, other) if self.chance(0.07) else self.plus(h, other)
             if self.chance(0.08):
                 h = self.disguise(h)
+            if self.chance(0.02):
+                h = b.call(aten.mul.Tensor, h, 0.5)
         return h if h.meta["val"].dtype == self.stream or self.chance(0.3) else b.cast(h, self.stream)
 
     def make(self) -> fx.Graph:

@@ -44,9 +44,10 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_model_that_cannot_be_split_is_bad_input() -> None:
-    with pytest.raises(UsageError, match=r"num_key_value_heads: expected a multiple of the world size 3, got 4"):
-        spawn_ranks(dataclasses.replace(SPEC, world_size=3), lambda what: None)
+def test_model_that_a_rank_cannot_build_is_bad_input() -> None:
+    spec = dataclasses.replace(SPEC, world_size=1, layers=99)
+    with pytest.raises(UsageError, match=r"num_layers: expected 1 to 4, got 99"):
+        spawn_ranks(spec, lambda what: None)
 
 
 def _rank_1_raises(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:

@@ -107,7 +107,7 @@ def test_decoder_is_fused_whole(norm: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_three_dimensional_static_and_symbolic(dtype: torch.dtype, dynamic: bool) -> None:
+def test_three_dimensional_static_and_symbolic(group: None, dtype: torch.dtype, dynamic: bool) -> None:
     stream = torch.zeros(2, 5, 64, dtype=dtype)
     result = rewrite(Decoder("torch", bias=True).to(dtype), (stream,), dynamic=dynamic)
     assert result.report.counts["fused"] == 4
@@ -137,7 +137,7 @@ class Flattened(nn.Module):
         return self.norm(stream), stream
 
 
-def test_flattened_message_and_two_symbolic_dims() -> None:
+def test_flattened_message_and_two_symbolic_dims(group: None) -> None:
     x = torch.zeros(3, 5, 64)
     result = rewrite(Flattened(), (x, x), dynamic=True)
     assert result.report.counts["fused"] == 1 and not result.report.warning
@@ -266,9 +266,9 @@ def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> Non
         compiled = torch.compile(module, backend="tw_compile", options={"tw_compile.strict": True})
         actual = torch.autograd.grad(compiled(stream).square().sum(), list(module.parameters()))
     torch.testing.assert_close(actual, expected)
-    assert len(reports) == 2
-    assert sum((list(report.refusals) for report in reports), []) == [Refusal.TRAINING_GRAPH]
-    assert sum(report.counts["all_reduce"] for report in reports) >= 2
+    forward, backward = reports
+    assert forward.refusals == {Refusal.TRAINING_GRAPH: 2} and forward.counts["fused"] == 0
+    assert set(backward.refusals) <= {Refusal.TRAINING_GRAPH} and backward.counts["fused"] == 0
 
 
 def test_snapshot_is_stable_and_diff_shows_the_rewrite(group: None) -> None:

@@ -150,7 +150,7 @@ def _panel_header(panel: int, title: str, content: list[Box], height: int) -> st
     name = html.escape(_lane_name(content))
     return (
         f'<text class="head" x="{x + 16}" y="28">{title}</text>'
-        f'<text class="lane-name" x="{lane}" y="46" text-anchor="middle">{name}</text>'
+        f'<text class="lane-name" x="{x + _PANEL - 16}" y="46" text-anchor="end">{name}</text>'
         f'<line class="lane" x1="{lane}" y1="{_TOP - 10}" x2="{lane}" y2="{height - 12}"/>'
     )
 

@@ -169,10 +169,9 @@ def _print_times(console: Console, report: dict[str, Any]) -> None:
     seconds = report["compile_seconds"]
     share = seconds["passes"] / seconds["tw_compile"]
     console.print()
-    console.print(
-        f"cold compile for {report['tokens'][0]} tokens: inductor {duration(seconds['baseline'])}, tw_compile {duration(seconds['tw_compile'])}, "
-        f"of which passes {duration(seconds['passes'])} ({share:.2%})"
-    )
+    baseline, ours, passes = (duration(seconds[key]) for key in ("baseline", "tw_compile", "passes"))
+    console.print(f"cold compile for {report['tokens'][0]} tokens: inductor {baseline}, tw_compile {ours}")
+    console.print(f"of which passes: {passes} ({share:.2%})")
     prefill = report["prefill_seconds"]
     if prefill:
         for tokens, before, after in zip(report["tokens"], prefill["baseline"], prefill["tw_compile"], strict=True):

@@ -308,6 +308,7 @@ def capture_without_room_uses_nccl(ctx: Context) -> None:
     problem = make_problem(ctx, 64, 4096, Form())
     request = problem.request(ctx, slot=6)  # never used before: it has no buffers
     call(get_transport("nccl"), request)
+    call(get_transport("p2p"), problem.request(ctx))  # the group itself has been used
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = call(get_transport("p2p"), request)

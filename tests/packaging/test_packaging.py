@@ -1,0 +1,47 @@
+"""The installed package is the one the sources say it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = {"tw_compile": "tw_compile", "passes": "tw_compile.passes", "kernels": "tw_compile.kernels"}
+FOLDERS["configs"] = "tw_compile.configs"
+MAX_LINES = 600
+
+
+def packages() -> set[str]:
+    found = set()
+    for folder, package in FOLDERS.items():
+        for marker in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([package, *marker.parent.relative_to(ROOT / folder).parts]))
+    return found
+
+
+def test_every_package_is_listed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert set(project["tool"]["setuptools"]["packages"]) == packages()
+
+
+def test_every_folder_of_modules_is_a_package() -> None:
+    for folder in FOLDERS:
+        for module in (ROOT / folder).rglob("*.py"):
+            assert (module.parent / "__init__.py").exists(), module
+
+
+@pytest.mark.parametrize("name", ["passes", "kernels", "configs"])
+def test_source_folders_are_not_importable_by_their_own_name(name: str) -> None:
+    code = f"import importlib.util; assert importlib.util.find_spec({name!r}) is None"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd="/", timeout=60)
+
+
+def test_no_file_is_long() -> None:
+    folders = [*FOLDERS, "tests", "benchmarks"]
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    assert not long

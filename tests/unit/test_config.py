@@ -1,0 +1,104 @@
+"""Options: what is accepted, what is refused in which words, and what identifies a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tw_compile import Config
+
+SIZES = st.integers(0, 1 << 40)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    low, high = sorted((draw(SIZES), draw(SIZES)))
+    return Config(
+        fuse=draw(st.booleans()),
+        transport=draw(st.sampled_from(["auto", "gloo", "nccl", "p2p"])),
+        fuse_min_bytes=low,
+        fuse_max_bytes=draw(st.sampled_from([None, high])),
+        strict=draw(st.booleans()),
+    )
+
+
+@given(configs(), st.dictionaries(st.sampled_from(["max_autotune", "epilogue_fusion"]), st.booleans()))
+def test_options_round_trip(config: Config, inductor: dict[str, bool]) -> None:
+    back, rest = Config.split_options(config.as_options() | inductor)
+    assert (back, rest) == (config, inductor)
+
+
+@given(configs(), configs())
+def test_digest_changes_exactly_with_a_field(a: Config, b: Config) -> None:
+    assert (a.digest() == b.digest()) == (a == b)
+
+
+CHANGED: dict[str, Any] = {
+    "fuse": False,
+    "transport": "nccl",
+    "fuse_min_bytes": 1,
+    "fuse_max_bytes": 1,
+    "strict": True,
+}
+
+
+def test_digest_changes_with_each_field() -> None:
+    assert set(CHANGED) == {field.name for field in dataclasses.fields(Config)}
+    digests = {Config(**{name: value}).digest() for name, value in CHANGED.items()}
+    assert len(digests | {Config().digest()}) == len(CHANGED) + 1
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({"fuze": True}, ValueError, r"unknown option tw_compile.fuze: expected one of .*did you mean tw_compile.fuse\?"),
+        ({"qqqq": 1}, ValueError, r"unknown option tw_compile.qqqq: expected one of fuse, "),
+        ({"fuse": 1}, TypeError, "tw_compile.fuse: expected True or False, got 1"),
+        ({"strict": "yes"}, TypeError, "tw_compile.strict: expected True or False, got 'yes'"),
+        ({"transport": None}, TypeError, "tw_compile.transport: expected one of auto, gloo, nccl, p2p, got None"),
+        ({"transport": "ucx"}, ValueError, "tw_compile.transport: expected one of auto, gloo, nccl, p2p, got 'ucx'"),
+        ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
+        ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
+        ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),
+        ({"fuse_min_bytes": -1}, ValueError, "tw_compile.fuse_min_bytes: expected 0 bytes or more, got -1"),
+        ({"fuse_max_bytes": -1}, ValueError, "tw_compile.fuse_max_bytes: expected 0 bytes or more, got -1"),
+        (
+            {"fuse_min_bytes": 8, "fuse_max_bytes": 7},
+            ValueError,
+            r"tw_compile.fuse_max_bytes: expected at least fuse_min_bytes \(8\), got 7",
+        ),
+    ],
+)
+def test_bad_values_name_their_key(values: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Config.from_mapping(values)
+
+
+def test_bounds_may_be_equal() -> None:
+    assert Config(fuse_min_bytes=8, fuse_max_bytes=8).fuse_max_bytes == 8
+
+
+def test_no_options() -> None:
+    assert Config.split_options(None) == (Config(), {})
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().fuse = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("value", "strict"), [("0", False), ("1", True)])
+def test_strict_from_the_environment(value: str, strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TW_COMPILE_STRICT", value)
+    assert Config().strict is strict
+    assert Config(strict=not strict).strict is not strict
+
+
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TW_COMPILE_STRICT", "true")
+    with pytest.raises(ValueError, match="TW_COMPILE_STRICT: expected '0' or '1', got 'true'"):
+        Config()

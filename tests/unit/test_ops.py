@@ -1,0 +1,176 @@
+"""The operators' contracts: schema, fake kernels, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
+from tw_compile.testing import fake_process_group
+
+T, H, RANKS = 5, 8, 2
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    ops._in_flight.clear()
+    with fake_process_group(RANKS):
+        yield
+    ops._in_flight.clear()
+
+
+def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any, ...]:
+    args: dict[str, Any] = {
+        "x": torch.randn(T, H).to(dtype),
+        "residual": torch.randn(T, H).to(dtype),
+        "bias": None,
+        "weight": torch.randn(H).to(dtype),
+        "eps": 1e-5,
+        "weight_offset": 0.0,
+        "cast_before_weight": None,
+        "hidden_dtype": dtype,
+        "residual_dtype": dtype,
+        "residual_sharded": False,
+        "residual_out": "replicated",
+        "group_name": "0",
+        "transport": "gloo",
+        "slot": 0,
+    }
+    assert set(changed) <= set(args)
+    return tuple((args | changed).values())
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "first norm": {"residual": None},
+    "bias": {"bias": torch.randn(H)},
+    "no weight": {"weight": None},
+    "gemma": {"weight_offset": 1.0},
+    "hf bf16": {"cast_before_weight": torch.bfloat16, "dtype": torch.bfloat16},
+    "fp32 residual": {"residual_dtype": torch.float32, "dtype": torch.bfloat16},
+    "residual dropped": {"residual_out": "none"},
+    "residual given out sharded": {"residual_out": "sharded"},
+    "residual taken in sharded": {"residual": torch.randn(3, H), "residual_sharded": True, "residual_out": "sharded"},
+    "not contiguous": {"x": torch.randn(H, T).t(), "residual": torch.randn(H, T).t()},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_of_start(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Two runs on equal inputs are compared, and outputs hold nothing before wait_: finish at once.
+    transport = get_transport("gloo")
+    begin = type(transport).start
+
+    def finished(self: Any, request: Any) -> Started:
+        started = begin(self, request)
+        assert started.finish is not None
+        started.finish()
+        return Started(started.hidden, started.residual)
+
+    monkeypatch.setattr(type(transport), "start", finished)
+    torch.library.opcheck(ops.start, start_args(**FORMS[form]))
+
+
+def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class AlwaysInFlight(dict[tuple[str, int], Started]):
+        """opcheck runs the operator on copies of its arguments: whatever is waited for is in flight."""
+
+        def pop(self, key: tuple[str, int], default: Any = None) -> Any:
+            return Started(waited[-1], waited[-1], lambda: waited[-1].add_(1))
+
+    waited: list[torch.Tensor] = []
+    implementation = ops._wait_
+
+    def recording(hidden: torch.Tensor, *rest: Any) -> None:
+        waited.append(hidden)
+        implementation(hidden, *rest)
+
+    monkeypatch.setattr(ops, "_in_flight", AlwaysInFlight())
+    with torch.library._scoped_library(ops.NAMESPACE, "IMPL") as library:
+        library.impl("all_reduce_rms_norm_wait_", recording, "CPU", allow_override=True)
+        args = (torch.randn(T, H), torch.randn(T, H), [torch.randn(T, H)], "0", 0)
+        torch.library.opcheck(ops.wait_, args)
+
+
+def test_wait_declares_what_it_writes() -> None:
+    arguments = {argument.name: argument.is_write for argument in ops.wait_._schema.arguments}
+    assert arguments == {"hidden": True, "residual_out": True, "keep": False, "group_name": False, "slot": False}
+    assert ops.wait_._schema.is_mutable and not ops.start._schema.is_mutable
+
+
+@pytest.mark.parametrize("out", ["none", "sharded", "replicated"])
+def test_fake_shapes_with_symbolic_tokens(out: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    x = mode.from_tensor(torch.randn(T, H, dtype=torch.bfloat16), symbolic_context=context)
+    tokens = x.shape[0]
+    with mode:
+        hidden, residual = ops.start(
+            *start_args(torch.bfloat16, x=x, residual=None, weight=None, residual_dtype=torch.float32, residual_out=out)
+        )
+    assert isinstance(tokens, torch.SymInt) and hidden.shape[0] == tokens
+    assert (hidden.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
+    expected = {"none": 0, "sharded": rows_per_rank(tokens, RANKS), "replicated": tokens}[out]
+    assert str(residual.shape[0]) == str(expected)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "not contiguous"])
+def test_fake_kernel_agrees_with_the_real_one(form: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = start_args(**FORMS[form])
+    real = ops.start(*args)
+    ops.wait_(*real, [], "0", 0)
+    with FakeTensorMode() as mode:
+        fake = ops.start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    described = [[(one.shape, one.dtype, one.stride()) for one in outputs] for outputs in (real, fake)]
+    assert described[0] == described[1]
+
+
+def test_wait_without_start() -> None:
+    with pytest.raises(RuntimeError, match=r"nothing is in flight on group '0', slot 3"):
+        ops.wait_(torch.empty(T, H), torch.empty(T, H), [], "0", 3)
+
+
+def test_wait_for_another_call() -> None:
+    _, residual = ops.start(*start_args())
+    with pytest.raises(RuntimeError, match="start and wait_ of one slot must alternate"):
+        ops.wait_(torch.empty(T, H), residual, [], "0", 0)
+
+
+def test_slots_are_independent() -> None:
+    first, second = ops.start(*start_args()), ops.start(*start_args(slot=1))
+    ops.wait_(*second, [], "0", 1)
+    ops.wait_(*first, [], "0", 0)
+    assert not ops._in_flight
+
+
+def test_abandoned_call_is_completed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished: list[str] = []
+    ops._in_flight[("0", 0)] = Started(torch.empty(1), torch.empty(1), lambda: finished.append("abandoned"))
+    ops.wait_(*ops.start(*start_args()), [], "0", 0)
+    assert finished == ["abandoned"]
+
+
+def test_unknown_transport() -> None:
+    with pytest.raises(ValueError, match="transport: expected one of gloo, nccl, p2p, got 'carrier pigeon'"):
+        ops.start(*start_args(transport="carrier pigeon"))
+
+
+def test_result_is_the_reference_on_one_rank_of_a_fake_group() -> None:
+    from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+
+    args = start_args()
+    hidden, residual = ops.start(*args)
+    ops.wait_(hidden, residual, [], "0", 0)
+    norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
+    expected = add_rms_norm(args[0], args[1], None, args[3], norm)
+    torch.testing.assert_close((hidden, residual), expected)
