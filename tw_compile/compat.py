@@ -79,11 +79,15 @@ def emulates_precision_casts() -> bool:
 def is_training_graph() -> bool:
     """Whether the graph being compiled is a training forward or backward graph.
 
-    Reads the metadata that AOTAutograd leaves on the tracing context; outside of a compile the answer is False.
+    Reads what AOTAutograd leaves on the tracing context: ``is_train`` up to 2.13, and in all versions the name of the graph.
+    Outside of a compile the answer is False.
     """
     context = torch._guards.TracingContext.try_get()
-    metadata = getattr(context, "fw_metadata", None)
-    return bool(getattr(metadata, "is_train", False))
+    if context is None:
+        return False
+    names = context.aot_graph_name or []
+    named = any(str(name).endswith(("_forward", "_backward", "_joint")) for name in names)
+    return named or bool(getattr(context.fw_metadata, "is_train", False))
 
 
 def graph_fake_mode(graph: fx.Graph) -> Any:
@@ -333,6 +337,7 @@ def _presented_h100() -> Iterator[None]:
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "is_available": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "synchronize": lambda device=None: None,
         "_lazy_init": lambda: None,
         "_exchange_device": lambda device: 0,

@@ -7,10 +7,11 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.config import Config
+from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
 from tw_compile.kernels.all_reduce_rms_norm.transport import Choice, choose_transport, group_facts
 from tw_compile.passes.base import Refusal
-from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites, layer_of
+from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Decision, Site

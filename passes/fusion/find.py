@@ -8,7 +8,6 @@ graph order.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import compat
+from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import (
     aten,
     is_call,
@@ -32,9 +32,6 @@ from tw_compile.passes.base import Refusal, Refused
 from tw_compile.passes.fusion.norm import NormMatch, match_rms_norm
 
 _c10d = torch.ops._c10d_functional
-_LAYER = re.compile(r"\b(?:layers|h|blocks|layer)\.(\d+)\b|\b(?:layers|h|blocks|layer)\[['\"]?(\d+)")
-
-
 _MAX_LATE_WEIGHT = 8
 """How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
 
@@ -116,18 +113,6 @@ class RefusedSite:
 
 
 FoundSite = FusionSite | MergedSite | RefusedSite
-
-
-def layer_of(node: fx.Node) -> int | None:
-    """The decoder layer a node came from, read from the module path that tracing left on it."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None
-    for path, _ in reversed(list(stack.values())):
-        found = _LAYER.search(str(path))
-        if found:
-            return int(found.group(1) or found.group(2))
-    return None
 
 
 def find_sites(graph: fx.Graph) -> list[FoundSite]:

@@ -76,7 +76,7 @@ class Rewriter:
                 norm.weight_offset,
                 norm.cast_before_weight if compat.emulates_precision_casts() else None,
                 hidden.dtype,
-                h.dtype,
+                torch.float32 if layout.out == "sharded" else h.dtype,
                 layout.source is not None,
                 layout.out,
                 group_name,

@@ -98,4 +98,4 @@ def _waits(code: str) -> dict[int, tuple[int, tuple[str, str], list[str]]]:
 def _bookkeeping(text: str, output: str) -> bool:
     """Lines that name a buffer without reading its values."""
     text = text.strip()
-    return text.startswith((f"{output} = ", "assert_size_stride", "assert_alignment", "#", "del "))
+    return text.startswith((f"{output} = ", "assert_size_stride", "assert_alignment", "assert_tensor_metadata", "#", "del "))

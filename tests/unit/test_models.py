@@ -105,6 +105,13 @@ def test_sharded_parameters_differ_by_rank_and_replicated_ones_do_not(family: st
     assert torch.equal(first.norm.weight, second.norm.weight)
 
 
+def test_padding_token_may_lie_in_another_ranks_rows() -> None:
+    config = tiny("llama")
+    config.pad_token_id = config.vocab_size - 1
+    decoder = build(config, world_size=2, rank=0)
+    assert torch.isfinite(decoder.model.embed_tokens(torch.tensor([[0, config.pad_token_id]]))).all()
+
+
 def test_same_seed_gives_the_same_weights() -> None:
     weight = build(tiny("llama")).norm.weight
     assert torch.equal(weight, build(tiny("llama")).norm.weight)

@@ -133,6 +133,7 @@ def _install_forward(module: nn.Module, style: str, mesh: DeviceMesh) -> None:
     elif isinstance(module, nn.Embedding):
         if style not in ("embedding_rowwise", "rowwise"):
             raise NotImplementedError(f"tensor-parallel style {style!r} of an embedding")
+        module.padding_idx = None  # matters to gradients only, and may lie outside of this rank's rows
         module.forward = _sum_over_ranks(_vocab_parallel(module, mesh), mesh)  # type: ignore[method-assign]
     else:
         ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
