@@ -107,7 +107,9 @@ class GraphBuilder:
             inverse = self.call(aten.rsqrt.default, variance)
         return self.call(aten.mul.Tensor, *((inverse, x) if swap else (x, inverse)))
 
-    def rms_norm(self, h: fx.Node, weight: fx.Node | None, form: str = "hf", *, swap: bool = False, **scale: Any) -> fx.Node:
+    def rms_norm(
+        self, h: fx.Node, weight: fx.Node | None, form: str = "hf", *, swap: bool = False, **scale: Any
+    ) -> fx.Node:
         """An RMSNorm of ``h`` in one of :data:`NORM_FORMS`; the result has the dtype of ``h``."""
         dtype = h.meta["val"].dtype
         y = self.scale(h, swap=swap, **scale)
@@ -173,4 +175,3 @@ def propagated_metadata(graph: fx.Graph) -> list[tuple[str, Any]]:
     with mode:
         Recorder(torch.nn.Module(), graph=graph).run(*fakes)
     return [(name, described) for name, described in found if name != "output"]
-

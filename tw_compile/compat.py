@@ -284,7 +284,7 @@ def inductor_code(
         taken.append(getattr(code, "value", code))
         raise _CodeTaken
 
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         patches = {"post_grad_custom_post_pass": post_pass, **options}
         return compile_fx(gm, example_inputs, config_patches=patches)
 

@@ -316,8 +316,8 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
             Refusal.HIDDEN_SIZE_NOT_SUPPORTED, f"the sum has shape {list(partial.shape)}, the norm {list(h.shape)}"
         )
     for addend in (*site.residuals, *([] if site.bias is None else [site.bias])):
-        tensor = value(addend)
-        if tensor is None or not same_size(tensor.shape[-1], hidden_size):
+        added = value(addend)
+        if added is None or not same_size(added.shape[-1], hidden_size):
             return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{addend.name} is not added over rows of {hidden_size}")
     if site.norm.output is not site.norm.interior[-1] or (
         site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize

@@ -76,7 +76,9 @@ def test_every_site_is_fused(comparison: Comparison) -> None:
 
 
 def test_hidden_and_residual_are_within_the_budget(comparison: Comparison) -> None:
-    assert [(error.call, error.output) for error in comparison.errors] == [(c, o) for c in range(len(CALLS)) for o in (0, 1)]
+    assert [(error.call, error.output) for error in comparison.errors] == [
+        (c, o) for c in range(len(CALLS)) for o in (0, 1)
+    ]
     assert all(error.passed for error in comparison.errors), comparison.errors
     assert all(0 < error.unfused_error < 0.05 for error in comparison.errors), comparison.errors
 

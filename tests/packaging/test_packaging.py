@@ -43,5 +43,9 @@ def test_source_folders_are_not_importable_by_their_own_name(name: str) -> None:
 def test_no_file_is_long() -> None:
     folders = [*FOLDERS, "tests", "benchmarks"]
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    long = {str(path.relative_to(ROOT)): count for path in files if (count := len(path.read_text().splitlines())) > MAX_LINES}
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in files
+        if (count := len(path.read_text().splitlines())) > MAX_LINES
+    }
     assert not long

@@ -25,7 +25,7 @@ class Named(compat.CustomGraphPass):
 
 
 def test_version_is_a_pair_of_numbers() -> None:
-    assert (2, 11) <= compat.TORCH_VERSION
+    assert compat.TORCH_VERSION >= (2, 11)
     assert torch.__version__.startswith("{}.{}.".format(*compat.TORCH_VERSION))
 
 
@@ -79,7 +79,9 @@ def test_training_is_read_from_the_tracing_context() -> None:
 
     def compile_and_run(requires_grad: bool) -> None:
         def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-            return compat.compile_post_grad(gm, inputs, lambda graph: seen.append(compat.is_training_graph()), lambda _: None)
+            return compat.compile_post_grad(
+                gm, inputs, lambda graph: seen.append(compat.is_training_graph()), lambda _: None
+            )
 
         torch._dynamo.reset()
         torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, requires_grad=requires_grad))

@@ -55,7 +55,11 @@ def test_digest_changes_with_each_field() -> None:
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"fuze": True}, ValueError, r"unknown option tw_compile.fuze: expected one of .*did you mean tw_compile.fuse\?"),
+        (
+            {"fuze": True},
+            ValueError,
+            r"unknown option tw_compile.fuze: expected one of .*did you mean tw_compile.fuse\?",
+        ),
         ({"qqqq": 1}, ValueError, r"unknown option tw_compile.qqqq: expected one of fuse, "),
         ({"fuse": 1}, TypeError, "tw_compile.fuse: expected True or False, got 1"),
         ({"strict": "yes"}, TypeError, "tw_compile.strict: expected True or False, got 'yes'"),

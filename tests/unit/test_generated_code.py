@@ -29,7 +29,9 @@ class Independent(nn.Module):
         dist.all_reduce(partial)
         return partial
 
-    def forward(self, x: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, x: torch.Tensor, stream: torch.Tensor, y: torch.Tensor, z: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         early = self.reduced(2, y)
         stream = stream + self.reduced(0, x)
         hidden = self.norms[0](stream)
@@ -58,7 +60,9 @@ def test_outputs_are_read_after_their_wait(code: str) -> None:
     for number, (_, outputs, _) in _waits(code).items():
         for output in outputs:
             reads = [
-                line for line, text in enumerate(lines) if re.search(rf"\b{output}\b", text) and not _bookkeeping(text, output)
+                line
+                for line, text in enumerate(lines)
+                if re.search(rf"\b{output}\b", text) and not _bookkeeping(text, output)
             ]
             assert min(reads) == number, lines[min(reads)]
 
@@ -98,4 +102,6 @@ def _waits(code: str) -> dict[int, tuple[int, tuple[str, str], list[str]]]:
 def _bookkeeping(text: str, output: str) -> bool:
     """Lines that name a buffer without reading its values."""
     text = text.strip()
-    return text.startswith((f"{output} = ", "assert_size_stride", "assert_alignment", "assert_tensor_metadata", "#", "del "))
+    return text.startswith(
+        (f"{output} = ", "assert_size_stride", "assert_alignment", "assert_tensor_metadata", "#", "del ")
+    )

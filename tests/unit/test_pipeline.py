@@ -118,7 +118,9 @@ def test_inductor_options_are_honoured(no_codegen: None) -> None:
     assert (mine.settings[0]["shape_padding"], mine.settings[0]["triton.cudagraphs"]) == (False, True)
 
 
-@pytest.mark.parametrize(("mode", "option"), [("reduce-overhead", "triton.cudagraphs"), ("max-autotune", "max_autotune")])
+@pytest.mark.parametrize(
+    ("mode", "option"), [("reduce-overhead", "triton.cudagraphs"), ("max-autotune", "max_autotune")]
+)
 def test_modes(no_codegen: None, mode: str, option: str) -> None:
     mine = Recorder()
     with inductor_config.patch(post_grad_custom_post_pass=mine):

@@ -37,7 +37,7 @@ def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
     example = next(textwrap.dedent(block[block.index("::") + 2 :]) for block in blocks if "import torch\n" in block)
     (tmp_path / "test_example.py").write_text(example)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_example.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -22,8 +22,7 @@ def diff(before: fx.Graph, after: fx.Graph) -> str:
 
     Nodes are named after their operator and its occurrence, so that an insertion doesn't renumber all that follows.
     """
-    lines = [_lines(graph) for graph in (before, after)]
-    return "\n".join(difflib.unified_diff(*lines, "before", "after", lineterm="", n=2))
+    return "\n".join(difflib.unified_diff(_lines(before), _lines(after), "before", "after", lineterm="", n=2))
 
 
 def _lines(graph: fx.Graph) -> list[str]:

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.pipeline import TWCompilePass
@@ -43,4 +41,3 @@ def generated_code(
 def calls_of(code: str, name: str) -> list[int]:
     """The line numbers (from 0) on which ``code`` calls the operator ``name``."""
     return [number for number, line in enumerate(code.splitlines()) if f"{name}.default(" in line]
-

@@ -213,7 +213,9 @@ def compare_on_gloo(
                 module_factory, args_factory, calls=calls, ranks=own, options=options, dynamic=dynamic, factor=factor
             )
     parts = ranks.run(_compare, module_factory, args_factory, calls, dict(options or {}), dynamic, factor)
-    errors = [max(same, key=lambda error: error.error / error.budget) for same in zip(*(p[0] for p in parts), strict=True)]
+    errors = [
+        max(same, key=lambda error: error.error / error.budget) for same in zip(*(p[0] for p in parts), strict=True)
+    ]
     bits = [part[1] for part in parts]
     return Comparison(errors, all(one == bits[0] for one in bits), parts[0][2], parts[0][3])
 
