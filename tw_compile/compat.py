@@ -212,7 +212,7 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, lis
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    handle = symm_mem.rendezvous(tensor, group_name)
+    handle = symm_mem.rendezvous(tensor, group_name)  # type: ignore[arg-type]
     offset = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]
     return handle, [base + offset for base in handle.buffer_ptrs], offset
 
@@ -378,6 +378,16 @@ def cold_compile(cache_folder: Any) -> Iterator[None]:
     finally:
         torch._dynamo.reset()
         clear_caches()
+
+
+@contextlib.contextmanager
+def without_compile_caches() -> Iterator[None]:
+    """Neither look up nor store compiled graphs; computing the keys of a large graph takes seconds."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+
+    with config.patch(force_disable_caches=True), functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 def multicast_support(device_index: int) -> bool | None:

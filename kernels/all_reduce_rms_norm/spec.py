@@ -28,7 +28,8 @@ def row_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 class NormSpec:
     """What happens to the reduced sum, everything in float32 unless said otherwise.
 
-    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``y = h * rsqrt(mean(h^2) + eps)``, and
+    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. With
+    ``y = h * rsqrt(mean(h^2) + eps)``,
 
     - no weight: ``hidden = y``
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)

@@ -9,8 +9,15 @@ from unittest import mock
 
 import torch
 import torch.fx as fx
+from torch._dynamo.exc import BackendCompilerFailed
 
-from tw_compile.compat import compile_post_grad, fake_process_group, fold_constants_on_cpu, trace_flash_attention
+from tw_compile.compat import (
+    compile_post_grad,
+    fake_process_group,
+    fold_constants_on_cpu,
+    trace_flash_attention,
+    without_compile_caches,
+)
 
 __all__ = ["capture_graphs", "fake_cuda", "fake_process_group"]
 
@@ -22,23 +29,34 @@ def capture_graphs(
     pass_: Callable[[fx.Graph], None] | None = None,
     dynamic: bool | None = None,
 ) -> list[fx.GraphModule]:
-    """Compile ``function`` (a module or a function) for ``args`` and return its post-grad graphs.
+    """Compile ``function`` (a module or a function) for ``args`` and return its post-grad graph, a list of one.
 
-    ``pass_`` runs in Inductor's custom post-grad slot. The function is run once, without gradients, graph breaks are
-    errors, and Dynamo's caches are cleared before and after.
+    ``pass_`` runs in Inductor's custom post-grad slot. Compilation ends there: what would follow (guards, running the
+    graph) is left out, and no cache is read or written. Graph breaks are errors; gradients are off.
     """
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compile_post_grad(gm, example_inputs, pass_, graphs.append)
+        return compile_post_grad(gm, example_inputs, pass_, sink)
+
+    def sink(gm: fx.GraphModule) -> None:
+        graphs.append(gm)
+        raise _CapturedError
 
     torch._dynamo.reset()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_compile_caches():
             torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
+    except BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _CapturedError):
+            raise
     finally:
         torch._dynamo.reset()
     return graphs
+
+
+class _CapturedError(Exception):
+    """The graph has been taken; not an error."""
 
 
 @contextlib.contextmanager
