@@ -15,6 +15,8 @@ from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request, row_range, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport
 
+_c10d = torch.ops._c10d_functional  # the collectives of the unfused graph, without Python between them and the backend
+
 
 class CollectiveTransport(Transport):
     """all_reduce of the process group, then the norm."""
@@ -25,57 +27,58 @@ class CollectiveTransport(Transport):
     def start(self, request: Request) -> Started:
         group = compat.resolve_process_group(request.group_name)
         hidden, residual = request.allocate(group.size())
-        reduced = request.x.clone()
-        work = dist.all_reduce(reduced, group=group, async_op=True)
+        in_flight = _c10d.all_reduce(request.x, "sum", request.group_name)
         sharded = request.residual_sharded or request.residual_out == "sharded"
 
         def finish() -> None:
-            work.wait()
+            reduced = _c10d.wait_tensor(in_flight)
             if sharded:
-                self._finish_own_rows(request, group, reduced, hidden, residual)
-                return
-            rows, h = self._norm(request, reduced, request.residual)
-            hidden.copy_(rows)
-            if request.residual_out == "replicated":
-                residual.copy_(h)
+                _finish_own_rows(request, group, reduced, hidden, residual)
+            else:
+                _norm(request, reduced, request.residual, hidden, residual if len(residual) else None)
 
         return Started(hidden, residual, finish)
 
-    def _finish_own_rows(
-        self,
-        request: Request,
-        group: dist.ProcessGroup,
-        reduced: torch.Tensor,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-    ) -> None:
-        tokens = reduced.shape[0]
-        per_rank = rows_per_rank(tokens, group.size())
-        begin, end = row_range(tokens, group.size(), dist.get_rank(group))
-        own = request.residual
-        if own is not None:
-            own = own[: end - begin] if request.residual_sharded else own[begin:end]
-        rows, h = self._norm(request, reduced[begin:end], own)
-        hidden.copy_(_all_gather_rows(rows, per_rank, tokens, group))
-        if request.residual_out == "sharded":
-            residual[: end - begin].copy_(h)
-            residual[end - begin :].zero_()
-        elif request.residual_out == "replicated":
-            residual.copy_(_all_gather_rows(h, per_rank, tokens, group))
 
-    def _norm(
-        self, request: Request, reduced: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if reduced.is_cuda:
-            from tw_compile.kernels.all_reduce_rms_norm.norm_kernel import add_rms_norm_cuda
-
-            return add_rms_norm_cuda(reduced, residual, request.bias, request.weight, request.norm)
-        return add_rms_norm(reduced, residual, request.bias, request.weight, request.norm)
+def _finish_own_rows(
+    request: Request, group: dist.ProcessGroup, reduced: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor
+) -> None:
+    tokens = reduced.shape[0]
+    per_rank = rows_per_rank(tokens, group.size())
+    begin, end = row_range(tokens, group.size(), dist.get_rank(group))
+    own = request.residual
+    if own is not None:
+        own = own[: end - begin] if request.residual_sharded else own[begin:end]
+    # Rows past the last token pad the trailing shards: they are gathered, and dropped.
+    rows = hidden.new_zeros((per_rank, hidden.shape[1]))
+    h = residual if request.residual_out == "sharded" else residual.new_zeros((per_rank, residual.shape[1]))
+    h[end - begin :].zero_()
+    _norm(request, reduced[begin:end], own, rows[: end - begin], h[: end - begin])
+    hidden.copy_(_all_gather_rows(rows, tokens, group))
+    if request.residual_out == "replicated":
+        residual.copy_(_all_gather_rows(h, tokens, group))
 
 
-def _all_gather_rows(own: torch.Tensor, per_rank: int, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[tokens, hidden]`` from every rank's rows, of which there are at most ``per_rank``."""
-    shard = torch.nn.functional.pad(own, (0, 0, 0, per_rank - own.shape[0]))
-    gathered = own.new_empty((per_rank * group.size(), own.shape[1]))
-    dist.all_gather_into_tensor(gathered, shard, group=group)
-    return gathered[:tokens]
+def _norm(
+    request: Request,
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+) -> None:
+    """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h``."""
+    if reduced.is_cuda:
+        from tw_compile.kernels.all_reduce_rms_norm.norm_kernel import add_rms_norm_cuda
+
+        add_rms_norm_cuda(reduced, residual, request.bias, request.weight, request.norm, hidden, h)
+        return
+    rows, sums = add_rms_norm(reduced, residual, request.bias, request.weight, request.norm)
+    hidden.copy_(rows)
+    if h is not None:
+        h.copy_(sums)
+
+
+def _all_gather_rows(shard: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
+    gathered = _c10d.all_gather_into_tensor(shard, group.size(), compat.group_name(group))
+    return _c10d.wait_tensor(gathered)[:tokens]

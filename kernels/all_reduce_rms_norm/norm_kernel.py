@@ -32,7 +32,8 @@ def add_rms_norm_kernel(
     h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
     h = add_row(h * scale, bias, 0, columns, mask)
     h = add_row(h, residual, row, columns, mask)
-    tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
+    if h_out is not None:
+        tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
     y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
     tl.store(hidden + row + columns, y.to(hidden.dtype.element_ty), mask=mask)
 
@@ -43,13 +44,16 @@ def add_rms_norm_cuda(
     bias: torch.Tensor | None,
     weight: torch.Tensor | None,
     norm: NormSpec,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(hidden, h)`` as :func:`reference.add_rms_norm` defines them, for contiguous ``reduced [rows, hidden_size]``."""
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+) -> None:
+    """:func:`reference.add_rms_norm` of contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
+
+    Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written; ``h`` None is not kept.
+    """
     rows, hidden_size = reduced.shape
-    hidden = torch.empty_like(reduced, dtype=norm.hidden_dtype)
-    h = torch.empty_like(reduced, dtype=norm.residual_dtype)
     if rows == 0:
-        return hidden, h
+        return
     block, num_warps = launch_shape(hidden_size)
     add_rms_norm_kernel[(rows,)](
         reduced,
@@ -66,4 +70,3 @@ def add_rms_norm_cuda(
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
         num_warps=num_warps,
     )
-    return hidden, h
