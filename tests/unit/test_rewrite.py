@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_metadata
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.passes.base import Refusal
@@ -286,3 +288,25 @@ def test_captured_graph_is_what_the_passes_left() -> None:
     with fake_process_group(2):
         (module,) = capture_graphs(Decoder("hf"), (torch.zeros(4, 64),), pass_=TWCompilePass())
     assert count_ops(module.graph, "all_reduce_rms_norm_start") == 4
+
+
+class ParallelMlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.norm = nn.RMSNorm(64)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = residual + self.down(torch.relu(self.up(x)))
+        return self.norm(residual), residual
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_rowwise_parallel_of_dtensor_is_fused(dynamic: bool) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    with fake_process_group(4):
+        mlp = parallelize_module(ParallelMlp(), init_device_mesh("cpu", (4,)), plan).requires_grad_(False)
+        x = torch.zeros(2, 6, 64)
+        result = rewrite(mlp, (x, x), world_size=4, device="cpu", config=Config(strict=True), dynamic=dynamic)
+    assert result.report.counts == {"all_reduce": 1, "fused": 1, "refused": 0, "gated": 0}

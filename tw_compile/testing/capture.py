@@ -16,7 +16,7 @@ from tw_compile.compat import (
     fake_process_group,
     fold_constants_on_cpu,
     trace_flash_attention,
-    without_compile_caches,
+    without_graph_cache,
 )
 
 __all__ = ["capture_graphs", "fake_cuda", "fake_process_group"]
@@ -45,7 +45,7 @@ def capture_graphs(
 
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), without_compile_caches():
+        with torch.no_grad(), without_graph_cache():
             torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
     except BackendCompilerFailed as error:
         if not isinstance(error.inner_exception, _CapturedError):
