@@ -78,7 +78,10 @@ def publish(report: GraphReport) -> None:
 
 @contextlib.contextmanager
 def collect_reports() -> Iterator[list[GraphReport]]:
-    """Collect the report of every graph that is compiled inside the ``with`` block, in order."""
+    """Collect the report of every graph that is compiled inside the ``with`` block, in order.
+
+    A graph that comes out of Inductor's cache is not compiled, and has no report.
+    """
     collected: list[GraphReport] = []
     with _lock:
         _collectors.append(collected)
