@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
+import os
+import platform
 from typing import Annotated, Any
 
 import typer
@@ -72,7 +74,7 @@ def passes(
     _print(console, report, counts)
     common.write_json(report, json_file)
     if csv_file is not None:
-        common.write_file("--csv", csv_file, _csv(rows))
+        common.write_file("--csv", csv_file, _csv(rows, report["versions"]))
 
 
 def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
@@ -107,11 +109,13 @@ def _row(spec: RunSpec, layers: int, inspection: Any) -> dict[str, Any]:
     return dict(zip(COLUMNS, values, strict=True))
 
 
-def _csv(rows: list[dict[str, Any]]) -> str:
+def _csv(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The rows, each with the machine and the versions it was measured with."""
+    made_with = {"machine": f"{platform.machine()} {os.cpu_count()} cpus", **versions}
     text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, [*COLUMNS, *made_with], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(row | made_with for row in rows)
     return text.getvalue()
 
 

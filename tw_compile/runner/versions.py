@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import datetime
 import platform
+import subprocess
+from pathlib import Path
 
 import torch
 import transformers
 
 from tw_compile import __version__
+from tw_compile.pipeline import source_digest
 
 
 def versions() -> dict[str, str]:
+    """Versions, the commit (``unknown`` outside of a git checkout), and a digest of the package's sources."""
     return {
         "tw_compile": __version__,
+        "commit": _commit(),
+        "source": source_digest()[:12],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
     }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except OSError:  # no git here
+        return "unknown"
+    return result.stdout.strip() or "unknown"
