@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import render
+from tw_compile.cli import render, run
 from tw_compile.cli.app import app
 from tw_compile.runner.numerics import Comparison, digest, worst
 
@@ -64,6 +64,30 @@ def test_run_on_cuda_without_a_gpu_is_refused() -> None:
     result = invoke("run", "--device", "cuda")
     assert result.exit_code == 2
     assert "error: --device: expected cpu" in result.output
+
+
+@pytest.mark.parametrize(
+    ("gpus", "launched", "device", "world_size"),
+    [
+        (0, None, "cpu", 2),
+        (1, None, "cpu", 2),
+        (4, None, "cuda", 4),
+        (3, None, "cuda", 2),
+        (1, 1, "cuda", 2),
+        (1, 2, "cpu", 4),
+    ],
+)
+def test_ranks_go_to_the_gpus_that_are_there(
+    gpus: int, launched: int | None, device: str, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``launched``: ranks of this machine when torchrun started two machines."""
+    monkeypatch.setattr(run, "_gpus", lambda: gpus)
+    if launched is not None:
+        environment = {"RANK": "0", "LOCAL_WORLD_SIZE": str(launched), "WORLD_SIZE": str(2 * launched)}
+        for name, number in environment.items():
+            monkeypatch.setenv(name, number)
+    spec = run.resolve("tiny-llama", None, None, None, None, "auto", "bfloat16", "default", 60.0)
+    assert (spec.device, spec.world_size) == (device, world_size)
 
 
 def test_help_does_not_import_torch() -> None:

@@ -104,7 +104,7 @@ def resolve(
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
-    chosen = device or ("cuda" if gpus >= 2 else "cpu")
+    chosen = device or ("cuda" if gpus >= _ranks_here() else "cpu")
     return RunSpec(
         model=model,
         world_size=_world_size(tp, chosen, gpus),
@@ -131,6 +131,11 @@ def _world_size(tp: int | None, device: str, gpus: int) -> int:
     if tp is not None and tp > gpus:
         raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
     return tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), gpus)
+
+
+def _ranks_here() -> int:
+    """How many GPUs this machine must have for the ranks to go to GPUs by default."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 
 
 def _gpus() -> int:
