@@ -135,7 +135,7 @@ def _world_size(tp: int | None, device: str, gpus: int) -> int:
 
 def _ranks_here() -> int:
     """How many GPUs this machine must have for the ranks to go to GPUs by default."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
 
 
 def _gpus() -> int:
