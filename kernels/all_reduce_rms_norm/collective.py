@@ -27,11 +27,11 @@ class CollectiveTransport(Transport):
     def start(self, request: Request) -> Started:
         group = compat.resolve_process_group(request.group_name)
         hidden, residual = request.allocate(group.size())
-        in_flight = _c10d.all_reduce(request.x, "sum", request.group_name)
+        in_flight = _c10d.all_reduce.default(request.x, "sum", request.group_name)
         sharded = request.residual_sharded or request.residual_out == "sharded"
 
         def finish() -> None:
-            reduced = _c10d.wait_tensor(in_flight)
+            reduced = _c10d.wait_tensor.default(in_flight)
             if sharded:
                 _finish_own_rows(request, group, reduced, hidden, residual)
             else:
@@ -80,5 +80,5 @@ def _norm(
 
 def _all_gather_rows(shard: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
     """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
-    gathered = _c10d.all_gather_into_tensor(shard, group.size(), compat.group_name(group))
-    return _c10d.wait_tensor(gathered)[:tokens]
+    gathered = _c10d.all_gather_into_tensor.default(shard, group.size(), compat.group_name(group))
+    return _c10d.wait_tensor.default(gathered)[:tokens]
