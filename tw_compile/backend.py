@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.pipeline import TWCompilePass
-
-_HOOK = "post_grad_custom_post_pass"
 
 
 def tw_compile_backend(
@@ -61,19 +58,13 @@ def _compile(
     mode: str | None,
     inductor_options: dict[str, Any],
 ) -> Callable[..., Any]:
-    from torch._inductor import config as inductor_config
-    from torch._inductor.compile_fx import compile_fx
-
-    patches: dict[str, Any] = {}
-    if mode is not None and mode != "default":
-        patches.update(torch._inductor.list_mode_options(mode))
-    known = inductor_config.get_config_copy()
+    patches = compat.mode_options(mode)
+    known = compat.inductor_option_names()
     for key, value in inductor_options.items():
         name = key.replace("-", "_")
         if name not in known:
             raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
         patches[name] = value
-    # Not from the copy: that would run a copy of the user's pass.
-    before = compat.chain_passes(patches.get(_HOOK, getattr(inductor_config, _HOOK)))
-    patches[_HOOK] = TWCompilePass(config, before=before)
-    return compile_fx(gm, list(example_inputs), config_patches=patches)  # type: ignore[return-value]
+    users = patches[compat.POST_GRAD_HOOK] if compat.POST_GRAD_HOOK in patches else compat.global_post_grad_pass()
+    patches[compat.POST_GRAD_HOOK] = TWCompilePass(config, before=compat.chain_passes(users))
+    return compat.compile_with_inductor(gm, list(example_inputs), patches)

@@ -15,9 +15,43 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: F401
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 
-TORCH_VERSION: tuple[int, int] = tuple(int(part) for part in torch.__version__.split(".")[:2])  # type: ignore[assignment]
+POST_GRAD_HOOK = "post_grad_custom_post_pass"
+"""Inductor's option for a pass over the functional graph, right before its own last passes."""
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that a ``mode`` of torch.compile stands for."""
+    from torch._inductor import list_mode_options
+
+    return {} if mode in (None, "default") else list_mode_options(mode)
+
+
+def inductor_option_names() -> set[str]:
+    from torch._inductor import config
+
+    return set(config.get_config_copy())
+
+
+def global_post_grad_pass() -> Any:
+    """What the user has put into Inductor's global configuration; the object itself, not a copy."""
+    from torch._inductor import config
+
+    return getattr(config, POST_GRAD_HOOK)
+
+
+def compile_with_inductor(gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile as backend="inductor" does, with ``options`` in force for this graph and its lazily compiled parts."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:

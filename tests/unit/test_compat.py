@@ -24,9 +24,14 @@ class Named(compat.CustomGraphPass):
         return self.name
 
 
-def test_version_is_a_pair_of_numbers() -> None:
-    assert compat.TORCH_VERSION >= (2, 11)
-    assert torch.__version__.startswith("{}.{}.".format(*compat.TORCH_VERSION))
+@pytest.mark.parametrize("mode", [None, "default"])
+def test_default_mode_has_no_options(mode: str | None) -> None:
+    assert compat.mode_options(mode) == {}
+    assert compat.mode_options("reduce-overhead")["triton.cudagraphs"] is True
+
+
+def test_the_hook_is_an_option_of_inductor() -> None:
+    assert compat.POST_GRAD_HOOK in compat.inductor_option_names()
 
 
 @pytest.mark.parametrize("nothing", [None, [], ()])

@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 import torch
 import torch.fx as fx
 
+from tw_compile import compat
+
 aten = torch.ops.aten
 
 VIEWS = frozenset(
@@ -90,9 +92,7 @@ def other_operand(node: fx.Node, operand: fx.Node) -> Any:
 
 def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes (int or SymInt) are known to be equal, without adding a guard."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return bool(statically_known_true(a == b))
+    return bool(compat.statically_known_true(a == b))
 
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from tw_compile import compat
+
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -44,7 +46,7 @@ def _target(node: fx.Node) -> str:
     if isinstance(node.target, str):
         return node.target
     name = getattr(node.target, "__name__", None)
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) or name is None else name
+    return str(node.target) if isinstance(node.target, compat.OpOverload) or name is None else name
 
 
 def _line(node: fx.Node, names: dict[fx.Node, str]) -> str:

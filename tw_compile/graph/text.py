@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.graph.layer import layer_of
 
 Change = Literal["same", "removed", "added", "folded"]
@@ -75,7 +76,7 @@ def op_name(node: fx.Node) -> str:
     """``mm`` for ``aten.mm.default``; placeholders and the output are called by their kind."""
     if node.op != "call_function":
         return node.op
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, compat.OpOverload):
         name = node.target._schema.name.split("::")[1]
         return _OP_NAMES.get(name, name)
     return getattr(node.target, "__name__", str(node.target))
@@ -181,7 +182,7 @@ def _module(node: fx.Node) -> str:
 def _detail(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return str(node.args[1])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, compat.OpOverload):
         return ""
     schema = node.target._schema
     if op_name(node) == "fused_start":

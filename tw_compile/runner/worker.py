@@ -90,7 +90,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     progress("unfused model, eager")
     eager = [_run(decoder, one) for one in ids]
 
-    mode = torch._inductor.list_mode_options(spec.mode) if spec.mode != "default" else {}
+    mode = compat.mode_options(spec.mode)
     ours = {**Config(transport=spec.transport).as_options(), **mode}
     with compat.cold_compile(scratch / "warm_up"):
         progress("starting the compiler")

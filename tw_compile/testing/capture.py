@@ -9,9 +9,11 @@ from unittest import mock
 
 import torch
 import torch.fx as fx
-from torch._dynamo.exc import BackendCompilerFailed
 
 from tw_compile.compat import (
+    BackendCompilerFailed,
+    FakeTensorMode,
+    ShapeEnv,
     compile_post_grad,
     fake_process_group,
     fold_constants_on_cpu,
@@ -62,9 +64,6 @@ class _CapturedError(Exception):
 @contextlib.contextmanager
 def fake_cuda() -> Iterator[None]:
     """Tensors made inside have no storage, and ``device="cuda"`` works on a machine without a GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
     with (
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
         mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 
 Target = Any
@@ -50,8 +50,8 @@ def assert_annotation(node: fx.Node, **expected: Any) -> None:
 
 def _calls(callee: Any, target: Target) -> bool:
     if not isinstance(target, str):
-        return callee is target or (isinstance(target, torch._ops.OpOverloadPacket) and _packet(callee) is target)
-    if not isinstance(callee, torch._ops.OpOverload):
+        return callee is target or (isinstance(target, compat.OpOverloadPacket) and _packet(callee) is target)
+    if not isinstance(callee, compat.OpOverload):
         return target == getattr(callee, "__name__", None)
     namespace, _, name = callee.name().partition("::")
     name = name.partition(".")[0]
@@ -59,4 +59,4 @@ def _calls(callee: Any, target: Target) -> bool:
 
 
 def _packet(callee: Any) -> Any:
-    return callee.overloadpacket if isinstance(callee, torch._ops.OpOverload) else None
+    return callee.overloadpacket if isinstance(callee, compat.OpOverload) else None

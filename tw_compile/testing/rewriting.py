@@ -120,10 +120,9 @@ def _copy(graph: fx.Graph) -> fx.GraphModule:
 def _with_metadata(module: fx.GraphModule, args: Sequence[Any]) -> fx.GraphModule:
     copied = _copy(module.graph)
     if not any("val" in node.meta for node in copied.graph.nodes):
-        from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = compat.FakeTensorMode(allow_non_fake_inputs=True)
         fakes = tree_map_only(torch.Tensor, mode.from_tensor, tuple(args))
         FakeTensorProp(copied, mode).propagate_dont_convert_inputs(*fakes)
     return copied
