@@ -6,7 +6,7 @@
 ``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
 ``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
 call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
-is in flight.
+is in flight: a start completes the one before it.
 
 Registered with ``torch.library.Library`` (less overhead a call than ``custom_op``). This module imports neither Triton
 nor any transport; those load at the first call.
@@ -34,6 +34,8 @@ _library.define(
 )
 
 _in_flight: dict[tuple[str, int], Started] = {}
+_completed_early: set[tuple[str, int, int]] = set()
+"""``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
 def _start(
@@ -65,10 +67,13 @@ def _start(
         group_name,
         slot,
     )
-    abandoned = _in_flight.pop((group_name, slot), None)
-    if abandoned is not None and abandoned.finish is not None:
-        # An exception between start and wait_ left this call behind; its collective must still complete in order.
-        abandoned.finish()
+    earlier = _in_flight.pop((group_name, slot), None)
+    if earlier is not None:
+        # A compiler moved this start before the wait_ of an independent call (or that call was abandoned by an
+        # exception). The slot is free once the call is complete, and completing it early is always right.
+        if earlier.finish is not None:
+            earlier.finish()
+        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
     started = get_transport(transport).start(request)
     _in_flight[(group_name, slot)] = started
     return started.hidden, started.residual
@@ -102,19 +107,19 @@ def _start_fake(
 def _wait_(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:
-    started = _in_flight.pop((group_name, slot), None)
-    if started is None:
+    started = _in_flight.get((group_name, slot))
+    if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
+        del _in_flight[group_name, slot]
+        if started.finish is not None:
+            started.finish()
+        return
+    early = (group_name, slot, hidden.data_ptr())
+    if early not in _completed_early:
         raise RuntimeError(
-            f"all_reduce_rms_norm_wait_: nothing is in flight on group {group_name!r}, slot {slot}; "
-            "every wait_ needs a start before it"
+            f"all_reduce_rms_norm_wait_: no call with this output is in flight on group {group_name!r}, slot {slot}; "
+            "every wait_ needs its own start before it"
         )
-    if started.hidden.data_ptr() != hidden.data_ptr():
-        raise RuntimeError(
-            f"all_reduce_rms_norm_wait_: the call in flight on group {group_name!r}, slot {slot} has another output; "
-            "start and wait_ of one slot must alternate"
-        )
-    if started.finish is not None:
-        started.finish()
+    _completed_early.remove(early)
 
 
 def _wait_fake(
