@@ -27,7 +27,10 @@ from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 
 ANNOTATION = "tw_compile"
-"""Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str}``."""
+"""Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str, "stream": int}``.
+
+Stream 0 is the stream that the graph runs on.
+"""
 
 _FUSE_ONLY_SLOT = 0
 
@@ -127,11 +130,14 @@ class Rewriter:
         for key in ("nn_module_stack", "stack_trace", "seq_nr", "original_aten"):
             if key in self._like.meta:
                 node.meta[key] = self._like.meta[key]
-        node.meta[ANNOTATION] = {"site": self._site_index, "role": role}
+        node.meta[ANNOTATION] = self._annotation(role)
         fake_args = fx.map_arg(args, lambda n: n.meta["val"])
         with compat.tracing_fake_mode(self.fake_mode):
             node.meta["val"] = target(*fake_args)
         return node
+
+    def _annotation(self, role: str) -> dict[str, Any]:
+        return {"site": self._site_index, "role": role, "stream": 0}
 
     def _rows(self, node: fx.Node) -> fx.Node:
         """``[tokens, hidden]`` from a tensor of any rank, without stacking a view on a view."""
@@ -166,7 +172,7 @@ class Rewriter:
                 copies[node] = self.graph.node_copy(node, lambda arg: copies.get(arg, arg))
             self._last = copies[node]
             self._new.append(self._last)
-            self._last.meta[ANNOTATION] = {"site": self._site_index, "role": "weight"}
+            self._last.meta[ANNOTATION] = self._annotation("weight")
         weight = site.norm.weight
         return None if weight is None else copies.get(weight, weight)
 

@@ -150,7 +150,7 @@ def test_new_nodes_are_annotated_and_in_order(group: None) -> None:
     graph = two_sites()
     apply(graph)
     for site, start in enumerate(find_ops(graph, "all_reduce_rms_norm_start")):
-        assert_annotation(start, site=site, role="start")
+        assert_annotation(start, site=site, role="start", stream=0)
     first, second = find_ops(graph, "all_reduce_rms_norm_wait_")
     assert_order(graph, find_ops(graph, "all_reduce_rms_norm_start")[0], first)
     assert_order(graph, first, find_ops(graph, "all_reduce_rms_norm_start")[1])
