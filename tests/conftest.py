@@ -8,13 +8,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from tw_compile.testing import GlooRanks, fake_process_group
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Generated code of this run alone, child processes included: what another run left would decide what compiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    yield
+    """Every graph is compiled, and so reported: one from a cache would not reach the passes."""
+    with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
     if dist.is_initialized():
         dist.destroy_process_group()

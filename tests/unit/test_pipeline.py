@@ -157,6 +157,7 @@ def test_make_backend_with_a_mode(no_codegen: None) -> None:
 def test_stock_inductor_with_the_bare_pass_and_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one test here that generates code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.fx_graph_cache", True)
     seen = []
     for config in (Config(), Config(), Config(fuse_min_bytes=1)):
         counters.clear()
