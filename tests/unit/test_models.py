@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from families import FAMILIES
 from transformers import AutoModel, PretrainedConfig
 
+from tw_compile.leave import leave
 from tw_compile.models import Decoder, build_decoder, load_config, preset_names, reference_forward, to_double
 from tw_compile.models.config import config_from_dict, truncate_layers
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
@@ -217,6 +218,7 @@ def _run_sharded(rank: int, folder: Path) -> None:
             )
     finally:
         torch.distributed.destroy_process_group()
+    leave(0)
 
 
 def test_two_ranks_compute_what_one_unsharded_model_computes(tmp_path: Path) -> None:
@@ -266,6 +268,7 @@ def _run_checkpoint(rank: int, folder: Path) -> None:
         torch.testing.assert_close(hidden, torch.load(folder / "expected.pt"), rtol=1e-4, atol=1e-4)
     finally:
         torch.distributed.destroy_process_group()
+    leave(0)
 
 
 def test_checkpoint_on_two_ranks(tmp_path: Path) -> None:

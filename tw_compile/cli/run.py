@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, LayersOption, ModelOption, TransportOption
+from tw_compile.leave import leave
 from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
 
 CPU_TOKENS = "64,63,1"
@@ -49,18 +50,20 @@ def run(
     console = common.make_console(json_file)
     if torchrun_world_size() is not None:
         report = _join(spec, console)
-    else:
-        with common.stages(console) as progress:
-            progress(f"starting {spec.world_size} ranks")
-            report = spawn_ranks(spec, progress)
-    if report is None:
-        return
+        leave(0 if report is None else _show(report, console, json_file))
+    with common.stages(console) as progress:
+        progress(f"starting {spec.world_size} ranks")
+        report = spawn_ranks(spec, progress)
+    raise typer.Exit(_show(report, console, json_file))
+
+
+def _show(report: dict[str, Any], console: Console, json_file: str | None) -> int:
+    """Print and write the report; the exit code."""
     from tw_compile.cli.render import print_run
 
     print_run(console, report)
     common.write_json(report, json_file)
-    if not report["numerics"]["passed"]:
-        raise typer.Exit(common.EXIT_FAILED)
+    return 0 if report["numerics"]["passed"] else common.EXIT_FAILED
 
 
 def _join(spec: RunSpec, console: Console) -> dict[str, Any] | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -18,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tw_compile.leave import leave
 from tw_compile.runner.spec import RankError, RunSpec, UsageError
 
 Progress = Callable[[str], None]
@@ -68,9 +67,11 @@ def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
         dist.broadcast_object_list(token)
         scratch = Path(tempfile.gettempdir()) / f"tw_compile_{token[0]}"
         scratch.mkdir(exist_ok=True)
-        if local_rank == 0:
-            atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-        result = run_rank(spec, scratch, progress)
+        try:
+            result = run_rank(spec, scratch, progress)
+        finally:
+            if local_rank == 0:
+                shutil.rmtree(scratch, ignore_errors=True)
     return result if rank == 0 else None
 
 
@@ -170,16 +171,10 @@ def _rank_process(spec: RunSpec, rank: int, scratch: str, messages: Connection) 
         with process_group(spec, rank, rank, f"file://{scratch}/store"):
             result = run_rank(spec, Path(scratch), doing)
         messages.send(("result", result))
+        leave(0)
     except UsageError as error:
         messages.send(("usage", str(error)))
-        _leave()
+        leave(1)
     except BaseException:
         messages.send(("failed", traceback.format_exc()))
-        _leave()
-
-
-def _leave() -> NoReturn:
-    """End this process without the destructors of libraries, which may wait for ranks that are gone."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+        leave(1)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tw_compile.leave import leave
 from tw_compile.report import collect_reports
 from tw_compile.testing.error_budget import budget, relative_error
 
@@ -156,6 +157,7 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str, timeo
             answer = pickle.dumps((False, traceback.format_exc()))
         connection.send_bytes(answer)
     dist.destroy_process_group()
+    leave(0)
 
 
 @dataclass(frozen=True)
