@@ -19,6 +19,7 @@ def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Generated code of this run alone, child processes included: what another run left would decide what compiles."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
         yield
 
 

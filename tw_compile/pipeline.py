@@ -19,6 +19,7 @@ logger = logging.getLogger("tw_compile")
 
 _PACKAGE = Path(__file__).parent
 _SOURCES = (_PACKAGE, Path(fusion.__file__).parent.parent, Path(ops.__file__).parent.parent)
+_SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 
 class TWCompilePass(compat.CustomGraphPass):
@@ -76,7 +77,7 @@ def source_digest() -> str:
     """Hash of the package's own source files; read once per process."""
     if _SOURCES not in _digests:
         hasher = hashlib.sha256()
-        files = sorted({path for folder in _SOURCES for path in folder.rglob("*.py")})
+        files = sorted({path for folder in _SOURCES for kind in _SOURCE_KINDS for path in folder.rglob(kind)})
         for path in files:
             hasher.update(path.name.encode())
             hasher.update(path.read_bytes())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = {"tw_compile": "tw_compile", "passes": "tw_compile.passes", "kernels": "tw_compile.kernels"}
 FOLDERS["configs"] = "tw_compile.configs"
 MAX_LINES = 600
+SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 
 def packages() -> set[str]:
@@ -40,9 +43,29 @@ def test_source_folders_are_not_importable_by_their_own_name(name: str) -> None:
     subprocess.run([sys.executable, "-P", "-c", code], check=True, cwd="/", timeout=60)
 
 
+def test_wheel_has_every_source(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("cuda/probe.cuh", "all_reduce_rms_norm/probe.cu"):
+        (tmp_path / "kernels" / name).touch()
+    build = "from setuptools import build_meta; build_meta.build_wheel('.')"
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=tmp_path, timeout=120, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    sources = {
+        "/".join([*package.split("."), *path.relative_to(tmp_path / folder).parts])
+        for folder, package in FOLDERS.items()
+        for kind in SOURCE_KINDS
+        for path in (tmp_path / folder).rglob(kind)
+    }
+    assert {"tw_compile/kernels/cuda/probe.cuh", "tw_compile/kernels/all_reduce_rms_norm/probe.cu"} <= sources
+    assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
 def test_no_file_is_long() -> None:
     folders = [*FOLDERS, "tests", "benchmarks"]
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in folders for kind in SOURCE_KINDS for path in (ROOT / folder).rglob(kind)]
     long = {
         str(path.relative_to(ROOT)): count
         for path in files

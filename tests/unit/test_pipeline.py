@@ -177,9 +177,10 @@ def test_uuid_changes_with_the_configuration(field: dict[str, Any]) -> None:
     assert TWCompilePass(Config(**field)).uuid() != TWCompilePass().uuid()
 
 
-def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["pass.py", "kernel.cu", "sync.cuh"])
+def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     before = TWCompilePass().uuid()
-    source = tmp_path / "pass.py"
+    source = tmp_path / name
     seen = {before}
     for text in ("a = 1\n", "a = 2\n"):
         source.write_text(text)

@@ -1,0 +1,178 @@
+// What the kernels need of the machine, one function an instruction. TW_EMULATED replaces them for tests without a GPU.
+#pragma once
+
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int32_t = int;
+using uint64_t = unsigned long long;
+using int64_t = long long;
+
+#ifdef TW_EMULATED
+#include TW_EMULATED
+#else
+
+#define DEVICE __device__ __forceinline__
+#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+#define GRID_CONSTANT const __grid_constant__
+
+// --- global memory: weak accesses, for data that no other thread of the system touches meanwhile -------------------
+
+DEVICE void load_global(uint32_t (&w)[4], const void* address) {
+  asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(address)
+               : "memory");
+}
+DEVICE void load_global(uint32_t (&w)[2], const void* address) {
+  asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(address) : "memory");
+}
+DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+DEVICE void store_global(void* address, const uint32_t (&w)[2]) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(w[0]), "r"(w[1]) : "memory");
+}
+
+// --- global memory that peers access at the same time: each 32-bit word is read and written whole ------------------
+
+DEVICE void load_relaxed_sys(uint32_t (&w)[4], const void* address) {
+  asm volatile("ld.relaxed.sys.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(address)
+               : "memory");
+}
+DEVICE void load_relaxed_sys(uint32_t (&w)[2], const void* address) {
+  asm volatile("ld.relaxed.sys.global.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(address) : "memory");
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[4]) {
+  asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]),
+               "r"(w[3])
+               : "memory");
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[2]) {
+  asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(w[0]), "r"(w[1]) : "memory");
+}
+DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+  return before;
+}
+
+// --- threads of a CTA ----------------------------------------------------------------------------------------------
+
+// Barrier number `id` (0..15) of `threads` threads, a multiple of 32.
+DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE void warp_sync() { __syncwarp(); }
+
+// Programmatic dependent launch: the kernel before this one has ended and its writes are visible; the next may start.
+DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// --- shared memory, mbarriers, bulk copies -------------------------------------------------------------------------
+
+DEVICE uint8_t* dynamic_shared() {
+  extern __shared__ __align__(1024) uint8_t tw_dynamic_shared[];
+  return tw_dynamic_shared;
+}
+DEVICE uint32_t shared_address(const void* pointer) { return (uint32_t)__cvta_generic_to_shared(pointer); }
+DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(shared_address(pointer))
+               : "memory");
+}
+DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(pointer)), "r"(w[0]), "r"(w[1]),
+               "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_address(pointer)), "r"(w[0]), "r"(w[1]) : "memory");
+}
+DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+DEVICE void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives, and makes the phase wait for `bytes` more of bulk copies.
+DEVICE void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+DEVICE bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, p;\n}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+// Bulk copies: addresses and sizes are multiples of 16 bytes. The copy engine of the SM makes them, not the thread.
+DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
+}
+DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
+               "r"(bytes)
+               : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most PENDING of this thread's groups have not read all of their shared memory yet.
+template <int PENDING>
+DEVICE void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// All of this thread's groups are complete: their writes are visible to it.
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Orders ordinary accesses (generic proxy) and bulk copies (async proxy) of this thread, in all state spaces.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// --- conversions ---------------------------------------------------------------------------------------------------
+
+DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
+DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
+DEVICE uint32_t pack_bf16(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+DEVICE uint32_t pack_fp16(float low, float high) {
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+DEVICE float unpack_fp16(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+// Saturates at +-448.
+DEVICE uint16_t pack_e4m3(float low, float high) {
+  uint16_t bits;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
+  return bits;
+}
+DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
+
+#endif  // TW_EMULATED
