@@ -251,6 +251,11 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, lis
     return handle, [base + offset for base in handle.buffer_ptrs], offset
 
 
+def delay_stream(cycles: int) -> None:
+    """Keep the current CUDA stream busy for ``cycles`` of the GPU's clock, while the host goes on."""
+    torch.cuda._sleep(cycles)
+
+
 @contextlib.contextmanager
 def trace_flash_attention() -> Iterator[None]:
     """Trace mask-free half-precision attention on (fake) CUDA tensors to the flash kernel.

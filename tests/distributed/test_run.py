@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
-from tw_compile.runner.launch import Entry, spawn_ranks
+from tw_compile.runner.launch import Entry, run_in_process_group, spawn_ranks
 from tw_compile.runner.spec import RankError, RunSpec, UsageError
 
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
@@ -47,7 +47,7 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
 def test_model_that_a_rank_cannot_build_is_bad_input() -> None:
     spec = dataclasses.replace(SPEC, world_size=1, layers=99)
     with pytest.raises(UsageError, match=r"num_layers: expected 1 to 4, got 99"):
-        spawn_ranks(spec, lambda what: None)
+        spawn_ranks(spec, lambda what: None, run_in_process_group)
 
 
 def _rank_1_raises(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
@@ -73,7 +73,7 @@ def _rank_1_hangs(spec: RunSpec, rank: int, scratch: str, messages: Connection) 
     messages.send(("result", {}))
 
 
-def _fails(entry: Entry, timeout: float = 60) -> str:
+def _fails(entry: Entry[RunSpec], timeout: float = 60) -> str:
     begin = time.monotonic()
     with pytest.raises(RankError) as caught:
         spawn_ranks(dataclasses.replace(SPEC, timeout=timeout), lambda what: None, entry)

@@ -1,8 +1,9 @@
-"""``tw-compile bench``: what the passes cost."""
+"""``tw-compile bench``: what the passes cost, and how fast the fused operator is beside its peers."""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import os
 import platform
@@ -12,20 +13,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, ModelOption
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.spec import DTYPES, RunSpec, UsageError
 
 SCHEMA_VERSION = 1
 TOKENS = 4096
 COLUMNS = ("model", "world_size", "layers", "all_reduces", "fused", "compile_seconds", "passes_seconds", "share")
 
-app = typer.Typer(help="Measure what the passes cost.", no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """Measure what the passes cost."""
+app = typer.Typer(help="Measure the passes and the fused operator.", no_args_is_help=True)
 
 
 @app.command()
@@ -77,9 +74,131 @@ def passes(
         common.write_file("--csv", csv_file, _csv(rows, report["versions"]))
 
 
-def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
-    import dataclasses
+CUDA_SIZES = ("8192", "1,4,16,64,256,1024,4096,16384")
+CPU_SIZES = ("512", "1,16,63")
+CUDA_RANKS = (8, 4, 2)
+MIN_REPEATS = 20
 
+
+@app.command()
+@common.one_line_errors
+def kernel(
+    tp: Annotated[
+        int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there, 2 on CPU")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks.")] = "cuda",
+    hidden: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Hidden sizes.", show_default=f"{CUDA_SIZES[0]}, {CPU_SIZES[0]} on CPU"),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Token counts.", show_default=f"{CUDA_SIZES[1]}, {CPU_SIZES[1]} on CPU"),
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
+    only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Contenders that take part.")] = None,
+    sms: Annotated[
+        str | None, typer.Option(metavar="N[,N...]", help="SM counts to try for those of ours that take one.")
+    ] = None,
+    calls: Annotated[int, typer.Option(metavar="N", help="Calls in one CUDA graph.")] = 20,
+    repeats: Annotated[int, typer.Option(metavar="N", help=f"Timed replays, at least {MIN_REPEATS}.")] = 50,
+    rotate_from: Annotated[
+        int, typer.Option(metavar="BYTES", help="Messages from this size on rotate over more inputs than L2 holds.")
+    ] = 2**20,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the random inputs.")] = 0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1200.0,
+    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times and shares of the bound.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Time fused all_reduce + residual + RMSNorm beside NCCL, torch's symmetric memory and FlashInfer, in one run.
+
+    Everyone is held to an error budget against float64 first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
+    ours failed, 2 bad input.
+    """
+    common.one_of("--device", device, ("cuda", "cpu"))
+    common.one_of("--dtype", dtype, DTYPES)
+    common.positive("--tp", tp)
+    common.positive("--calls", calls)
+    if repeats < MIN_REPEATS:
+        raise UsageError(f"--repeats: expected at least {MIN_REPEATS}, got {repeats}")
+    for option, number in (("--rotate-from", rotate_from), ("--seed", seed)):
+        if number < 0:
+            raise UsageError(f"{option}: expected 0 or more, got {number}")
+    if timeout <= 0:
+        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    default_hidden, default_tokens = CUDA_SIZES if device == "cuda" else CPU_SIZES
+    spec = BenchSpec(
+        world_size=0,
+        device=device,
+        dtype=dtype,
+        hidden=common.numbers("--hidden", hidden or default_hidden),
+        tokens=common.numbers("--tokens", tokens or default_tokens),
+        calls=calls,
+        repeats=repeats,
+        rotate_from=rotate_from,
+        only=tuple(only.split(",")) if only else (),
+        sms=common.numbers("--sms", sms) if sms else (),
+        seed=seed,
+        timeout=timeout,
+    )
+    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file)):
+        common.writable(option, file)
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import require
+
+        require(plot_file)
+    _bench_kernel(dataclasses.replace(spec, world_size=_world_size(tp, device)), csv_file, plot_file, json_file)
+
+
+def _bench_kernel(spec: BenchSpec, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:
+    from tw_compile.benchmark.results import as_csv, failures, rows_of
+    from tw_compile.benchmark.run import run, steps
+    from tw_compile.benchmark.table import print_report
+
+    console = common.make_console(json_file)
+    with common.stages(console, steps(spec)) as progress:
+        report = run(spec, progress)
+    print_report(console, report)
+    common.write_json(report, json_file)
+    if csv_file is not None:
+        common.write_file("--csv", csv_file, as_csv(report))
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import plot
+
+        plot(report, plot_file)
+    if failures(rows_of(report)):
+        raise typer.Exit(common.EXIT_FAILED)
+
+
+def _world_size(tp: int | None, device: str) -> int:
+    from tw_compile.runner.launch import torchrun_world_size
+
+    if torchrun_world_size() is not None:
+        raise UsageError(
+            "bench kernel: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
+        )
+    if tp == 1:
+        raise UsageError("--tp: expected at least 2 ranks, got 1")
+    if device == "cpu":
+        return tp or 2
+    gpus = _gpus()
+    if gpus < 2:
+        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
+    if tp is not None and tp > gpus:
+        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
+    return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
     return dataclasses.replace(spec, layers=layers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import sys
 import time
@@ -90,6 +91,12 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
         write_file("--json", json_file, text)
 
 
+def writable(option: str, path: str | None) -> None:
+    """Refuse a file whose folder is not there, before hours of work and not after."""
+    if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"{option}: expected a file in a folder that exists, got {path!r}")
+
+
 def write_file(option: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text)
@@ -98,16 +105,33 @@ def write_file(option: str, path: str, text: str) -> None:
 
 
 @contextlib.contextmanager
-def stages(console: Console) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done: a spinner in a terminal, a line each elsewhere."""
-    begin = time.monotonic()
-    if console.is_terminal:
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def stages(console: Console, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """A function that shows what is being done: a spinner in a terminal, a line each elsewhere.
 
+    ``total``: how often it will be called, for a bar and for numbered lines.
+    """
+    begin = time.monotonic()
+    done = itertools.count(1)
+    if console.is_terminal:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        bar = () if total is None else (BarColumn(), MofNCompleteColumn())
         with Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
+            SpinnerColumn(),
+            *bar,
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
         ) as display:
-            task = display.add_task("starting")
-            yield lambda what: display.update(task, description=what)
+            task = display.add_task("starting", total=total)
+            # What is being done is not done yet.
+            yield lambda what: display.update(task, description=what, completed=next(done) - 1)
     else:
-        yield lambda what: console.print(f"[{time.monotonic() - begin:6.1f} s] {what}", markup=False, soft_wrap=True)
+
+        def line(what: str) -> None:
+            number = "" if total is None else f"{next(done)}/{total} "
+            text = f"[{time.monotonic() - begin:6.1f} s] {number}{what}"
+            console.print(text, markup=False, soft_wrap=True)
+
+        yield line

@@ -44,7 +44,7 @@ def run(
     Starts the ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ,
     2 bad input.
     """
-    from tw_compile.runner.launch import spawn_ranks, torchrun_world_size
+    from tw_compile.runner.launch import run_in_process_group, spawn_ranks, torchrun_world_size
 
     spec = resolve(model, tp, device, tokens, layers, transport, dtype, mode, timeout)
     console = common.make_console(json_file)
@@ -53,7 +53,7 @@ def run(
         leave(0 if report is None else _show(report, console, json_file))
     with common.stages(console) as progress:
         progress(f"starting {spec.world_size} ranks")
-        report = spawn_ranks(spec, progress)
+        report = spawn_ranks(spec, progress, run_in_process_group)
     raise typer.Exit(_show(report, console, json_file))
 
 

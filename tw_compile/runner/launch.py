@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tw_compile.leave import leave
-from tw_compile.runner.spec import RankError, RunSpec, UsageError
+from tw_compile.runner.spec import RankError, RanksSpec, RunSpec, UsageError
 
 Progress = Callable[[str], None]
-Entry = Callable[[RunSpec, int, str, Connection], None]
+Spec = TypeVar("Spec", bound=RanksSpec)
+Entry = Callable[[Spec, int, str, Connection], None]
 
 _GRACE_SECONDS = 5.0
 
@@ -32,11 +33,8 @@ def torchrun_world_size() -> int | None:
     return int(os.environ["WORLD_SIZE"])
 
 
-def spawn_ranks(spec: RunSpec, progress: Progress, entry: Entry | None = None) -> dict[str, Any]:
-    """Run ``spec`` on ``spec.world_size`` new processes and return what rank 0 found.
-
-    ``entry`` is what each process does; by default it is
-    :func:`~tw_compile.runner.worker.run_rank` in a process group.
+def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str, Any]:
+    """Run ``entry`` on ``spec.world_size`` new processes and return what rank 0 found.
 
     Raises:
         UsageError: The ranks found the request to be impossible.
@@ -47,7 +45,7 @@ def spawn_ranks(spec: RunSpec, progress: Progress, entry: Entry | None = None) -
         ranks: list[_Rank] = []
         for rank in range(spec.world_size):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=entry or _rank_process, args=(spec, rank, scratch, theirs), daemon=False)
+            process = context.Process(target=entry, args=(spec, rank, scratch, theirs), daemon=False)
             process.start()
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
@@ -157,24 +155,28 @@ def _describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _rank_process(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
-    """Entry point of a spawned rank."""
+def run_in_process_group(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank of a run."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
 
-    def doing(what: str) -> None:
-        messages.send(("doing", what))
-
-    try:
+    def work(doing: Progress) -> dict[str, Any]:
         doing("importing torch and transformers")
         from tw_compile.runner.worker import process_group, run_rank
 
         with process_group(spec, rank, rank, f"file://{scratch}/store"):
-            result = run_rank(spec, Path(scratch), doing)
-        messages.send(("result", result))
+            return run_rank(spec, Path(scratch), doing)
+
+    report_to_parent(messages, work)
+
+
+def report_to_parent(messages: Connection, work: Callable[[Progress], dict[str, Any]]) -> None:
+    """Send what ``work`` is doing, and its result or how it failed; then this process ends."""
+    try:
+        messages.send(("result", work(lambda what: messages.send(("doing", what)))))
         leave(0)
     except UsageError as error:
         messages.send(("usage", str(error)))
         leave(1)
-    except BaseException:
-        messages.send(("failed", traceback.format_exc()))
+    except BaseException as error:
+        messages.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
         leave(1)

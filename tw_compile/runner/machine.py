@@ -32,10 +32,10 @@ def examine() -> Report:
         "command": "doctor",
         "versions": {
             **versions(),
-            "triton": _triton_version(),
+            "triton": installed_version("triton"),
             "cuda": torch.version.cuda,
             "driver": nvml["driver"],
-            "nccl": _nccl_version(),
+            "nccl": nccl_version(),
             "os": platform.platform(),
             "cpus": os.cpu_count(),
         },
@@ -141,16 +141,16 @@ def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
     return links
 
 
-def _triton_version() -> str | None:
+def installed_version(distribution: str) -> str | None:
     from importlib import metadata
 
     try:
-        return metadata.version("triton")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _nccl_version() -> str | None:
+def nccl_version() -> str | None:
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 DTYPES = ("bfloat16", "float16", "float32")
 MODES = ("default", "reduce-overhead")
@@ -14,6 +15,16 @@ class UsageError(ValueError):
 
 class RankError(RuntimeError):
     """A rank failed or went silent; the message names it and carries its traceback."""
+
+
+class RanksSpec(Protocol):
+    """What starting ranks needs to know: how many, and after how many seconds they have failed."""
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def timeout(self) -> float: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""``tw-compile bench kernel`` on gloo ranks, and contenders that fail on one rank or compute nonsense."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from tw_compile import compat
+from tw_compile.benchmark.contenders import AllReduce, Call, Contender
+from tw_compile.benchmark.ranks import Ranks, UnavailableError
+from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.benchmark.worker import bench_size
+from tw_compile.cli.app import app
+from tw_compile.testing import GlooRanks
+from tw_compile.testing.gpu_problems import Context, Problem
+
+SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
+
+
+@pytest.mark.timeout(120)
+def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json")}
+    args = ["--device", "cpu", "--hidden", "64", "--tokens", "1,5", "--repeats", "20", "--calls", "3"]
+    args += [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    result = CliRunner().invoke(app, ["bench", "kernel", *args])
+    assert result.exit_code == 0, result.output
+    assert "say nothing about speed" in result.output and "PASSED" in result.output
+    assert "[5, 64] checking gloo+norm" in result.output
+    report = json.loads(files["json"].read_text())
+    assert (report["schema_version"], report["world_size"], report["tokens"]) == (1, 2, [1, 5])
+    rows = report["rows"]
+    assert [(row["label"], row["tokens"]) for row in rows] == [
+        (label, tokens) for tokens in (1, 5) for label in ("tw-gloo", "gloo+norm")
+    ]
+    assert all(row["numerics"] == "ok" and 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in rows)
+    assert all(row["speedup"] is None and row["residual_form"] == "replicated bfloat16" for row in rows)
+    lines = list(csv.DictReader(files["csv"].open()))
+    assert [float(line["p50_us"]) for line in lines] == [row["p50_us"] for row in rows]
+    assert {line["torch"] for line in lines} == {torch.__version__}
+
+
+class _Broken(AllReduce):
+    """Raises on rank 1 when it is prepared, or when it is called, or what it computes is wrong."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__(when)
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        is_bad = ranks.ctx.rank == 1
+        if is_bad and self.label == "prepare":
+            raise RuntimeError("no memory\nat all")
+        if self.label == "inside":
+            ranks.together(lambda: 1 // (not is_bad))
+        if self.label == "before inside" and is_bad:
+            raise RuntimeError("early")
+        if self.label == "before inside":
+            ranks.together(lambda: None)
+        right = super().prepare(ranks, problem)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, residual = right()
+            if is_bad and self.label == "call":
+                raise RuntimeError("lost")
+            if is_bad and self.label == "wrong":
+                hidden[-1, -1] += 1
+            if is_bad and self.label == "unequal":
+                hidden[-1, -1] *= 1 + 2**-7
+            return hidden, residual
+
+        return call
+
+
+class _Elsewhere(AllReduce):
+    kind = "ours"
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        return "fell back" if ranks.ctx.rank == 0 else None
+
+
+class _OursUnequal(_Broken):
+    kind = "ours"
+
+
+def _on_ranks(rank: int, check: Callable[[Ranks], Any]) -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    with torch.no_grad():
+        return check(Ranks(Context(rank, 2, torch.device("cpu"), compat.group_name(world)), world))
+
+
+def _bench_broken(ranks: Ranks) -> dict[str, tuple[str, str | None, bool, str]]:
+    everyone: list[Contender] = [_Broken(when) for when in ("prepare", "inside", "before inside", "call", "wrong")]
+    everyone += [_OursUnequal("unequal"), _Elsewhere("elsewhere"), AllReduce("good")]
+    (size,) = SPEC.sizes()
+    rows = bench_size(SPEC, ranks, everyone, size, 2**20, lambda what: None)
+    return {row.label: (row.outcome, row.reason, row.p50_us is not None, row.numerics) for row in rows}
+
+
+def test_contender_that_fails_on_one_rank_is_a_row_with_its_reason_on_all(gloo_ranks: GlooRanks) -> None:
+    rows, other = gloo_ranks.run(_on_ranks, _bench_broken)
+    assert rows == other
+    assert rows["prepare"] == ("error", "rank 1: RuntimeError: no memory", False, "not checked")
+    assert rows["inside"] == (
+        "error",
+        "rank 1: ZeroDivisionError: integer division or modulo by zero",
+        False,
+        "not checked",
+    )
+    assert rows["before inside"] == ("error", "rank 1: RuntimeError: early", False, "not checked")
+    assert rows["call"] == ("error", "rank 1: RuntimeError: lost", False, "not checked")
+    assert rows["elsewhere"] == ("error", "rank 0: fell back", False, "not checked")
+    assert rows["good"] == ("timed", None, True, "ok")
+
+
+def test_wrong_or_unequal_results_get_no_time(gloo_ranks: GlooRanks) -> None:
+    rows, _ = gloo_ranks.run(_on_ranks, _bench_broken)
+    outcome, reason, has_time, numerics = rows["wrong"]
+    assert (outcome, has_time, numerics) == ("numerics failed", False, "failed")
+    assert reason is not None and reason.startswith("rank 1: hidden: ")
+    outcome, reason, has_time, numerics = rows["unequal"]
+    assert (outcome, has_time, numerics) == ("numerics failed", False, "failed")
+    assert "differs from rank 0" in str(reason)
+
+
+def _agreements(ranks: Ranks) -> tuple[Any, ...]:
+    rank = ranks.ctx.rank
+    with pytest.raises(UnavailableError, match=r"rank 0: KeyError"):
+        ranks.together(lambda: {1: "there"}[rank])
+    return ranks.agree("same"), ranks.agree(None), ranks.agree("own" if rank else None), ranks.together(lambda: rank)
+
+
+def test_ranks_agree_on_obstacles(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks.run(_on_ranks, _agreements) == [
+        ("same", None, "rank 1: own", 0),
+        ("same", None, "rank 1: own", 1),
+    ]

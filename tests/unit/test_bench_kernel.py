@@ -1,0 +1,436 @@
+"""``tw-compile bench kernel`` without its ranks: arithmetic, choices, files and refusals."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tw_compile.benchmark import run as bench_run
+from tw_compile.benchmark.contenders import Contender, Operator, Variant, add_rms_norm_, contenders, select
+from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
+from tw_compile.benchmark.measure import LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.benchmark.plot import plot, spread
+from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
+from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
+from tw_compile.benchmark.table import SMOKE_TEST, print_report
+from tw_compile.cli import bench
+from tw_compile.cli.app import app
+from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
+from tw_compile.runner.spec import RankError, UsageError
+
+SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))
+MIB = 2**20
+
+
+def row(
+    label: str, kind: str, p50: float | None, tokens: int = 16, outcome: Outcome = "timed", reason: str | None = None
+) -> Row:
+    numerics = {"timed": "ok", "numerics failed": "failed"}.get(outcome, "not checked")
+    times = (None, None, None) if p50 is None else (0.9 * p50, p50, 1.2 * p50)
+    nbytes = tokens * 8192 * 2
+    return Row(label, kind, tokens, 8192, nbytes, 1, "replicated bfloat16", None, outcome, reason, numerics, *times)
+
+
+def completed(*rows: Row, tokens: int = 16, spec: BenchSpec = SPEC) -> dict[str, Row]:
+    return {one.label: one for one in complete(list(rows), Size(tokens, 8192, "bfloat16"), spec)}
+
+
+def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
+    return {
+        "machine": "x86_64 64 cpus",
+        "device": device,
+        "device_name": "NVIDIA H200",
+        "world_size": 4,
+        "dtype": "bfloat16",
+        "calls": 20,
+        "repeats": 50,
+        "rotate_from": MIB,
+        "seed": 3,
+        "link_gb_per_s": 370.0,
+        "environment": {"NCCL_NVLS_ENABLE": "0"},
+        "rows": [asdict(one) for one in rows],
+        "versions": {"torch": "2.11.0", "triton": "3.6.0", "nccl": "2.28.9", "flashinfer": None, "commit": "unknown"}
+        | {"source": "0123456789ab", "date": "2026-11-21"},
+    }
+
+
+def measured(sizes: tuple[int, ...] = (16, 64)) -> list[Row]:
+    rows: list[Row] = []
+    for tokens in sizes:
+        rows += completed(
+            row("tw-p2p", "ours", 10.0 + tokens, tokens),
+            row("tw-nccl", "ours", None, tokens, "numerics failed", "hidden: rms error 2"),
+            row("nccl+norm", "peer", 30.0 + tokens, tokens),
+            row("no-communication", "bound", 3.0, tokens),
+            tokens=tokens,
+        ).values()
+    return rows
+
+
+def printed(report: dict[str, Any]) -> str:
+    text = io.StringIO()
+    print_report(Console(file=text, highlight=False), report)
+    return text.getvalue()
+
+
+def test_bounds_are_the_bytes_of_the_busiest_link_by_its_speed() -> None:
+    assert bus_bytes(370_000, 4) == 1.5 * 370_000
+    assert bounds_us(370_000, 4) == {"two-shot-bound": pytest.approx(1.5), "one-shot-bound": pytest.approx(3.0)}
+    assert len(set(bounds_us(1 << 20, 2).values())) == 1
+
+
+def test_small_messages_repeat_one_input_and_larger_ones_displace_it_from_l2() -> None:
+    def sets(nbytes: int, calls: int = 20) -> int:
+        return input_sets(nbytes, 50 * MIB, calls, MIB)
+
+    assert sets(MIB - 2) == 1
+    assert sets(MIB) == 20  # 26 would displace it, but there are only so many calls
+    assert sets(MIB, calls=64) == 26
+    assert (sets(16 * MIB) - 1) * 2 * 16 >= 50
+    assert sets(256 * MIB) == 2
+    assert input_sets(256, 50 * MIB, 20, 0) == 20
+
+
+def test_a_repeat_takes_as_long_as_its_slowest_rank() -> None:
+    assert slowest([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
+    with pytest.raises(ValueError, match="shorter"):
+        slowest([[1.0, 2.0], [1.0]])
+
+
+def test_percentiles_are_the_20th_50th_and_80th() -> None:
+    assert percentiles([float(value) for value in range(100, -1, -1)]) == (20.0, 50.0, 80.0)
+    assert percentiles([1.0] * 19 + [1000.0]) == (1.0, 1.0, 1.0)
+
+
+def test_contenders_are_interleaved_and_take_turns_in_beginning() -> None:
+    order = list(round_robin(["a", "b", "c"], 4))
+    assert [label for _, label in order] == list("abcbcacababc")
+    assert [number for number, _ in order] == sorted(list(range(4)) * 3)
+    assert list(round_robin([], 4)) == []
+
+
+def test_a_loop_times_every_call_in_turn() -> None:
+    seen: list[str] = []
+    empty = torch.empty(0)
+
+    def call(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(name)
+        return empty, empty
+
+    assert LoopTimer([lambda: call("a"), lambda: call("b")], 5).run() > 0
+    assert seen == list("ababa")
+
+
+def test_call_that_breaks_a_capture_is_the_reason_and_not_the_broken_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def graph(made: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        try:
+            yield
+        finally:
+            if len(seen) != 3:
+                raise RuntimeError("capture was invalidated")
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(None)
+        if len(seen) == fails_at:
+            raise KeyError("workspace")
+        return torch.empty(0), torch.empty(0)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen: list[None] = []
+    fails_at = 0
+    capture([call], 3)
+    assert len(seen) == 3
+    seen.clear()
+    fails_at = 2
+    with pytest.raises(KeyError, match="workspace"):
+        capture([call], 3)
+
+
+def test_speedup_is_against_the_fastest_peer_of_that_size() -> None:
+    rows = completed(
+        row("tw-p2p", "ours", 20.0), row("slow", "peer", 40.0), row("fast", "peer", 30.0), row("alone", "bound", 1.0)
+    )
+    assert (rows["tw-p2p"].speedup, rows["tw-p2p"].best_peer) == (1.5, "fast")
+    assert rows["fast"].speedup is None and rows["alone"].bus_gb_per_s is None
+    assert rows["tw-p2p"].bus_gb_per_s == pytest.approx(1.5 * 16 * 8192 * 2 / 20e-6 / 1e9)
+    bound = rows["two-shot-bound"].p50_us
+    assert bound is not None and rows["tw-p2p"].share_of_bound == pytest.approx(bound / 20.0)
+
+
+def test_who_fails_numerics_has_no_speedup_and_is_nobodys_best_peer() -> None:
+    broken = row("tw-p2p", "ours", None, outcome="numerics failed", reason="hidden: not finite")
+    rows = completed(broken, row("nccl+norm", "peer", 30.0))
+    assert (rows["tw-p2p"].speedup, rows["tw-p2p"].p50_us, rows["tw-p2p"].numerics) == (None, None, "failed")
+    # Even if a time were there.
+    wrong_but_fast = replace(row("fast", "peer", 1.0), outcome="numerics failed", numerics="failed")
+    ours_but_wrong = replace(row("tw-nccl", "ours", 1.0), outcome="numerics failed", numerics="failed")
+    rows = completed(row("tw-p2p", "ours", 20.0), wrong_but_fast, row("nccl+norm", "peer", 30.0), ours_but_wrong)
+    assert (rows["tw-p2p"].best_peer, rows["tw-p2p"].speedup) == ("nccl+norm", 1.5)
+    assert rows["tw-nccl"].speedup is None
+
+
+def test_without_a_peer_there_is_no_speedup() -> None:
+    assert completed(row("tw-p2p", "ours", 20.0))["tw-p2p"].speedup is None
+
+
+def test_times_on_a_cpu_get_no_claims() -> None:
+    spec = replace(SPEC, device="cpu", world_size=2)
+    rows = completed(row("tw-gloo", "ours", 20.0), row("gloo+norm", "peer", 40.0), spec=spec)
+    assert set(rows) == {"tw-gloo", "gloo+norm"}
+    assert rows["tw-gloo"].speedup is None and rows["tw-gloo"].share_of_bound is None
+    text = printed(report_of(list(rows.values()), device="cpu"))
+    assert SMOKE_TEST in text
+
+
+def test_only_ours_that_should_have_run_make_the_benchmark_fail() -> None:
+    rows = [
+        row("tw-p2p", "ours", 20.0),
+        row("tw-a", "ours", None, outcome="numerics failed"),
+        row("tw-b", "ours", None, outcome="error"),
+        row("tw-c", "ours", None, outcome="not served"),
+        row("flashinfer-one-shot", "peer", None, outcome="error"),
+    ]
+    assert [bad.label for bad in failures(rows)] == ["tw-a", "tw-b"]
+
+
+def test_table_shows_failures_without_a_time_and_names_the_best_peer() -> None:
+    text = printed(report_of(measured()))
+    (failed, _) = (line.split() for line in text.splitlines() if line.startswith("tw-nccl"))
+    assert failed == ["tw-nccl", "-", "-", "-", "-", "-", "-", "replicated", "failed"]
+    assert text.count("against nccl+norm, the best peer") == 2
+    assert "FAILED  tw-nccl at [16, 8192]: numerics failed: hidden: rms error 2" in text and "PASSED" not in text
+
+
+def test_csv_has_a_line_a_contender_and_size_with_what_it_was_made_with() -> None:
+    rows = measured()
+    lines = list(csv.DictReader(io.StringIO(as_csv(report_of(rows)))))
+    assert [(line["label"], line["tokens"]) for line in lines] == [(one.label, str(one.tokens)) for one in rows]
+    assert len(lines) == 2 * 6
+    first = lines[0]
+    assert (float(first["p50_us"]), first["best_peer"], first["residual_form"]) == (
+        26.0,
+        "nccl+norm",
+        "replicated bfloat16",
+    )
+    names = ("machine", "device_name", "torch", "triton", "nccl", "flashinfer", "commit", "source", "date", "seed")
+    assert [first[name] for name in names] == [
+        *(
+            "x86_64 64 cpus",
+            "NVIDIA H200",
+            "2.11.0",
+            "3.6.0",
+            "2.28.9",
+            "",
+            "unknown",
+            "0123456789ab",
+            "2026-11-21",
+            "3",
+        )
+    ]
+    assert [line["speedup"] for line in lines if line["numerics"] == "failed"] == ["", ""]
+
+
+def test_rows_survive_json() -> None:
+    rows = measured()
+    assert rows_of(json.loads(json.dumps(report_of(rows)))) == rows
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_plot_is_written(suffix: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{suffix}"
+    plot(report_of(measured((1, 16, 64, 256))), str(file))
+    content = file.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 10_000
+
+
+def test_labels_of_lines_that_end_together_are_spread_in_order_and_stay_inside() -> None:
+    assert spread([0.1, 0.9], 0.05) == [0.1, 0.9]
+    assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
+    assert spread([1.0, 0.99, 0.2], 0.1) == pytest.approx([1.0, 0.9, 0.2])
+    assert spread([0.5] * 5, 1.0) == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+def _variants(made_for: list[int | None]) -> list[Variant]:
+    def transport(sms: int | None) -> Any:
+        made_for.append(sms)
+        return get_transport("gloo")
+
+    return [
+        Variant("swept", transport, False, ctas=lambda tokens, ranks: 32, takes_sms=True),
+        Variant("fixed", transport, False),
+    ]
+
+
+def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
+    made_for: list[int | None] = []
+    chosen = select(replace(SPEC, sms=(4, 16)), _variants(made_for), [])
+    assert [one.label for one in chosen] == ["swept-4sm", "swept-16sm", "fixed"]
+    size = Size(1, 8, "bfloat16")
+    assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
+    for one in chosen:
+        assert isinstance(one, Operator) and one._transport is one._transport
+    assert made_for == [4, 16, None]
+    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 32
+    with pytest.raises(UsageError, match="--sms: expected no value"):
+        select(replace(SPEC, sms=(4,), only=("fixed",)), _variants([]), [])
+
+
+def test_only_selects_by_label_and_names_what_there_is() -> None:
+    assert [one.label for one in contenders(replace(SPEC, only=("nccl+norm", "tw-p2p")))] == ["tw-p2p", "nccl+norm"]
+    with pytest.raises(UsageError, match=r"--only: expected some of tw-p2p, .*no-communication, got 'vllm'"):
+        contenders(replace(SPEC, only=("vllm",)))
+
+
+def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
+    everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
+    kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
+    assert kinds == {"ours": 3, "peer": 5, "bound": 1}
+
+    def obstacle(label: str, tokens: int) -> str | None:
+        return everyone[label].obstacle(Size(tokens, 8192, "bfloat16"), 4)
+
+    assert obstacle("symm-one-shot+norm", 2048) is None and "32 MiB" in str(obstacle("symm-one-shot+norm", 2049))
+    assert obstacle("symm-two-shot+norm", 16384) is None
+    assert obstacle("flashinfer-two-shot", 4) == "needs more tokens than ranks"
+    assert "2 GiB" in str(obstacle("flashinfer-one-shot", 32768))
+    assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
+def test_flashinfer_that_is_not_installed_is_a_row_with_that_reason() -> None:
+    assert "not installed" in str(import_obstacle())
+    peer = FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=16)
+    assert peer.obstacle(Size(16, 8192, "bfloat16"), 2) == import_obstacle()
+
+
+def test_in_place_norm_keeps_repeated_sums_finite() -> None:
+    x, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    weight = torch.ones(64).bfloat16()
+    for _ in range(200):
+        x *= 8  # what an all_reduce of 8 equal inputs does
+        add_rms_norm_(x, residual, weight)
+    assert x.isfinite().all() and 0.9 < float(x.float().square().mean().sqrt()) < 1.1
+
+
+def test_ranks_start_with_multicast_off_unless_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
+    seen: dict[str, str] = {}
+
+    def spawn(spec: BenchSpec, progress: Any, entry: Any) -> dict[str, Any]:
+        seen.update(os.environ)
+        return {"device_name": "d", "cache_bytes": 1, "rows": []}
+
+    monkeypatch.setattr(bench_run, "spawn_ranks", spawn)
+    report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
+    assert report["environment"] == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "2"}
+    assert seen.items() >= report["environment"].items()
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
+    assert len(report["versions"]["source"]) == 12 and report["schema_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "came"),
+    [
+        (["--device", "tpu"], "--device", "tpu"),
+        (["--device", "cpu", "--tp", "1"], "--tp", "1"),
+        (["--device", "cpu", "--tp", "0"], "--tp", "0"),
+        (["--device", "cpu", "--hidden", "64,64"], "--hidden", "64,64"),
+        (["--device", "cpu", "--tokens", "0"], "--tokens", "0"),
+        (["--device", "cpu", "--dtype", "int8"], "--dtype", "int8"),
+        (["--device", "cpu", "--calls", "0"], "--calls", "0"),
+        (["--device", "cpu", "--repeats", "19"], "--repeats", "19"),
+        (["--device", "cpu", "--rotate-from", "-1"], "--rotate-from", "-1"),
+        (["--device", "cpu", "--seed", "-1"], "--seed", "-1"),
+        (["--device", "cpu", "--timeout", "0"], "--timeout", "0"),
+        (["--device", "cpu", "--only", "tw-p2p"], "--only", "tw-p2p"),
+        (["--device", "cpu", "--sms", "4"], "--sms", "4"),
+        (["--device", "cpu", "--sms", "few"], "--sms", "few"),
+        (["--device", "cpu", "--csv", "/no/such/folder/rows.csv"], "--csv", "/no/such/folder"),
+        (["--device", "cpu", "--plot", "plot.pdf"], "--plot", "plot.pdf"),
+    ],
+    ids=" ".join,
+)
+def test_bad_input_is_one_line_that_names_the_option(args: list[str], named: str, came: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "kernel", *args])
+    assert result.exit_code == 2
+    lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith(f"error: {named}: expected") and came in lines[0]
+
+
+def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    result = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--plot", "plot.png"])
+    assert result.exit_code == 2 and "pip install matplotlib" in result.output
+
+
+@pytest.mark.parametrize(("gpus", "tp", "ranks"), [(8, None, 8), (3, None, 2), (4, 2, 2)])
+def test_ranks_are_the_gpus_that_are_there(
+    gpus: int, tp: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_gpus", lambda: gpus)
+    assert bench._world_size(tp, "cuda") == ranks
+
+
+def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_gpus", lambda: 1)
+    with pytest.raises(UsageError, match="--device: expected cpu"):
+        bench._world_size(None, "cuda")
+    monkeypatch.setattr(bench, "_gpus", lambda: 4)
+    with pytest.raises(UsageError, match="--tp: expected at most 4"):
+        bench._world_size(8, "cuda")
+
+
+def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception) -> Any:
+    def run(spec: BenchSpec, progress: Any) -> dict[str, Any]:
+        for number in range(bench_run.steps(spec)):
+            progress(f"step {number}")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(bench_run, "run", run)
+    return CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--tokens", "1,5"])
+
+
+def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [one for one in measured() if one.label != "tw-nccl"]
+    result = _bench(monkeypatch, report_of(good))
+    assert result.exit_code == 0 and "10/10 step 9" in result.output and "PASSED" in result.output
+    assert _bench(monkeypatch, report_of(measured())).exit_code == 1
+
+
+def test_failed_rank_is_named_in_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = _bench(monkeypatch, RankError("rank 1 failed while [16, 8192] timing: RuntimeError: lost\nTraceback"))
+    assert result.exit_code == 1
+    assert "error: rank 1 failed while [16, 8192] timing: RuntimeError: lost" in result.output.splitlines()
+
+
+def test_contender_is_a_complete_interface() -> None:
+    class Minimal(Contender):
+        label = "minimal"
+
+        def prepare(self, ranks: Any, problem: Any) -> Any:
+            raise NotImplementedError
+
+    one, size = Minimal(), Size(1, 8, "float32")
+    assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)

@@ -1,0 +1,98 @@
+"""How calls are timed, and how times become numbers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.benchmark.contenders import Call
+
+# About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
+_HEAD_START_CYCLES = 500_000
+
+
+class Timer(Protocol):
+    """Runs a contender's calls and says how long one took."""
+
+    def run(self) -> float:
+        """Microseconds a call on this rank; all ranks at once."""
+
+
+class GraphTimer:
+    """``count`` calls, in turn from ``calls``, as one CUDA graph."""
+
+    def __init__(self, calls: Sequence[Call], count: int) -> None:
+        self._count = count
+        self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
+        self._graph = capture(calls, count)
+        self._one = torch.ones(1, device="cuda")
+
+    def run(self) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # Everything is in the queue when the GPUs meet in the all_reduce, so no rank's clock runs while another still launches.
+        compat.delay_stream(_HEAD_START_CYCLES)
+        dist.all_reduce(self._one, op=dist.ReduceOp.MAX)
+        begin.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3 / self._count
+
+
+def capture(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
+    """``count`` calls, in turn from ``calls``. All must have run before: nothing can be compiled or agreed during capture."""
+    graph = torch.cuda.CUDAGraph()
+    causes: list[Exception] = []
+    torch.cuda.synchronize()
+    try:
+        # Other threads (NCCL's watchdog) may query events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            try:
+                for index in range(count):
+                    calls[index % len(calls)]()
+            except Exception as error:
+                causes.append(error)
+                raise
+    except Exception as error:
+        # Ending a broken capture fails in its own way, which says nothing about the cause.
+        raise causes[0] if causes else error from None
+    return graph
+
+
+class LoopTimer:
+    """``count`` calls in turn from ``calls``, by the host's clock."""
+
+    def __init__(self, calls: Sequence[Call], count: int) -> None:
+        self._calls = calls
+        self._count = count
+
+    def run(self) -> float:
+        begin = time.perf_counter()
+        for index in range(self._count):
+            self._calls[index % len(self._calls)]()
+        return (time.perf_counter() - begin) * 1e6 / self._count
+
+
+def round_robin(labels: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """``(round, label)``: everyone once a round, so that drift of clocks hits all alike; another one begins each round."""
+    for number in range(rounds):
+        begin = number % len(labels) if labels else 0
+        for label in (*labels[begin:], *labels[:begin]):
+            yield number, label
+
+
+def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
+    """Of every repeat the time of the slowest rank: a call is done when the last rank has its rows."""
+    return [max(repeat) for repeat in zip(*by_rank, strict=True)]
+
+
+def percentiles(times: Sequence[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile of at least two times."""
+    tenths = statistics.quantiles(times, n=10, method="inclusive")
+    return tenths[1], tenths[4], tenths[7]

@@ -1,0 +1,172 @@
+"""The report as a picture: time against tokens, and how near to the bound. Needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.spec import ONE_SHOT_BOUND, TWO_SHOT_BOUND
+from tw_compile.runner.spec import UsageError
+
+SUFFIXES = (".png", ".svg")
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart, with wine for yellow, too faint for lines.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
+_MARKERS = "osD^vP*X"
+_LABEL_GAP = 0.046  # of the panel's height
+
+
+def require(path: str) -> None:
+    """UsageError when ``path`` cannot be plotted to."""
+    if Path(path).suffix not in SUFFIXES:
+        raise UsageError(f"--plot: expected a file that ends in {' or '.join(SUFFIXES)}, got {path!r}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"--plot: expected matplotlib to be installed (pip install matplotlib), got {path!r} without it"
+        )
+
+
+def plot(report: dict[str, Any], path: str) -> None:
+    """One line of two panels for each hidden size; written to ``path`` (png or svg)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = rows_of(report)
+    hidden_sizes = sorted({row.hidden for row in rows})
+    figure = Figure(figsize=(13, 5.2 * len(hidden_sizes) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(hidden_sizes), 2, squeeze=False)
+    for (left, right), hidden in zip(axes, hidden_sizes, strict=True):
+        own = [row for row in rows if row.hidden == hidden]
+        _panel(left, own, "p50_us")
+        left.set(yscale="log", ylabel="µs a call (median, slowest rank; band: p20 to p80)")
+        _panel(right, own, "share_of_bound")
+        right.set(ylim=(0, 1), ylabel=f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s")
+        right.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
+        for panel in (left, right):
+            _tokens_axis(panel, sorted({row.tokens for row in own}))
+            panel.set_title(f"hidden {hidden}, {report['dtype']}", loc="left", fontsize=10)
+        figure.canvas.draw()  # settles the limits that the labels are placed by
+        for panel in (left, right):
+            _label_ends(panel)
+    figure.suptitle(
+        f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}",
+        x=0.01,
+        ha="left",
+        fontsize=12,
+    )
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"--plot: expected a file that can be written, got {path!r} ({error.strerror})") from error
+
+
+def _panel(panel: Any, rows: Sequence[Row], field: str) -> None:
+    """A line for every contender that has the number; bounds are thin and without colour."""
+    styles = _styles(rows)
+    for label, style in styles.items():
+        points = sorted((row for row in rows if row.label == label), key=lambda row: row.tokens)
+        # The line breaks where a size between two others has no number.
+        while points and getattr(points[-1], field) is None:
+            points.pop()
+        if not points:
+            continue
+        tokens = [row.tokens for row in points]
+        panel.plot(tokens, _numbers(points, field), label=label, **style)
+        if field == "p50_us":
+            band = (_numbers(points, "p20_us"), _numbers(points, "p80_us"))
+            panel.fill_between(tokens, *band, color=style["color"], alpha=0.15, linewidth=0)
+    panel.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _numbers(rows: Sequence[Row], field: str) -> list[float]:
+    return [math.nan if getattr(row, field) is None else getattr(row, field) for row in rows]
+
+
+def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """By label: ours thick and solid, peers thinner and dashed, bounds grey."""
+    styles: dict[str, dict[str, Any]] = {}
+    number = 0
+    for row in rows:
+        if row.label in styles:
+            continue
+        if row.kind == "bound":
+            line = {TWO_SHOT_BOUND: "--", ONE_SHOT_BOUND: ":"}.get(row.label, "-.")
+            styles[row.label] = {"color": "#777777", "linestyle": line, "linewidth": 1.2}
+            continue
+        styles[row.label] = {
+            "color": _COLOURS[number % len(_COLOURS)],
+            "marker": _MARKERS[number % len(_MARKERS)],
+            "markersize": 5,
+            "linestyle": "-" if row.kind == "ours" else (0, (5, 1.5)),
+            "linewidth": 2.2 if row.kind == "ours" else 1.5,
+        }
+        number += 1
+    return styles
+
+
+def _tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(tokens, [str(count) for count in tokens])
+    panel.minorticks_off()
+    panel.set_xlabel("tokens")
+
+
+def _label_ends(panel: Any) -> None:
+    """Every line's name right of the panel, at the height of its last point or as near as the others leave room."""
+    lines = [line for line in panel.get_lines() if len(line.get_xdata())]
+    to_axes = panel.transData + panel.transAxes.inverted()
+    ends = [to_axes.transform((line.get_xdata()[-1], line.get_ydata()[-1])) for line in lines]
+    for line, end, height in zip(lines, ends, spread([float(end[1]) for end in ends], _LABEL_GAP), strict=True):
+        panel.annotate(
+            line.get_label(),
+            xy=tuple(end),
+            xytext=(1.06, height),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            color=line.get_color(),
+            fontsize=9,
+            va="center",
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.6,
+                "shrinkA": 0,
+                "relpos": (0, 0.5),
+            },
+        )
+
+
+def spread(heights: Sequence[float], gap: float) -> list[float]:
+    """Heights from 0 to 1 in the same order, at least ``gap`` apart, and near to where they were.
+
+    More than fit are spread evenly.
+    """
+    gap = min(gap, 1 / max(len(heights) - 1, 1))
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    groups: list[list[int]] = []
+    for index in order:
+        groups.append([index])
+        while len(groups) > 1 and _lowest(groups[-1], heights, gap) < _lowest(groups[-2], heights, gap) + gap * len(
+            groups[-2]
+        ):
+            last = groups.pop()
+            groups[-1] += last
+    placed = [0.0] * len(heights)
+    for group in groups:
+        for position, index in enumerate(group):
+            placed[index] = _lowest(group, heights, gap) + gap * position
+    return placed
+
+
+def _lowest(group: Sequence[int], heights: Sequence[float], gap: float) -> float:
+    """Where neighbours ``gap`` apart begin, so that their middle is where they want to be and none leaves the panel."""
+    extent = gap * (len(group) - 1)
+    middle = sum(heights[index] for index in group) / len(group)
+    return min(max(middle - extent / 2, 0.0), 1.0 - extent)

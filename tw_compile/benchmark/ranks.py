@@ -1,0 +1,68 @@
+"""The ranks of a benchmark as one of them sees them, and how they fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from tw_compile.testing.gpu_problems import Context
+
+T = TypeVar("T")
+
+
+class UnavailableError(RuntimeError):
+    """A contender cannot take part; raised on all ranks alike, with the reason."""
+
+
+class Ranks:
+    """``ctx`` names the group that does the work; ``control`` is a gloo group, which works whatever state the GPU is in."""
+
+    def __init__(self, ctx: Context, control: dist.ProcessGroup) -> None:
+        self.ctx = ctx
+        self.control = control
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, by rank."""
+        values: list[Any] = [None] * self.ctx.world_size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def barrier(self) -> None:
+        """On the host: no rank returns before all have called."""
+        dist.all_reduce(torch.zeros(1), group=self.control)
+
+    def agree(self, obstacle: str | None) -> str | None:
+        """The first obstacle that any rank has, the same on all ranks; None when no rank has one."""
+        obstacles = self.gather(obstacle)
+        if len(set(obstacles)) == 1:
+            return obstacles[0]
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text is not None)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """``work()`` on every rank; when it raises on one, :class:`UnavailableError` on all.
+
+        May be nested: a rank that fails before an inner call meets the others, which are in the inner one, in the agreement
+        of its outer one.
+        """
+        obstacle: str | None = None
+        result: list[T] = []
+        try:
+            result.append(work())
+        except UnavailableError:
+            raise
+        except Exception as error:
+            obstacle = one_line(error)
+        obstacle = self.agree(obstacle)
+        if obstacle is not None:
+            raise UnavailableError(obstacle)
+        return result[0]
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Type and first line of the message."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = f"{type(error).__name__}: {lines[0]}"
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,125 @@
+"""Rows of the report: what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, Size, bounds_us, bus_bytes
+
+SCHEMA_VERSION = 1
+Outcome = Literal["timed", "computed", "not served", "error", "numerics failed"]
+
+
+@dataclass
+class Row:
+    """One contender at one size.
+
+    Attributes:
+        kind: "ours", "peer" or "bound".
+        nbytes: Of one rank's message.
+        sets: Input sets over which the calls rotate.
+        num_sms: SMs of the communication, where it is known.
+        reason: Why there is no time.
+        numerics: "ok", "failed", or "not checked" when it did not come to that.
+        p50_us: Median microseconds a call, of the slowest rank; p20 and p80 likewise. None without a time.
+        bus_gb_per_s: 2 (N-1)/N of the message by the median time.
+        share_of_bound: The links' two-shot time by the median time.
+        speedup: The best peer's median time by this one's; ours only.
+        best_peer: Which one that is.
+    """
+
+    label: str
+    kind: str
+    tokens: int
+    hidden: int
+    nbytes: int
+    sets: int
+    residual_form: str
+    num_sms: int | None
+    outcome: Outcome
+    reason: str | None
+    numerics: str
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    bus_gb_per_s: float | None = None
+    share_of_bound: float | None = None
+    speedup: float | None = None
+    best_peer: str | None = None
+
+
+def best_peer(rows: Iterable[Row]) -> Row | None:
+    """The fastest peer whose numerics are good; None when there is none."""
+    timed = [row for row in rows if row.kind == "peer" and row.numerics == "ok" and row.p50_us is not None]
+    return min(timed, key=lambda row: row.p50_us or 0.0, default=None)
+
+
+def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
+    """The rows of one size with everything that follows from their times, and, on GPUs, the computed bounds.
+
+    Times of gloo ranks on a CPU get no bandwidth, no share and no speed-up: they say nothing about speed.
+    """
+    if spec.device != "cuda":
+        return rows
+    bounds = bounds_us(size.nbytes, spec.world_size)
+    peer = best_peer(rows)
+    for row in rows:
+        if row.p50_us is None or row.kind == "bound":
+            continue
+        row.bus_gb_per_s = bus_bytes(size.nbytes, spec.world_size) / row.p50_us / 1e3
+        row.share_of_bound = bounds[TWO_SHOT_BOUND] / row.p50_us
+        if row.kind == "ours" and row.numerics == "ok" and peer is not None and peer.p50_us is not None:
+            row.speedup, row.best_peer = peer.p50_us / row.p50_us, peer.label
+    return rows + [
+        Row(
+            label,
+            "bound",
+            size.tokens,
+            size.hidden,
+            size.nbytes,
+            0,
+            "",
+            None,
+            "computed",
+            None,
+            "not checked",
+            p50_us=us,
+        )
+        for label, us in bounds.items()
+    ]
+
+
+def failures(rows: Iterable[Row]) -> list[Row]:
+    """Those of ours that should have run and did not, or were wrong."""
+    return [row for row in rows if row.kind == "ours" and row.outcome in ("error", "numerics failed")]
+
+
+def rows_of(report: dict[str, Any]) -> list[Row]:
+    return [Row(**row) for row in report["rows"]]
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    """One line a contender and size, each with the machine and the versions it was measured with."""
+    made_with = {
+        name: report[name]
+        for name in (
+            "machine",
+            "device",
+            "device_name",
+            "world_size",
+            "dtype",
+            "calls",
+            "repeats",
+            "rotate_from",
+            "seed",
+        )
+    } | report["versions"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(Row)] + list(made_with), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) | made_with for row in rows_of(report))
+    return text.getvalue()

@@ -1,0 +1,88 @@
+"""What one benchmark is asked to do, and what follows from it by arithmetic alone. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+LINK_GB_PER_S = 370.0
+"""What one direction of an H200's NVLink carries in practice; nominally it is 18 links of 25 GB/s."""
+
+ONE_SHOT_BOUND = "one-shot-bound"
+TWO_SHOT_BOUND = "two-shot-bound"
+
+
+@dataclass(frozen=True)
+class Size:
+    """One message: the partial sums ``[tokens, hidden]`` of one rank."""
+
+    tokens: int
+    hidden: int
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens * self.hidden * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class BenchSpec:
+    """One benchmark; plain values, so that it can be handed to another process.
+
+    Attributes:
+        device: ``cuda`` (NCCL) or ``cpu`` (gloo, a smoke test).
+        calls: Fused calls in one CUDA graph, and so in one timed replay.
+        repeats: Timed replays of each contender.
+        rotate_from: Messages of at least so many bytes rotate over input sets, see :func:`input_sets`.
+        only: Labels of the contenders that take part; empty means all.
+        sms: SM counts to try for contenders of ours that take one.
+        timeout: Seconds after which the benchmark, or one collective of it, has failed.
+    """
+
+    world_size: int
+    device: str
+    dtype: str
+    hidden: tuple[int, ...]
+    tokens: tuple[int, ...]
+    calls: int = 20
+    repeats: int = 50
+    rotate_from: int = 2**20
+    only: tuple[str, ...] = ()
+    sms: tuple[int, ...] = ()
+    seed: int = 0
+    timeout: float = 1200.0
+
+    def sizes(self) -> Iterator[Size]:
+        for hidden in self.hidden:
+            for tokens in self.tokens:
+                yield Size(tokens, hidden, self.dtype)
+
+
+def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int) -> int:
+    """Over how many sets of inputs the calls of one graph rotate, for messages of ``nbytes`` and an L2 of ``cache_bytes``.
+
+    In a model the matmul right before has just written the partial sums, and at decode the residual of a few tokens is small
+    too: both really are in L2, so small messages repeat one set. A prefill's activations pass through L2 between two uses
+    of the residual. There the sets are as many as it takes for partial sums and residual of all other sets to displace
+    those of one, but no more than there are calls.
+    """
+    if nbytes < rotate_from:
+        return 1
+    return min(calls, 1 + math.ceil(cache_bytes / (2 * nbytes)))
+
+
+def bus_bytes(nbytes: int, world_size: int) -> float:
+    """Bytes that each rank must send, and receive, when the sum is formed once and then shared (two-shot)."""
+    return 2 * (world_size - 1) / world_size * nbytes
+
+
+def bounds_us(nbytes: int, world_size: int) -> dict[str, float]:
+    """Microseconds that the links alone need, without any latency: sum formed once, or by every rank for itself."""
+    per_us = LINK_GB_PER_S * 1e3
+    return {
+        TWO_SHOT_BOUND: bus_bytes(nbytes, world_size) / per_us,
+        ONE_SHOT_BOUND: (world_size - 1) * nbytes / per_us,
+    }

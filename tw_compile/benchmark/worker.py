@@ -1,0 +1,225 @@
+"""One rank of a benchmark: check every contender against float64, then time those that passed, side by side."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.benchmark.contenders import Contender, contenders
+from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, percentiles, round_robin, slowest
+from tw_compile.benchmark.ranks import Ranks, UnavailableError
+from tw_compile.benchmark.results import Outcome, Row, complete
+from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
+from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
+from tw_compile.runner.launch import report_to_parent
+from tw_compile.testing.gpu_problems import (
+    Context,
+    Form,
+    Problem,
+    exact,
+    expect_same_on_all_ranks,
+    expect_within_budget,
+    make_problem,
+    unfused,
+)
+
+Progress = Callable[[str], None]
+
+WARM_UP_ROUNDS = 3
+CPU_CACHE_BYTES = 32 * 2**20
+
+
+def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
+    report_to_parent(messages, lambda progress: run_rank(spec, rank, f"file://{scratch}/store", progress))
+
+
+def run_rank(spec: BenchSpec, rank: int, init_method: str, progress: Progress) -> dict[str, Any]:
+    """Everything one rank does; the rows are complete on every rank. Calls ``progress`` ``steps`` times, see ``run.py``."""
+    progress("joining")
+    timeout = datetime.timedelta(seconds=spec.timeout)
+    if spec.device == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        properties = torch.cuda.get_device_properties(device)
+        device_name, cache_bytes = properties.name, properties.L2_cache_size
+        options: dict[str, Any] = {"device_id": device}
+    else:
+        torch.set_num_threads(1)
+        device, device_name, cache_bytes, options = torch.device("cpu"), platform.machine(), CPU_CACHE_BYTES, {}
+    dist.init_process_group(
+        "nccl" if spec.device == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=spec.world_size,
+        timeout=timeout,
+        **options,
+    )
+    assert dist.group.WORLD is not None
+    context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
+    ranks = Ranks(context, dist.new_group(backend="gloo", timeout=timeout))
+    everyone = contenders(spec)
+    rows: list[Row] = []
+    with torch.no_grad():
+        for size in spec.sizes():
+            rows += bench_size(spec, ranks, everyone, size, cache_bytes, progress)
+    # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
+    dist.destroy_process_group()
+    return {"device_name": device_name, "cache_bytes": cache_bytes, "rows": [asdict(row) for row in rows]}
+
+
+@dataclass
+class Entry:
+    """A contender at one size; ``timer`` is there when it is to be timed."""
+
+    contender: Contender
+    outcome: Outcome
+    reason: str | None = None
+    timer: Timer | None = None
+
+
+@dataclass
+class Reference:
+    """What the calls on the first input set must come near to: ``(hidden, h)`` in float64, and the unfused way's."""
+
+    want: tuple[torch.Tensor, torch.Tensor]
+    base: tuple[torch.Tensor, torch.Tensor]
+
+
+def bench_size(
+    spec: BenchSpec, ranks: Ranks, everyone: list[Contender], size: Size, cache_bytes: int, progress: Progress
+) -> list[Row]:
+    where = f"[{size.tokens}, {size.hidden}]"
+    progress(f"{where} float64 reference")
+    # Otherwise Dynamo gives up on the norm after a number of sizes and runs it eagerly.
+    torch._dynamo.reset()
+    sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from)
+    form = Form(getattr(torch, spec.dtype))
+    problems = [
+        make_problem(ranks.ctx, size.tokens, size.hidden, form, spec.seed * spec.calls + index) for index in range(sets)
+    ]
+    reference = Reference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]))
+    entries = []
+    for contender in everyone:
+        progress(f"{where} checking {contender.label}")
+        entries.append(_admit(spec, ranks, contender, size, problems, reference))
+    del reference
+    progress(f"{where} timing")
+    times = _time(spec, ranks, {entry.contender.label: entry.timer for entry in entries if entry.timer is not None})
+    rows = [_row(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
+    if spec.device == "cuda":
+        # Peers are done with this size's buffers before any of them is freed.
+        torch.cuda.synchronize()
+        ranks.barrier()
+        del entries, problems
+        gc.collect()
+        torch.cuda.empty_cache()
+    return complete(rows, size, spec)
+
+
+def _admit(
+    spec: BenchSpec, ranks: Ranks, contender: Contender, size: Size, problems: list[Problem], reference: Reference
+) -> Entry:
+    """Prepare, run once, check, capture. What goes wrong on one rank ends it on all, with the reason."""
+    refusal = ranks.agree(contender.obstacle(size, spec.world_size))
+    if refusal is not None:
+        return Entry(contender, "not served", refusal)
+    try:
+        calls = ranks.together(lambda: [contender.prepare(ranks, problem) for problem in problems])
+        _poison(problems[0].x)
+        result = ranks.together(lambda: _finished(spec, calls[0]()))
+        deviation = ranks.agree(contender.deviation(ranks))
+        if deviation is not None:
+            return Entry(contender, "error", deviation)
+        if contender.reduces:
+            failure = _failure(ranks, contender, size, result, reference)
+            if failure is not None:
+                return Entry(contender, "numerics failed", failure)
+        del result
+        # Every set once: what is compiled or allocated at first use must be there before the capture.
+        ranks.together(lambda: [_finished(spec, call()) for call in calls[1:]])
+        make = GraphTimer if spec.device == "cuda" else LoopTimer
+        return Entry(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
+    except UnavailableError as error:
+        return Entry(contender, "error", str(error))
+
+
+def _poison(x: torch.Tensor) -> None:
+    """Fill with NaN what the allocator will hand out next, so that rows nobody writes are seen."""
+    poisoned = [torch.full_like(x, float("nan")) for _ in range(2)]
+    del poisoned
+
+
+def _finished(spec: BenchSpec, result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if spec.device == "cuda":
+        torch.cuda.synchronize()
+    return result
+
+
+def _failure(
+    ranks: Ranks, contender: Contender, size: Size, result: tuple[torch.Tensor, torch.Tensor], reference: Reference
+) -> str | None:
+    """Why the result is not good enough, the same on all ranks; None when it is."""
+    ctx = ranks.ctx
+    checked = Context(ctx.rank, ctx.world_size, ctx.device, ctx.group_name)
+    (hidden, residual), (want_hidden, want_h), (base_hidden, base_h) = result, reference.want, reference.base
+    if contender.residual_sharded:
+        begin, end = row_range(size.tokens, ctx.world_size, ctx.rank)
+        residual, want_h, base_h = residual[: end - begin], want_h[begin:end], base_h[begin:end]
+    expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden)
+    expect_within_budget(checked, "residual", residual, base_h, want_h)
+    if contender.kind == "ours":
+        expect_same_on_all_ranks(checked, "hidden", hidden)
+        if not contender.residual_sharded:
+            expect_same_on_all_ranks(checked, "residual", residual)
+    return ranks.agree("; ".join(checked.failures) or None)
+
+
+def _time(spec: BenchSpec, ranks: Ranks, timers: dict[str, Timer]) -> dict[str, list[float]]:
+    """Microseconds a call by label, one number a repeat: the slowest rank's."""
+    own: dict[str, list[float]] = {label: [] for label in timers}
+    for number, label in round_robin(list(timers), WARM_UP_ROUNDS + spec.repeats):
+        ranks.barrier()
+        microseconds = timers[label].run()
+        if number >= WARM_UP_ROUNDS:
+            own[label].append(microseconds)
+    by_rank = ranks.gather(own)
+    return {label: slowest([times[label] for times in by_rank]) for label in timers}
+
+
+def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float] | None) -> Row:
+    contender = entry.contender
+    p20, p50, p80 = (None, None, None) if times is None else percentiles(times)
+    return Row(
+        label=contender.label,
+        kind=contender.kind,
+        tokens=size.tokens,
+        hidden=size.hidden,
+        nbytes=size.nbytes,
+        sets=sets,
+        residual_form="sharded float32" if contender.residual_sharded else f"replicated {size.dtype}",
+        num_sms=contender.num_sms(size, spec.world_size),
+        outcome=entry.outcome,
+        reason=entry.reason,
+        numerics=_numerics(entry),
+        p20_us=p20,
+        p50_us=p50,
+        p80_us=p80,
+    )
+
+
+def _numerics(entry: Entry) -> str:
+    if entry.outcome == "numerics failed":
+        return "failed"
+    return "ok" if entry.outcome == "timed" and entry.contender.reduces else "not checked"
