@@ -237,18 +237,20 @@ def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, list[int], int]:
+def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, list[int], int, int]:
     """Map every rank's ``tensor`` (from :func:`symm_mem_empty`) into this process; collective over the group.
 
-    Returns the handle (keep it: it owns the mappings), the address of each rank's tensor, and the tensor's offset within its
-    allocation, which must be the same on all ranks for the addresses to be right: ``buffer_ptrs`` are the bases of the
-    allocations, and older versions have no ``offset`` on the handle, so it is taken from the local addresses.
+    Returns the handle (keep it: it owns the mappings), the address of each rank's tensor, the multicast address of all of
+    them (0 when there is none), and the tensor's offset within its allocation, which must be the same on all ranks for the
+    addresses to be right: ``buffer_ptrs`` and ``multicast_ptr`` are the bases of the allocations, and older versions have no
+    ``offset`` on the handle, so it is taken from the local addresses.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
     handle = symm_mem.rendezvous(tensor, group_name)  # type: ignore[arg-type]
     offset = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]
-    return handle, [base + offset for base in handle.buffer_ptrs], offset
+    multicast = handle.multicast_ptr + offset if handle.multicast_ptr else 0
+    return handle, [base + offset for base in handle.buffer_ptrs], multicast, offset
 
 
 def delay_stream(cycles: int) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request, row_range, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, Request, row_range, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport
 
 _c10d = torch.ops._c10d_functional  # the collectives of the unfused graph, without Python between them and the backend
@@ -70,9 +70,11 @@ def _norm(
     if reduced.is_cuda:
         from tw_compile.kernels.all_reduce_rms_norm.norm_kernel import add_rms_norm_cuda
 
-        add_rms_norm_cuda(reduced, residual, request.bias, request.weight, request.norm, hidden, h)
+        add_rms_norm_cuda(
+            reduced, residual, request.bias, request.weight, request.norm, hidden, h, request.hidden_scale
+        )
         return
-    rows, sums = add_rms_norm(reduced, residual, request.bias, request.weight, request.norm)
+    rows, sums = add_rms_norm(reduced, residual, request.bias, request.weight, request.norm, request.hidden_scale)
     hidden.copy_(rows)
     if h is not None:
         h.copy_(sums)
@@ -80,5 +82,6 @@ def _norm(
 
 def _all_gather_rows(shard: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
     """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
-    gathered = _c10d.all_gather_into_tensor.default(shard, group.size(), compat.group_name(group))
-    return _c10d.wait_tensor.default(gathered)[:tokens]
+    moved = shard.view(torch.uint8) if shard.dtype == FP8 else shard  # not every backend knows float8
+    gathered = _c10d.all_gather_into_tensor.default(moved, group.size(), compat.group_name(group))
+    return _c10d.wait_tensor.default(gathered)[:tokens].view(shard.dtype)

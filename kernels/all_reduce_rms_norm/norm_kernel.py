@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tw_compile.kernels.all_reduce_rms_norm.row import add_row, launch_shape, normalise_row, triton_dtype
+from tw_compile.kernels.all_reduce_rms_norm.row import add_row, launch_shape, normalise_row, to_hidden, triton_dtype
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
 
 
@@ -18,6 +18,7 @@ def add_rms_norm_kernel(
     weight,
     hidden,
     h_out,
+    hidden_scale,
     eps,
     weight_offset,
     scale,
@@ -25,7 +26,10 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):
-    """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent."""
+    """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
+
+    ``hidden_scale``: float32 ``[1]``, or None.
+    """
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     row = tl.program_id(0).to(tl.int64) * HIDDEN
@@ -35,7 +39,7 @@ def add_rms_norm_kernel(
     if h_out is not None:
         tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
     y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
-    tl.store(hidden + row + columns, y.to(hidden.dtype.element_ty), mask=mask)
+    tl.store(hidden + row + columns, to_hidden(y, hidden.dtype.element_ty, hidden_scale), mask=mask)
 
 
 def add_rms_norm_cuda(
@@ -46,6 +50,7 @@ def add_rms_norm_cuda(
     norm: NormSpec,
     hidden: torch.Tensor,
     h: torch.Tensor | None,
+    hidden_scale: torch.Tensor | None,
 ) -> None:
     """:func:`reference.add_rms_norm` of contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
 
@@ -62,6 +67,7 @@ def add_rms_norm_cuda(
         weight,
         hidden,
         h,
+        hidden_scale,
         norm.eps,
         norm.weight_offset,
         norm.scale,

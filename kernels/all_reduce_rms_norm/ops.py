@@ -18,7 +18,13 @@ import torch
 from torch.library import Library
 
 from tw_compile import compat
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import (
+    NormSpec,
+    Request,
+    ResidualOut,
+    check_hidden_scale,
+    rows_per_rank,
+)
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
 
 NAMESPACE = "tw_compile"
@@ -27,7 +33,8 @@ _library = Library(NAMESPACE, "DEF")
 _library.define(
     "all_reduce_rms_norm_start(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, "
     "ScalarType? cast_before_weight, ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, "
-    "str residual_out, str group_name, str transport, int slot, float scale=1.0) -> (Tensor, Tensor)"
+    "str residual_out, str group_name, str transport, int slot, float scale=1.0, Tensor? hidden_scale=None) "
+    "-> (Tensor, Tensor)"
 )
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
@@ -54,7 +61,9 @@ def _start(
     transport: str,
     slot: int,
     scale: float = 1.0,
+    hidden_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_hidden_scale(hidden_dtype, hidden_scale)
     norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype, scale)
     request = Request(
         x.contiguous(),
@@ -66,6 +75,7 @@ def _start(
         residual_out,
         group_name,
         slot,
+        hidden_scale,
     )
     earlier = _in_flight.pop((group_name, slot), None)
     if earlier is not None:
@@ -95,7 +105,9 @@ def _start_fake(
     transport: str,
     slot: int,
     scale: float = 1.0,
+    hidden_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_hidden_scale(hidden_dtype, hidden_scale)
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(group_name).size()
     rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[residual_out]

@@ -6,6 +6,10 @@ one slot must follow each other: on one stream, or ordered by events.
 
 What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
 or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the NCCL transport.
+
+Whether a launch adds up and publishes rows by peer loads and stores or by NVLink multicast is decided here too, because
+only symmetric memory knows, once buffers exist, if they have a multicast address. Nothing here asks for one: torch makes
+it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations
@@ -19,12 +23,14 @@ import torch.distributed as dist
 import triton
 
 from tw_compile import compat
+from tw_compile.kernels._multimem import ACCESS_BYTES
 from tw_compile.kernels._sync import MAX_CTAS, MAX_WORLD_SIZE, raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
 from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
 from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape, triton_dtype
-from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES, Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, SUPPORTED_DTYPES, Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import (
+    MULTIMEM_MIN_WORLD_SIZE,
     P2P_MAX_HIDDEN,
     P2P_ROW_ALIGNMENT_BYTES,
     P2P_WORLD_SIZES,
@@ -51,7 +57,10 @@ def capacity_for(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """``capacity`` bytes on every rank. ``table``: ``int64 [world]`` on the device, the addresses by rank."""
+    """``capacity`` bytes on every rank.
+
+    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0.
+    """
 
     tensor: torch.Tensor
     handle: Any
@@ -80,13 +89,17 @@ class Slot:
 
 @dataclass
 class GroupState:
-    """A process group as this transport sees it. ``obstacle``: why it uses NCCL instead, the same on all ranks."""
+    """A process group as this transport sees it; the same on all ranks but for ``rank``.
+
+    ``obstacle``: why it uses NCCL instead. ``multimem``: use multicast, which ends when a buffer has no multicast address.
+    """
 
     name: str
     group: dist.ProcessGroup
     device: torch.device
     rank: int
     world_size: int
+    multimem: bool = False
     obstacle: str | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     warned: bool = False
@@ -98,18 +111,27 @@ class GroupState:
 
 
 class P2PTransport(Transport):
-    """Two-shot kernels over peer loads and stores; falls back to the NCCL transport, by agreement of all ranks."""
+    """Two-shot kernels over symmetric memory; falls back to the NCCL transport, by agreement of all ranks.
 
-    name = "p2p"
+    Groups of at least ``multimem_from`` ranks use multicast if all their buffers have it, others peer loads and stores.
+    ``emulate_multimem``, for tests: all groups do as with multicast, with loops in the place of its instructions.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, name: str = "p2p", multimem_from: int = MULTIMEM_MIN_WORLD_SIZE, emulate_multimem: bool = False
+    ) -> None:
+        self.name = name
+        self._multimem_from = multimem_from
+        self._emulate_multimem = emulate_multimem
         self._states: dict[tuple[str, torch.device], GroupState] = {}
         self._spin_limit = spin_limit()
 
     def start(self, request: Request) -> Started:
         x, norm = request.x, request.norm
         tokens, hidden_size = x.shape
-        _require_supported(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype)
+        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
+        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
+        _require_supported(hidden_size, x.dtype, hidden_dtype, norm.residual_dtype)
         state = self._state(request.group_name, x.device)
         if tokens == 0:
             return Started(*request.allocate(state.world_size))
@@ -122,14 +144,22 @@ class P2PTransport(Transport):
             return get_transport("nccl").start(request)
         hidden, residual = request.allocate(state.world_size)
         block, num_warps = launch_shape(hidden_size)
+        primitives = "p2p"
+        if self._emulate_multimem:
+            primitives = "emulated"
+        elif state.multimem and takes_multimem(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype):
+            primitives = "multimem"
+        grid = grid_size(tokens, state.world_size)
         with torch.cuda.device(state.device):
-            all_reduce_rms_norm_kernel[(grid_size(tokens, state.world_size),)](
+            all_reduce_rms_norm_kernel[(grid,)](
                 x,
                 request.residual,
                 request.bias,
                 request.weight,
                 hidden,
                 residual,
+                request.hidden_scale,
+                None if primitives == "p2p" else x.new_empty((grid, hidden_size)),
                 slot.buffers["x"].table,
                 slot.buffers["hidden"].table,
                 slot.buffers["residual"].table if request.residual_out == "replicated" else None,
@@ -148,6 +178,7 @@ class P2PTransport(Transport):
                 RESIDUAL_OUT=request.residual_out,
                 CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
                 SPIN_LIMIT=self._spin_limit,
+                PRIMITIVES=primitives,
                 num_warps=num_warps,
             )
         return Started(hidden, residual)
@@ -175,7 +206,8 @@ class P2PTransport(Transport):
                     f"P2P transport: first use of group {group_name!r} during CUDA-graph capture. Its ranks must meet "
                     "and allocate first, which cannot be captured: run the model once (warm-up) before capturing it"
                 )
-            state = GroupState(group_name, group, device, dist.get_rank(group), group.size())
+            multimem = group.size() >= self._multimem_from and not self._emulate_multimem
+            state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), multimem)
             obstacle = outside_pools(device, lambda: group_obstacle(group, device))
             if obstacle is not None:
                 state.give_up(obstacle)
@@ -202,12 +234,25 @@ class P2PTransport(Transport):
                 )
             return None
         if lacking:
+            hoped_for_multimem = state.multimem
             slot = outside_pools(state.device, lambda: _grow(state, index, lacking))
+            if hoped_for_multimem and not state.multimem and self.name == "multimem":
+                logger.warning(
+                    "multimem transport: %s has no multicast address (absent, or turned off in torch's symmetric memory); "
+                    "group %r uses peer loads and stores instead",
+                    _where(state, index),
+                    state.name,
+                )
         return slot
 
 
 def _where(state: GroupState, index: int) -> str:
     return f"group {state.name!r}, slot {index}, {state.device}"
+
+
+def takes_multimem(hidden_size: int, *dtypes: torch.dtype) -> bool:
+    """Whether rows of ``hidden_size`` in all of ``dtypes`` can be moved by multicast, in whole accesses; else peers' do."""
+    return all(hidden_size * dtype.itemsize % ACCESS_BYTES == 0 for dtype in dtypes)
 
 
 def _require_supported(hidden_size: int, *dtypes: torch.dtype) -> None:
@@ -234,6 +279,7 @@ def _grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None
         sizes["pads"] = MAX_CTAS * MAX_WORLD_SIZE * 4
     tensors: dict[str, torch.Tensor] = {}
     made: dict[str, SymmetricBuffer] = {}
+    has_multicast = True
     offsets: dict[str, int] = {}
     obstacle = None
     try:
@@ -245,8 +291,9 @@ def _grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None
         try:
             for name, tensor in tensors.items():
                 tensor.zero_()
-                handle, addresses, offsets[name] = compat.symm_mem_rendezvous(tensor, state.name)
-                table = torch.tensor(addresses, dtype=torch.int64, device=state.device)
+                handle, addresses, multicast, offsets[name] = compat.symm_mem_rendezvous(tensor, state.name)
+                table = torch.tensor([*addresses, multicast], dtype=torch.int64, device=state.device)
+                has_multicast &= multicast != 0
                 made[name] = SymmetricBuffer(tensor, handle, table, sizes[name])
         except RuntimeError as error:
             obstacle = f"symmetric memory: rendezvous failed: {error}"
@@ -258,6 +305,8 @@ def _grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None
     if obstacle is not None:
         state.give_up(obstacle)
         return None
+    if state.multimem:
+        state.multimem = agree(state.group, None if has_multicast else "no multicast address") is None
     if index not in state.slots:
         state.slots[index] = Slot(made.pop("pads"), epochs, status)
     slot = state.slots[index]

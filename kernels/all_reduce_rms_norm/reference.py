@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8_MAX, NormSpec
 
 
 def add_rms_norm(
@@ -13,6 +13,7 @@ def add_rms_norm(
     bias: torch.Tensor | None,
     weight: torch.Tensor | None,
     norm: NormSpec,
+    hidden_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` for ``reduced [rows, hidden]``, see :class:`NormSpec`; ``h`` has ``norm.residual_dtype``.
 
@@ -30,4 +31,6 @@ def add_rms_norm(
             y = y * (weight.to(compute) + norm.weight_offset)
         else:
             y = y.to(norm.cast_before_weight).to(compute) * weight.to(compute)
+    if hidden_scale is not None:
+        y = (y * hidden_scale.to(compute).reciprocal()).clamp(-FP8_MAX, FP8_MAX)
     return y.to(norm.hidden_dtype), h.to(norm.residual_dtype)

@@ -6,6 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8_MAX
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
 _TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -53,3 +56,14 @@ def normalise_row(
         w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
         y = y * (w + weight_offset) if CAST_BEFORE_WEIGHT is None else y.to(CAST_BEFORE_WEIGHT).to(tl.float32) * w
     return y
+
+
+@triton.jit
+def to_hidden(y, dtype: tl.constexpr, hidden_scale):
+    """``y`` (float32) rounded to ``dtype``; quantised with the scale at ``hidden_scale`` unless that is None."""
+    if hidden_scale is None:
+        return y.to(dtype)
+    else:
+        # A rounded division: "/" is an approximation on GPUs, and the result shall equal that of a separate quantisation.
+        y = y * tl.div_rn(1.0, tl.load(hidden_scale))
+        return tl.clamp(y, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)

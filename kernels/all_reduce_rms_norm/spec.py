@@ -10,6 +10,8 @@ import torch
 ResidualOut = Literal["none", "sharded", "replicated"]
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 
 
 def rows_per_rank(tokens: Any, world_size: int) -> Any:
@@ -35,7 +37,9 @@ class NormSpec:
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
     - else ``hidden = y.to(cast_before_weight) * weight`` (Hugging Face Llama),
 
-    rounded to ``hidden_dtype``.
+    rounded to ``hidden_dtype``. For float8_e4m3fn that is a static quantisation with one scale (``Request.hidden_scale``):
+    the float32 values, not rounded to another dtype before, are multiplied by ``1 / hidden_scale`` (float32, rounded),
+    clamped to +-448 and rounded to nearest even.
     """
 
     eps: float
@@ -46,12 +50,26 @@ class NormSpec:
     scale: float = 1.0
 
 
+def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | None) -> None:
+    """ValueError unless there is a scale, float32 and one element, exactly when ``hidden_dtype`` is float8_e4m3fn."""
+    if hidden_scale is None:
+        if hidden_dtype == FP8:
+            raise ValueError(f"hidden_scale: expected a float32 tensor [1] for hidden_dtype {hidden_dtype}, got None")
+        return
+    got = f"{hidden_scale.dtype} {list(hidden_scale.shape)}"
+    if hidden_dtype != FP8:
+        raise ValueError(f"hidden_scale: expected None for hidden_dtype {hidden_dtype} (only {FP8} has one), got {got}")
+    if hidden_scale.dtype != torch.float32 or hidden_scale.numel() != 1:
+        raise ValueError(f"hidden_scale: expected a float32 tensor [1], got {got}")
+
+
 @dataclass(frozen=True)
 class Request:
     """One call: ``x [tokens, hidden]`` is this rank's partial sum; tensors are contiguous.
 
     ``residual`` is ``[tokens, hidden]``, or ``[rows_per_rank, hidden]`` (this rank's rows) when ``residual_sharded``.
     ``bias`` and ``weight`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
+    ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only.
     """
 
     x: torch.Tensor
@@ -63,6 +81,7 @@ class Request:
     residual_out: ResidualOut
     group_name: str
     slot: int
+    hidden_scale: torch.Tensor | None = None
 
     def allocate(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""

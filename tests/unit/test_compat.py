@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +140,17 @@ def test_generated_code_is_taken_and_patches_are_undone() -> None:
         code = generated_code(lambda x: x.sin() + 1, (torch.empty(8),), device="cuda")
     assert "triton" in code and "def call" in code
     assert (torch.cuda.is_available, torch.cuda.current_device, GraphLowering.compile_to_module) == before
+
+
+@pytest.mark.parametrize(("multicast_base", "multicast"), [(0, 0), (1 << 40, (1 << 40) + 64)])
+def test_rendezvous_adds_the_offset_within_the_allocation(
+    monkeypatch: pytest.MonkeyPatch, multicast_base: int, multicast: int
+) -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    tensor = torch.empty(8, dtype=torch.uint8)
+    bases = [4096, tensor.data_ptr() - 64]
+    handle = SimpleNamespace(rank=1, buffer_ptrs=bases, multicast_ptr=multicast_base)
+    monkeypatch.setattr(symm_mem, "rendezvous", lambda *_: handle)
+    found = compat.symm_mem_rendezvous(tensor, "g")
+    assert found == (handle, [4096 + 64, tensor.data_ptr()], multicast, 64)

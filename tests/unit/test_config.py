@@ -19,7 +19,7 @@ def configs(draw: st.DrawFn) -> Config:
     low, high = sorted((draw(SIZES), draw(SIZES)))
     return Config(
         fuse=draw(st.booleans()),
-        transport=draw(st.sampled_from(["auto", "gloo", "nccl", "p2p"])),
+        transport=draw(st.sampled_from(["auto", "gloo", "multimem", "nccl", "p2p"])),
         fuse_min_bytes=low,
         fuse_max_bytes=draw(st.sampled_from([None, high])),
         strict=draw(st.booleans()),
@@ -63,8 +63,16 @@ def test_digest_changes_with_each_field() -> None:
         ({"qqqq": 1}, ValueError, r"unknown option tw_compile.qqqq: expected one of fuse, "),
         ({"fuse": 1}, TypeError, "tw_compile.fuse: expected True or False, got 1"),
         ({"strict": "yes"}, TypeError, "tw_compile.strict: expected True or False, got 'yes'"),
-        ({"transport": None}, TypeError, "tw_compile.transport: expected one of auto, gloo, nccl, p2p, got None"),
-        ({"transport": "ucx"}, ValueError, "tw_compile.transport: expected one of auto, gloo, nccl, p2p, got 'ucx'"),
+        (
+            {"transport": None},
+            TypeError,
+            "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got None",
+        ),
+        (
+            {"transport": "ucx"},
+            ValueError,
+            "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got 'ucx'",
+        ),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),

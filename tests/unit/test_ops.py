@@ -14,6 +14,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transp
 from tw_compile.testing import fake_process_group
 
 T, H, RANKS = 5, 8, 2
+FP8 = torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,8 @@ def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any,
         "group_name": "0",
         "transport": "gloo",
         "slot": 0,
+        "scale": 1.0,
+        "hidden_scale": None,
     }
     assert set(changed) <= set(args)
     return tuple((args | changed).values())
@@ -57,6 +60,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "residual dropped": {"residual_out": "none"},
     "residual given out sharded": {"residual_out": "sharded"},
     "residual taken in sharded": {"residual": torch.randn(3, H), "residual_sharded": True, "residual_out": "sharded"},
+    "fp8": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "dtype": torch.bfloat16},
+    "fp8 sharded": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "residual_out": "sharded"},
     "not contiguous": {"x": torch.randn(H, T).t(), "residual": torch.randn(H, T).t()},
 }
 
@@ -179,8 +184,45 @@ def test_abandoned_call_is_completed_before_the_next(monkeypatch: pytest.MonkeyP
     assert finished == ["abandoned"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_dtype": FP8}, r"hidden_scale: expected a float32 tensor \[1\] .*e4m3fn, got None"),
+        ({"hidden_scale": torch.ones(1)}, r"hidden_scale: expected None .* torch.float32 .*, got torch.float32 \[1\]"),
+        ({"hidden_dtype": FP8, "hidden_scale": torch.ones(2)}, r"hidden_scale: .*, got torch.float32 \[2\]"),
+        ({"hidden_dtype": FP8, "hidden_scale": torch.ones(1).double()}, r"hidden_scale: .*, got torch.float64 \[1\]"),
+    ],
+)
+@pytest.mark.parametrize("fake", [False, True])
+def test_a_scale_comes_with_fp8_and_only_with_it(changed: dict[str, Any], message: str, fake: bool) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = start_args(**changed)
+    with pytest.raises(ValueError, match=message):
+        if not fake:
+            ops.start(*args)
+        with FakeTensorMode() as mode:
+            ops.start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    assert not ops._in_flight
+
+
+@pytest.mark.parametrize("out", ["none", "sharded", "replicated"])
+def test_fp8_result_is_the_reference(out: str) -> None:
+    from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+
+    scale = torch.tensor([0.02])
+    args = start_args(torch.bfloat16, hidden_dtype=FP8, hidden_scale=scale, residual_out=out)
+    hidden, residual = ops.start(*args)
+    ops.wait_(hidden, residual, [], "0", 0)
+    norm = NormSpec(1e-5, 0.0, None, FP8, torch.bfloat16)
+    expected, _ = add_rms_norm(args[0], args[1], None, args[3], norm, scale)
+    rows = rows_per_rank(T, RANKS) if out == "sharded" else T  # the fake group gathers nothing from the other rank
+    assert hidden.dtype == FP8
+    assert torch.equal(hidden[:rows].view(torch.uint8), expected[:rows].view(torch.uint8))
+
+
 def test_unknown_transport() -> None:
-    with pytest.raises(ValueError, match="transport: expected one of gloo, nccl, p2p, got 'carrier pigeon'"):
+    with pytest.raises(ValueError, match="transport: expected one of gloo, multimem, nccl, p2p, got 'carrier pigeon'"):
         ops.start(*start_args(transport="carrier pigeon"))
 
 

@@ -13,6 +13,7 @@ import torch
 from tw_compile.kernels.all_reduce_rms_norm import p2p
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_outside_pools_passes_results_and_errors(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A transport whose device calls are replaced; ``agreement`` holds the answers of coming agreements (default: None)."""
-    control = SimpleNamespace(capturing=False, agreement=[], freed=[])
+    control = SimpleNamespace(capturing=False, agreement=[], freed=[], multicast=0)
     control.state = p2p.GroupState("g", SimpleNamespace(size=lambda: WORLD_SIZE), DEVICE, 1, WORLD_SIZE)
     control.transport = p2p.P2PTransport()
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: control.capturing)
@@ -98,11 +99,13 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(
         p2p,
         "agree",
-        lambda group, obstacle, fact: obstacle or (control.agreement.pop(0) if control.agreement else None),
+        lambda group, obstacle, fact=None: obstacle or (control.agreement.pop(0) if control.agreement else None),
     )
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.full((size,), 1, dtype=torch.uint8))
     monkeypatch.setattr(
-        p2p.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [tensor.data_ptr()] * WORLD_SIZE, 0)
+        p2p.compat,
+        "symm_mem_rendezvous",
+        lambda tensor, name: (None, [tensor.data_ptr()] * WORLD_SIZE, control.multicast, 0),
     )
     return control
 
@@ -158,6 +161,97 @@ def test_a_lost_peer_is_reported_at_the_next_call_but_not_in_capture(host: Simpl
     host.capturing = False
     with pytest.raises(RuntimeError, match=r"slot 0, cpu: rank 1, CTA 3 gave up waiting for rank 2 at barrier 1"):
         host.transport._slot(host.state, 0, {"x": 10})
+
+
+def test_a_table_ends_with_the_multicast_address(host: SimpleNamespace) -> None:
+    host.multicast = 1 << 40
+    table = host.transport._slot(host.state, 0, {"x": 10}).buffers["x"].table
+    assert len(table) == WORLD_SIZE + 1
+    assert int(table[-1]) == 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("multicast", "agreement", "used"),
+    [(1 << 40, [], True), (0, [], False), (1 << 40, [None, None, "rank 2: no multicast address"], False)],
+)
+@pytest.mark.parametrize("name", ["p2p", "multimem"])
+def test_multicast_is_used_where_all_ranks_have_it(
+    host: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    multicast: int,
+    agreement: list[Any],
+    used: bool,
+) -> None:
+    host.multicast, host.agreement, host.state.multimem = multicast, list(agreement), True
+    transport = p2p.P2PTransport(name)
+    with caplog.at_level(logging.WARNING, logger="tw_compile"):
+        for index in range(2):
+            assert transport._slot(host.state, index, {"x": 10}) is not None
+    assert host.state.multimem is used
+    assert host.state.obstacle is None  # without multicast the group still works peer to peer
+    lines = [record.getMessage() for record in caplog.records]
+    if used or name == "p2p":
+        assert lines == []
+    else:
+        assert len(lines) == 1
+        assert "no multicast address" in lines[0] and "peer loads and stores" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("transport", "ranks", "wanted"),
+    [
+        (p2p.P2PTransport(), 4, False),
+        (p2p.P2PTransport(), 8, True),
+        (p2p.P2PTransport("multimem", 2), 2, True),
+        (p2p.P2PTransport("p2p", 2, emulate_multimem=True), 8, False),
+    ],
+)
+def test_which_groups_want_multicast(
+    monkeypatch: pytest.MonkeyPatch, transport: p2p.P2PTransport, ranks: int, wanted: bool
+) -> None:
+    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks))
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr(p2p, "outside_pools", lambda device, function: None)
+    assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "dtypes", "taken"),
+    [
+        (1024, [torch.bfloat16], True),
+        (2880, [torch.bfloat16, torch.float32], True),
+        (8192, [torch.float32, torch.float16], True),
+        (48, [torch.float8_e4m3fn, torch.bfloat16], True),
+        (40, [torch.float8_e4m3fn, torch.bfloat16], False),
+        (2884, [torch.float32], True),
+        (2884, [torch.float32, torch.bfloat16], False),  # 5768 bytes
+    ],
+)
+def test_rows_that_multicast_can_move(hidden_size: int, dtypes: list[torch.dtype], taken: bool) -> None:
+    assert p2p.takes_multimem(hidden_size, *dtypes) is taken
+
+
+def test_multimem_by_name() -> None:
+    transports = [get_transport(name) for name in ("p2p", "multimem")]
+    assert [transport.name for transport in transports] == ["p2p", "multimem"]
+    assert all(isinstance(transport, p2p.P2PTransport) for transport in transports)
+
+
+@pytest.mark.parametrize(
+    ("facts", "hidden_size", "name"),
+    [
+        (GroupFacts("cuda", 2, 1), 4096, "multimem"),
+        (GroupFacts("cuda", 2, 2), 4096, None),
+        (GroupFacts("cuda", 2, 1), 4097, None),
+        (GroupFacts("cpu", 2, 1), 4096, None),
+    ],
+)
+def test_multimem_is_chosen_on_request_only(facts: GroupFacts, hidden_size: int, name: str | None) -> None:
+    assert choose_transport(facts, hidden_size, torch.bfloat16, "multimem").name == name
+    for world_size in range(2, 9):
+        assert choose_transport(GroupFacts("cuda", world_size, 1), 4096, torch.bfloat16).name == "p2p"
 
 
 def request_on(device: str, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 64) -> Request:

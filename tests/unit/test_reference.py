@@ -91,6 +91,38 @@ def test_residual_is_rounded_to_its_own_dtype() -> None:
     assert torch.equal(h, reduced.float() + residual.float())
 
 
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [0.01, 3.3])
+def test_fp8_error_is_within_that_of_quantising_the_rounded_norm(dtype: torch.dtype, scale: float) -> None:
+    """The smaller scale saturates, in the exact result as well; the larger one has subnormal results."""
+    reduced, residual, weight, bias = inputs(dtype)
+    step = torch.tensor([scale])
+    hidden, h = add_rms_norm(reduced, residual, bias, weight, NormSpec(EPS, 0.0, None, FP8, dtype), step)
+    rounded, rounded_h = add_rms_norm(reduced, residual, bias, weight, spec(dtype))
+    assert hidden.dtype == FP8 and torch.equal(h, rounded_h)
+    unfused = (rounded.float() * (1.0 / step)).clamp(-448, 448).to(FP8)
+    want = exact(reduced, residual, bias, weight)[0].clamp(-448 * scale, 448 * scale)
+    assert_within_budget(hidden.float() * step, unfused.float() * step, want)
+
+
+def test_fp8_saturates_rounds_to_even_and_multiplies_by_the_inverse() -> None:
+    """Rows of equal numbers have the norm 1 (-1): what comes out is the weight, quantised."""
+    scale = torch.tensor([0.3])
+    steps = torch.tensor([1.0, 17.0, 19.0, 17.5, 448.0, 460.0, 1e6, 2.0**-9, 2.0**-10, 3 * 2.0**-10])
+    weight = steps * scale
+    reduced = torch.ones(2, len(weight))
+    reduced[1] = -1
+    norm = NormSpec(0.0, 0.0, None, FP8, torch.float32)
+    hidden, _ = add_rms_norm(reduced, None, None, weight, norm, scale)
+    wanted = (weight * (1.0 / scale)).clamp(-448, 448).to(FP8)
+    assert torch.equal(hidden[0].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(hidden[1].float(), -wanted.float())
+    assert hidden[0].float().tolist()[1:7] == [16, 20, 18, 448, 448, 448]
+
+
 def test_zero_rows() -> None:
     norm = spec(torch.bfloat16)
     hidden, h = add_rms_norm(torch.empty(0, H, dtype=torch.bfloat16), None, None, None, norm)

@@ -194,7 +194,7 @@ class SymmetricMemory(Contender):
     def _symmetric_copy(self, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
         # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
         buffer = ranks.together(lambda: compat.symm_mem_empty(x.nbytes, x.device))
-        handle, _, _ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
+        handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
         self._kept.append((buffer, handle))
         return buffer.view(x.dtype).view(x.shape).copy_(x)
 

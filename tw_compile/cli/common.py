@@ -19,7 +19,7 @@ from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-TRANSPORTS = ("auto", "p2p", "nccl", "gloo")
+TRANSPORTS = ("auto", "p2p", "multimem", "nccl", "gloo")
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.")

@@ -102,7 +102,7 @@ def resolve(
     if timeout <= 0:
         raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
-    if device == "cpu" and transport in ("p2p", "nccl"):
+    if device == "cpu" and transport in ("p2p", "multimem", "nccl"):
         raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus == 0:

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.p2p import GroupState, P2PTransport
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request, ResidualOut, row_range
-from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
+from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
 from tw_compile.testing.gpu_problems import (
     BF16,
     EPS,
@@ -62,19 +62,27 @@ def check(function: Check) -> Check:
     return function
 
 
+@cache
+def emulated_multicast() -> Transport:
+    """The kernel's multicast way with loops in the place of the switch's instructions, in groups of any size."""
+    return P2PTransport("emulated_multicast", emulate_multimem=True)
+
+
 def accuracy(ctx: Context, transport: str, tokens: int, hidden_size: int, form: Form) -> None:
     """Error budget, equal bits on all ranks, equal bits on a second run."""
     label = f"[{tokens}, {hidden_size}]"
     problem = make_problem(ctx, tokens, hidden_size, form)
-    hidden, residual = call(get_transport(transport), problem.request(ctx))
-    again, residual_again = call(get_transport(transport), problem.request(ctx))
+    used = emulated_multicast() if transport == "emulated_multicast" else get_transport(transport)
+    hidden, residual = call(used, problem.request(ctx))
+    again, residual_again = call(used, problem.request(ctx))
     want_hidden, want_h = exact(ctx, problem)
     base_hidden, base_h = unfused(ctx, problem)
     begin, end = row_range(tokens, ctx.world_size, ctx.rank)
     if form.out == "sharded":
         want_h, base_h = want_h[begin:end], base_h[begin:end]
         residual, residual_again = residual[: end - begin], residual_again[: end - begin]
-    expect_within_budget(ctx, f"hidden {label}", hidden, base_hidden, want_hidden)
+    values, base_values = problem.dequantised(hidden), problem.dequantised(base_hidden)
+    expect_within_budget(ctx, f"hidden {label}", values, base_values, want_hidden)
     if form.out == "none":
         ctx.expect(residual.shape == (0, hidden_size), f"residual {label}: {tuple(residual.shape)}")
     else:
@@ -82,14 +90,15 @@ def accuracy(ctx: Context, transport: str, tokens: int, hidden_size: int, form: 
     expect_same_on_all_ranks(ctx, f"hidden {label}", hidden)
     if form.out == "replicated":
         expect_same_on_all_ranks(ctx, f"residual {label}", residual)
-    if transport == "p2p":
-        ctx.expect(torch.equal(hidden, again), f"hidden {label}: second run differs")
+    if transport != "nccl":
+        equal = torch.equal(hidden.view(torch.uint8), again.view(torch.uint8))
+        ctx.expect(equal, f"hidden {label}: second run differs")
         ctx.expect(torch.equal(residual, residual_again), f"residual {label}: second run differs")
 
 
-def accuracy_of_hidden_size(ctx: Context, hidden_size: int) -> None:
+def accuracy_of_hidden_size(ctx: Context, hidden_size: int, transport: str = "p2p") -> None:
     for tokens in TOKENS:
-        accuracy(ctx, "p2p", tokens, hidden_size, Form())
+        accuracy(ctx, transport, tokens, hidden_size, Form())
 
 
 def accuracy_of_form(ctx: Context, transport: str, form: Form, hidden_sizes: tuple[int, ...]) -> None:
@@ -111,13 +120,34 @@ FORMS = {
     "no_weight": Form(weight="none", out="none", bias=True),
     "fp16": Form(torch.float16, bias=True),
     "fp32": Form(torch.float32, residual="sharded", out="sharded", weight="plain"),
+    "fp8": Form(residual="sharded", out="sharded", weight="plain", hidden_scale=0.02),
+    "fp8_replicated": Form(hidden_scale=0.02),
     "fp32_residual": Form(weight="plain", weight_dtype=torch.float32, residual_dtype=torch.float32, bias=True),
 }
 for _name, _form in FORMS.items():
     CHECKS[f"form_{_name}"] = partial(accuracy_of_form, transport="p2p", form=_form, hidden_sizes=(2880, 4096))
-for _name in ("first_norm", "sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp32_residual"):
+for _name in (
+    "first_norm",
+    "sharded",
+    "from_sharded",
+    "last_norm",
+    "no_weight",
+    "fp16",
+    "fp32",
+    "fp8",
+    "fp32_residual",
+):
     CHECKS[f"nccl_{_name}"] = partial(accuracy_of_form, transport="nccl", form=FORMS[_name], hidden_sizes=(4096,))
 CHECKS["nccl_replicated"] = partial(accuracy_of_form, transport="nccl", form=Form(), hidden_sizes=(2880, 4096))
+
+for _hidden_size in (2880, 4096):
+    CHECKS[f"emulated_multicast_{_hidden_size}"] = partial(
+        accuracy_of_hidden_size, hidden_size=_hidden_size, transport="emulated_multicast"
+    )
+for _name in ("sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp8", "fp32_residual"):
+    CHECKS[f"emulated_multicast_{_name}"] = partial(
+        accuracy_of_form, transport="emulated_multicast", form=FORMS[_name], hidden_sizes=(2880, 4096)
+    )
 
 
 def _group_state(ctx: Context) -> GroupState:
@@ -133,6 +163,15 @@ def p2p_is_used(ctx: Context) -> None:
     state = _group_state(ctx)
     ctx.expect(state.obstacle is None, f"fell back to NCCL: {state.obstacle}")
     ctx.expect(0 in state.slots, "slot 0 was never made")
+
+
+@check
+def emulated_multicast_is_used(ctx: Context) -> None:
+    transport = emulated_multicast()
+    call(transport, make_problem(ctx, 4, 1024, Form()).request(ctx))
+    assert isinstance(transport, P2PTransport)
+    obstacle = transport._states[ctx.group_name, ctx.device].obstacle
+    ctx.expect(obstacle is None, f"fell back to NCCL: {obstacle}")
 
 
 @check
@@ -167,11 +206,13 @@ def unsupported_messages_are_refused(ctx: Context) -> None:
             ctx.expect("supported" in str(error), f"{hidden_size} x {dtype}: {error}")
 
 
-def expected_results(ctx: Context, problems: list[Problem]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def expected_results(
+    ctx: Context, problems: list[Problem], transport: Transport | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Results of separate calls with a host wait after each: what overlapping or repeated calls must reproduce."""
     results = []
     for problem in problems:
-        results.append(call(get_transport("p2p"), problem.request(ctx)))
+        results.append(call(transport or get_transport("p2p"), problem.request(ctx)))
         torch.cuda.synchronize()
     return results
 
@@ -261,18 +302,17 @@ def two_groups_at_once(ctx: Context) -> None:
     expect_right_on_streams(ctx, list(zip(requests, want, strict=True)))
 
 
-@check
-def captured_and_replayed(ctx: Context) -> None:
+def expect_replays_equal_eager_calls(ctx: Context, transport: Transport) -> None:
     """Replays, with other inputs and eager calls of other sizes between them, equal eager calls bit by bit."""
     problems = [make_problem(ctx, 65, 4096, Form(), seed) for seed in range(4)]
     other = make_problem(ctx, 7, 4096, Form(), 9)
-    want = expected_results(ctx, problems)
-    want_other = expected_results(ctx, [other])[0]
+    want = expected_results(ctx, problems, transport)
+    want_other = expected_results(ctx, [other], transport)[0]
     static = make_problem(ctx, 65, 4096, Form(), 5)
     request = static.request(ctx)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        results = [call(get_transport("p2p"), request) for _ in range(3)]
+        results = [call(transport, request) for _ in range(3)]
     wrong = torch.zeros((), dtype=torch.int64, device=ctx.device)
     for iteration in range(40):
         problem = problems[iteration % len(problems)]
@@ -283,8 +323,18 @@ def captured_and_replayed(ctx: Context) -> None:
         for result in results:
             count_differences(wrong, result, want[iteration % len(problems)])
         if iteration % 3 == 0:
-            count_differences(wrong, call(get_transport("p2p"), other.request(ctx)), want_other)
+            count_differences(wrong, call(transport, other.request(ctx)), want_other)
     ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
+
+
+@check
+def captured_and_replayed(ctx: Context) -> None:
+    expect_replays_equal_eager_calls(ctx, get_transport("p2p"))
+
+
+@check
+def emulated_multicast_captured_and_replayed(ctx: Context) -> None:
+    expect_replays_equal_eager_calls(ctx, emulated_multicast())
 
 
 @check

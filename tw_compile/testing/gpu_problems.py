@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import (
+    FP8,
+    FP8_MAX,
+    NormSpec,
+    Request,
+    ResidualOut,
+    row_range,
+    rows_per_rank,
+)
 from tw_compile.kernels.all_reduce_rms_norm.transport import Transport
 
 EPS = 1e-6
@@ -47,11 +55,13 @@ class Form:
     weight: str = "cast"
     weight_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
+    hidden_scale: float | None = None  # float8 output
 
     def norm(self) -> NormSpec:
         cast = self.dtype if self.weight == "cast" else None
         offset = 1.0 if self.weight == "offset" else 0.0
-        return NormSpec(EPS, offset, cast, self.dtype, self.residual_dtype or self.dtype)
+        hidden_dtype = self.dtype if self.hidden_scale is None else FP8
+        return NormSpec(EPS, offset, cast, hidden_dtype, self.residual_dtype or self.dtype)
 
 
 @dataclass
@@ -85,7 +95,12 @@ class Problem:
             form.out,
             name,
             slot,
+            None if form.hidden_scale is None else self.x.new_tensor([form.hidden_scale], dtype=torch.float32),
         )
+
+    def dequantised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` times its scale, in float32; unchanged where it has none."""
+        return hidden if self.form.hidden_scale is None else hidden.float() * self.form.hidden_scale
 
 
 def make_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Problem:
@@ -128,7 +143,14 @@ def exact(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(hidden, h)`` by NCCL and eager operators, each of which rounds to its dtype."""
+    """``(hidden, h)`` by NCCL and eager operators, each of which rounds to its dtype; float8 is quantised last."""
+    hidden, h = _unfused(ctx, problem)
+    if (scale := problem.request(ctx).hidden_scale) is not None:
+        hidden = (hidden.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return hidden, h
+
+
+def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     form, h = problem.form, problem.x.clone()
     norm = form.norm()
     dist.all_reduce(h)
@@ -168,6 +190,7 @@ def expect_within_budget(ctx: Context, name: str, got: torch.Tensor, base: torch
 
 
 def expect_same_on_all_ranks(ctx: Context, name: str, tensor: torch.Tensor) -> None:
-    other = tensor.clone()
+    bits = tensor.contiguous().view(torch.uint8)
+    other = bits.clone()
     dist.broadcast(other, 0)
-    ctx.expect(torch.equal(other, tensor), f"{name}: differs from rank 0")
+    ctx.expect(torch.equal(other, bits), f"{name}: differs from rank 0")
