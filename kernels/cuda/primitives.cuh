@@ -147,6 +147,8 @@ DEVICE void bulk_wait_read() {
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders ordinary accesses (generic proxy) and bulk copies (async proxy) of this thread, in all state spaces.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// The same for shared memory alone: it does not wait for the thread's global stores.
+DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- conversions ---------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,32 @@
+"""What a kernel of the P2P transport is to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
+
+
+class Algorithm(ABC):
+    """One way to do the operator over peer memory. All answers depend on what all ranks share."""
+
+    @abstractmethod
+    def obstacle(self, request: Request) -> str | None:
+        """Why it cannot serve the request; None when it can."""
+
+    @abstractmethod
+    def ctas(self, tokens: int, world_size: int) -> int:
+        """CTAs of a launch for ``[tokens, *]``."""
+
+    @abstractmethod
+    def needs(self, request: Request, world_size: int, slot: Slot | None) -> dict[str, int]:
+        """Symmetric buffers of the slot: name -> bytes."""
+
+    @abstractmethod
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        """Enqueue the call on the current stream. The slot has what :meth:`needs` asked for."""

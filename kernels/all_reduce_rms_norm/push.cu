@@ -1,0 +1,239 @@
+// all_reduce + bias + residual + RMSNorm for small and medium messages: rows are pushed into the receivers' inboxes and
+// say of themselves that they have arrived (the Lamport style of NCCL's LL and TensorRT-LLM's all_reduce). No barrier.
+//
+// one-shot (ONE_SHOT=1): every rank pushes all its rows to all peers, and computes every row itself, all in the same
+//   order: (N-1) x M on the links, one hop.
+// two-shot: every rank pushes each row to its owner, the owner computes it and pushes the result to all peers:
+//   2(N-1)/N x M on the links, two hops.
+//
+// Why this is correct
+// -------------------
+// A word of an inbox that is NOT_ARRIVED has not been written since it was cleared; data never has that word
+// (drop_negative_zeros). So each 32-bit word carries its own flag, and no order between stores is needed: relaxed
+// accesses at system scope do, whose words are single-copy atomic.
+//
+// An inbox is three parts that calls use in turn. Call k receives in part k % 3 and clears what call k-1 used. A peer
+// writes to that part again in its call k+2. It starts that call after its call k+1, which needed a row of this rank's
+// call k+1, and this rank starts call k+1 when its call k, with the clearing, has ended (kernel boundary, or
+// griddepcontrol.wait). Every rank needs something of every other rank in every call, as every rank adds to every row.
+// Two parts would not do: a peer may be one call ahead while this rank still clears.
+//
+// CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
+// that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
+//
+// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, THREADS, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT,
+// SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank computes all rows: its residual is not sharded.
+
+#include "rms_norm_row.cuh"
+
+struct PushState {
+  uint32_t part;      // that the next call receives in
+  uint32_t finished;  // CTAs of the running call
+  uint32_t used[3];   // 16-byte units of each part
+};
+
+struct PushParams {
+  const X_TYPE* x;                       // [tokens, HIDDEN], this rank's partial sums
+  const RESIDUAL_TYPE* residual;         // [tokens, HIDDEN], or [rows_per_rank, HIDDEN] if RESIDUAL_SHARDED
+  const BIAS_TYPE* bias;                 // [HIDDEN]
+  const WEIGHT_TYPE* weight;             // [HIDDEN]
+  const float* hidden_scale;             // [1], of an e4m3 result
+  HIDDEN_TYPE* hidden;                   // [tokens, HIDDEN]
+  RESIDUAL_OUT_TYPE* residual_out;       // [tokens | rows_per_rank, HIDDEN]
+  uint8_t* const* inboxes;               // [world], three parts of part_bytes each
+  PushState* state;
+  int32_t* status;                       // [grid, 8]: what a thread gave up waiting for
+  uint64_t part_bytes;
+  int32_t rank;
+  int32_t tokens;
+  float eps;
+  float weight_offset;
+  float scale;
+};
+
+static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
+
+using Row = RowPart<THREADS>;
+inline constexpr int VECTORS = Row::VECTORS;
+inline constexpr int WARPS = THREADS / 32;
+inline constexpr int PEERS = WORLD_SIZE - 1;
+
+// Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
+// rank's rows lie in section `PEERS - 1 - step` of that peer's.
+DEVICE int peer_after(int rank, int step) { return (rank + 1 + step) % WORLD_SIZE; }
+
+// The rows that one launch exchanges in a part of an inbox: sections of `rows` rows of T by sender.
+template <typename T>
+struct Sections {
+  uint64_t offset;  // bytes from the begin of the part
+  int rows;
+
+  DEVICE T* row(uint8_t* part, int section, int row) const {
+    return (T*)(part + offset) + ((uint64_t)section * rows + row) * HIDDEN;
+  }
+  DEVICE uint64_t end() const { return offset + (uint64_t)PEERS * rows * HIDDEN * sizeof(T); }
+};
+
+struct Call {
+  const PushParams& p;
+  uint32_t thread;
+  int per_rank;
+  uint32_t part;
+  uint8_t* inbox;            // this rank's, the part of this call
+  uint8_t* peer_inbox[PEERS];  // by step, the same part
+
+  DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
+
+  template <typename T>
+  DEVICE void push(const Sections<T>& sections, int step, int row, uint32_t column, const Eight<T>& eight) const {
+    store_strong(sections.row(peer_inbox[step], PEERS - 1 - step, row) + column, eight);
+  }
+
+  // Polls until one vector of row `row` has arrived in all sections for which wanted(section) holds.
+  template <typename T, typename Wanted>
+  DEVICE void receive(Eight<T> (&got)[PEERS], const Sections<T>& sections, int row, uint32_t column, int phase,
+                      Wanted wanted) const {
+    [[maybe_unused]] uint32_t polls = 0;
+    uint32_t missing;
+    do {
+      missing = 0;
+#pragma unroll
+      for (int section = 0; section < PEERS; ++section)
+        if (wanted(section)) load_strong(got[section], sections.row(inbox, section, row) + column);
+#pragma unroll
+      for (int section = 0; section < PEERS; ++section)
+        if (wanted(section) && !arrived(got[section])) missing |= 1u << section;
+#if SPIN_LIMIT
+      if (missing != 0 && ++polls == SPIN_LIMIT) {
+        for (int section = 0; section < PEERS; ++section)
+          if (missing >> section & 1) p.status[blockIdx.x * 8 + peer_after(p.rank, section)] = phase;
+        return;
+      }
+#endif
+    } while (missing != 0);
+  }
+};
+
+// Adds up one vector of all ranks in rank order, `own` in its place.
+DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> (&got)[PEERS], int rank) {
+  for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+#pragma unroll
+  for (int source = 0; source < WORLD_SIZE; ++source) {
+    // Registers can't be indexed by a number that only the launch knows, so the section is selected.
+    Eight<X_TYPE> eight = own;
+#pragma unroll
+    for (int section = 0; section < PEERS; ++section)
+      if (peer_after(rank, section) == source) eight = got[section];
+    add(h, eight);
+  }
+}
+
+KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
+  float* const partials = (float*)dynamic_shared();  // [2, WARPS]: rows take turns
+  grid_dependency_launch();
+  grid_dependency_wait();
+
+  Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
+  const uint32_t thread = threadIdx.x;
+  const int rank = p.rank, per_rank = call.per_rank, stride = gridDim.x, first = blockIdx.x;
+  uint8_t* const own_inbox = p.inboxes[rank];
+  call.inbox = own_inbox + call.part * p.part_bytes;
+  for (int step = 0; step < PEERS; ++step)
+    call.peer_inbox[step] = p.inboxes[peer_after(rank, step)] + call.part * p.part_bytes;
+
+  const Sections<X_TYPE> sums{0, ONE_SHOT ? p.tokens : per_rank};
+  const Sections<HIDDEN_TYPE> normalised{sums.end(), ONE_SHOT ? 0 : per_rank};
+  const Sections<RESIDUAL_OUT_TYPE> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? per_rank : 0};
+
+  // Send partial sums: all rows to all, or each row to its owner.
+  for (int local = first; local < sums.rows; local += stride) {
+    for (int step = 0; step < PEERS; ++step) {
+      const int owner = peer_after(rank, step);
+      if (!ONE_SHOT && local >= call.rows_of(owner)) continue;
+      const uint64_t row = ONE_SHOT ? local : owner * per_rank + local;
+      Eight<X_TYPE> own[VECTORS];
+      Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
+      Row::each(thread, [&](int v, uint32_t column) {
+        drop_negative_zeros(own[v]);
+        call.push(sums, step, local, column, own[v]);
+      });
+    }
+  }
+
+  // Clear what the call before this one has read.
+  const uint32_t previous = (call.part + 2) % 3;
+  const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
+  for (uint32_t unit = first * THREADS + thread; unit < p.state->used[previous]; unit += stride * THREADS)
+    store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
+
+  // Compute: all rows, or the own ones.
+  const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+  int parity = 0;
+  for (int local = first; local < (ONE_SHOT ? p.tokens : call.rows_of(rank)); local += stride) {
+    const uint64_t row = ONE_SHOT ? local : rank * per_rank + local;
+    Eight<X_TYPE> own[VECTORS];
+    Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
+    Loaded<THREADS, RESIDUAL_TYPE> residual;
+    residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
+    Loaded<THREADS, WEIGHT_TYPE> weight;
+    weight.fetch(p.weight, thread);
+
+    float h[VECTORS][8];
+    Row::each(thread, [&](int v, uint32_t column) {
+      Eight<X_TYPE> got[PEERS];
+      call.receive(got, sums, local, column, 1, [](int) { return true; });
+      drop_negative_zeros(own[v]);
+      add_up(h[v], own[v], got, rank);
+    });
+    const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
+    const float factor = inverse_rms(group_sum<WARPS>(squares, partials + parity * WARPS, thread, 0), p.eps);
+    parity ^= 1;
+
+    Row::each(thread, [&](int v, uint32_t column) {
+      if constexpr (RESIDUAL_OUT != NO_ROWS) {
+        Eight<RESIDUAL_OUT_TYPE> kept;
+        pack(kept, h[v]);
+        drop_negative_zeros(kept);
+        if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
+        if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
+        if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
+          for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local, column, kept);
+      }
+      normalise(h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+      Eight<HIDDEN_TYPE> result;
+      pack(result, h[v]);
+      drop_negative_zeros(result);
+      store(p.hidden + row * HIDDEN + column, result);
+      if constexpr (!ONE_SHOT)
+        for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local, column, result);
+    });
+  }
+
+  // Two-shot: take the rows that the peers computed.
+  if constexpr (!ONE_SHOT) {
+    for (int local = first; local < per_rank; local += stride) {
+      const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
+      const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
+      Row::each(thread, [&](int v, uint32_t column) {
+        Eight<HIDDEN_TYPE> got[PEERS];
+        call.receive(got, normalised, local, column, 2, computed);
+        for (int section = 0; section < PEERS; ++section)
+          if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, got[section]);
+        if constexpr (RESIDUAL_OUT == ALL_ROWS) {
+          Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
+          call.receive(kept, residuals, local, column, 3, computed);
+          for (int section = 0; section < PEERS; ++section)
+            if (computed(section)) store(p.residual_out + row_of(section) * HIDDEN + column, kept[section]);
+        }
+      });
+    }
+  }
+
+  // The last CTA hands the state to the next call: by then every CTA has read it.
+  barrier_sync(0, THREADS);
+  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1) {
+    p.state->finished = 0;
+    p.state->used[call.part] = (uint32_t)(residuals.end() / 16);
+    p.state->part = (call.part + 1) % 3;
+  }
+}

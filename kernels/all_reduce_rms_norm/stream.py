@@ -1,0 +1,183 @@
+"""Launches of ``stream.cu``: two-shot, rows streamed through shared memory by bulk copies, for large messages."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from ctypes import Structure, c_float, c_int32, c_void_p
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tw_compile.kernels._sync import MAX_CTAS
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
+    SOURCES,
+    VECTOR,
+    address,
+    row_defines,
+    row_obstacle,
+    variant_of,
+)
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+from tw_compile.kernels.cuda.launch import Kernel, prepare
+from tw_compile.kernels.cuda.program import Program, arch_of
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
+
+MIN_CAPABILITY = (9, 0)  # bulk copies
+_SHARED_BYTES = 227 * 1024  # what a CTA can have on sm_90 and sm_100
+_HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
+_BULK_BYTES = 16
+_ROW_ALIGNMENT = 128
+_VECTORS_PER_THREAD = 4
+_CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
+_MAX_GROUPS = 8
+_MAX_STAGES = 32
+
+
+class StreamParams(Structure):
+    """``StreamParams`` of stream.cu."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out")),
+        *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
+        *((name, c_int32) for name in ("rank", "tokens")),
+        *((name, c_float) for name in ("eps", "weight_offset", "scale")),
+    ]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a CTA is laid out. ``threads``: of one group; ``stages``: rows of one rank that fit in a group's ring."""
+
+    threads: int
+    groups: int
+    stages: int
+
+    @property
+    def block(self) -> int:
+        return self.groups * self.threads + 32
+
+
+def shape_for(hidden_size: int, x_itemsize: int, hidden_itemsize: int, collected_itemsize: int) -> Shape:
+    """The CTA for rows of ``hidden_size``; ``collected_itemsize``: of the widest rows that are copied back, 0 for none."""
+    vectors = hidden_size // VECTOR
+    threads = -(-vectors // (_VECTORS_PER_THREAD * 32)) * 32
+    groups = max(1, min(_MAX_GROUPS, _CTA_THREADS // threads))
+    result = _aligned(hidden_size * hidden_itemsize)
+    stage = _aligned(hidden_size * max(x_itemsize, collected_itemsize))
+    while groups > 1 and _stages(groups, result, stage) < 2:
+        groups -= 1
+    return Shape(threads, groups, _stages(groups, result, stage))
+
+
+def _stages(groups: int, result: int, stage: int) -> int:
+    """Stages of each group's ring beside the groups' results; all in bytes."""
+    room = _SHARED_BYTES - _HEADER_BYTES - groups * result
+    return min(_MAX_STAGES, room // stage) // groups
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+
+class Stream(Algorithm):
+    """At most ``max_ctas`` CTAs, one an SM.
+
+    With ``private_output`` the results are ordinary tensors. Otherwise they are the slot's own memory, which the next call
+    on the slot overwrites: peers write there directly, which is a little faster and needs fewer SMs.
+    """
+
+    def __init__(self, max_ctas: int = 16, private_output: bool = True) -> None:
+        if not 1 <= max_ctas <= MAX_CTAS:
+            raise ValueError(f"max_ctas: expected 1 to {MAX_CTAS}, got {max_ctas}")
+        self._max_ctas, self._private_output = max_ctas, private_output
+        self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
+
+    def obstacle(self, request: Request) -> str | None:
+        hidden_size = request.x.shape[1]
+        row_bytes = hidden_size * request.norm.hidden_dtype.itemsize
+        if row_bytes % _BULK_BYTES:
+            return f"a row of {row_bytes} bytes is not a multiple of {_BULK_BYTES} bytes"
+        if torch.cuda.get_device_capability(request.x.device) < MIN_CAPABILITY:
+            return f"bulk copies need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+        if self._shape(request).stages < 2 or self._shape(request).block > 1024:
+            return f"rows of {hidden_size} x {request.x.dtype} leave no room for two of them in shared memory"
+        return row_obstacle(request)
+
+    def ctas(self, tokens: int, world_size: int) -> int:
+        return min(rows_per_rank(tokens, world_size), self._max_ctas)
+
+    def needs(self, request: Request, world_size: int, slot: Slot | None) -> dict[str, int]:
+        norm, elements = request.norm, request.x.numel()
+        needs = {"x": request.x.nbytes, "hidden": elements * norm.hidden_dtype.itemsize}
+        if request.residual_out == "replicated":
+            needs["residual"] = elements * norm.residual_dtype.itemsize
+        return needs
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        norm, x = request.norm, request.x
+        hidden, residual = self._outputs(request, state, slot)
+        staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
+        key = (variant_of(request), staged, state.world_size, state.device)
+        if key not in self._kernels:
+            self._kernels[key] = self._prepare(request, state, spin_limit, staged)
+        kernel, shape = self._kernels[key]
+        params = StreamParams(
+            address(x),
+            address(request.residual),
+            address(request.bias),
+            address(request.weight),
+            address(request.hidden_scale),
+            address(hidden),
+            address(residual),
+            address(slot.buffers["x"].table),
+            address(slot.buffers["hidden"].table),
+            address(slot.buffers["residual"].table) if request.residual_out == "replicated" else None,
+            address(slot.pads.table),
+            address(slot.epochs),
+            address(slot.status),
+            state.rank,
+            x.shape[0],
+            norm.eps,
+            norm.weight_offset,
+            norm.scale,
+        )
+        kernel.launch(
+            params,
+            stream=torch.cuda.current_stream(state.device).cuda_stream,
+            grid=self.ctas(x.shape[0], state.world_size),
+            block=shape.block,
+            shared_bytes=_SHARED_BYTES,
+            programmatic=True,
+        )
+        return Started(hidden, residual)
+
+    def _outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden, residual = request.allocate(state.world_size)
+        if self._private_output:
+            return hidden, residual
+        hidden = slot.buffers["hidden"].view(hidden.shape, hidden.dtype)
+        if request.residual_out == "replicated":
+            residual = slot.buffers["residual"].view(residual.shape, residual.dtype)
+        return hidden, residual
+
+    def _shape(self, request: Request) -> Shape:
+        norm, collected = request.norm, 0
+        if self._private_output:
+            collected = norm.hidden_dtype.itemsize
+            if request.residual_out == "replicated":
+                collected = max(collected, norm.residual_dtype.itemsize)
+        return shape_for(request.x.shape[1], request.x.element_size(), norm.hidden_dtype.itemsize, collected)
+
+    def _prepare(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
+        shape = self._shape(request)
+        defines = row_defines(request, state.world_size, spin_limit)
+        defines |= {"THREADS": shape.threads, "GROUPS": shape.groups, "STAGES": shape.stages}
+        defines |= {"STAGED": int(staged), "PULL": int(self._private_output), "SHARED_BYTES": _SHARED_BYTES}
+        arch = arch_of(torch.cuda.get_device_capability(state.device))
+        program = Program(SOURCES / "stream.cu", StreamParams, arch, tuple(defines.items()))
+        return prepare(program, state.device.index), shape

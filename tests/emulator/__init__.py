@@ -1,0 +1,190 @@
+"""Runs the CUDA kernels' source on a CPU: all ranks, CTAs and threads of several launches, in one thread of the system.
+
+A kernel that reaches the machine only through ``primitives.cuh`` is compiled by g++ with ``TW_EMULATED`` defined. Its threads
+are fibers, which give way inside primitives; a seeded scheduler decides who runs next, when stores become visible and when
+bulk copies move their bytes. A protocol that holds under many seeds has been tested; one that fails is reproduced by its seed.
+
+Modelled
+    Ordinary stores are visible to their own rank at once, to others after any delay, each 32-bit word on its own. A release
+    makes visible first what happened before it: by program order, barriers, mbarriers. So does ``fetch_add_gpu``, which is more
+    than the hardware promises, and the end of a launch. Bulk copies move in pieces, later, in any order. Ranks pause for
+    long. CTAs of a rank start in order of their index, at most ``resident`` at a time. Streams overlap; launches of one stream
+    do not, but for programmatic ones, which start when all CTAs of the launch before have called ``grid_dependency_launch``.
+    Shared memory starts as NaNs.
+Errors
+    Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
+    wrote without a barrier or ``fence_proxy_async`` since; lanes of a warp that call different collectives; a CTA that ends
+    while bulk copies use its shared memory; misuse of mbarriers; deadlock, with who waits where.
+Not modelled
+    Loads happen in program order and are never stale, so a missing acquire is not found. Data races other than the above show
+    only as wrong values. Bulk loads into shared memory that was read before need no fence. A loop without a primitive hangs.
+    Accesses through plain pointers are not checked. Warps do not diverge or converge. Nothing is known about speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+_HERE = Path(__file__).parent
+_PRIMITIVES = _HERE.parents[1] / "kernels" / "cuda"
+_COMPILER = ("g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-w")
+_MAX_SHARED_BYTES = 227 * 1024
+
+_ENTRY = """
+#include "{source}"
+template <class P> static void call(void (*kernel)(P), const void* params) {{ kernel(*static_cast<const P*>(params)); }}
+template <class P> constexpr uint32_t size_of(void (*)(P)) {{ return sizeof(P); }}
+extern "C" {{
+extern const uint32_t emulated_params_bytes;
+const uint32_t emulated_params_bytes = size_of({entry});
+void emulated_entry(const void* params) {{ call({entry}, params); }}
+}}
+"""
+
+
+class EmulationError(RuntimeError):
+    """What a kernel did wrong: primitive, rank, launch, CTA, thread, address."""
+
+
+def _run(*command: str, text: str | None = None) -> str:
+    done = subprocess.run(command, check=False, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def _built(stem: str, content: str, *command: str, text: str | None = None) -> Path:
+    """The file that ``command + ["-o", file]`` makes, kept by the hash of ``content``; safe between processes."""
+    folder = Path(tempfile.gettempdir()) / f"tw_compile_emulator_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    digest = hashlib.sha256("\0".join((*command, content)).encode()).hexdigest()[:24]
+    built = folder / f"{stem}_{digest}"
+    if not built.exists():
+        unfinished = built.with_name(f"{built.name}.{os.getpid()}")
+        _run(*command, "-o", str(unfinished), text=text)
+        unfinished.rename(built)
+    return built
+
+
+@cache
+def _library(source: Path, entry: str, defines: tuple[tuple[str, str], ...], flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The machine with one kernel in it; compiled when no earlier run has left it."""
+    definitions = [f"-D{name}={value}" for name, value in defines]
+    include = ['-DTW_EMULATED="emulator.h"', f"-I{_HERE}", f"-I{_PRIMITIVES}"]
+    wrapper = _ENTRY.format(source=source, entry=entry)
+    kernel = _run(*_COMPILER, *include, *definitions, "-E", "-x", "c++", "-", text=wrapper)
+    machine_text = "".join(path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".h", ".cpp"))
+    machine = [
+        _built(name, machine_text, *_COMPILER, *flags, "-c", str(_HERE / f"{name}.cpp"))
+        for name in ("machine", "driver")
+    ]
+    command = (*_COMPILER, "-shared", "-Wl,-Bsymbolic", "-x", "c++", "-", "-x", "none", *map(str, machine))
+    library = ctypes.CDLL(str(_built(entry, kernel, *command, text=kernel)))
+    library.emulator_create.restype = ctypes.c_void_p
+    library.emulator_alloc.restype = ctypes.c_bool
+    library.emulator_run.restype = ctypes.c_int64
+    library.emulator_error.restype = ctypes.c_char_p
+    return library
+
+
+class Emulator:
+    """``world_size`` ranks that run the kernel ``entry`` of ``source``, a file that includes ``primitives.cuh``.
+
+    ``defines`` become ``-D`` options. The same ``seed`` gives the same run. At most ``resident`` CTAs of a rank run at a time.
+    After ``stall_limit`` thread switches in which nothing happened but polling, the run is called a deadlock. ``portable``
+    switches threads by ucontext, as on machines other than x86-64. After an error the emulator is of no more use.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        entry: str,
+        world_size: int,
+        seed: int,
+        *,
+        defines: Mapping[str, object] = MappingProxyType({}),
+        resident: int = 16,
+        stall_limit: int = 1_000_000,
+        portable: bool = False,
+    ) -> None:
+        if not 1 <= world_size <= 64:
+            raise ValueError(f"world_size: expected 1..64, got {world_size}")
+        if resident < 1:
+            raise ValueError(f"resident: expected at least 1, got {resident}")
+        values = tuple(sorted((name, str(value)) for name, value in defines.items()))
+        self.world_size = world_size
+        self._library = _library(source.resolve(), entry, values, ("-DTW_EMULATOR_UCONTEXT",) * portable)
+        self._machine = ctypes.c_void_p(
+            self._library.emulator_create(world_size, ctypes.c_uint64(seed), resident, ctypes.c_uint64(stall_limit))
+        )
+        self._buffers: list[torch.Tensor | np.ndarray] = []
+
+    def __del__(self) -> None:
+        if hasattr(self, "_machine"):
+            self._library.emulator_destroy(self._machine)
+
+    def alloc(self, rank: int, buffer: torch.Tensor | np.ndarray, *, symmetric: bool = False, name: str = "") -> int:
+        """Lets kernels access a contiguous ``buffer`` of ``rank``, those of peers too if ``symmetric``; returns its address.
+
+        ``name`` is what errors call it. ValueError when it is not contiguous or overlaps another one.
+        """
+        self._check_rank(rank)
+        if isinstance(buffer, torch.Tensor):
+            contiguous, address, size = buffer.is_contiguous(), buffer.data_ptr(), buffer.nbytes
+        else:
+            contiguous, address, size = buffer.flags.c_contiguous, buffer.ctypes.data, buffer.nbytes
+        if not contiguous or size == 0 or address % 4:
+            raise ValueError(f"buffer: expected a contiguous one, not empty, got shape {tuple(buffer.shape)}")
+        label = (name or f"allocation {len(self._buffers)}").encode()
+        arguments = ctypes.c_void_p(address), ctypes.c_size_t(size), symmetric, label
+        if not self._library.emulator_alloc(self._machine, rank, *arguments):
+            raise ValueError(f"buffer: expected memory of its own, got one that overlaps another: {label.decode()}")
+        self._buffers.append(buffer)
+        return address
+
+    def launch(
+        self,
+        rank: int,
+        stream: int,
+        grid: int,
+        block: int,
+        shared_bytes: int,
+        params: bytes | ctypes.Structure,
+        *,
+        programmatic: bool = False,
+    ) -> None:
+        """Queues a launch behind those of the same rank and stream; ``programmatic`` allows it to start before they end."""
+        self._check_rank(rank)
+        if grid < 1:
+            raise ValueError(f"grid: expected at least 1, got {grid}")
+        if block % 32 or not 32 <= block <= 1024:
+            raise ValueError(f"block: expected a multiple of 32 in 32..1024, got {block}")
+        if not 0 <= shared_bytes <= _MAX_SHARED_BYTES:
+            raise ValueError(f"shared_bytes: expected 0..{_MAX_SHARED_BYTES}, got {shared_bytes}")
+        expected = self._library.emulator_params_bytes()
+        if len(bytes(params)) != expected:
+            raise ValueError(f"params: expected the kernel's {expected} bytes, got {len(bytes(params))}")
+        arguments = rank, stream, grid, block, shared_bytes, bytes(params), programmatic
+        self._library.emulator_launch(self._machine, *arguments)
+
+    def run(self) -> int:
+        """Runs all queued launches of all ranks to their end; returns thread switches. EmulationError says what went wrong."""
+        switches = self._library.emulator_run(self._machine)
+        if switches < 0:
+            raise EmulationError(self._library.emulator_error(self._machine).decode())
+        return switches
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: expected 0..{self.world_size - 1}, got {rank}")

@@ -1,0 +1,153 @@
+// The kernel's side of the emulator: the primitives of primitives.cuh as calls of driver.cpp. No header of the standard
+// library is included, because the integer names of primitives.cuh differ from its.
+#pragma once
+
+#define DEVICE inline
+#define KERNEL(threads)                                                                              \
+  static_assert((threads) >= 32 && (threads) <= 1024 && (threads) % 32 == 0, "threads of a launch"); \
+  extern "C" void
+#define GRID_CONSTANT const
+
+struct EmulatedIndex {
+  uint32_t x;
+};
+
+extern "C" {
+extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
+void emulated_load(const char* primitive, void* words, const void* address, uint32_t bytes, bool polls);
+void emulated_store(const char* primitive, void* address, const void* words, uint32_t bytes, bool release);
+uint32_t emulated_fetch_add(void* address, uint32_t value);
+void emulated_barrier_sync(uint32_t id, uint32_t threads);
+uint32_t emulated_shuffle_xor(uint32_t value, uint32_t mask);
+void emulated_warp_sync();
+void emulated_grid_dependency_wait();
+void emulated_grid_dependency_launch();
+void* emulated_dynamic_shared();
+uint32_t emulated_shared_address(const void* pointer);
+void emulated_load_shared(void* words, const void* pointer);
+void emulated_store_shared(void* pointer, const void* words, uint32_t bytes);
+void emulated_mbarrier_init(void* barrier, uint32_t arrivals);
+void emulated_mbarrier_init_fence();
+void emulated_mbarrier_arrive(void* barrier, uint32_t bytes);
+bool emulated_mbarrier_try_wait(void* barrier, uint32_t parity);
+void emulated_bulk_load(void* shared, const void* global, uint32_t bytes, void* barrier);
+void emulated_bulk_store(void* global, const void* shared, uint32_t bytes);
+void emulated_bulk_commit();
+void emulated_bulk_wait(bool read, uint32_t pending);
+void emulated_fence_proxy_async();
+}
+
+// --- global memory -------------------------------------------------------------------------------------------------
+
+DEVICE void load_global(uint32_t (&w)[4], const void* address) { emulated_load("load_global", w, address, 16, false); }
+DEVICE void load_global(uint32_t (&w)[2], const void* address) { emulated_load("load_global", w, address, 8, false); }
+DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
+  emulated_store("store_global", address, w, 16, false);
+}
+DEVICE void store_global(void* address, const uint32_t (&w)[2]) {
+  emulated_store("store_global", address, w, 8, false);
+}
+DEVICE void load_relaxed_sys(uint32_t (&w)[4], const void* address) {
+  emulated_load("load_relaxed_sys", w, address, 16, true);
+}
+DEVICE void load_relaxed_sys(uint32_t (&w)[2], const void* address) {
+  emulated_load("load_relaxed_sys", w, address, 8, true);
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[4]) {
+  emulated_store("store_relaxed_sys", address, w, 16, false);
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[2]) {
+  emulated_store("store_relaxed_sys", address, w, 8, false);
+}
+DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
+  uint32_t value;
+  emulated_load("load_acquire_sys", &value, address, 4, true);
+  return value;
+}
+DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
+  emulated_store("store_release_sys", address, &value, 4, true);
+}
+DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulated_fetch_add(address, value); }
+
+// --- conversions ---------------------------------------------------------------------------------------------------
+
+DEVICE float as_float(uint32_t bits) {
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+DEVICE uint32_t as_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  return bits;
+}
+
+// |value|, finite, to nearest even with MANTISSA bits and an exponent biased by BIAS; large ones run past the format.
+template <int MANTISSA, int BIAS>
+DEVICE uint32_t round_magnitude(float value) {
+  constexpr int SHIFT = 23 - MANTISSA;
+  constexpr float SUBNORMAL_SCALE = float(1 << MANTISSA) * float(1 << (BIAS - 1));
+  const uint32_t bits = as_bits(value) & 0x7fffffffu;
+  if (int(bits >> 23) - 127 < 1 - BIAS) return uint32_t(__builtin_rintf(as_float(bits) * SUBNORMAL_SCALE));
+  const uint32_t half = (1u << (SHIFT - 1)) - 1 + (bits >> SHIFT & 1);
+  return ((bits + half) >> SHIFT) - (uint32_t(127 - BIAS) << MANTISSA);
+}
+DEVICE uint32_t round_bf16(float value) {
+  const uint32_t bits = as_bits(value);
+  if (value != value) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE uint32_t round_fp16(float value) {
+  if (value != value) return 0x7fff;
+  const uint32_t magnitude = __builtin_fabsf(value) >= 65520.0f ? 0x7c00 : round_magnitude<10, 15>(value);
+  return (as_bits(value) >> 16 & 0x8000) | magnitude;
+}
+DEVICE uint32_t round_e4m3(float value) {
+  if (value != value) return 0x7f;
+  const uint32_t magnitude = __builtin_fabsf(value) >= 448.0f ? 0x7e : round_magnitude<3, 7>(value);
+  return (as_bits(value) >> 24 & 0x80) | magnitude;
+}
+DEVICE uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+DEVICE uint32_t pack_fp16(float low, float high) { return round_fp16(low) | round_fp16(high) << 16; }
+DEVICE uint16_t pack_e4m3(float low, float high) { return uint16_t(round_e4m3(low) | round_e4m3(high) << 8); }
+DEVICE float unpack_fp16(uint16_t bits) {
+  const uint32_t sign = uint32_t(bits & 0x8000) << 16, exponent = bits >> 10 & 0x1f, mantissa = bits & 0x3ff;
+  if (exponent == 0) return as_float(sign | as_bits(float(mantissa) * 0x1p-24f));
+  return as_float(sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13);
+}
+DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
+
+// --- threads of a CTA ----------------------------------------------------------------------------------------------
+
+DEVICE void barrier_sync(uint32_t id, uint32_t threads) { emulated_barrier_sync(id, threads); }
+DEVICE float shuffle_xor(float value, int mask) { return as_float(emulated_shuffle_xor(as_bits(value), mask)); }
+DEVICE void warp_sync() { emulated_warp_sync(); }
+DEVICE void grid_dependency_wait() { emulated_grid_dependency_wait(); }
+DEVICE void grid_dependency_launch() { emulated_grid_dependency_launch(); }
+
+// --- shared memory, mbarriers, bulk copies -------------------------------------------------------------------------
+
+DEVICE uint8_t* dynamic_shared() { return static_cast<uint8_t*>(emulated_dynamic_shared()); }
+DEVICE uint32_t shared_address(const void* pointer) { return emulated_shared_address(pointer); }
+DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) { emulated_load_shared(w, pointer); }
+DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) { emulated_store_shared(pointer, w, 16); }
+DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) { emulated_store_shared(pointer, w, 8); }
+DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { emulated_mbarrier_init(barrier, arrivals); }
+DEVICE void mbarrier_init_fence() { emulated_mbarrier_init_fence(); }
+DEVICE void mbarrier_arrive(uint64_t* barrier) { emulated_mbarrier_arrive(barrier, 0); }
+DEVICE void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) { emulated_mbarrier_arrive(barrier, bytes); }
+DEVICE bool mbarrier_try_wait(uint64_t* barrier, uint32_t parity) {
+  return emulated_mbarrier_try_wait(barrier, parity);
+}
+DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  emulated_bulk_load(shared, global, bytes, barrier);
+}
+DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) { emulated_bulk_store(global, shared, bytes); }
+DEVICE void bulk_commit() { emulated_bulk_commit(); }
+template <int PENDING>
+DEVICE void bulk_wait_read() {
+  emulated_bulk_wait(true, PENDING);
+}
+DEVICE void bulk_wait() { emulated_bulk_wait(false, 0); }
+DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
+DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }

@@ -1,0 +1,240 @@
+// State of the emulated machine, its memory and its scheduler. driver.cpp has what kernels and Python call.
+//
+// Memory. An ordinary store waits in `Cta::pending`, a word on its own, and only its rank sees it, until the scheduler
+// or a release commits it. Every word of an allocation has a `Word` that finds its pending stores at once.
+//
+// Order. "Happened before", within a CTA, is kept as vector clocks: `Machine::now` counts primitives, a thread's
+// `Clock` says up to which count it knows of the others' accesses and proxy fences. Barriers and mbarriers join clocks.
+#pragma once
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "fiber.h"
+
+struct Random {
+  uint64_t state;
+  uint32_t next() {
+    state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+    return uint32_t((state * 0x2545f4914f6cdd1dull) >> 32);
+  }
+  uint32_t below(uint32_t count) { return uint32_t(uint64_t(next()) * count >> 32); }
+  bool chance(double probability) { return next() < probability * 4294967296.0; }
+  double one_of(std::initializer_list<double> values) { return values.begin()[below(uint32_t(values.size()))]; }
+};
+
+struct Known {
+  uint32_t access = 0, fence = 0;
+};
+struct Clock {
+  std::vector<Known> threads;
+  uint32_t last_fence = 0;  // of any of the threads
+
+  explicit Clock(size_t count) : threads(count) {}
+  void note(uint32_t thread, uint32_t now, uint32_t fence) {
+    threads[thread] = {now, fence};
+    last_fence = std::max(last_fence, fence);
+  }
+  void join(const Clock& other) {
+    for (size_t i = 0; i < threads.size(); ++i) {
+      threads[i].access = std::max(threads[i].access, other.threads[i].access);
+      threads[i].fence = std::max(threads[i].fence, other.threads[i].fence);
+    }
+    last_fence = std::max(last_fence, other.last_fence);
+  }
+};
+using ClockRef = std::shared_ptr<const Clock>;
+
+struct Word {
+  uint32_t pending;  // index of the first PendingStore, 0 for none
+  uint32_t writer;   // serial of the CTA * 1024 + thread of the last ordinary store, 0 for none or a bulk copy
+  uint32_t written;  // Machine::now then
+};
+struct Allocation {
+  char* base;
+  size_t bytes;
+  uint32_t rank;
+  bool symmetric;
+  std::string name;
+  Word* words;
+  uint64_t first_key;  // of its bytes, see Machine::park
+
+  uint64_t key(const void* address) const { return first_key + (static_cast<const char*>(address) - base); }
+};
+struct PendingStore {
+  uint32_t* address;
+  Word* word;
+  struct Cta* cta;
+  uint64_t key;
+  uint32_t value, rank, home, thread, stamp, position, next;  // `home`: rank of the memory
+};
+struct SharedWord {
+  uint32_t written = 0, thread = 0;  // Machine::now and thread of the last ordinary store, 0 for none or a bulk copy
+};
+constexpr uint32_t MBARRIER = 0x6d626172;  // upper half of an mbarrier's 8 bytes; the lower is its number in the CTA
+struct MBarrier {
+  uint32_t count, owner, pending, phase = 0;
+  int64_t bytes = 0;
+  bool fenced = false;
+  Clock clock;
+  ClockRef joined, done, wait_in, wait_out;  // `joined`, `wait_*`: the last join, which the next thread likely repeats
+
+  MBarrier(uint32_t count, uint32_t owner, size_t threads)
+      : count(count), owner(owner), pending(count), clock(threads) {}
+};
+struct BulkGroup {
+  uint32_t bytes = 0, unread = 0, unwritten = 0;
+};
+struct Thread {
+  Context context;
+  char* stack = nullptr;
+  struct Cta* cta;
+  struct Warp* warp;
+  uint32_t index, result = 0, fence = 0;
+  bool done = false;
+  const char* primitive = "its start";
+  const void* at = nullptr;      // what it accesses or waits for
+  const void* polled = nullptr;  // address of the load just before, if that was one that polls
+  uint32_t polled_value[4];
+  ClockRef clock;
+  std::vector<BulkGroup> groups{1};  // the last one is not committed yet
+  size_t waited = 0;                 // groups known to be read
+
+  Known known(uint32_t other, uint32_t now) const {
+    if (other == index) return {now, fence};
+    return clock ? clock->threads[other] : Known();
+  }
+};
+struct Warp {
+  struct Cta* cta;
+  uint32_t first, runnable = 0, ended = 0, position = 0;
+  uint32_t arrived = 0, id = 0, threads = 0;  // lanes that wait together in `collective`
+  const char* collective = "";
+  uint32_t values[32], masks[32];
+};
+struct CtaBarrier {
+  uint32_t threads = 0;
+  std::vector<Warp*> warps;
+};
+struct Launch {
+  uint32_t rank, stream, grid, block, shared_bytes, number;  // `number`: among those of the rank
+  std::string params;
+  bool programmatic;
+  Launch* previous;
+  uint32_t started = 0, ended_ctas = 0, triggered = 0;
+  bool ended = false;
+
+  uint64_t key() const { return 1ull << 63 | uint64_t(rank) << 32 | number << 6; }
+};
+struct Cta {
+  Launch* launch;
+  uint32_t index, serial, running;
+  uint32_t in_flight = 0;  // pieces of bulk copies that will touch shared memory
+  bool triggered = false, dirty = false;
+  char* shared;
+  std::vector<SharedWord> shared_words;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::vector<MBarrier> mbarriers;
+  std::vector<uint32_t> pending;
+  CtaBarrier barriers[16];
+
+  uint64_t key(const void* address) const {
+    return 1ull << 62 | uint64_t(serial) << 32 | uint32_t(static_cast<const char*>(address) - shared);
+  }
+  uint64_t key(const Thread& thread) const {
+    return 1ull << 62 | uint64_t(serial) << 32 | 1u << 31 | thread.index << 6;
+  }
+};
+// A piece of a bulk copy. A store is read into `buffer` first and written later.
+struct Copy {
+  Cta* cta;
+  bool load;
+  char *shared, *global;
+  uint32_t bytes, thread, group;
+  void* barrier;
+  std::vector<uint32_t> buffer;
+};
+
+struct Failure {};
+
+struct Machine {
+  uint32_t world_size, resident;
+  uint64_t stall_limit;
+  Random random;
+  double preempt, drain, copy, start, pause, burst;
+  uint32_t pause_steps;
+  std::vector<double> links;  // [rank of the thread, rank of the memory]: how likely a store goes when its turn comes
+
+  std::vector<Allocation> allocations;  // by address
+  std::deque<Launch> launches;
+  std::deque<Cta> ctas;  // [serial - 1]
+  std::vector<Cta*> dirty;
+  std::vector<PendingStore> stores{1};
+  std::vector<uint32_t> free_stores;
+  std::vector<Copy> copies;
+  std::vector<std::vector<Warp*>> runnable;  // [rank]
+  std::vector<uint32_t> running;             // CTAs [rank]
+  std::vector<uint64_t> paused_until;        // [rank]
+  std::vector<std::vector<Thread*>> parked{1024};
+  std::vector<Launch*> open;                 // launches with CTAs that have not started
+  uint32_t now = 0, unfinished = 0;
+  size_t pending = 0;
+  uint64_t next_key = 0;
+  uint64_t step = 0, stall = 0, switches = 0;
+  Warp* last_warp = nullptr;
+  std::string error;
+
+  Machine(uint32_t world_size, uint64_t seed, uint32_t resident, uint64_t stall_limit);
+  ~Machine();
+
+  void run();
+
+  // --- memory
+  Allocation* find(const void* address);
+  std::string describe(const Cta& cta, const void* address);
+  Allocation& check(const void* address, uint32_t bytes, uint32_t alignment);
+  void read(Allocation& allocation, const void* address, void* words, uint32_t bytes, uint32_t rank);
+  void store(Allocation& allocation, void* address, const uint32_t* words, uint32_t bytes);
+  void commit(uint32_t id);
+  void commit_own(Word& word, uint32_t rank);
+  void commit_before(Thread& thread);
+  void copy_step(uint32_t index);
+
+  // --- threads
+  void wake(Thread& thread);
+  void block(Thread& thread);
+  void notify(uint64_t key);
+  void park(uint64_t key);
+  void progress() { stall = 0; }
+  MBarrier& mbarrier(Cta& cta, void* address);
+  void complete_phase(const Cta& cta, MBarrier& barrier, void* address);
+
+ private:
+  size_t bucket(uint64_t key) { return (key >> 6) * 0x9e3779b97f4a7c15ull >> 54; }
+  uint32_t times(double rate) { return uint32_t(rate) + random.chance(rate - uint32_t(rate)); }
+  bool start_cta();
+  void resume(Thread& thread);
+  void end_cta(Cta& cta);
+  void end_launch(Launch& launch);
+  void drain_one();
+  void background();
+  Warp* pick();
+  bool event();
+  void run_warp(Warp& warp);
+  bool wake_parked();
+  std::string waiting();
+};
+
+extern Machine* machine;
+extern Thread* current;  // nullptr while the scheduler runs
+void yield();            // to the scheduler
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
