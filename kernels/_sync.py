@@ -62,6 +62,9 @@ import triton.language as tl
 MAX_CTAS = 32
 """CTAs of one launch. Small, because the CTAs of all concurrent launches must be resident at once to make progress."""
 
+REPORT_ROWS = 128
+"""CTAs that can report a silent peer: those that meet in barriers, and those of kernels that wait for data instead."""
+
 MAX_WORLD_SIZE = 8
 """Row length of a pad; also the number of lanes that signal and poll."""
 
@@ -160,7 +163,7 @@ def spin_limit(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def raise_if_peer_missing(status: torch.Tensor, rank: int, where: str) -> None:
-    """RuntimeError when a barrier gave up; reads ``status [MAX_CTAS, MAX_WORLD_SIZE]``, which waits for the device."""
+    """RuntimeError when a barrier gave up; reads ``status [REPORT_ROWS, MAX_WORLD_SIZE]``, which waits for the device."""
     report = status.cpu()
     missing = report.nonzero().tolist()
     if not missing:

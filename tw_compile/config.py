@@ -29,7 +29,7 @@ class Config:
         fuse: Fuse all_reduce + residual add + RMSNorm.
         transport: ``auto`` takes the best one for the device and the group; ``p2p``, ``nccl`` or ``gloo`` insist on one,
             and sites that it can't serve are refused. ``multimem`` is ``p2p`` with NVLink multicast, where torch's symmetric
-            memory has it, for groups of any size; ``auto`` and ``p2p`` use it for groups of 8.
+            memory has it.
         fuse_min_bytes: Messages smaller than this stay as they are (decision ``gated``).
         fuse_max_bytes: Messages larger than this stay as they are; None means no limit.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).

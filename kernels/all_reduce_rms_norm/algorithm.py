@@ -16,7 +16,7 @@ class Algorithm(ABC):
     """One way to do the operator over peer memory. All answers depend on what all ranks share."""
 
     @abstractmethod
-    def obstacle(self, request: Request) -> str | None:
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
         """Why it cannot serve the request; None when it can."""
 
     @abstractmethod
@@ -24,9 +24,9 @@ class Algorithm(ABC):
         """CTAs of a launch for ``[tokens, *]``."""
 
     @abstractmethod
-    def needs(self, request: Request, world_size: int, slot: Slot | None) -> dict[str, int]:
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
         """Symmetric buffers of the slot: name -> bytes."""
 
     @abstractmethod
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
-        """Enqueue the call on the current stream. The slot has what :meth:`needs` asked for."""
+        """Enqueue the call on the current stream; the device is current. The slot has what :meth:`needs` asked for."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
-from tw_compile.kernels._sync import MAX_WORLD_SIZE
+from tw_compile.kernels._sync import REPORT_ROWS
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
@@ -18,15 +18,12 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     row_obstacle,
     variant_of,
 )
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.slot import INBOX, GroupState, Slot
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
 
-if TYPE_CHECKING:
-    from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
-
-MAX_PUSH_CTAS = 128
 PARTS = 3
 _PART_ALIGNMENT = 128
 _MAX_THREADS = 1024
@@ -59,19 +56,21 @@ def threads_for(hidden_size: int) -> int:
 class Push(Algorithm):
     """Rows go to the peers' inboxes and say of themselves that they have arrived; at most ``max_ctas`` CTAs."""
 
-    def __init__(self, one_shot: bool, max_ctas: int = MAX_PUSH_CTAS) -> None:
-        if not 1 <= max_ctas <= MAX_PUSH_CTAS:
-            raise ValueError(f"max_ctas: expected 1 to {MAX_PUSH_CTAS}, got {max_ctas}")
+    def __init__(self, one_shot: bool, max_ctas: int = REPORT_ROWS) -> None:
+        if not 1 <= max_ctas <= REPORT_ROWS:
+            raise ValueError(f"max_ctas: expected 1 to {REPORT_ROWS}, got {max_ctas}")
         self._one_shot, self._max_ctas = one_shot, max_ctas
         self._kernels: dict[Hashable, Kernel] = {}
 
-    def obstacle(self, request: Request) -> str | None:
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        if self._one_shot and request.residual_sharded and _whole_residual(request, state) is None:
+            return "one-shot needs all rows of the residual"
         return row_obstacle(request)
 
     def ctas(self, tokens: int, world_size: int) -> int:
         return min(tokens if self._one_shot else rows_per_rank(tokens, world_size), self._max_ctas)
 
-    def needs(self, request: Request, world_size: int, slot: Slot | None) -> dict[str, int]:
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
         tokens, hidden_size = request.x.shape
         element = request.x.element_size()
         rows = tokens
@@ -80,16 +79,43 @@ class Push(Algorithm):
             element += request.norm.hidden_dtype.itemsize
             if request.residual_out == "replicated":
                 element += request.norm.residual_dtype.itemsize
-        return {"inbox": PARTS * ((world_size - 1) * rows * hidden_size * element + _PART_ALIGNMENT)}
+        return {INBOX: PARTS * ((world_size - 1) * rows * hidden_size * element + _PART_ALIGNMENT)}
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        if not self._one_shot:
+            hidden, residual = request.allocate(state.world_size)
+            self._launch(request, hidden, residual, state, slot, spin_limit)
+            return Started(hidden, residual)
+        # A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
+        whole = request
+        if request.residual_sharded:
+            whole = replace(whole, residual=_whole_residual(request, state), residual_sharded=False)
+        if request.residual_out != "sharded":
+            hidden, residual = request.allocate(state.world_size)
+            self._launch(whole, hidden, residual, state, slot, spin_limit)
+            return Started(hidden, residual)
+        whole = replace(whole, residual_out="replicated")
+        hidden, _ = request.allocate(state.world_size)
+        rows = state.world_size * rows_per_rank(request.x.shape[0], state.world_size)
+        residual = request.x.new_empty((rows, request.x.shape[1]), dtype=request.norm.residual_dtype)
+        self._launch(whole, hidden, residual, state, slot, spin_limit)
+        return Started(hidden, slice_of_whole_residual(residual, state.world_size, state.rank))
+
+    def _launch(
+        self,
+        request: Request,
+        hidden: torch.Tensor,
+        residual: torch.Tensor,
+        state: GroupState,
+        slot: Slot,
+        spin_limit: int,
+    ) -> None:
         norm = request.norm
-        hidden, residual = request.allocate(state.world_size)
         key = (variant_of(request), state.world_size, state.device)
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = self._prepare(request, state, spin_limit)
-        inbox = slot.buffers["inbox"]
+        inbox = slot.buffers[INBOX]
         assert inbox.state is not None
         params = PushParams(
             address(request.x),
@@ -101,7 +127,7 @@ class Push(Algorithm):
             address(residual),
             address(inbox.table),
             address(inbox.state),
-            address(slot.push_status),
+            address(slot.status),
             part_bytes(inbox.capacity),
             state.rank,
             request.x.shape[0],
@@ -109,14 +135,15 @@ class Push(Algorithm):
             norm.weight_offset,
             norm.scale,
         )
+        threads = threads_for(request.x.shape[1])
         kernel.launch(
             params,
             stream=torch.cuda.current_stream(state.device).cuda_stream,
             grid=self.ctas(request.x.shape[0], state.world_size),
-            block=threads_for(request.x.shape[1]),
+            block=threads,
+            shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
             programmatic=True,
         )
-        return Started(hidden, residual)
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         defines = row_defines(request, state.world_size, spin_limit)
@@ -125,11 +152,6 @@ class Push(Algorithm):
         return prepare(Program(SOURCES / "push.cu", PushParams, arch, tuple(defines.items())), state.device.index)
 
 
-def new_inbox_state(device: torch.device) -> torch.Tensor:
-    """``PushState`` of push.cu, for an inbox that is all cleared."""
-    return torch.zeros(2 + PARTS, dtype=torch.int32, device=device)
-
-
-def new_push_status(device: torch.device) -> torch.Tensor:
-    """Zeros: nobody has given up waiting."""
-    return torch.zeros((MAX_PUSH_CTAS, MAX_WORLD_SIZE), dtype=torch.int32, device=device)
+def _whole_residual(request: Request, state: GroupState) -> torch.Tensor | None:
+    assert request.residual is not None
+    return whole_residual(request.residual, request.x.shape[0], state.world_size, state.rank)

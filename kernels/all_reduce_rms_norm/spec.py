@@ -89,3 +89,26 @@ class Request:
         rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
         hidden = self.x.new_empty((tokens, hidden_size), dtype=self.norm.hidden_dtype)
         return hidden, self.x.new_empty((rows, hidden_size), dtype=self.norm.residual_dtype)
+
+
+def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:
+    """All rows, ``[tokens, hidden]``, of a sharded residual, if the call that made it computed them all; else None.
+
+    Such a call (see :func:`slice_of_whole_residual`) returns a slice of a tensor that holds every rank's rows. Its shape is
+    that of any other shard, as the graph wants it, so the storage tells. The same on all ranks: they all computed all rows,
+    or none did.
+    """
+    per_rank, hidden_size = residual.shape
+    row_bytes = hidden_size * residual.element_size()
+    storage = residual.untyped_storage()
+    if storage.nbytes() != world_size * per_rank * row_bytes or storage.data_ptr() % 16:
+        return None
+    if residual.storage_offset() != rank * per_rank * hidden_size:
+        return None
+    return residual.as_strided((tokens, hidden_size), (hidden_size, 1), 0)
+
+
+def slice_of_whole_residual(whole: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
+    """This rank's rows of ``whole [world_size * rows_per_rank, hidden]``, which has a storage of its own."""
+    per_rank = whole.shape[0] // world_size
+    return whole[rank * per_rank : (rank + 1) * per_rank]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from ctypes import Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,13 +18,11 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     row_obstacle,
     variant_of,
 )
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
-
-if TYPE_CHECKING:
-    from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
 
 MIN_CAPABILITY = (9, 0)  # bulk copies
 _SHARED_BYTES = 227 * 1024  # what a CTA can have on sm_90 and sm_100
@@ -97,7 +94,7 @@ class Stream(Algorithm):
         self._max_ctas, self._private_output = max_ctas, private_output
         self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
 
-    def obstacle(self, request: Request) -> str | None:
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
         hidden_size = request.x.shape[1]
         row_bytes = hidden_size * request.norm.hidden_dtype.itemsize
         if row_bytes % _BULK_BYTES:
@@ -111,7 +108,7 @@ class Stream(Algorithm):
     def ctas(self, tokens: int, world_size: int) -> int:
         return min(rows_per_rank(tokens, world_size), self._max_ctas)
 
-    def needs(self, request: Request, world_size: int, slot: Slot | None) -> dict[str, int]:
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
         norm, elements = request.norm, request.x.numel()
         needs = {"x": request.x.nbytes, "hidden": elements * norm.hidden_dtype.itemsize}
         if request.residual_out == "replicated":

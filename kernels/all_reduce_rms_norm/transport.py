@@ -24,12 +24,6 @@ TRANSPORTS = ("gloo", "multimem", "nccl", "p2p")
 P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
-MULTIMEM_MIN_WORLD_SIZE = 8
-"""Ranks from which "p2p" uses multicast where symmetric memory has it.
-
-Not measured yet. By traffic, a GPU sends and receives 1 + 1 / world_size messages with it and 2 - 2 / world_size without: at
-2 ranks it loses (1.5 against 1.0), at 4 it is about even (1.25 against 1.5, and it costs fences), at 8 it wins.
-"""
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 
 
@@ -134,7 +128,7 @@ def get_transport(name: str) -> Transport:
         elif name in ("p2p", "multimem"):
             from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 
-            _instances[name] = P2PTransport() if name == "p2p" else P2PTransport(name, P2P_WORLD_SIZES.start)
+            _instances[name] = P2PTransport(name)
         else:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {name!r}")
     return _instances[name]

@@ -172,7 +172,7 @@ class PushMachine(Machine):
         defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads}
         super().__init__("push", defines, world_size, seed, **options)
         request = make_call(world_size, most_tokens, hidden_size, form, 0).ranks[0].request
-        capacity = Push(one_shot).needs(request, world_size, None)["inbox"]
+        capacity = Push(one_shot).needs(request, world_size)["inbox"]
         self.part_bytes = part_bytes(capacity)
         self.inboxes = self.symmetric(capacity // 4, NOT_ARRIVED, "inbox")
         self.table = table(self.inboxes)
@@ -230,7 +230,7 @@ class StreamMachine(Machine):
         defines |= {"THREADS": self.shape.threads, "GROUPS": self.shape.groups, "STAGES": stages}
         defines |= {"STAGED": int(staged), "PULL": int(private_output), "SHARED_BYTES": self.shared_bytes}
         super().__init__("stream", defines, world_size, seed, **options)
-        needs = Stream(1, private_output).needs(example, world_size, None)
+        needs = Stream(1, private_output).needs(example, world_size)
         self.buffers = {name: self.symmetric(-(-size // 4), -1, name) for name, size in needs.items()}
         self.buffers["pads"] = self.symmetric(32 * 8, 0, "pads")
         self.tables = {name: table(buffers) for name, buffers in self.buffers.items()}

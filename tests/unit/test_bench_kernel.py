@@ -274,7 +274,7 @@ def _variants(made_for: list[int | None]) -> list[Variant]:
         return get_transport("gloo")
 
     return [
-        Variant("swept", transport, False, ctas=lambda tokens, ranks: 32, takes_sms=True),
+        Variant("swept", transport, False, takes_sms=True),
         Variant("fixed", transport, False),
     ]
 
@@ -288,7 +288,7 @@ def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     for one in chosen:
         assert isinstance(one, Operator) and one._transport is one._transport
     assert made_for == [4, 16, None]
-    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 32
+    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) is None
     with pytest.raises(UsageError, match="--sms: expected no value"):
         select(replace(SPEC, sms=(4,), only=("fixed",)), _variants([]), [])
 
@@ -302,7 +302,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 3, "peer": 5, "bound": 1}
+    assert kinds == {"ours": 7, "peer": 5, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(Size(tokens, 8192, "bfloat16"), 4)
@@ -312,6 +312,8 @@ def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     assert obstacle("flashinfer-two-shot", 4) == "needs more tokens than ranks"
     assert "2 GiB" in str(obstacle("flashinfer-one-shot", 32768))
     assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) == 1
+    assert everyone["tw-push-one-shot"].num_sms(Size(4, 8192, "bfloat16"), 4) == 4
+    assert everyone["tw-stream"].num_sms(Size(400, 8192, "bfloat16"), 4) == 16
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")

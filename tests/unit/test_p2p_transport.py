@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm import p2p
+from tw_compile.kernels.all_reduce_rms_norm import p2p, slot
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import takes_multimem
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")
@@ -97,7 +98,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
     monkeypatch.setattr(
-        p2p,
+        slot,
         "agree",
         lambda group, obstacle, fact=None: obstacle or (control.agreement.pop(0) if control.agreement else None),
     )
@@ -174,24 +175,22 @@ def test_a_table_ends_with_the_multicast_address(host: SimpleNamespace) -> None:
     ("multicast", "agreement", "used"),
     [(1 << 40, [], True), (0, [], False), (1 << 40, [None, None, "rank 2: no multicast address"], False)],
 )
-@pytest.mark.parametrize("name", ["p2p", "multimem"])
 def test_multicast_is_used_where_all_ranks_have_it(
     host: SimpleNamespace,
     caplog: pytest.LogCaptureFixture,
-    name: str,
     multicast: int,
     agreement: list[Any],
     used: bool,
 ) -> None:
     host.multicast, host.agreement, host.state.multimem = multicast, list(agreement), True
-    transport = p2p.P2PTransport(name)
+    transport = p2p.P2PTransport("multimem")
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         for index in range(2):
             assert transport._slot(host.state, index, {"x": 10}) is not None
     assert host.state.multimem is used
     assert host.state.obstacle is None  # without multicast the group still works peer to peer
     lines = [record.getMessage() for record in caplog.records]
-    if used or name == "p2p":
+    if used:
         assert lines == []
     else:
         assert len(lines) == 1
@@ -201,10 +200,9 @@ def test_multicast_is_used_where_all_ranks_have_it(
 @pytest.mark.parametrize(
     ("transport", "ranks", "wanted"),
     [
-        (p2p.P2PTransport(), 4, False),
-        (p2p.P2PTransport(), 8, True),
-        (p2p.P2PTransport("multimem", 2), 2, True),
-        (p2p.P2PTransport("p2p", 2, emulate_multimem=True), 8, False),
+        (p2p.P2PTransport(), 8, False),
+        (p2p.P2PTransport("multimem"), 2, True),
+        (p2p.P2PTransport("multimem"), 8, True),
     ],
 )
 def test_which_groups_want_multicast(
@@ -230,7 +228,7 @@ def test_which_groups_want_multicast(
     ],
 )
 def test_rows_that_multicast_can_move(hidden_size: int, dtypes: list[torch.dtype], taken: bool) -> None:
-    assert p2p.takes_multimem(hidden_size, *dtypes) is taken
+    assert takes_multimem(hidden_size, *dtypes) is taken
 
 
 def test_multimem_by_name() -> None:

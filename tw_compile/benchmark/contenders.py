@@ -10,6 +10,7 @@ after some dozens of calls.
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import BenchSpec, Size
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
 from tw_compile.runner.spec import UsageError
 from tw_compile.testing.gpu_problems import EPS, Form, Problem
@@ -76,15 +78,15 @@ class Variant:
     Attributes:
         transport: Makes it for a number of SMs, or for None, its own choice.
         sharded: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
-        ctas: CTAs of a launch for ``(tokens, world_size)``, each of which holds an SM; None for no kernel of ours.
         takes_sms: Whether ``transport`` heeds the number.
+        in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there.
     """
 
     label: str
     transport: Callable[[int | None], Transport]
     sharded: bool
-    ctas: Callable[[int, int], int] | None = None
     takes_sms: bool = False
+    in_slot: bool = False
 
 
 class Operator(Contender):
@@ -96,21 +98,27 @@ class Operator(Contender):
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded = variant.sharded
         self._variant, self._sms = variant, sms
+        self._slots = itertools.count()
+        self._last: Request | None = None
 
     @functools.cached_property
     def _transport(self) -> Transport:
         return self._variant.transport(self._sms)
 
     def num_sms(self, size: Size, world_size: int) -> int | None:
-        if self._sms is not None or self._variant.ctas is None:
-            return self._sms
-        return self._variant.ctas(size.tokens, world_size)
+        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+        transport = self._transport
+        return transport.algorithm.ctas(size.tokens, world_size) if isinstance(transport, P2PTransport) else self._sms
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
         own_form = form(problem.x.dtype, self.residual_sharded)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         transport = self._transport
+        if self._variant.in_slot:
+            request = self._in_slot(transport, request)
+        self._last = request
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             started = transport.start(request)
@@ -120,13 +128,27 @@ class Operator(Contender):
 
         return call
 
+    def _in_slot(self, transport: Transport, request: Request) -> Request:
+        """Each input set has a slot of its own."""
+        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+        assert isinstance(transport, P2PTransport)
+        x, slot = request.x, next(self._slots)
+        buffer = transport.message_buffer(request.group_name, slot, x)
+        return replace(request, slot=slot) if buffer is None else replace(request, slot=slot, x=buffer.copy_(x))
+
     def deviation(self, ranks: Ranks) -> str | None:
         from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 
-        if not isinstance(self._transport, P2PTransport):
+        transport = self._transport
+        if not isinstance(transport, P2PTransport):
             return None
-        obstacle = self._transport._states[ranks.ctx.group_name, ranks.ctx.device].obstacle
-        return None if obstacle is None else f"fell back to NCCL: {obstacle}"
+        state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
+        if state.obstacle is not None:
+            return f"fell back to NCCL: {state.obstacle}"
+        assert self._last is not None
+        obstacle = transport.algorithm.obstacle(self._last, state)
+        return None if obstacle is None else f"fell back to another kernel: {obstacle}"
 
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -215,15 +237,27 @@ def _named(name: str) -> Callable[[int | None], Transport]:
     return lambda sms: get_transport(name)
 
 
-def _p2p_ctas(tokens: int, world_size: int) -> int:
-    from tw_compile.kernels.all_reduce_rms_norm.p2p import grid_size
+def _p2p(algorithm: Literal["push", "stream"], ctas: int, **options: bool) -> Callable[[int | None], Transport]:
+    """The P2P transport with one algorithm alone, on ``ctas`` CTAs unless ``--sms`` says otherwise."""
 
-    return grid_size(tokens, world_size)
+    def make(sms: int | None) -> Transport:
+        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+        from tw_compile.kernels.all_reduce_rms_norm.push import Push
+        from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+
+        kind = {"push": Push, "stream": Stream}[algorithm]
+        return P2PTransport("p2p", kind(max_ctas=sms or ctas, **options))
+
+    return make
 
 
 OURS = (
-    Variant("tw-p2p", _named("p2p"), sharded=True, ctas=_p2p_ctas),
-    Variant("tw-p2p-replicated", _named("p2p"), sharded=False, ctas=_p2p_ctas),
+    Variant("tw-p2p", _named("p2p"), sharded=True),
+    Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
+    Variant("tw-push-one-shot", _p2p("push", 128, one_shot=True), sharded=False, takes_sms=True),
+    Variant("tw-push-two-shot", _p2p("push", 128, one_shot=False), sharded=True, takes_sms=True),
+    Variant("tw-stream", _p2p("stream", 16, private_output=True), sharded=True, takes_sms=True),
+    Variant("tw-stream-in-slot", _p2p("stream", 16, private_output=False), sharded=True, takes_sms=True, in_slot=True),
     Variant("tw-nccl", _named("nccl"), sharded=False),
 )
 OURS_ON_CPU = (Variant("tw-gloo", _named("gloo"), sharded=False),)

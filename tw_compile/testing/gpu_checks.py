@@ -32,9 +32,11 @@ import torch.multiprocessing as mp
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.p2p import GroupState, P2PTransport
+from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request, ResidualOut, row_range
 from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 from tw_compile.testing.gpu_problems import (
     BF16,
     EPS,
@@ -65,7 +67,7 @@ def check(function: Check) -> Check:
 @cache
 def emulated_multicast() -> Transport:
     """The kernel's multicast way with loops in the place of the switch's instructions, in groups of any size."""
-    return P2PTransport("emulated_multicast", emulate_multimem=True)
+    return P2PTransport("emulated_multicast", TwoShot(emulate_multimem=True))
 
 
 def accuracy(ctx: Context, transport: str, tokens: int, hidden_size: int, form: Form) -> None:

@@ -1,0 +1,85 @@
+"""Launches of the two-shot Triton kernel (``p2p_kernel.py``): ordinary loads and stores, or NVLink multicast."""
+
+from __future__ import annotations
+
+import torch
+
+from tw_compile.kernels._multimem import ACCESS_BYTES
+from tw_compile.kernels._sync import MAX_CTAS
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
+from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape, triton_dtype
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+
+
+def takes_multimem(hidden_size: int, *dtypes: torch.dtype) -> bool:
+    """Whether rows of ``hidden_size`` in all of ``dtypes`` can be moved by multicast, in whole accesses; else peers' do."""
+    return all(hidden_size * dtype.itemsize % ACCESS_BYTES == 0 for dtype in dtypes)
+
+
+class TwoShot(Algorithm):
+    """Serves everything that the transport does. Groups with multicast use it.
+
+    ``emulate_multimem``, for tests: all groups do as with multicast, with loops in the place of its instructions.
+    """
+
+    def __init__(self, emulate_multimem: bool = False) -> None:
+        self._emulate_multimem = emulate_multimem
+
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        return None
+
+    def ctas(self, tokens: int, world_size: int) -> int:
+        return min(rows_per_rank(tokens, world_size), MAX_CTAS)
+
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        norm, elements = request.norm, request.x.numel()
+        needs = {"x": request.x.nbytes, "hidden": elements * norm.hidden_dtype.itemsize}
+        if request.residual_out == "replicated":
+            needs["residual"] = elements * norm.residual_dtype.itemsize
+        return needs
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        x, norm = request.x, request.norm
+        tokens, hidden_size = x.shape
+        hidden, residual = request.allocate(state.world_size)
+        block, num_warps = launch_shape(hidden_size)
+        primitives = "p2p"
+        if self._emulate_multimem:
+            primitives = "emulated"
+        elif state.multimem and takes_multimem(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype):
+            primitives = "multimem"
+        grid = self.ctas(tokens, state.world_size)
+        all_reduce_rms_norm_kernel[(grid,)](
+            x,
+            request.residual,
+            request.bias,
+            request.weight,
+            hidden,
+            residual,
+            request.hidden_scale,
+            None if primitives == "p2p" else x.new_empty((grid, hidden_size)),
+            slot.buffers["x"].table,
+            slot.buffers["hidden"].table,
+            slot.buffers["residual"].table if request.residual_out == "replicated" else None,
+            slot.pads.table,
+            slot.epochs,
+            slot.status,
+            state.rank,
+            tokens,
+            norm.eps,
+            norm.weight_offset,
+            norm.scale,
+            HIDDEN=hidden_size,
+            BLOCK=block,
+            WORLD_SIZE=state.world_size,
+            RESIDUAL_SHARDED=request.residual_sharded,
+            RESIDUAL_OUT=request.residual_out,
+            CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
+            SPIN_LIMIT=spin_limit,
+            PRIMITIVES=primitives,
+            num_warps=num_warps,
+        )
+        return Started(hidden, residual)
