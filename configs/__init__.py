@@ -1,1 +1,1 @@
-"""Data files: model presets."""
+"""Data files: model presets, and which kernel serves which message on which device."""

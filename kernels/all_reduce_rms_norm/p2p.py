@@ -21,7 +21,8 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.p2p_group import group_obstacle, outside_pools
+from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, selector_for
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, grow
 from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import (
@@ -40,14 +41,13 @@ logger = logging.getLogger("tw_compile")
 class P2PTransport(Transport):
     """Kernels over symmetric memory; falls back to the NCCL transport, by agreement of all ranks.
 
-    Calls that ``algorithm`` (by default two-shot) cannot serve are done two-shot. With the name "multimem" two-shot launches
-    use multicast, if all buffers of the group have it.
+    Which kernel serves a call is in the table of the device (:mod:`selection`), unless one ``algorithm`` is given for all
+    that it can serve. With the name "multimem" that is two-shot, with multicast if all buffers of the group have it.
     """
 
     def __init__(self, name: str = "p2p", algorithm: Algorithm | None = None) -> None:
         self.name = name
-        self._fallback = TwoShot()
-        self.algorithm = algorithm or self._fallback
+        self.algorithm = TwoShot() if name == "multimem" else algorithm
         self._states: dict[tuple[str, torch.device], GroupState] = {}
         self._spin_limit = spin_limit()
 
@@ -60,7 +60,7 @@ class P2PTransport(Transport):
         state = self._state(request.group_name, x.device)
         if tokens == 0:
             return Started(*request.allocate(state.world_size))
-        algorithm = self.algorithm if self.algorithm.obstacle(request, state) is None else self._fallback
+        algorithm = state.selector.choose(request, state)
         slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
         if slot is None:
             return get_transport("nccl").start(request)
@@ -100,8 +100,11 @@ class P2PTransport(Transport):
                     "and allocate first, which cannot be captured: run the model once (warm-up) before capturing it"
                 )
             multimem = self.name == "multimem"
-            state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), multimem)
+            device_name = torch.cuda.get_device_name(device)
+            selector = Insist(self.algorithm) if self.algorithm else selector_for(device_name, group.size())
+            state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), selector, multimem)
             obstacle = outside_pools(device, lambda: group_obstacle(group, device))
+            obstacle = obstacle or outside_pools(device, lambda: agree(group, None, device_name))
             if obstacle is not None:
                 state.give_up(obstacle)
             self._states[group_name, device] = state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ import triton
 from tw_compile import compat
 from tw_compile.kernels._sync import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector
 
 logger = logging.getLogger("tw_compile")
 
@@ -75,7 +78,8 @@ class Slot:
 class GroupState:
     """A process group as this transport sees it; the same on all ranks but for ``rank``.
 
-    ``obstacle``: why it uses NCCL instead. ``multimem``: use multicast, which ends when a buffer has no multicast address.
+    ``selector``: which kernel serves a call. ``obstacle``: why the group uses NCCL instead. ``multimem``: use multicast,
+    which ends when a buffer has no multicast address.
     """
 
     name: str
@@ -83,6 +87,7 @@ class GroupState:
     device: torch.device
     rank: int
     world_size: int
+    selector: Selector | Insist
     multimem: bool = False
     obstacle: str | None = None
     slots: dict[int, Slot] = field(default_factory=dict)

@@ -311,9 +311,8 @@ def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     assert obstacle("symm-two-shot+norm", 16384) is None
     assert obstacle("flashinfer-two-shot", 4) == "needs more tokens than ranks"
     assert "2 GiB" in str(obstacle("flashinfer-one-shot", 32768))
-    assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) == 1
-    assert everyone["tw-push-one-shot"].num_sms(Size(4, 8192, "bfloat16"), 4) == 4
-    assert everyone["tw-stream"].num_sms(Size(400, 8192, "bfloat16"), 4) == 16
+    # Ours choose a kernel when they see the message.
+    assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")

@@ -12,6 +12,7 @@ import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import p2p, slot
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
+from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import takes_multimem
@@ -92,7 +93,7 @@ def test_outside_pools_passes_results_and_errors(monkeypatch: pytest.MonkeyPatch
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A transport whose device calls are replaced; ``agreement`` holds the answers of coming agreements (default: None)."""
     control = SimpleNamespace(capturing=False, agreement=[], freed=[], multicast=0)
-    control.state = p2p.GroupState("g", SimpleNamespace(size=lambda: WORLD_SIZE), DEVICE, 1, WORLD_SIZE)
+    control.state = p2p.GroupState("g", SimpleNamespace(size=lambda: WORLD_SIZE), DEVICE, 1, WORLD_SIZE, Selector())
     control.transport = p2p.P2PTransport()
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: control.capturing)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
@@ -211,6 +212,8 @@ def test_which_groups_want_multicast(
     monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks))
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(p2p, "agree", lambda group, obstacle, fact: None)
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: None)
     assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import BenchSpec, Size
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
 from tw_compile.runner.spec import UsageError
@@ -99,17 +100,15 @@ class Operator(Contender):
         self.residual_sharded = variant.sharded
         self._variant, self._sms = variant, sms
         self._slots = itertools.count()
-        self._last: Request | None = None
+        self._request: Request | None = None
+        self._algorithm: Algorithm | None = None
 
     @functools.cached_property
     def _transport(self) -> Transport:
         return self._variant.transport(self._sms)
 
     def num_sms(self, size: Size, world_size: int) -> int | None:
-        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-
-        transport = self._transport
-        return transport.algorithm.ctas(size.tokens, world_size) if isinstance(transport, P2PTransport) else self._sms
+        return self._sms if self._algorithm is None else self._algorithm.ctas(size.tokens, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
         own_form = form(problem.x.dtype, self.residual_sharded)
@@ -118,7 +117,7 @@ class Operator(Contender):
         transport = self._transport
         if self._variant.in_slot:
             request = self._in_slot(transport, request)
-        self._last = request
+        self._request = request
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             started = transport.start(request)
@@ -146,9 +145,11 @@ class Operator(Contender):
         state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
         if state.obstacle is not None:
             return f"fell back to NCCL: {state.obstacle}"
-        assert self._last is not None
-        obstacle = transport.algorithm.obstacle(self._last, state)
-        return None if obstacle is None else f"fell back to another kernel: {obstacle}"
+        assert self._request is not None
+        self._algorithm = state.selector.choose(self._request, state)
+        if transport.algorithm is None or transport.algorithm is self._algorithm:
+            return None
+        return f"fell back to another kernel: {transport.algorithm.obstacle(self._request, state)}"
 
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

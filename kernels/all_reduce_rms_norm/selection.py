@@ -1,0 +1,154 @@
+"""Which kernel of the P2P transport serves a message: measured per device and world size, as data in ``configs/kernels``.
+
+A table is a TOML file, written by ``tw-compile bench kernel --table``:
+
+    device = "NVIDIA H200"          # as torch.cuda.get_device_name says
+    [[steps]]
+    world_size = 4
+    up_to_bytes = 1048576           # of one rank's message, [tokens, hidden]
+    algorithm = "push_two_shot"
+    ctas = 64
+
+The steps of a world size go up in bytes; the last one also serves all larger messages. Without a table, or where its
+algorithm cannot serve a message, there is the two-shot kernel, which serves everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState
+
+ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``ctas`` CTAs."""
+
+    world_size: int
+    up_to_bytes: int
+    algorithm: str
+    ctas: int
+
+
+def make_algorithm(name: str, ctas: int) -> Algorithm:
+    """The algorithm called ``name``; ValueError for a number of CTAs that it cannot have. two_shot has its own number."""
+    from tw_compile.kernels.all_reduce_rms_norm.push import Push
+    from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+
+    if name == "push_one_shot":
+        return Push(one_shot=True, max_ctas=ctas)
+    if name == "push_two_shot":
+        return Push(one_shot=False, max_ctas=ctas)
+    if name == "stream":
+        return Stream(max_ctas=ctas)
+    return TwoShot()
+
+
+class Selector:
+    """Chooses by bytes; a function of what all ranks share."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        self._bytes = [step.up_to_bytes for step in steps]
+        two_shot = TwoShot()
+        self._candidates: list[tuple[Algorithm, ...]] = []
+        for step in steps:
+            preferred = make_algorithm(step.algorithm, step.ctas)
+            # What one-shot cannot serve, for want of the whole residual, is small all the same.
+            second = (make_algorithm("push_two_shot", step.ctas),) if step.algorithm == "push_one_shot" else ()
+            self._candidates.append((preferred, *second, two_shot))
+        if not steps:
+            self._candidates.append((two_shot,))
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        step = min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)
+        return next(one for one in self._candidates[step] if one.obstacle(request, state) is None)
+
+
+class Insist:
+    """One algorithm for everything that it can serve; for benchmarks and tests."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._candidates = (algorithm, TwoShot())
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        return next(one for one in self._candidates if one.obstacle(request, state) is None)
+
+
+def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
+    """The device and the steps of a table; ValueError names ``source``, the key, what was expected and what came."""
+    table = tomllib.loads(text)
+    unknown = sorted(table.keys() - {"device", "steps"})
+    if unknown:
+        raise ValueError(f"{source}: expected the keys device and steps, got {unknown[0]!r}")
+    device = _typed(table, "device", str, source)
+    steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(table.get("steps", [])))
+    for before, after in itertools.pairwise(steps):
+        if (after.world_size, after.up_to_bytes) <= (before.world_size, before.up_to_bytes):
+            raise ValueError(
+                f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
+                f"{(after.world_size, after.up_to_bytes)} after {(before.world_size, before.up_to_bytes)}"
+            )
+    return device, steps
+
+
+def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
+    """The TOML of a table, as :func:`steps_of` reads it; ``comment`` says where the figures come from."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    lines.append(f'device = "{device}"')
+    for step in steps:
+        lines += ["", "[[steps]]", f"world_size = {step.world_size}", f"up_to_bytes = {step.up_to_bytes}"]
+        lines += [f'algorithm = "{step.algorithm}"', f"ctas = {step.ctas}"]
+    return "\n".join(lines) + "\n"
+
+
+def selector_for(device_name: str, world_size: int) -> Selector:
+    """By the table of this device; the two-shot kernel alone where none has been measured."""
+    return Selector(tuple(step for step in _shipped().get(device_name, ()) if step.world_size == world_size))
+
+
+@cache
+def _shipped() -> dict[str, tuple[Step, ...]]:
+    folder = resources.files("tw_compile.configs") / "kernels"
+    if not folder.is_dir():
+        return {}
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return dict(steps_of(file.read_text(), f"configs/kernels/{file.name}") for file in files)
+
+
+def _typed(table: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    value = table.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: {key}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _step(entry: dict[str, Any], where: str) -> Step:
+    names = [field.name for field in fields(Step)]
+    unknown = sorted(entry.keys() - set(names))
+    if unknown:
+        raise ValueError(f"{where}: expected the keys {', '.join(names)}, got {unknown[0]!r}")
+    step = Step(*(_typed(entry, name, str if name == "algorithm" else int, where) for name in names))
+    if step.algorithm not in ALGORITHMS:
+        raise ValueError(f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, got {step.algorithm!r}")
+    for name in ("world_size", "up_to_bytes"):
+        if getattr(step, name) < 1:
+            raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
+    try:
+        make_algorithm(step.algorithm, step.ctas)
+    except ValueError as error:
+        raise ValueError(f"{where}: ctas: {error}") from error
+    return step

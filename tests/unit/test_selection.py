@@ -1,0 +1,137 @@
+"""Which kernel serves which message: tables of measured choices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tw_compile.kernels.all_reduce_rms_norm import selection
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import (
+    ALGORITHMS,
+    Insist,
+    Selector,
+    Step,
+    selector_for,
+    steps_of,
+    table_text,
+)
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+
+STEPS = (Step(4, 100, "push_one_shot", 8), Step(4, 1000, "push_two_shot", 16), Step(4, 10_000, "stream", 4))
+STATE: Any = SimpleNamespace(world_size=4, rank=1)
+
+
+def message(nbytes: int) -> Any:
+    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes))
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> set[type[Algorithm]]:
+    """Kinds that serve nothing."""
+    kinds: set[type[Algorithm]] = set()
+    for kind in (Push, Stream):
+        monkeypatch.setattr(kind, "obstacle", lambda self, request, state: "no" if type(self) in kinds else None)
+    return kinds
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind", "ctas"),
+    [(1, Push, 8), (100, Push, 8), (101, Push, 16), (1000, Push, 16), (1001, Stream, 4), (10**9, Stream, 4)],
+)
+def test_steps_go_by_bytes_and_the_last_serves_the_rest(
+    refused: set[type[Algorithm]], nbytes: int, kind: type[Algorithm], ctas: int
+) -> None:
+    chosen = Selector(STEPS).choose(message(nbytes), STATE)
+    assert type(chosen) is kind and chosen.ctas(10**6, 4) == ctas
+
+
+def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algorithm]]) -> None:
+    refused |= {Push, Stream}
+    for nbytes in (1, 500, 5000):
+        assert isinstance(Selector(STEPS).choose(message(nbytes), STATE), TwoShot)
+    assert isinstance(Insist(Stream()).choose(message(1), STATE), TwoShot)
+
+
+def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Push, "obstacle", lambda self, request, state: "no" if self._one_shot else None)
+    chosen = Selector(STEPS).choose(message(1), STATE)
+    assert isinstance(chosen, Push) and not chosen._one_shot and chosen.ctas(10**6, 4) == 8
+
+
+def test_unmeasured_devices_take_the_two_shot_kernel() -> None:
+    for world_size in (2, 4, 8):
+        assert isinstance(selector_for("A GPU of tomorrow", world_size).choose(message(1), STATE), TwoShot)
+
+
+def test_shipped_tables_are_valid() -> None:
+    for device, steps in selection._shipped().items():
+        assert device and steps
+
+
+def test_a_table_serves_its_own_device_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": STEPS})
+    monkeypatch.setattr(Stream, "obstacle", lambda self, request, state: None)
+    assert isinstance(selector_for("GPU", 4).choose(message(5000), STATE), Stream)
+    assert isinstance(selector_for("GPU", 2).choose(message(5000), STATE), TwoShot)
+    assert isinstance(selector_for("GPU 2", 4).choose(message(5000), STATE), TwoShot)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(2, 8), st.integers(1, 2**40), st.sampled_from(ALGORITHMS), st.integers(1, 32)),
+        max_size=8,
+        unique_by=lambda entry: entry[:2],
+    )
+)
+def test_a_table_reads_back_as_it_was_written(entries: list[tuple[int, int, str, int]]) -> None:
+    steps = tuple(Step(*entry) for entry in sorted(entries))
+    assert steps_of(table_text("NVIDIA H200", steps, "measured\non one machine"), "t") == ("NVIDIA H200", steps)
+
+
+GOOD = table_text("GPU", STEPS, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('device = "GPU"', "device = 3", "t: device: expected str, got 3"),
+        ('device = "GPU"', 'devices = "GPU"', "t: expected the keys device and steps, got 'devices'"),
+        (
+            "up_to_bytes = 1000\n",
+            "up_to_bytes = 50\n",
+            "go up in world_size and then up_to_bytes, got (4, 50) after (4, 100)",
+        ),
+        ("up_to_bytes = 100\n", "up_to_bytes = 0\n", "t: steps[0]: up_to_bytes: expected a positive number, got 0"),
+        ("up_to_bytes = 100\n", "up_to_bytes = true\n", "t: steps[0]: up_to_bytes: expected int, got True"),
+        ('"stream"', '"beam"', "t: steps[2]: algorithm: expected one of"),
+        ("ctas = 4\n", "ctas = 400\n", "t: steps[2]: ctas: max_ctas: expected 1 to 32, got 400"),
+        (
+            "ctas = 4\n",
+            "cta = 4\n",
+            "t: steps[2]: expected the keys world_size, up_to_bytes, algorithm, ctas, got 'cta'",
+        ),
+    ],
+)
+def test_a_bad_table_is_refused_with_the_key(old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ValueError) as error:
+        steps_of(GOOD.replace(old, new), "t")
+    assert message in str(error.value)
+
+
+def test_equal_bytes_give_equal_choices_on_all_ranks() -> None:
+    selector = Selector(STEPS)
+    request: Any = SimpleNamespace(x=torch.zeros(0), residual_sharded=False)
+    request.x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16)
+    request.residual = request.bias = request.weight = None
+    chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
+    assert len(chosen) == 1
