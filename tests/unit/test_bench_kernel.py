@@ -26,8 +26,10 @@ from tw_compile.benchmark.plot import plot, spread
 from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import SMOKE_TEST, print_report
+from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench
 from tw_compile.cli.app import app
+from tw_compile.kernels.all_reduce_rms_norm.selection import Step
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
 from tw_compile.runner.spec import RankError, UsageError
 
@@ -274,21 +276,21 @@ def _variants(made_for: list[int | None]) -> list[Variant]:
         return get_transport("gloo")
 
     return [
-        Variant("swept", transport, False, takes_sms=True),
+        Variant("swept", transport, False, ctas=8, most_ctas=16),
         Variant("fixed", transport, False),
     ]
 
 
 def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     made_for: list[int | None] = []
-    chosen = select(replace(SPEC, sms=(4, 16)), _variants(made_for), [])
+    chosen = select(replace(SPEC, sms=(4, 16, 32)), _variants(made_for), [])  # "swept" can have 16
     assert [one.label for one in chosen] == ["swept-4sm", "swept-16sm", "fixed"]
     size = Size(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
         assert isinstance(one, Operator) and one._transport is one._transport
     assert made_for == [4, 16, None]
-    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) is None
+    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 8
     with pytest.raises(UsageError, match="--sms: expected no value"):
         select(replace(SPEC, sms=(4,), only=("fixed",)), _variants([]), [])
 
@@ -435,3 +437,46 @@ def test_contender_is_a_complete_interface() -> None:
 
     one, size = Minimal(), Size(1, 8, "float32")
     assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)
+
+
+def timed(algorithm: str, ctas: int, nbytes: int, us: float, hidden: int = 8192, numerics: str = "ok") -> Row:
+    size = (nbytes // 2 // hidden, hidden, nbytes)
+    found = Row("ours", "ours", *size, 1, "", ctas, "timed", None, numerics, 0.9 * us, us, 1.1 * us)
+    return replace(found, algorithm=algorithm, max_ctas=ctas)
+
+
+def test_a_table_takes_the_fastest_kernel_of_each_size_and_meets_half_way() -> None:
+    rows = [
+        timed("push_one_shot", 64, 2**18, 8.0),
+        timed("stream", 16, 2**18, 12.0),
+        timed("push_one_shot", 64, 2**20, 20.0),
+        timed("stream", 16, 2**20, 15.0),
+        timed("stream", 16, 2**24, 85.0),
+        timed("two_shot", 32, 2**24, 30.0, numerics="failed"),
+    ]
+    assert steps_from(rows, 4) == [Step(4, 2**19, "push_one_shot", 64), Step(4, 2**24, "stream", 16)]
+
+
+def test_a_table_spends_ctas_and_changes_kernels_for_more_than_noise() -> None:
+    rows = [
+        timed("stream", 8, 2**20, 10.1),
+        timed("stream", 32, 2**20, 10.0),
+        timed("stream", 8, 2**22, 30.5),
+        timed("push_two_shot", 8, 2**22, 30.0),
+    ]
+    assert steps_from(rows, 2) == [Step(2, 2**22, "stream", 8)]
+
+
+def test_a_table_weighs_hidden_sizes_of_the_same_bytes_alike() -> None:
+    rows = [
+        timed("stream", 8, 2**20, 10.0, hidden=4096),
+        timed("push_two_shot", 8, 2**20, 11.0, hidden=4096),
+        timed("stream", 8, 2**20, 150.0, hidden=8192),
+        timed("push_two_shot", 8, 2**20, 100.0, hidden=8192),
+    ]
+    assert steps_from(rows, 2) == [Step(2, 2**20, "push_two_shot", 8)]
+
+
+def test_a_table_needs_a_kernel_that_it_can_name() -> None:
+    with pytest.raises(ValueError, match="no kernel that a table can name"):
+        table_of({"rows": [asdict(row("nccl+norm", "peer", 5.0))], "world_size": 4})

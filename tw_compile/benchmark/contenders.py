@@ -14,6 +14,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,12 +42,15 @@ class Contender(ABC):
         kind: "ours", "peer", or "bound" for what is no way to do it but a limit.
         residual_sharded: Residual in and out are this rank's rows, in float32; else all rows, in the message's dtype.
         reduces: False for a bound that leaves the communication out, whose result is no result.
+        algorithm: What a table of ``configs/kernels`` calls its kernel, and the CTAs that it may have; None if it can't.
     """
 
     label: str
     kind: ClassVar[Kind] = "peer"
     residual_sharded: bool = False
     reduces: ClassVar[bool] = True
+    algorithm: str | None = None
+    max_ctas: int | None = None
 
     def obstacle(self, size: Size, world_size: int) -> str | None:
         """Why it does not serve this size; None when it does. Asked before anything is prepared."""
@@ -77,16 +81,20 @@ class Variant:
     """One way to run the operator.
 
     Attributes:
-        transport: Makes it for a number of SMs, or for None, its own choice.
+        transport: Makes it for a number of CTAs.
         sharded: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
-        takes_sms: Whether ``transport`` heeds the number.
+        ctas: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
+        most_ctas: How many it can have.
+        algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there.
     """
 
     label: str
     transport: Callable[[int | None], Transport]
     sharded: bool
-    takes_sms: bool = False
+    ctas: int | None = None
+    most_ctas: int = 0
+    algorithm: str | None = None
     in_slot: bool = False
 
 
@@ -98,7 +106,8 @@ class Operator(Contender):
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded = variant.sharded
-        self._variant, self._sms = variant, sms
+        self._variant, self._sms = variant, sms or variant.ctas
+        self.algorithm, self.max_ctas = variant.algorithm, self._sms
         self._slots = itertools.count()
         self._request: Request | None = None
         self._algorithm: Algorithm | None = None
@@ -238,27 +247,37 @@ def _named(name: str) -> Callable[[int | None], Transport]:
     return lambda sms: get_transport(name)
 
 
-def _p2p(algorithm: Literal["push", "stream"], ctas: int, **options: bool) -> Callable[[int | None], Transport]:
-    """The P2P transport with one algorithm alone, on ``ctas`` CTAs unless ``--sms`` says otherwise."""
+def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]:
+    """The P2P transport with one algorithm alone."""
 
-    def make(sms: int | None) -> Transport:
+    def transport(ctas: int | None) -> Transport:
         from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-        from tw_compile.kernels.all_reduce_rms_norm.push import Push
-        from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 
-        kind = {"push": Push, "stream": Stream}[algorithm]
-        return P2PTransport("p2p", kind(max_ctas=sms or ctas, **options))
+        assert ctas is not None
+        return P2PTransport("p2p", make(ctas))
 
-    return make
+    return transport
+
+
+def _push(ctas: int, one_shot: bool) -> Algorithm:
+    from tw_compile.kernels.all_reduce_rms_norm.push import Push
+
+    return Push(one_shot, ctas)
+
+
+def _stream(ctas: int, private_output: bool) -> Algorithm:
+    from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+
+    return Stream(ctas, private_output)
 
 
 OURS = (
     Variant("tw-p2p", _named("p2p"), sharded=True),
     Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
-    Variant("tw-push-one-shot", _p2p("push", 128, one_shot=True), sharded=False, takes_sms=True),
-    Variant("tw-push-two-shot", _p2p("push", 128, one_shot=False), sharded=True, takes_sms=True),
-    Variant("tw-stream", _p2p("stream", 16, private_output=True), sharded=True, takes_sms=True),
-    Variant("tw-stream-in-slot", _p2p("stream", 16, private_output=False), sharded=True, takes_sms=True, in_slot=True),
+    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
+    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
+    Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream"),
+    Variant("tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True),
     Variant("tw-nccl", _named("nccl"), sharded=False),
 )
 OURS_ON_CPU = (Variant("tw-gloo", _named("gloo"), sharded=False),)
@@ -293,13 +312,14 @@ def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]
             raise UsageError(f"--only: expected some of {', '.join(known)}, got {label!r}")
     wanted = set(spec.only or known)
     variants = [variant for variant in ours if variant.label in wanted]
-    takers = [variant.label for variant in variants if variant.takes_sms]
+    takers = [variant.label for variant in variants if variant.ctas is not None]
     if spec.sms and not takers:
         given = ",".join(map(str, spec.sms))
         raise UsageError(f"--sms: expected no value, as no contender here takes a number of SMs, got {given}")
     operators: list[Contender] = [
         Operator(variant, sms)
         for variant in variants
-        for sms in (spec.sms if spec.sms and variant.takes_sms else (None,))
+        for sms in (spec.sms if spec.sms and variant.ctas is not None else (None,))
+        if sms is None or sms <= variant.most_ctas
     ]
     return operators + [other for other in others if other.label in wanted]

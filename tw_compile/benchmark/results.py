@@ -30,6 +30,7 @@ class Row:
         share_of_bound: The links' two-shot time by the median time.
         speedup: The best peer's median time by this one's; ours only.
         best_peer: Which one that is.
+        algorithm: The kernel that a table can name for it, and the CTAs that it may have; None where it can't.
     """
 
     label: str
@@ -50,6 +51,8 @@ class Row:
     share_of_bound: float | None = None
     speedup: float | None = None
     best_peer: str | None = None
+    algorithm: str | None = None
+    max_ctas: int | None = None
 
 
 def best_peer(rows: Iterable[Row]) -> Row | None:

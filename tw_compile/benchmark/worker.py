@@ -216,6 +216,8 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
         p20_us=p20,
         p50_us=p50,
         p80_us=p80,
+        algorithm=contender.algorithm,
+        max_ctas=contender.max_ctas,
     )
 
 

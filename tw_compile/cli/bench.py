@@ -111,6 +111,12 @@ def kernel(
     plot_file: Annotated[
         str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times and shares of the bound.")
     ] = None,
+    table_file: Annotated[
+        str | None,
+        typer.Option(
+            "--table", metavar="FILE.toml", help="Write which kernel is best for which message (configs/kernels)."
+        ),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time fused all_reduce + residual + RMSNorm beside NCCL, torch's symmetric memory and FlashInfer, in one run.
@@ -144,17 +150,17 @@ def kernel(
         seed=seed,
         timeout=timeout,
     )
-    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file)):
+    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file), ("--table", table_file)):
         common.writable(option, file)
     if plot_file is not None:
         from tw_compile.benchmark.plot import require
 
         require(plot_file)
-    _bench_kernel(dataclasses.replace(spec, world_size=_world_size(tp, device)), csv_file, plot_file, json_file)
+    report = _bench_kernel(dataclasses.replace(spec, world_size=_world_size(tp, device)), json_file)
+    _write_files(report, csv_file, plot_file, table_file)
 
 
-def _bench_kernel(spec: BenchSpec, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:
-    from tw_compile.benchmark.results import as_csv, failures, rows_of
+def _bench_kernel(spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report
 
@@ -163,8 +169,22 @@ def _bench_kernel(spec: BenchSpec, csv_file: str | None, plot_file: str | None, 
         report = run(spec, progress)
     print_report(console, report)
     common.write_json(report, json_file)
+    return report
+
+
+def _write_files(report: dict[str, Any], csv_file: str | None, plot_file: str | None, table_file: str | None) -> None:
+    """What was asked for beside the JSON; then exits with 1 when one of ours failed."""
+    from tw_compile.benchmark.results import as_csv, failures, rows_of
+
     if csv_file is not None:
         common.write_file("--csv", csv_file, as_csv(report))
+    if table_file is not None:
+        from tw_compile.benchmark.tune import table_of
+
+        try:
+            common.write_file("--table", table_file, table_of(report))
+        except ValueError as error:
+            raise UsageError(f"--table: {error}") from error
     if plot_file is not None:
         from tw_compile.benchmark.plot import plot
 

@@ -1,0 +1,60 @@
+"""From measured rows to a table of ``configs/kernels``: which of our kernels serves which message."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from math import isqrt
+from typing import Any
+
+from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.kernels.all_reduce_rms_norm.selection import Step, table_text
+
+SLACK = 1.02
+"""A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""
+
+Choice = tuple[str, int]
+
+
+def table_of(report: dict[str, Any]) -> str:
+    """The TOML for the device and the world size of a report of ``bench kernel``.
+
+    Raises:
+        ValueError: The report has no time of a kernel that a table can name.
+    """
+    steps = steps_from(rows_of(report), report["world_size"])
+    if not steps:
+        raise ValueError("no kernel that a table can name was timed")
+    versions = report["versions"]
+    comment = (
+        f"Measured by tw-compile bench kernel: {report['world_size']}x {report['device_name']}, {report['dtype']}, hidden "
+        f"{', '.join(map(str, report['hidden']))}, torch {versions['torch']}, commit {versions['commit']}"
+    )
+    return table_text(report["device_name"], steps, comment)
+
+
+def steps_from(rows: Iterable[Row], world_size: int) -> list[Step]:
+    """One step for each run of sizes with the same best kernel; steps meet half way, in the logarithm, between two sizes."""
+    slowdown: dict[int, dict[Choice, list[float]]] = defaultdict(lambda: defaultdict(list))
+    by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.algorithm is not None and row.max_ctas is not None and row.numerics == "ok" and row.p50_us is not None:
+            by_size[row.nbytes, row.hidden].append(row)
+    for (nbytes, _), timed in by_size.items():
+        fastest = min(row.p50_us or 0.0 for row in timed)
+        for row in timed:
+            slowdown[nbytes][row.algorithm or "", row.max_ctas or 0].append((row.p50_us or 0.0) / fastest)
+    steps: list[Step] = []
+    sizes = sorted(slowdown)
+    before: Choice | None = None
+    for index, nbytes in enumerate(sizes):
+        mean = {choice: sum(ratios) / len(ratios) for choice, ratios in slowdown[nbytes].items()}
+        good = {choice for choice, ratio in mean.items() if ratio <= SLACK * min(mean.values())}
+        best = before if before in good else min(good, key=lambda choice: (choice[1], mean[choice]))
+        assert best is not None
+        up_to = nbytes if index + 1 == len(sizes) else isqrt(nbytes * sizes[index + 1])
+        if best == before:
+            steps.pop()
+        steps.append(Step(world_size, up_to, *best))
+        before = best
+    return steps
