@@ -22,7 +22,7 @@ from tw_compile import compat
 from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
-from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, selector_for
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, steps_for
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, grow
 from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import (
@@ -101,7 +101,7 @@ class P2PTransport(Transport):
                 )
             multimem = self.name == "multimem"
             device_name = torch.cuda.get_device_name(device)
-            selector = Insist(self.algorithm) if self.algorithm else selector_for(device_name, group.size())
+            selector = Insist(self.algorithm) if self.algorithm else Selector(steps_for(device_name, group.size()))
             state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), selector, multimem)
             obstacle = outside_pools(device, lambda: group_obstacle(group, device))
             obstacle = obstacle or outside_pools(device, lambda: agree(group, None, device_name))

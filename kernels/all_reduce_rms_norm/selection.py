@@ -115,9 +115,9 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def selector_for(device_name: str, world_size: int) -> Selector:
-    """By the table of this device; the two-shot kernel alone where none has been measured."""
-    return Selector(tuple(step for step in _shipped().get(device_name, ()) if step.world_size == world_size))
+def steps_for(device_name: str, world_size: int) -> tuple[Step, ...]:
+    """What the shipped table of this device says; nothing where none has been measured."""
+    return tuple(step for step in _shipped().get(device_name, ()) if step.world_size == world_size)
 
 
 @cache

@@ -15,6 +15,9 @@ from typer.testing import CliRunner, Result
 
 from tw_compile.cli import render, run
 from tw_compile.cli.app import app
+from tw_compile.kernels.all_reduce_rms_norm import selection
+from tw_compile.kernels.all_reduce_rms_norm.selection import Step
+from tw_compile.runner import machine
 from tw_compile.runner.numerics import Comparison, digest, worst
 
 INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
@@ -146,6 +149,13 @@ def test_doctor_says_what_would_run_for_each_group_size() -> None:
     if not report["gpus"]:
         assert {plan["transport"] for plan in report["plans"]} == {"gloo"}
         assert report["symmetric_memory"]["multicast_supported"] is None
+
+
+def test_doctor_says_which_kernel_serves_which_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = (Step(4, 2**20, "push_two_shot", 64), Step(4, 2**24, "stream", 16))
+    monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": steps})
+    assert machine._kernels("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
+    assert machine._kernels("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
 
 
 def test_unwritable_json_file_is_bad_input(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tw_compile.kernels.all_reduce_rms_norm.selection import (
     Insist,
     Selector,
     Step,
-    selector_for,
+    steps_for,
     steps_of,
     table_text,
 )
@@ -68,7 +68,7 @@ def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypat
 
 def test_unmeasured_devices_take_the_two_shot_kernel() -> None:
     for world_size in (2, 4, 8):
-        assert isinstance(selector_for("A GPU of tomorrow", world_size).choose(message(1), STATE), TwoShot)
+        assert isinstance(Selector(steps_for("A GPU of tomorrow", world_size)).choose(message(1), STATE), TwoShot)
 
 
 def test_shipped_tables_are_valid() -> None:
@@ -79,9 +79,9 @@ def test_shipped_tables_are_valid() -> None:
 def test_a_table_serves_its_own_device_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": STEPS})
     monkeypatch.setattr(Stream, "obstacle", lambda self, request, state: None)
-    assert isinstance(selector_for("GPU", 4).choose(message(5000), STATE), Stream)
-    assert isinstance(selector_for("GPU", 2).choose(message(5000), STATE), TwoShot)
-    assert isinstance(selector_for("GPU 2", 4).choose(message(5000), STATE), TwoShot)
+    assert isinstance(Selector(steps_for("GPU", 4)).choose(message(5000), STATE), Stream)
+    assert isinstance(Selector(steps_for("GPU", 2)).choose(message(5000), STATE), TwoShot)
+    assert isinstance(Selector(steps_for("GPU 2", 4)).choose(message(5000), STATE), TwoShot)
 
 
 @settings(max_examples=50, deadline=None)

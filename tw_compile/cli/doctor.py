@@ -40,6 +40,8 @@ def _print(console: Console, report: Report) -> None:
     for plan in report["plans"]:
         ranks = f"{plan['world_size']} ranks"
         console.print(f"{ranks}  fused: {plan['transport'] or 'nothing'} ({plan['transport_why']})", markup=False)
+        if plan.get("kernels"):
+            console.print(f"{'':<{len(ranks)}}  kernels: {plan['kernels']}", markup=False)
         unfused = f"unfused all_reduce: {plan['all_reduce'] or 'none'} ({plan['all_reduce_why']})"
         console.print(f"{'':<{len(ranks)}}  {unfused}", markup=False)
 

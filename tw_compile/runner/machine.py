@@ -75,9 +75,21 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]]) -> Repor
         "device": "cuda",
         "transport": transport,
         "transport_why": why,
+        "kernels": _kernels(gpus[0]["name"], world_size) if transport == "p2p" else None,
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
     }
+
+
+def _kernels(device_name: str, world_size: int) -> str:
+    """Which kernel of the P2P transport serves messages up to which size."""
+    from tw_compile.kernels.all_reduce_rms_norm.selection import steps_for
+
+    steps = steps_for(device_name, world_size)
+    if not steps:
+        return f"two_shot for all messages (none measured for {device_name}, {world_size} ranks)"
+    named = [f"{step.algorithm} ({step.ctas} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in steps]
+    return ", ".join(named) + " and beyond"
 
 
 def _gpus() -> list[Report]:
