@@ -11,7 +11,8 @@ Why this is correct
 **Before the release.** The row data of a CTA is written by all of its threads, the flags by a few.
 ``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few threads' ``atom.release.sys``;
 release is cumulative, so the writes of the whole CTA are visible to whoever acquires the flag, at system scope,
-whether they went to local or to peer memory.
+whether they went to local or to peer memory. So are those of the stream's earlier kernels, which come before everything
+that the CTA does: a GEMM may write the staging buffer itself.
 
 **After the acquire.** The flags are read with ``atom.acquire.sys`` by a few threads. The ``bar.sync`` that follows
 orders the reads of all other threads after it. Without it another warp could read a row before the flag was seen.
@@ -34,10 +35,10 @@ for itself.
 **One staging buffer is enough.** Let launch L+1 follow L on the same slot and stream of rank ``r``, with any two
 grids. L+1 starts when all CTAs of L on ``r`` have ended (kernel boundary), hence have passed their last barrier,
 hence every peer's equal CTA has finished the reads it does before that barrier. All CTAs of L together make all the
-reads of ``r``'s staging buffer, so nobody reads it any more when L+1 overwrites it. Buffers that *peers* write
-(published rows) are written in L+1 only after the first barrier of L+1, which rank ``r`` announces only when its own
-L has ended, including L's reads of that buffer. Both arguments need launches of one slot to be ordered on one stream
-(or by events), and none needs equal grids.
+reads of ``r``'s staging buffer, so nobody reads it any more when L+1, or a GEMM before it on that stream, overwrites
+it. Buffers that *peers* write (published rows) are written in L+1 only after the first barrier of L+1, which rank
+``r`` announces only when its own L has ended, including L's reads of that buffer. Both arguments need launches of one
+slot to be ordered on one stream (or by events), and none needs equal grids.
 
 **CUDA graphs.** Nothing of this lives on the host: a replay reads the epoch that the previous launch left in memory,
 eager or replayed. Required: all ranks replay and launch in the same order.

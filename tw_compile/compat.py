@@ -110,6 +110,13 @@ def emulates_precision_casts() -> bool:
     return bool(config.emulate_precision_casts)
 
 
+def tunes_gemms() -> bool:
+    """Whether Inductor chooses between the library's GEMM and templates of its own by timing them."""
+    from torch._inductor import config
+
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
 def is_training_graph() -> bool:
     """Whether the graph being compiled is a training forward or backward graph.
 

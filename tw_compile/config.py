@@ -12,6 +12,7 @@ from typing import Any
 
 OPTION_PREFIX = "tw_compile."
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
+_ABSORB_MM = ("auto", "always", "never")
 
 
 def _strict_from_environment() -> bool:
@@ -32,6 +33,10 @@ class Config:
             memory has it.
         fuse_min_bytes: Messages smaller than this stay as they are (decision ``gated``).
         fuse_max_bytes: Messages larger than this stay as they are; None means no limit.
+        absorb_mm: Whether the fused operator does the matmul whose result is summed, if that is a plain ``mm``, so that it is
+            written to where the other ranks read it. ``auto``: with transports that have such memory (``p2p`` and
+            ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
+            ``never`` regard neither.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:
@@ -43,16 +48,14 @@ class Config:
     transport: str = "auto"
     fuse_min_bytes: int = 0
     fuse_max_bytes: int | None = None
+    absorb_mm: str = "auto"
     strict: bool = dataclasses.field(default_factory=_strict_from_environment)
 
     def __post_init__(self) -> None:
         for name in ("fuse", "strict"):
             self._check_type(name, bool, "True or False")
-        self._check_type("transport", str, f"one of {', '.join(_TRANSPORTS)}")
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(
-                f"{OPTION_PREFIX}transport: expected one of {', '.join(_TRANSPORTS)}, got {self.transport!r}"
-            )
+        self._check_choice("transport", _TRANSPORTS)
+        self._check_choice("absorb_mm", _ABSORB_MM)
         self._check_bytes("fuse_min_bytes")
         if self.fuse_max_bytes is not None:
             self._check_bytes("fuse_max_bytes")
@@ -66,6 +69,13 @@ class Config:
         value = getattr(self, name)
         if not isinstance(value, expected):
             raise TypeError(f"{OPTION_PREFIX}{name}: expected {wording}, got {value!r}")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        wording = f"one of {', '.join(choices)}"
+        self._check_type(name, str, wording)
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{OPTION_PREFIX}{name}: expected {wording}, got {value!r}")
 
     def _check_bytes(self, name: str) -> None:
         value = getattr(self, name)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 SCHEMA_VERSION = 1
 
 Decision = Literal["fused", "refused", "gated"]
+Producer = Literal["mm", "other"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Site:
 
     ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count
     is symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
-    refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate.
+    refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
+    operator: its own ``mm``, or something other that it is given the result of.
     """
 
     index: int
@@ -36,6 +38,7 @@ class Site:
     transport: str | None
     detail: str = ""
     node: str = ""
+    producer: Producer = "other"
 
 
 @dataclass

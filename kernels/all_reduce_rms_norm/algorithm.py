@@ -25,7 +25,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
-        """Symmetric buffers of the slot: name -> bytes."""
+        """Symmetric buffers of the slot: name -> bytes. "x", if there is one, is where peers read the partial sums."""
 
     @abstractmethod
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:

@@ -1,9 +1,12 @@
 """The torch operators: schemas, fake kernels, dispatch to a transport.
 
     all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
+    mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) -> (hidden, residual_out)
     all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
 
 ``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
+``mm_start`` is ``start`` with ``x = mm(a, b)``, which it writes to where peers read it if the transport has such memory.
+Only an operator can do that: memory that outlives the graph must never be seen by a compiler, which would reuse it.
 ``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
 call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
 is in flight: a start completes the one before it.
@@ -13,6 +16,9 @@ nor any transport; those load at the first call.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.library import Library
@@ -25,17 +31,19 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     check_hidden_scale,
     rows_per_rank,
 )
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
 
 NAMESPACE = "tw_compile"
 _library = Library(NAMESPACE, "DEF")
 
-_library.define(
-    "all_reduce_rms_norm_start(Tensor x, Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, "
-    "ScalarType? cast_before_weight, ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, "
-    "str residual_out, str group_name, str transport, int slot, float scale=1.0, Tensor? hidden_scale=None) "
-    "-> (Tensor, Tensor)"
+# Both ways to start a call: what they reduce, and then the same arguments.
+_REQUEST = (
+    "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
+    "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None) -> (Tensor, Tensor)"
 )
+_library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}")
+_library.define(f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}")
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
 )
@@ -45,7 +53,36 @@ _completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
-def _start(
+def _start(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    transport, request = _request(x.contiguous(), *rest)
+    _complete_earlier(request)
+    return _begin(transport, request)
+
+
+def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_factors(a, b)
+    # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
+    absent = a.new_empty(1).expand(a.shape[0], b.shape[1])
+    transport, request = _request(absent, *rest)
+    # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, and
+    # ends only when all peers have read (see kernels/_sync.py), so a GEMM that is enqueued after it may overwrite it.
+    _complete_earlier(request)
+    buffer = transport.message_buffer(request)
+    x = torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
+    return _begin(transport, replace(request, x=x))
+
+
+def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
+    """ValueError unless ``mm(a, b)`` is defined."""
+    if a.dim() != 2:
+        raise ValueError(f"a: expected [tokens, k], got {list(a.shape)}")
+    if b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"b: expected [k, hidden] with the k of a {list(a.shape)}, got {list(b.shape)}")
+    if b.dtype != a.dtype:
+        raise ValueError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
+
+
+def _request(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -62,11 +99,11 @@ def _start(
     slot: int,
     scale: float = 1.0,
     hidden_scale: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Transport, Request]:
     check_hidden_scale(hidden_dtype, hidden_scale)
     norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype, scale)
     request = Request(
-        x.contiguous(),
+        x,
         None if residual is None else residual.contiguous(),
         None if bias is None else bias.contiguous(),
         None if weight is None else weight.contiguous(),
@@ -77,15 +114,26 @@ def _start(
         slot,
         hidden_scale,
     )
-    earlier = _in_flight.pop((group_name, slot), None)
+    return get_transport(transport), request
+
+
+def _complete_earlier(request: Request) -> None:
+    """Complete the call in flight on the request's slot, if there is one.
+
+    There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
+    exception. The slot is free once the call is complete, and completing it early is always right.
+    """
+    slot = (request.group_name, request.slot)
+    earlier = _in_flight.pop(slot, None)
     if earlier is not None:
-        # A compiler moved this start before the wait_ of an independent call (or that call was abandoned by an
-        # exception). The slot is free once the call is complete, and completing it early is always right.
         if earlier.finish is not None:
             earlier.finish()
-        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
-    started = get_transport(transport).start(request)
-    _in_flight[(group_name, slot)] = started
+        _completed_early.add((*slot, earlier.hidden.data_ptr()))
+
+
+def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    started = transport.start(request)
+    _in_flight[(request.group_name, request.slot)] = started
     return started.hidden, started.residual
 
 
@@ -116,6 +164,11 @@ def _start_fake(
     )
 
 
+def _mm_start_fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_factors(a, b)
+    return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest)
+
+
 def _wait_(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:
@@ -142,9 +195,12 @@ def _wait_fake(
 
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce_rms_norm_start", _start, _key)
+    _library.impl("mm_all_reduce_rms_norm_start", _mm_start, _key)
     _library.impl("all_reduce_rms_norm_wait_", _wait_, _key)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_start", _start_fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::mm_all_reduce_rms_norm_start", _mm_start_fake, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_wait_", _wait_fake, lib=_library)
 
 start = torch.ops.tw_compile.all_reduce_rms_norm_start.default
+mm_start = torch.ops.tw_compile.mm_all_reduce_rms_norm_start.default
 wait_ = torch.ops.tw_compile.all_reduce_rms_norm_wait_.default

@@ -52,29 +52,33 @@ class P2PTransport(Transport):
         self._spin_limit = spin_limit()
 
     def start(self, request: Request) -> Started:
-        x, norm = request.x, request.norm
-        tokens, hidden_size = x.shape
-        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
-        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
-        _require_supported(hidden_size, x.dtype, hidden_dtype, norm.residual_dtype)
-        state = self._state(request.group_name, x.device)
-        if tokens == 0:
+        state, algorithm = self._choose(request)
+        if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
-        algorithm = state.selector.choose(request, state)
         slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
         if slot is None:
             return get_transport("nccl").start(request)
         with torch.cuda.device(state.device):
             return algorithm.launch(request, state, slot, self._spin_limit)
 
-    def message_buffer(self, group_name: str, slot: int, like: torch.Tensor) -> torch.Tensor | None:
-        """A tensor as ``like [tokens, hidden]`` in the slot's symmetric memory: ``x`` that is made there need not be copied.
+    def message_buffer(self, request: Request) -> torch.Tensor | None:
+        """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
+        state, algorithm = self._choose(request)
+        # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
+        needs = algorithm.needs(request, state.world_size)
+        if "x" not in needs or request.x.shape[0] == 0:
+            return None
+        slot = self._slot(state, request.slot, needs)
+        return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)
 
-        None where the group has no symmetric memory, or no room during capture. Collective when the slot grows. A call on
-        the slot with a larger message may replace the memory: ask again for each call.
-        """
-        found = self._slot(self._state(group_name, like.device), slot, {"x": like.nbytes})
-        return None if found is None else found.buffers["x"].view(tuple(like.shape), like.dtype)
+    def _choose(self, request: Request) -> tuple[GroupState, Algorithm]:
+        """What serves the request; the same on all ranks."""
+        norm, x = request.norm, request.x
+        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
+        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
+        _require_supported(x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
+        state = self._state(request.group_name, x.device)
+        return state, state.selector.choose(request, state)
 
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""

@@ -4,7 +4,7 @@ Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a 
 rows, the local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the
 peer's CTA of the same index, and the two barriers (``tw_compile.kernels._sync``) are between equal CTAs only:
 
-1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer; barrier 1;
+1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer, unless x lies there; barrier 1;
 2. add up the own rows of all ranks, in rank order and in float32, add bias and residual, normalise, and publish the
    result to the symmetric output buffer of every peer; barrier 2;
 3. copy the rows that the peers published from the local output buffer to the output tensors.
@@ -136,6 +136,7 @@ def all_reduce_rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
+    STAGED: tl.constexpr,
     RESIDUAL_SHARDED: tl.constexpr,
     RESIDUAL_OUT: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
@@ -149,7 +150,7 @@ def all_reduce_rms_norm_kernel(
     HIDDEN]`` as ``RESIDUAL_OUT`` is "replicated" or "sharded"; not touched for "none". ``hidden_scale``: float32 ``[1]`` or
     None. ``scratch``: ``[grid, HIDDEN]`` of x's dtype, None with "p2p". The tables are ``int64 [world]``: the addresses of
     every rank's symmetric buffers with x's, hidden's and residual_out's dtype (``residual_table`` only for "replicated"),
-    and pads; with "multimem" a buffer's multicast address follows.
+    and pads; with "multimem" a buffer's multicast address follows. ``STAGED``: x is not this rank's staging buffer itself.
     """
     cta = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -161,12 +162,13 @@ def all_reduce_rms_norm_kernel(
     if scratch is not None:
         scratch += _offset(cta, HIDDEN)
 
-    staging = load_pointer(staging_table, rank, x)
-    for step in range(1 if PRIMITIVES == "p2p" else 0, WORLD_SIZE):
-        owner = (rank + step) % WORLD_SIZE
-        for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
-            row = owner * per_rank + local
-            _copy_row(x, row, staging, row, columns, mask, HIDDEN)
+    if STAGED:
+        staging = load_pointer(staging_table, rank, x)
+        for step in range(1 if PRIMITIVES == "p2p" else 0, WORLD_SIZE):
+            owner = (rank + step) % WORLD_SIZE
+            for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
+                row = owner * per_rank + local
+                _copy_row(x, row, staging, row, columns, mask, HIDDEN)
     barrier(pads, status, epoch + 1, cta, rank, WORLD_SIZE, 1, SPIN_LIMIT, _PAD_WIDTH)
     if PRIMITIVES == "multimem":
         fence_aliases()

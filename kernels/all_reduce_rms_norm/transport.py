@@ -21,6 +21,7 @@ from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 
 TRANSPORTS = ("gloo", "multimem", "nccl", "p2p")
+WITH_MESSAGE_BUFFERS = ("multimem", "p2p")
 P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
@@ -44,6 +45,15 @@ class Transport(ABC):
     @abstractmethod
     def start(self, request: Request) -> Started:
         """Begin the call on the current stream; must not wait on the host for a peer."""
+
+    def message_buffer(self, request: Request) -> torch.Tensor | None:
+        """Memory ``[tokens, hidden]`` for the request's ``x``, of which only shape, dtype and device matter here.
+
+        What is written there, on the stream and before :meth:`start`, ``start`` need not copy. It belongs to the request's
+        slot: the next call on the slot overwrites it, and may replace it by more memory. None where there is nothing to
+        gain. Collective where the slot grows, so all ranks ask alike.
+        """
+        return None
 
 
 @dataclass(frozen=True)

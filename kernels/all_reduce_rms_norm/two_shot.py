@@ -51,6 +51,7 @@ class TwoShot(Algorithm):
             primitives = "emulated"
         elif state.multimem and takes_multimem(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype):
             primitives = "multimem"
+        staging = slot.buffers["x"]
         grid = self.ctas(tokens, state.world_size)
         all_reduce_rms_norm_kernel[(grid,)](
             x,
@@ -61,7 +62,7 @@ class TwoShot(Algorithm):
             residual,
             request.hidden_scale,
             None if primitives == "p2p" else x.new_empty((grid, hidden_size)),
-            slot.buffers["x"].table,
+            staging.table,
             slot.buffers["hidden"].table,
             slot.buffers["residual"].table if request.residual_out == "replicated" else None,
             slot.pads.table,
@@ -75,6 +76,7 @@ class TwoShot(Algorithm):
             HIDDEN=hidden_size,
             BLOCK=block,
             WORLD_SIZE=state.world_size,
+            STAGED=x.data_ptr() != staging.tensor.data_ptr(),
             RESIDUAL_SHARDED=request.residual_sharded,
             RESIDUAL_OUT=request.residual_out,
             CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),

@@ -9,12 +9,17 @@ from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
-from tw_compile.kernels.all_reduce_rms_norm.transport import Choice, choose_transport, group_facts
+from tw_compile.kernels.all_reduce_rms_norm.transport import (
+    WITH_MESSAGE_BUFFERS,
+    Choice,
+    choose_transport,
+    group_facts,
+)
 from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
-from tw_compile.report import Decision, Site
+from tw_compile.report import Decision, Producer, Site
 
 GATED_BELOW = "below_fuse_min_bytes"
 GATED_ABOVE = "above_fuse_max_bytes"
@@ -28,22 +33,23 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     """
     found = find_sites(graph)
     decided: list[Site] = []
-    fused: list[tuple[int, FusionSite, str]] = []
+    fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
     for index, entry in enumerate(found):
         decision = _decide(index, entry, config)
         decided.append(decision)
         if isinstance(entry, FusionSite) and decision.transport is not None:
-            fused.append((index, entry, decision.transport))
+            gemm = entry.gemm if decision.producer == "mm" else None
+            fused.append((index, entry, decision.transport, gemm))
     if not fused:
         return decided
     # A site's residual may come from one whose all_reduce was issued later, but whose sum is made earlier.
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
-    layouts = plan_layouts([site for _, site, _ in fused], [transport for _, _, transport in fused])
+    layouts = plan_layouts([site for _, site, *_ in fused], [transport for _, _, transport, _ in fused])
     try:
-        for (index, site, transport), layout in zip(fused, layouts, strict=True):
-            rewriter.insert(site, index, layout, transport)
+        for (index, site, transport, gemm), layout in zip(fused, layouts, strict=True):
+            rewriter.insert(site, index, layout, transport, gemm)
     except Exception:
         rewriter.roll_back()
         raise
@@ -64,9 +70,16 @@ def _decide(index: int, entry: FoundSite, config: Config) -> Site:
     all_reduce = entry.all_reduce
     size = all_reduce.bytes()
 
-    def site(decision: Decision, reason: str, form: str, transport: str | None = None, detail: str = "") -> Site:
+    def site(
+        decision: Decision,
+        reason: str,
+        form: str,
+        transport: str | None = None,
+        detail: str = "",
+        producer: Producer = "other",
+    ) -> Site:
         node = all_reduce.node.name
-        return Site(index, all_reduce.layer, form, decision, reason, size, transport, detail, node)
+        return Site(index, all_reduce.layer, form, decision, reason, size, transport, detail, node, producer)
 
     if isinstance(entry, RefusedSite):
         return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)
@@ -85,7 +98,15 @@ def _decide(index: int, entry: FoundSite, config: Config) -> Site:
         by_size = choice.limited_by == "hidden_size"
         reason = Refusal.HIDDEN_SIZE_NOT_SUPPORTED if by_size else Refusal.TRANSPORT_NOT_AVAILABLE
         return site("refused", reason, entry.form, detail=choice.reason)
-    return site("fused", "", entry.form, choice.name, choice.reason)
+    producer: Producer = "mm" if _absorbs_gemm(entry, choice.name, config) else "other"
+    return site("fused", "", entry.form, choice.name, choice.reason, producer)
+
+
+def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:
+    """Whether the operator does the site's GEMM. A GEMM that Inductor tunes is worth more than the copy that this saves."""
+    if config.absorb_mm == "auto" and (transport not in WITH_MESSAGE_BUFFERS or compat.tunes_gemms()):
+        return False
+    return config.absorb_mm != "never" and site.gemm is not None
 
 
 def _transport(site: FusionSite, config: Config) -> Choice:

@@ -86,6 +86,20 @@ class FusionSite:
         parts += ["residual"] * len(self.residuals)
         return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]"
 
+    @property
+    def gemm(self) -> fx.Node | None:
+        """The ``aten.mm.default`` that makes the message; None if it is made otherwise, or is a sum of several messages.
+
+        Nothing else reads the GEMM's result, nor the views on the way: that is proven of every partial sum.
+        """
+        if self.merged:
+            return None
+        node = peel_views(self.all_reduce.partial)
+        made, message = value(node), value(self.all_reduce.partial)
+        if not is_call(node, aten.mm.default) or made is None or message is None:
+            return None
+        return node if same_size(made.shape[1], message.shape[-1]) else None
+
     def replaced(self) -> set[fx.Node]:
         """Every node that the fused operator makes superfluous."""
         nodes = {*self.path, *self.norm.interior}

@@ -3,6 +3,7 @@
     before:  wait = wait_tensor(all_reduce(x)); h = residual + wait; hidden = rms_norm(h) * weight
     after:   start = all_reduce_rms_norm_start(x, residual, bias, weight, ...)
              wait_(start[0], start[1], keep=[x, residual, ...]); hidden = view(start[0]); h = view(start[1])
+    or       start = mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) for x = mm(a, b)
 
 The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
 (``emulate_precision_casts``), as Inductor itself does where it fuses: one rounding less.
@@ -53,12 +54,20 @@ class Rewriter:
     _done: dict[int, _Inserted] = field(default_factory=dict)
     _sizes_known: dict[Any, fx.Node] = field(default_factory=dict)
 
-    def insert(self, site: FusionSite, index: int, layout: ResidualLayout, transport: str) -> None:
-        """Add the operator for one site; sites must come in the graph order of their ``h``."""
+    def insert(
+        self, site: FusionSite, index: int, layout: ResidualLayout, transport: str, gemm: fx.Node | None = None
+    ) -> None:
+        """Add the operator for one site; sites must come in the graph order of their ``h``.
+
+        With ``gemm`` (see :attr:`FusionSite.gemm`) the operator multiplies, and the node itself is left without readers.
+        """
         self._last = site.h
         self._like = site.norm.output
         self._site_index = index
-        x = self._sum([self._rows(partial) for partial in site.partials()])
+        if gemm is None:
+            target, message = ops.start, [self._sum([self._rows(partial) for partial in site.partials()])]
+        else:
+            target, message = ops.mm_start, list(gemm.args)  # type: ignore[arg-type]
         residual = None
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows
@@ -69,9 +78,9 @@ class Rewriter:
         norm, group_name = site.norm, site.all_reduce.group_name
         weight = self._weight(site)
         start = self._call(
-            ops.start,
+            target,
             (
-                x,
+                *message,
                 residual,
                 site.bias,
                 weight,
@@ -91,7 +100,7 @@ class Rewriter:
         )
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
-        keep = [node for node in (x, residual, site.bias, weight) if node is not None]
+        keep = [node for node in (*message, residual, site.bias, weight) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
         self._done[id(site)] = _Inserted(
             site,
@@ -200,7 +209,7 @@ class Rewriter:
         if known is not None and known < site.h:
             return known
         inputs = self.graph.find_nodes(op="placeholder")
-        for source in (*site.partials(), *inputs):
+        for source in (*inputs, *site.partials()):
             tensor = value(source)
             for dim, candidate in enumerate(() if tensor is None else tensor.shape):
                 if same_size(candidate, size):

@@ -64,11 +64,14 @@ def arguments(rank: int, call: int) -> tuple[torch.Tensor]:
     return (torch.randn(*CALLS[call], H, generator=torch.Generator().manual_seed(call % 3)).bfloat16(),)
 
 
+def compare(ranks: GlooRanks, absorb_mm: str) -> Comparison:
+    options = {"tw_compile.strict": True, "tw_compile.absorb_mm": absorb_mm}
+    return compare_on_gloo(build, arguments, calls=len(CALLS), ranks=ranks, dynamic=True, options=options)
+
+
 @pytest.fixture(scope="module")
 def comparison(gloo_ranks: GlooRanks) -> Comparison:
-    return compare_on_gloo(
-        build, arguments, calls=len(CALLS), ranks=gloo_ranks, dynamic=True, options={"tw_compile.strict": True}
-    )
+    return compare(gloo_ranks, "auto")
 
 
 def test_every_site_is_fused(comparison: Comparison) -> None:
@@ -86,3 +89,10 @@ def test_hidden_and_residual_are_within_the_budget(comparison: Comparison) -> No
 def test_ranks_hold_the_same_bits(comparison: Comparison) -> None:
     assert comparison.bitwise_equal_across_ranks
     assert comparison.passed
+
+
+def test_absorbed_gemms_change_no_bit(gloo_ranks: GlooRanks, comparison: Comparison) -> None:
+    absorbed = compare(gloo_ranks, "always")
+    assert absorbed.counts == comparison.counts
+    assert absorbed.passed
+    assert absorbed.errors == comparison.errors

@@ -15,6 +15,7 @@ from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.testing import GlooRanks, count_ops, snapshot
 
 GRAPHS = 2000
+ABSORBED = "mm_all_reduce_rms_norm_start"
 _SECOND: dict[int, Groups] = {}
 
 
@@ -22,6 +23,7 @@ _SECOND: dict[int, Groups] = {}
 class Outcome:
     seed: int
     fused: int
+    absorbed: int
     reasons: tuple[str, ...]
     failure: str
 
@@ -40,8 +42,9 @@ def groups_of_this_process() -> Groups:
 def check_seed(seed: int, rank: int, groups: Groups) -> Outcome:
     made = random_graph(seed, groups)
     original, rewritten = made.graph, copy_of(made.graph)
+    passes = TWCompilePass(Config(strict=True, absorb_mm="always" if seed // 8 % 2 else "auto"))
     with collect_reports() as reports:
-        TWCompilePass(Config(strict=True))(rewritten)
+        passes(rewritten)
     rewritten.lint()
     (report,) = reports
     counts, failures = report.counts, []
@@ -50,11 +53,14 @@ def check_seed(seed: int, rank: int, groups: Groups) -> Outcome:
         failures.append("nothing was fused, yet the graph changed")
     if count_ops(rewritten, "all_reduce") != counts["refused"]:
         failures.append(f"{count_ops(rewritten, 'all_reduce')} all_reduces are left, {counts}")
+    absorbed = sum(site.producer == "mm" for site in report.sites)
+    if (count_ops(original, "mm") - count_ops(rewritten, "mm"), count_ops(rewritten, ABSORBED)) != (absorbed, absorbed):
+        failures.append(f"{absorbed} GEMMs were to be absorbed")
     if seed % 8 == 0:
         pairs = zip(propagated_metadata(rewritten), metadata(rewritten), strict=True)
         failures += [f"propagated {a}, noted {b}" for a, b in pairs if a != b]
         again = copy_of(rewritten)
-        TWCompilePass(Config(strict=True))(again)
+        passes(again)
         failures += ["a second run changed the graph"] * (snapshot(again) != after)
     inputs = random_inputs(made, seed, rank)
     expected, actual = run_graph(original, inputs), run_graph(rewritten, inputs)
@@ -65,7 +71,7 @@ def check_seed(seed: int, rank: int, groups: Groups) -> Outcome:
         elif not difference <= made.tolerance * (1 + b.double().abs().max().item()):
             failures.append(f"output {index} differs by {difference:.2e}")
     failure = "\n".join([f"seed {seed}, rank {rank}:", *failures, before, "->", after]) if failures else ""
-    return Outcome(seed, counts["fused"], tuple(site.reason for site in report.sites if site.reason), failure)
+    return Outcome(seed, counts["fused"], absorbed, tuple(site.reason for site in report.sites if site.reason), failure)
 
 
 def check_seeds(rank: int, begin: int, end: int) -> list[Outcome]:
@@ -94,7 +100,8 @@ def test_rewritten_graph_computes_the_same_or_is_untouched(outcomes: list[Outcom
 
 def test_ranks_decide_alike(outcomes: list[Outcome]) -> None:
     first, second = outcomes[:GRAPHS], outcomes[GRAPHS:]
-    assert [(one.fused, one.reasons) for one in first] == [(one.fused, one.reasons) for one in second]
+    for one, other in zip(first, second, strict=True):
+        assert (one.fused, one.absorbed, one.reasons) == (other.fused, other.absorbed, other.reasons)
 
 
 def test_graphs_have_teeth(outcomes: list[Outcome]) -> None:
@@ -104,3 +111,4 @@ def test_graphs_have_teeth(outcomes: list[Outcome]) -> None:
     assert sum(bool(one.reasons) for one in graphs) > 0.2 * GRAPHS
     assert sum(one.fused > 0 and bool(one.reasons) for one in graphs) > 0.1 * GRAPHS
     assert len(reasons) >= 10, reasons
+    assert sum(one.absorbed > 0 for one in graphs) > 0.1 * GRAPHS

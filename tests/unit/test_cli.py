@@ -111,6 +111,13 @@ def test_inspect_reports_every_all_reduce(inspected: tuple[Result, dict[str, Any
     assert [site["index"] for site in report["sites"]] == list(range(7))
     assert {site["transport"] for site in report["sites"]} == {"p2p"}
     assert {site["bytes"] for site in report["sites"]} == {24 * 512 * 2}
+    assert [site["producer"] for site in report["sites"]] == ["other"] + ["mm"] * 6  # the first sum is of embeddings
+
+
+def test_inspect_says_how_many_gemms_are_absorbed(inspected: tuple[Result, dict[str, Any]]) -> None:
+    result, _ = inspected
+    assert "7 all_reduces: 7 fused (6 with their GEMM), 0 refused, 0 gated" in result.output
+    assert [line.split()[0] for line in result.output.splitlines() if line.rstrip().endswith("fused+mm")] == ["6"]
 
 
 def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str, Any]]) -> None:
@@ -118,9 +125,10 @@ def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str
     lines = result.output.splitlines()
     assert any(line.startswith("- all_reduce") for line in lines)
     assert any(line.startswith("- rsqrt") for line in lines)
-    assert any(line.startswith("+ fused_start") and "residual_out=sharded" in line for line in lines)
+    assert any(line.startswith("+ fused_mm_start") and "residual_out=sharded" in line for line in lines)
     assert any(line.startswith("+ fused_wait") for line in lines)
-    assert sum(line.startswith("+ fused_start") for line in lines) == 2
+    assert sum(line.startswith("+ fused_mm_start") for line in lines) == 2
+    assert sum(line.startswith("- mm") for line in lines) == 2
 
 
 def test_inspect_names_a_refused_site_and_why() -> None:
@@ -183,6 +191,7 @@ def test_layers_are_shown_as_ranges() -> None:
 
 def test_sites_that_differ_in_their_layer_only_are_one_group() -> None:
     site = {"form": "f", "bytes": 8, "transport": "p2p", "decision": "fused", "reason": "", "detail": "d"}
+    site |= {"producer": "other"}
     other = site | {"bytes": 16}
     groups = render.group_sites(
         [site | {"layer": 0}, other | {"layer": 0}, site | {"layer": 1}, site | {"layer": None}]

@@ -76,6 +76,17 @@ def test_unknown_group_raises_what_the_finder_expects() -> None:
         compat.resolve_process_group("nowhere")
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_autotune": True}, {"max_autotune_gemm": True}, compat.mode_options("max-autotune")]
+)
+def test_gemms_are_tuned_on_request(options: dict[str, Any]) -> None:
+    from torch._inductor import config
+
+    assert not compat.tunes_gemms()
+    with config.patch(options):
+        assert compat.tunes_gemms()
+
+
 def test_outside_of_a_compile_nothing_is_training() -> None:
     assert compat.is_training_graph() is False
 

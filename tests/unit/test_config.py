@@ -22,6 +22,7 @@ def configs(draw: st.DrawFn) -> Config:
         transport=draw(st.sampled_from(["auto", "gloo", "multimem", "nccl", "p2p"])),
         fuse_min_bytes=low,
         fuse_max_bytes=draw(st.sampled_from([None, high])),
+        absorb_mm=draw(st.sampled_from(["auto", "always", "never"])),
         strict=draw(st.booleans()),
     )
 
@@ -42,6 +43,7 @@ CHANGED: dict[str, Any] = {
     "transport": "nccl",
     "fuse_min_bytes": 1,
     "fuse_max_bytes": 1,
+    "absorb_mm": "never",
     "strict": True,
 }
 
@@ -73,6 +75,8 @@ def test_digest_changes_with_each_field() -> None:
             ValueError,
             "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got 'ucx'",
         ),
+        ({"absorb_mm": True}, TypeError, "tw_compile.absorb_mm: expected one of auto, always, never, got True"),
+        ({"absorb_mm": "yes"}, ValueError, "tw_compile.absorb_mm: expected one of auto, always, never, got 'yes'"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),

@@ -24,66 +24,69 @@ ALL_REDUCES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_fu
 
 @dataclass(frozen=True)
 class Expected:
-    """What a family's two layers must give: all_reduces in the graph, fused sites, refusals by reason."""
+    """What a family's two layers must give: all_reduces, fused sites, those that absorb their GEMM, refusals by reason."""
 
     all_reduce: int
     fused: int
+    absorbed: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
 
 
 # One all_reduce of the word embeddings, one of each sharded attention, MLP, block of experts and shared expert.
 # LayerNorm families can't be fused. exaone4, flex_olmo, olmo2 and olmo3 norm after each block only, so the embeddings'
 # all_reduce has no norm behind it; llama4's experts are added up after their all_reduce.
+# Absorbed are the GEMMs that end attention and MLPs: not those of experts, which are grouped and summed up, nor those of
+# shared experts, whose messages are added to another one; embeddings have none.
 EXPECTED: dict[str, Expected] = {
-    "apertus": Expected(5, fused=5),
-    "arcee": Expected(5, fused=5),
+    "apertus": Expected(5, fused=5, absorbed=4),
+    "arcee": Expected(5, fused=5, absorbed=4),
     "cohere": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
     "cohere2": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
-    "deepseek_v2": Expected(6, fused=6),
-    "deepseek_v3": Expected(4, fused=4),
-    "dots1": Expected(6, fused=6),
-    "ernie4_5": Expected(5, fused=5),
-    "ernie4_5_moe": Expected(6, fused=6),
-    "exaone4": Expected(5, fused=4, refusals={Refusal.NO_RMS_NORM: 1}),
-    "flex_olmo": Expected(5, fused=4, refusals={Refusal.NO_RMS_NORM: 1}),
-    "gemma": Expected(5, fused=5),
-    "gemma2": Expected(5, fused=5),
-    "gemma3_text": Expected(5, fused=5),
-    "glm": Expected(5, fused=5),
-    "glm4": Expected(5, fused=5),
-    "glm4_moe": Expected(6, fused=6),
+    "deepseek_v2": Expected(6, fused=6, absorbed=3),
+    "deepseek_v3": Expected(4, fused=4, absorbed=1),
+    "dots1": Expected(6, fused=6, absorbed=3),
+    "ernie4_5": Expected(5, fused=5, absorbed=4),
+    "ernie4_5_moe": Expected(6, fused=6, absorbed=3),
+    "exaone4": Expected(5, fused=4, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
+    "flex_olmo": Expected(5, fused=4, absorbed=2, refusals={Refusal.NO_RMS_NORM: 1}),
+    "gemma": Expected(5, fused=5, absorbed=4),
+    "gemma2": Expected(5, fused=5, absorbed=4),
+    "gemma3_text": Expected(5, fused=5, absorbed=4),
+    "glm": Expected(5, fused=5, absorbed=4),
+    "glm4": Expected(5, fused=5, absorbed=4),
+    "glm4_moe": Expected(6, fused=6, absorbed=3),
     "gpt_neox": Expected(4, fused=0, refusals={Refusal.LAYER_NORM: 4}),
-    "gpt_oss": Expected(2, fused=2),
-    "granite": Expected(5, fused=5),
-    "helium": Expected(5, fused=5),
-    "llama": Expected(5, fused=5),
-    "llama4_text": Expected(6, fused=5, refusals={Refusal.NO_RMS_NORM: 1}),
-    "minimax": Expected(4, fused=4),
-    "minimax_m2": Expected(5, fused=5),
-    "ministral": Expected(5, fused=5),
-    "mistral": Expected(5, fused=5),
-    "mixtral": Expected(5, fused=5),
-    "nanochat": Expected(5, fused=5),
+    "gpt_oss": Expected(2, fused=2, absorbed=2),
+    "granite": Expected(5, fused=5, absorbed=4),
+    "helium": Expected(5, fused=5, absorbed=4),
+    "llama": Expected(5, fused=5, absorbed=4),
+    "llama4_text": Expected(6, fused=5, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
+    "minimax": Expected(4, fused=4, absorbed=1),
+    "minimax_m2": Expected(5, fused=5, absorbed=2),
+    "ministral": Expected(5, fused=5, absorbed=4),
+    "mistral": Expected(5, fused=5, absorbed=4),
+    "mixtral": Expected(5, fused=5, absorbed=2),
+    "nanochat": Expected(5, fused=5, absorbed=4),
     "nemotron": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
     "olmo": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
-    "olmo2": Expected(5, fused=4, refusals={Refusal.NO_RMS_NORM: 1}),
-    "olmo3": Expected(5, fused=4, refusals={Refusal.NO_RMS_NORM: 1}),
-    "olmoe": Expected(5, fused=5),
+    "olmo2": Expected(5, fused=4, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
+    "olmo3": Expected(5, fused=4, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
+    "olmoe": Expected(5, fused=5, absorbed=2),
     "phi": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
-    "phi3": Expected(5, fused=5),
-    "qwen2": Expected(5, fused=5),
-    "qwen2_moe": Expected(5, fused=5),
-    "qwen3": Expected(5, fused=5),
-    "qwen3_moe": Expected(5, fused=5),
-    "seed_oss": Expected(5, fused=5),
-    "smollm3": Expected(5, fused=5),
+    "phi3": Expected(5, fused=5, absorbed=4),
+    "qwen2": Expected(5, fused=5, absorbed=4),
+    "qwen2_moe": Expected(5, fused=5, absorbed=2),
+    "qwen3": Expected(5, fused=5, absorbed=4),
+    "qwen3_moe": Expected(5, fused=5, absorbed=2),
+    "seed_oss": Expected(5, fused=5, absorbed=4),
+    "smollm3": Expected(5, fused=5, absorbed=4),
     "starcoder2": Expected(5, fused=0, refusals={Refusal.LAYER_NORM: 5}),
-    "vaultgemma": Expected(5, fused=5),
+    "vaultgemma": Expected(5, fused=5, absorbed=4),
 }
 
 # Families of which an older transformers shards less.
 EXPECTED_BEFORE_5_23: dict[str, Expected] = {
-    "qwen2_moe": Expected(3, fused=3),
+    "qwen2_moe": Expected(3, fused=3, absorbed=2),
 }
 
 
@@ -118,9 +121,11 @@ def test_family(family: str, world_size: int) -> None:
     want = expected(family)
     (report,) = reports
     left = sum(node.target in ALL_REDUCES for node in gm.graph.nodes)
-    starts = sum(node.target is ops.start for node in gm.graph.nodes)
+    starts = sum(node.target in (ops.start, ops.mm_start) for node in gm.graph.nodes)
+    absorbed = sum(node.target is ops.mm_start for node in gm.graph.nodes)
     merged = sum("merged into" in site.form for site in report.sites)
     assert (report.counts["all_reduce"], report.counts["fused"]) == (want.all_reduce, want.fused)
     assert report.refusals == want.refusals
     assert (left, starts) == (want.all_reduce - want.fused, want.fused - merged)
+    assert absorbed == sum(site.producer == "mm" for site in report.sites) == want.absorbed
     assert all(site.detail for site in report.sites)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import cache, partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tw_compile.testing import calls_of, generated_code
+from tw_compile import Config, TWCompilePass, compat
+from tw_compile.models import build_decoder, load_config
+from tw_compile.testing import calls_of, fake_cuda, fake_process_group, generated_code
 
 START, WAIT = "all_reduce_rms_norm_start", "all_reduce_rms_norm_wait_"
+MM_START = f"mm_{START}"  # what looks for START finds both
 _WAIT_ARGS = re.compile(WAIT + r"\.default\((\w+), (\w+), \[([^]]*)\]")
-_START_CALL = re.compile(r"(\w+) = torch\.ops\.tw_compile\." + START + r"\.default\((.*)\)")
+_START_CALL = re.compile(r"(\w+) = torch\.ops\.tw_compile\.(?:mm_)?" + START + r"\.default\((.*)\)")
 
 
 class Independent(nn.Module):
@@ -40,19 +45,49 @@ class Independent(nn.Module):
         return self.norms[1](stream), self.norms[2](early) * 2, aside, stream
 
 
-@pytest.fixture(scope="module", params=["static", "dynamic"])
-def code(request: pytest.FixtureRequest) -> str:
-    module = Independent().bfloat16()
+def independent(dynamic: bool = False, absorb_mm: str = "auto") -> str:
     x = torch.empty(5, 64, dtype=torch.bfloat16)
     tensors = tuple(torch.empty_like(x) for _ in range(4))
-    return generated_code(module, tensors, device="cuda", world_size=4, dynamic=request.param == "dynamic")
+    config = Config(strict=True, absorb_mm=absorb_mm)
+    return generated_code(
+        Independent().bfloat16(), tensors, device="cuda", world_size=4, dynamic=dynamic, config=config
+    )
+
+
+def llama(dynamic: bool = False) -> str:
+    """One layer; of a rank's rows attention has 128 elements, the MLP 352, the residual stream 512."""
+    with fake_process_group(4), fake_cuda():
+        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        ids = torch.zeros(1, 24, dtype=torch.long, device="cuda")
+        if dynamic:
+            torch._dynamo.mark_dynamic(ids, 1)
+        return compat.inductor_code(decoder, (ids,), TWCompilePass(Config(strict=True)), "cuda", None, {})
+
+
+FORMS: dict[str, Callable[[], str]] = {
+    "static": independent,
+    "dynamic": partial(independent, dynamic=True),
+    "gemms stay": partial(independent, absorb_mm="never"),
+    "llama": llama,
+    "dynamic llama": partial(llama, dynamic=True),
+}
+
+
+@cache
+def code_of(form: str) -> str:
+    return FORMS[form]()
+
+
+@pytest.fixture(params=FORMS)
+def code(request: pytest.FixtureRequest) -> str:
+    return code_of(request.param)
 
 
 def test_every_site_starts_and_waits_in_turn(code: str) -> None:
     starts, waits = calls_of(code, START), calls_of(code, WAIT)
-    assert len(starts) == len(waits) == 4
+    assert len(starts) == len(waits) >= 3
     merged = sorted([(line, "start") for line in starts] + [(line, "wait") for line in waits])
-    assert [kind for _, kind in merged] == ["start", "wait"] * 4
+    assert [kind for _, kind in merged] == ["start", "wait"] * len(starts)
 
 
 def test_outputs_are_read_after_their_wait(code: str) -> None:
@@ -86,6 +121,44 @@ def test_kept_buffers_are_the_inputs_of_the_start(code: str) -> None:
         assert call is not None
         for buffer in keep:
             assert re.search(rf"\b{buffer}\b", call.group(2)), (buffer, call.group(2))
+
+
+@pytest.mark.parametrize("form", ["static", "dynamic"])
+def test_no_gemm_stays_before_a_sum(form: str) -> None:
+    assert len(calls_of(code_of(form), MM_START)) == 4
+    assert _gemms(code_of(form)) == []
+    assert len(_gemms(code_of("gemms stay"))) == len(calls_of(code_of("gemms stay"), START)) == 4
+    assert calls_of(code_of("gemms stay"), MM_START) == []
+
+
+@pytest.mark.parametrize("form", ["llama", "dynamic llama"])
+def test_gemms_of_a_llama_that_are_summed_are_absorbed(form: str) -> None:
+    """What stays: q, k, v, gate and up. The first sum is of embeddings."""
+    code = code_of(form)
+    factor = r"reinterpret_tensor\(arg\w+, \((\d+), (\d+)\)"
+    assert [re.findall(factor, line)[0] for line in _gemms(code)] == [
+        ("512", width) for width in ("128", "64", "64", "352", "352")
+    ]
+    absorbed = calls_of(code, START)[1:]
+    assert calls_of(code, MM_START) == absorbed
+    summed = [re.findall(factor, code.splitlines()[line])[0] for line in absorbed]
+    assert summed == [("128", "512"), ("352", "512")]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "gemms stay"])
+def test_factors_are_kept_until_the_wait(form: str) -> None:
+    code = code_of(form)
+    lines = code.splitlines()
+    waits = _waits(code)
+    for begin in calls_of(code, MM_START):
+        call = _START_CALL.search(lines[begin])
+        wait = _WAIT_ARGS.search(lines[min(number for number in waits if number > begin)])
+        assert call is not None and wait is not None
+        assert re.findall(r"\b(?:buf|arg)\w+", call.group(2))[:2] == re.findall(r"\b(?:buf|arg)\w+", wait.group(3))[:2]
+
+
+def _gemms(code: str) -> list[str]:
+    return [line for line in code.splitlines() if "extern_kernels.mm(" in line]
 
 
 def _waits(code: str) -> dict[int, tuple[int, tuple[str, str], list[str]]]:

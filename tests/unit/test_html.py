@@ -57,7 +57,9 @@ def test_page_draws_both_sides_of_the_layer(page: Path) -> None:
     assert len(re.findall(r'class="box fused added"', text)) == 4
     assert len(re.findall(r'class="box collective removed"', text)) == 4
     assert len(re.findall(r'class="box norm removed"', text)) == 2
-    assert "mm o_proj" in text and "all_reduce + residual + RMSNorm: start" in text
+    assert len(re.findall(r'class="box matmul removed"', text)) == 2
+    assert "mm o_proj" in text and ">mm + all_reduce + residual + RMSNorm: start<" in text
+    assert "6 with their GEMM" in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")

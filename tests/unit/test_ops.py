@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, rows_per_rank
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, _instances, get_transport
 from tw_compile.testing import fake_process_group
 
 T, H, RANKS = 5, 8, 2
@@ -49,6 +49,15 @@ def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any,
     return tuple((args | changed).values())
 
 
+def mm_start_args(a: torch.Tensor, b: torch.Tensor, **changed: Any) -> tuple[Any, ...]:
+    return a, b, *start_args(**changed)[1:]
+
+
+def factors(dtype: torch.dtype = torch.float32, k: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """``a [T, k]`` and ``b [k, H]``, a transposed weight."""
+    return torch.randn(T, k).to(dtype), torch.randn(H, k).to(dtype).t()
+
+
 FORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "first norm": {"residual": None},
@@ -66,9 +75,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_opcheck_of_start(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Two runs on equal inputs are compared, and outputs hold nothing before wait_: finish at once.
+@pytest.fixture
+def finished_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For opcheck: it compares two runs on equal inputs, and outputs hold nothing before wait_."""
     transport = get_transport("gloo")
     begin = type(transport).start
 
@@ -79,7 +88,20 @@ def test_opcheck_of_start(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return Started(started.hidden, started.residual)
 
     monkeypatch.setattr(type(transport), "start", finished)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_opcheck_of_start(form: str, finished_at_once: None) -> None:
     torch.library.opcheck(ops.start, start_args(**FORMS[form]))
+
+
+MM_FORMS = [form for form in FORMS if "x" not in FORMS[form]]
+
+
+@pytest.mark.parametrize("form", MM_FORMS)
+def test_opcheck_of_mm_start(form: str, finished_at_once: None) -> None:
+    a, b = factors(FORMS[form].get("dtype", torch.float32))
+    torch.library.opcheck(ops.mm_start, mm_start_args(a, b, **FORMS[form]))
 
 
 def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +131,13 @@ def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wait_declares_what_it_writes() -> None:
     arguments = {argument.name: argument.is_write for argument in ops.wait_._schema.arguments}
     assert arguments == {"hidden": True, "residual_out": True, "keep": False, "group_name": False, "slot": False}
-    assert ops.wait_._schema.is_mutable and not ops.start._schema.is_mutable
+    assert ops.wait_._schema.is_mutable
+    assert not ops.start._schema.is_mutable and not ops.mm_start._schema.is_mutable
 
 
+@pytest.mark.parametrize("absorbed", [False, True])
 @pytest.mark.parametrize("out", ["none", "sharded", "replicated"])
-def test_fake_shapes_with_symbolic_tokens(out: str) -> None:
+def test_fake_shapes_with_symbolic_tokens(out: str, absorbed: bool) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -122,9 +146,11 @@ def test_fake_shapes_with_symbolic_tokens(out: str) -> None:
     x = mode.from_tensor(torch.randn(T, H, dtype=torch.bfloat16), symbolic_context=context)
     tokens = x.shape[0]
     with mode:
-        hidden, residual = ops.start(
-            *start_args(torch.bfloat16, x=x, residual=None, weight=None, residual_dtype=torch.float32, residual_out=out)
+        args = start_args(
+            torch.bfloat16, x=x, residual=None, weight=None, residual_dtype=torch.float32, residual_out=out
         )
+        square = torch.empty(H, H, dtype=torch.bfloat16)
+        hidden, residual = ops.mm_start(x, square, *args[1:]) if absorbed else ops.start(*args)
     assert isinstance(tokens, torch.SymInt) and hidden.shape[0] == tokens
     assert (hidden.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
     expected = {"none": 0, "sharded": rows_per_rank(tokens, RANKS), "replicated": tokens}[out]
@@ -142,6 +168,92 @@ def test_fake_kernel_agrees_with_the_real_one(form: str) -> None:
         fake = ops.start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
     described = [[(one.shape, one.dtype, one.stride()) for one in outputs] for outputs in (real, fake)]
     assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("form", MM_FORMS)
+def test_mm_start_is_start_of_the_product(form: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    a, b = factors(FORMS[form].get("dtype", torch.float32))
+    args = mm_start_args(a, b, **FORMS[form])
+    product = ops.mm_start(*args)
+    ops.wait_(*product, [a, b], "0", 0)
+    expected = ops.start(torch.mm(a, b), *args[2:])
+    ops.wait_(*expected, [], "0", 0)
+    for got, wanted in zip(product, expected, strict=True):
+        assert got.dtype == wanted.dtype and torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+    with FakeTensorMode() as mode:
+        fake = ops.mm_start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    described = [[(one.shape, one.dtype, one.stride()) for one in outputs] for outputs in (product, fake)]
+    assert described[0] == described[1]
+
+
+class InPlace(Transport):
+    """Gives out one buffer, as a transport over symmetric memory does, and notes what happens."""
+
+    def __init__(self) -> None:
+        self.memory = torch.full((T, H), float("nan"))
+        self.events: list[str] = []
+        self.messages: list[torch.Tensor] = []
+
+    def message_buffer(self, request: Request) -> torch.Tensor:
+        assert (request.x.shape, request.x.dtype) == (self.memory.shape, self.memory.dtype)
+        assert request.x.untyped_storage().nbytes() <= 16, "a message that is not there yet takes memory"
+        self.events.append("asked")
+        return self.memory
+
+    def start(self, request: Request) -> Started:
+        self.messages.append(request.x)
+        hidden, residual = request.allocate(RANKS)
+        read_by_peers = request.x.clone()
+
+        def finish() -> None:
+            assert torch.equal(request.x, read_by_peers), "overwritten while peers may still read it"
+            self.events.append("finished")
+
+        return Started(hidden, residual, finish)
+
+
+def test_product_is_written_to_the_transports_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place = InPlace()
+    monkeypatch.setitem(_instances, "p2p", in_place)
+    a, b = factors()
+    ops.wait_(*ops.mm_start(*mm_start_args(a, b, transport="p2p")), [a, b], "0", 0)
+    assert in_place.messages[0] is in_place.memory
+    assert torch.equal(in_place.memory, torch.mm(a, b))
+
+
+def test_product_is_written_when_the_earlier_call_on_the_slot_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_place = InPlace()
+    monkeypatch.setitem(_instances, "p2p", in_place)
+    started = [ops.mm_start(*mm_start_args(*factors(), transport="p2p")) for _ in range(3)]
+    for outputs in started:
+        ops.wait_(*outputs, [], "0", 0)
+    assert in_place.events == ["asked", "finished"] * 3
+    assert not ops._in_flight and not ops._completed_early
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (torch.ones(T), torch.ones(3, H), r"a: expected \[tokens, k\], got \[5\]"),
+        (torch.ones(1, T, 3), torch.ones(3, H), r"a: expected \[tokens, k\], got \[1, 5, 3\]"),
+        (torch.ones(T, 3), torch.ones(4, H), r"b: expected \[k, hidden\] with the k of a \[5, 3\], got \[4, 8\]"),
+        (torch.ones(T, 3), torch.ones(3), r"b: expected \[k, hidden\] .*, got \[3\]"),
+        (torch.ones(T, 3), torch.ones(3, H).half(), r"b: expected the dtype of a, torch.float32, got torch.float16"),
+    ],
+)
+@pytest.mark.parametrize("fake", [False, True])
+def test_factors_that_cannot_be_multiplied(a: torch.Tensor, b: torch.Tensor, message: str, fake: bool) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = mm_start_args(a, b)
+    with pytest.raises(ValueError, match=message):
+        if not fake:
+            ops.mm_start(*args)
+        with FakeTensorMode() as mode:
+            ops.mm_start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    assert not ops._in_flight
 
 
 def test_wait_without_start() -> None:

@@ -52,7 +52,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments |= {"eps": "fp32", "weight_offset": "fp32", "scale": "fp32"}
     arguments |= {"HIDDEN": hidden_size, "BLOCK": block, "WORLD_SIZE": world_size}
     arguments |= {"RESIDUAL_SHARDED": False, "RESIDUAL_OUT": "replicated", "CAST_BEFORE_WEIGHT": None, "SPIN_LIMIT": 0}
-    arguments |= {"PRIMITIVES": "p2p"} | overrides
+    arguments |= {"STAGED": True, "PRIMITIVES": "p2p"} | overrides
     if arguments["PRIMITIVES"] != "p2p":
         arguments["scratch"] = arguments["x"]
     types = {
@@ -77,6 +77,7 @@ FORMS: list[tuple[int, int, int, dict[str, Any]]] = [
     (100, 8192, 8, {"RESIDUAL_OUT": "sharded"}),
     (90, 2880, 4, {"hidden": "*fp8e4nv", "hidden_scale": "*fp32"}),
     (100, 8192, 8, {"hidden": "*fp8e4nv", "hidden_scale": "*fp32", "RESIDUAL_OUT": "none"}),
+    (90, 8192, 4, {"STAGED": False}),
 ]
 
 
@@ -263,6 +264,7 @@ class Case:
     bias: bool = False
     weight: str = "plain"  # none, plain, offset or cast
     primitives: str = "p2p"
+    in_slot: bool = False  # x is this rank's staging buffer
     hidden: int = HIDDEN
     dtype: torch.dtype = torch.float32
     fp8: bool = False
@@ -270,7 +272,7 @@ class Case:
     @property
     def name(self) -> str:
         end = "" if self.primitives == "p2p" else f"-{self.primitives}-{self.hidden}-{str(self.dtype).split('.')[1]}"
-        end += "-fp8" * self.fp8
+        end += "-fp8" * self.fp8 + "-in-slot" * self.in_slot
         bias = "-bias" if self.bias else ""
         return f"t{self.tokens}-g{self.grid}-{self.residual}-{self.out}-{self.weight}{bias}{end}"
 
@@ -289,7 +291,10 @@ CASES += [
     for tokens, grid in ((1, 1), (7, 3))
 ]
 CASES += [
-    Case(7, 3, out=out, primitives=way, fp8=True) for way in ("p2p", "emulated") for out in ("none", "replicated")
+    Case(7, 3, out=out, primitives=way, fp8=fp8, in_slot=not fp8)
+    for way in ("p2p", "emulated")
+    for out in ("none", "replicated")
+    for fp8 in (True, False)
 ]
 
 
@@ -371,8 +376,11 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
     )
     # Peers write here only once this rank has arrived at the first barrier, so nobody does before the launch or after it.
     beyond = {name: bytes_beyond(case, shared[name][rank]) for name in ("staging", "hidden", "residual")}
+    x = inputs[rank]
+    if case.in_slot:
+        x = shared["staging"][rank].flatten()[: x.numel()].view(x.shape).copy_(x)
     all_reduce_rms_norm_kernel[(case.grid,)](
-        inputs[rank],
+        x,
         residual,
         extras["bias"] if case.bias else None,
         None if case.weight == "none" else extras["weight"],
@@ -394,6 +402,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         HIDDEN=case.hidden,
         BLOCK=launch_shape(case.hidden)[0],
         WORLD_SIZE=WORLD_SIZE,
+        STAGED=not case.in_slot,
         RESIDUAL_SHARDED=case.residual == "sharded",
         RESIDUAL_OUT=case.out,
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
@@ -421,27 +430,21 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
 
     all_reduce_rms_norm_kernel[(grid,)](
         torch.ones(4, HIDDEN),
-        None,
-        None,
-        None,
+        *(None, None, None),
         torch.empty(4, HIDDEN),
         torch.empty(0, HIDDEN),
-        None,
-        None,
+        *(None, None),
         table(shared["staging"]),
         table(shared["hidden"]),
         None,
         table(shared["pads"]),
         state["epochs"],
         state["status"],
-        0,
-        4,
-        1e-6,
-        0.0,
-        1.0,
+        *(0, 4, 1e-6, 0.0, 1.0),
         HIDDEN=HIDDEN,
         BLOCK=64,
         WORLD_SIZE=WORLD_SIZE,
+        STAGED=True,
         RESIDUAL_SHARDED=False,
         RESIDUAL_OUT="none",
         CAST_BEFORE_WEIGHT=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import p2p, slot
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
-from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import takes_multimem
@@ -152,6 +154,62 @@ def test_in_capture_a_message_without_room_goes_through_nccl(
     assert len(caplog.records) == 1
     host.capturing = False
     assert host.transport._slot(host.state, 0, {"x": 33 * MIB}) is slot  # the group did not give up
+
+
+def message_of(tokens: int, hidden_size: int = 1024, **changed: Any) -> Request:
+    x = torch.empty(1, dtype=torch.bfloat16).expand(tokens, hidden_size)
+    norm = NormSpec(1e-6, 0.0, None, torch.bfloat16, torch.float32)
+    return dataclasses.replace(Request(x, None, None, None, norm, False, "replicated", "g", 0), **changed)
+
+
+@pytest.fixture
+def transport(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> p2p.P2PTransport:
+    """That of ``host``, which finds the state of ``host`` for every group."""
+    monkeypatch.setattr(host.transport, "_state", lambda name, device: host.state)
+    return host.transport
+
+
+def test_a_message_buffer_is_what_peers_read(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
+    buffer = transport.message_buffer(message_of(7))
+    assert buffer is not None and (buffer.shape, buffer.dtype) == ((7, 1024), torch.bfloat16)
+    assert buffer.is_contiguous()
+    buffers = host.state.slots[0].buffers
+    assert buffer.data_ptr() == buffers["x"].tensor.data_ptr()
+    assert set(buffers) == {"x", "hidden", "residual"}  # start will find all that it needs
+    again = transport.message_buffer(message_of(3))
+    assert again is not None and again.data_ptr() == buffer.data_ptr()
+    other = transport.message_buffer(message_of(3, slot=1))
+    assert other is not None and other.data_ptr() != buffer.data_ptr()
+
+
+def test_a_message_buffer_grows_with_the_message(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
+    small = transport.message_buffer(message_of(7))
+    large = transport.message_buffer(message_of(2**15))
+    assert small is not None and large is not None and large.data_ptr() != small.data_ptr()
+    assert large.data_ptr() == host.state.slots[0].buffers["x"].tensor.data_ptr()
+
+
+def test_in_capture_there_is_a_message_buffer_if_there_is_room_for_the_call(
+    host: SimpleNamespace, transport: p2p.P2PTransport
+) -> None:
+    kept = message_of(7, residual_out="sharded")
+    assert transport.message_buffer(kept) is not None
+    host.capturing = True
+    assert transport.message_buffer(kept) is not None
+    assert transport.message_buffer(message_of(7)) is None  # there is room for x, but none for a residual
+    assert transport.message_buffer(message_of(2**15, residual_out="sharded")) is None
+
+
+def test_no_message_buffer_where_peers_would_not_read_it(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
+    assert transport.message_buffer(message_of(0)) is None
+    host.state.selector = Insist(Push(one_shot=True))
+    assert transport.message_buffer(message_of(7)) is None
+    own_rows = torch.empty(2, 1024)
+    by_two_shot = message_of(7, residual=own_rows, residual_sharded=True)
+    assert transport.message_buffer(by_two_shot) is not None
+    host.state.selector = Selector()
+    host.state.give_up("no peer access")
+    assert transport.message_buffer(message_of(7)) is None
 
 
 def test_a_lost_peer_is_reported_at_the_next_call_but_not_in_capture(host: SimpleNamespace) -> None:

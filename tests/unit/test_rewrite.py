@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_metadata
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -44,6 +46,14 @@ def apply(graph: fx.Graph, config: Config | None = None) -> GraphReport:
         TWCompilePass(config or Config(strict=True))(graph)
     graph.lint()
     return reports[0]
+
+
+def arguments(graph: fx.Graph, target: str, name: str) -> list[Any]:
+    """The argument called ``name`` of every node that calls ``target``."""
+    found = find_ops(graph, target)
+    assert found, f"no node calls {target}"
+    names = [argument.name for argument in found[0].target._schema.arguments]  # type: ignore[union-attr]
+    return [node.args[names.index(name)] for node in found]
 
 
 def two_sites(dtype: torch.dtype = torch.float32) -> fx.Graph:
@@ -100,10 +110,10 @@ def test_decoder_is_fused_whole(norm: str, device: str) -> None:
     assert result.report.counts == {"all_reduce": 4, "fused": 4, "refused": 0, "gated": 0}
     assert count_ops(result.before.graph, "all_reduce") == 4
     graph = result.after.graph
+    start = "all_reduce_rms_norm_start" if device == "cpu" else "mm_all_reduce_rms_norm_start"
     for gone in ("all_reduce", "wait_tensor", "rsqrt"):
         assert count_ops(graph, gone) == (1 if gone == "rsqrt" else 0)  # the first norm has no all_reduce before it
-    outs = [start.args[10] for start in find_ops(graph, "all_reduce_rms_norm_start")]
-    assert outs == ["sharded"] * 3 + ["none"]
+    assert arguments(graph, start, "residual_out") == ["sharded"] * 3 + ["none"]
     assert {site.transport for site in result.report.sites} == {"gloo" if device == "cpu" else "p2p"}
 
 
@@ -122,7 +132,7 @@ def test_sandwich_norms(norm: str) -> None:
     stream = torch.zeros(5, 64, dtype=torch.bfloat16)
     result = rewrite(Decoder(norm, sandwich=True).bfloat16(), (stream,), dynamic=True)
     assert result.report.counts["fused"] == 4
-    assert {start.args[1] for start in find_ops(result.after.graph, "all_reduce_rms_norm_start")} == {None}
+    assert arguments(result.after.graph, "mm_all_reduce_rms_norm_start", "residual") == [None] * 4
 
 
 class Flattened(nn.Module):
@@ -182,6 +192,136 @@ def test_second_run_changes_nothing(group: None) -> None:
     assert snapshot(graph) == once
 
 
+ABSORBED = "mm_all_reduce_rms_norm_start"
+ALWAYS = Config(strict=True, absorb_mm="always")
+
+
+def test_gemm_is_done_by_the_operator(group: None) -> None:
+    b = GraphBuilder()
+    a, factor, residual, weight = b.input(T, 3), b.input(3, H), b.input(T, H), b.input(H)
+    h = b.add(residual, b.all_reduce(b.call(aten.mm.default, a, factor)))
+    graph = b.finish(b.rms_norm(h, weight), h)
+    report = apply(graph, ALWAYS)
+    assert [site.producer for site in report.sites] == ["mm"]
+    assert count_ops(graph, "mm") == count_ops(graph, "all_reduce_rms_norm_start") == 0
+    (start,), (wait,) = find_ops(graph, ABSORBED), find_ops(graph, "all_reduce_rms_norm_wait_")
+    assert_annotation(start, site=0, role="start")
+    assert wait.args[2] == [a, factor, residual, weight] == list(start.all_input_nodes)
+    assert metadata(graph) == propagated_metadata(graph)
+
+
+def made_by_views(b: GraphBuilder, product: fx.Node) -> fx.Node:
+    return b.view(b.call(aten.clone.default, b.call(aten.unsqueeze.default, product, 0)), 2, T // 2, H)
+
+
+def made_by_addmm(b: GraphBuilder, product: fx.Node) -> fx.Node:
+    return b.call(aten.addmm.default, b.input(H), b.call(aten.relu.default, product), b.input(H, H))
+
+
+def made_pointwise(b: GraphBuilder, product: fx.Node) -> fx.Node:
+    return b.call(aten.mul.Tensor, product, 2.0)
+
+
+def made_of_narrow_rows(b: GraphBuilder, product: fx.Node) -> fx.Node:
+    return b.view(product, T // 2, 2 * H)
+
+
+def cast_before_the_sum(b: GraphBuilder, product: fx.Node) -> fx.Node:
+    return b.cast(product, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "producer"),
+    [
+        (made_by_views, "mm"),
+        (made_by_addmm, "other"),
+        (made_pointwise, "other"),
+        (made_of_narrow_rows, "other"),
+        (cast_before_the_sum, "other"),
+    ],
+)
+def test_only_a_plain_gemm_of_the_messages_rows_is_absorbed(
+    group: None, make: Callable[[GraphBuilder, fx.Node], fx.Node], producer: str
+) -> None:
+    b = GraphBuilder()
+    partial = make(b, b.call(aten.mm.default, b.input(T, 3), b.input(3, H)))
+    graph = b.finish(b.rms_norm(b.all_reduce(partial), b.input(partial.meta["val"].shape[-1])))
+    gemms = count_ops(graph, "mm")
+    assert [(site.decision, site.producer) for site in apply(graph, ALWAYS).sites] == [("fused", producer)]
+    assert count_ops(graph, ABSORBED) == (producer == "mm")
+    assert count_ops(graph, "mm") == gemms - (producer == "mm")
+    assert metadata(graph) == propagated_metadata(graph)
+
+
+def test_gemms_of_messages_that_travel_as_one_stay(group: None) -> None:
+    b = GraphBuilder()
+    first, second = (b.all_reduce(b.call(aten.mm.default, b.input(T, 3), b.input(3, H))) for _ in range(2))
+    graph = b.finish(b.rms_norm(b.add(first, second), b.input(H)))
+    assert [site.producer for site in apply(graph, ALWAYS).sites] == ["other", "other"]
+    assert (count_ops(graph, "mm"), count_ops(graph, "all_reduce_rms_norm_start")) == (2, 1)
+
+
+def test_absorbed_gemm_reads_what_the_site_before_it_gives_out(group: None) -> None:
+    """The first GEMM of the normed rows, the second of the residual itself, which is needed whole for it."""
+    for of_residual, layout in ((False, "sharded"), (True, "replicated")):
+        b = GraphBuilder()
+        h = b.add(b.input(T, H), b.all_reduce(b.input(T, H)))
+        normed = b.rms_norm(h, b.input(H))
+        product = b.call(aten.mm.default, h if of_residual else normed, b.input(H, H))
+        graph = b.finish(normed, b.rms_norm(b.add(h, b.all_reduce(product)), b.input(H)))
+        assert [site.producer for site in apply(graph, ALWAYS).sites] == ["other", "mm"]
+        (first,), (second,) = find_ops(graph, "all_reduce_rms_norm_start"), find_ops(graph, ABSORBED)
+        assert arguments(graph, "all_reduce_rms_norm_start", "residual_out") == [layout]
+        source = second.args[0]
+        assert isinstance(source, fx.Node) and source.args == (first, int(of_residual))
+        assert metadata(graph) == propagated_metadata(graph)
+
+
+@pytest.mark.parametrize(
+    ("absorb_mm", "transport", "tuned", "absorbed"),
+    [
+        ("auto", "p2p", False, True),
+        ("auto", "multimem", False, True),
+        ("auto", "nccl", False, False),
+        ("auto", "p2p", True, False),
+        ("always", "nccl", True, True),
+        ("never", "p2p", False, False),
+    ],
+)
+def test_who_does_the_gemm(absorb_mm: str, transport: str, tuned: bool, absorbed: bool) -> None:
+    config = Config(strict=True, absorb_mm=absorb_mm, transport=transport)
+    stream = torch.zeros(5, 64, dtype=torch.bfloat16)
+    with inductor_config.patch(max_autotune_gemm=tuned):
+        result = rewrite(Decoder("torch").bfloat16(), (stream,), config=config)
+    assert {site.producer for site in result.report.sites} == {"mm" if absorbed else "other"}
+    assert count_ops(result.after.graph, ABSORBED) == 4 * absorbed
+    assert count_ops(result.after.graph, "mm") == 4 * (not absorbed)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_absorbed_gemm_of_three_dimensional_activations(group: None, dynamic: bool) -> None:
+    stream = torch.zeros(2, 5, 64, dtype=torch.bfloat16)
+    result = rewrite(Decoder("hf").bfloat16(), (stream,), dynamic=dynamic)
+    graph = result.after.graph
+    assert (count_ops(graph, ABSORBED), count_ops(graph, "mm")) == (4, 0)
+    assert {a.meta["val"].dim() for a in arguments(graph, ABSORBED, "a")} == {2}
+    assert metadata(graph) == propagated_metadata(graph)
+
+
+def test_failure_after_a_gemm_was_absorbed_leaves_it_in_the_graph(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    b = GraphBuilder()
+    graph = b.finish(b.rms_norm(b.all_reduce(b.call(aten.mm.default, b.input(T, 3), b.input(3, H))), b.input(H)))
+    before = snapshot(graph)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Rewriter, "_shaped_like", fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        apply(graph, ALWAYS)
+    assert snapshot(graph) == before
+
+
 def test_late_weight_is_computed_before_its_start(group: None) -> None:
     b = GraphBuilder()
     x, weight = b.input(T, H, dtype=torch.bfloat16), b.input(H)
@@ -202,7 +342,7 @@ def test_residual_from_a_site_issued_later(group: None) -> None:
     second = b.add(b.wait(early), first)
     graph = b.finish(normed, b.rms_norm(second, b.input(H)))
     assert apply(graph).counts["fused"] == 2
-    assert [start.args[9] for start in find_ops(graph, "all_reduce_rms_norm_start")] == [False, True]
+    assert arguments(graph, "all_reduce_rms_norm_start", "residual_sharded") == [False, True]
 
 
 def test_nodes_that_nothing_reads_any_more_are_gone(group: None) -> None:

@@ -138,12 +138,9 @@ class Operator(Contender):
 
     def _in_slot(self, transport: Transport, request: Request) -> Request:
         """Each input set has a slot of its own."""
-        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-
-        assert isinstance(transport, P2PTransport)
-        x, slot = request.x, next(self._slots)
-        buffer = transport.message_buffer(request.group_name, slot, x)
-        return replace(request, slot=slot) if buffer is None else replace(request, slot=slot, x=buffer.copy_(x))
+        request = replace(request, slot=next(self._slots))
+        buffer = transport.message_buffer(request)
+        return request if buffer is None else replace(request, x=buffer.copy_(request.x))
 
     def deviation(self, ranks: Ranks) -> str | None:
         from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport

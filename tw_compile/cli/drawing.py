@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tw_compile.graph.text import MATMULS, NO_RESIDUAL, Line
+from tw_compile.graph.text import FUSED_STARTS, MATMULS, NO_RESIDUAL, Line
 
 Kind = Literal["matmul", "attention", "collective", "pointwise", "norm", "residual", "fused"]
 
@@ -93,7 +93,7 @@ def boxes(lines: Sequence[Line], kept: set[str]) -> list[Box]:
 
 def _stream(lines: Sequence[Line]) -> tuple[str, str]:
     """Dtype and last dimension of what is reduced: those of the residual stream."""
-    summed = next((line.result for line in lines if line.op in ("all_reduce", "fused_start")), "")
+    summed = next((line.result for line in lines if line.op in ("all_reduce", *FUSED_STARTS)), "")
     return _dtype_and_width(summed)
 
 
@@ -133,10 +133,11 @@ def _label(box: Box) -> None:
         box.title, box.on_lane = "+ residual", True
     elif box.kind == "fused":
         line = box.lines[0]
-        if line.op == "fused_start":
+        if line.op in FUSED_STARTS:
             told = dict(part.split("=") for part in line.detail.split(", ") if "=" in part)
+            gemm = "mm + " if line.op == "fused_mm_start" else ""
             added = "" if NO_RESIDUAL in line.detail else " + residual"
-            box.title = f"all_reduce{added} + RMSNorm: start"
+            box.title = f"{gemm}all_reduce{added} + RMSNorm: start"
             box.on_lane = bool(added) or told["residual_out"] != "none"
             box.subtitle = f"{told['transport']}, residual {told['residual_out']}" if box.on_lane else told["transport"]
         else:
@@ -158,7 +159,7 @@ def _panel_header(panel: int, title: str, content: list[Box], height: int) -> st
 def _lane_name(content: list[Box]) -> str:
     for box in content:
         line = box.lines[0]
-        if line.op == "fused_start" and box.on_lane:
+        if line.op in FUSED_STARTS and box.on_lane:
             sharded = ", this rank's rows" if "residual_out=sharded" in line.detail else ""
             return f"residual{sharded} {line.result.rpartition('], ')[2].removesuffix(')')}"
         if box.kind == "residual":

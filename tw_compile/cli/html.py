@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from tw_compile.cli.drawing import draw
-from tw_compile.cli.render import device, duration, group_sites, size
+from tw_compile.cli.render import absorbed, device, duration, group_sites, size
 from tw_compile.graph import text
 
 
@@ -32,7 +32,7 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
             f"{report['layers']} layers, {report['dtype']}, {report['tokens'][0]} tokens, "
             f"{report['world_size']} ranks of {device(report)}"
         ),
-        counts=_counts(report["counts"]),
+        counts=_counts(report),
         drawing=drawn,
         groups=_groups(report),
         refused=_not_fused(report),
@@ -52,8 +52,10 @@ _LEGEND = (
 )
 
 
-def _counts(counts: dict[str, int]) -> str:
-    names = {"all_reduce": "all_reduces", "fused": "fused", "refused": "refused", "gated": "gated"}
+def _counts(report: dict[str, Any]) -> str:
+    counts = report["counts"]
+    fused = f"fused, {absorbed(report['sites'])} with their GEMM"
+    names = {"all_reduce": "all_reduces", "fused": fused, "refused": "refused", "gated": "gated"}
     return "".join(f'<div class="tile {key}"><b>{counts[key]}</b>{name}</div>' for key, name in names.items())
 
 
@@ -70,6 +72,10 @@ def _decision(site: dict[str, Any]) -> str:
     return f"{site['decision']}: {site['reason']}" if site["reason"] else site["decision"]
 
 
+def _gemm(site: dict[str, Any]) -> str:
+    return "absorbed" if site["producer"] == "mm" else "-"
+
+
 def _groups(report: dict[str, Any]) -> str:
     rows = [
         [
@@ -78,11 +84,12 @@ def _groups(report: dict[str, Any]) -> str:
             group["form"],
             size(group["bytes"]),
             group["transport"] or "-",
+            _gemm(group),
             _decision(group),
         ]
         for group in group_sites(report["sites"])
     ]
-    return _table(["sites", "layers", "form", "message", "transport", "decision"], rows)
+    return _table(["sites", "layers", "form", "message", "transport", "gemm", "decision"], rows)
 
 
 def _not_fused(report: dict[str, Any]) -> str:
@@ -106,12 +113,13 @@ def _sites(report: dict[str, Any]) -> str:
             site["form"],
             size(site["bytes"]),
             site["transport"] or "-",
+            _gemm(site),
             _decision(site),
             site["detail"],
         ]
         for site in report["sites"]
     ]
-    return _table(["site", "layer", "node", "form", "message", "transport", "decision", "why"], rows)
+    return _table(["site", "layer", "node", "form", "message", "transport", "gemm", "decision", "why"], rows)
 
 
 def _diff_text(lines: tuple[list[text.Line], list[text.Line]]) -> str:

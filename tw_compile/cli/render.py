@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 STYLES = {"fused": "green", "refused": "yellow", "gated": "cyan"}
-GROUP_KEYS = ("form", "bytes", "transport", "decision", "reason")
+GROUP_KEYS = ("form", "bytes", "transport", "decision", "reason", "producer")
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -69,6 +69,11 @@ def print_header(console: Console, report: dict[str, Any]) -> None:
     )
 
 
+def absorbed(sites: list[dict[str, Any]]) -> int:
+    """How many fused operators do the GEMM of their message themselves."""
+    return sum(site["producer"] == "mm" for site in sites)
+
+
 def device(report: dict[str, Any]) -> str:
     name = report.get("device_name")
     return f"{report['device']} ({name})" if name else str(report["device"])
@@ -82,7 +87,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
     for name in ("sites", "layers", "form", "bytes", "transport", "decision"):
         table.add_column(name, justify="right" if name in ("sites", "bytes") else "left", overflow="fold")
     for group in group_sites(report["sites"]):
-        decision = Text(group["decision"], style=STYLES[group["decision"]])
+        absorbs = "+mm" if group["producer"] == "mm" else ""
+        decision = Text(group["decision"] + absorbs, style=STYLES[group["decision"]])
         if group["reason"]:
             decision.append(f": {group['reason']}")
         table.add_row(
@@ -105,7 +111,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
             line.append(f"{site['decision']}, {site['reason']}", style=STYLES[site["decision"]])
             console.print(line.append(f": {site['detail']}"), soft_wrap=True)
     console.print(
-        f"{counts['all_reduce']} all_reduces: {counts['fused']} fused, {counts['refused']} refused, {counts['gated']} gated"
+        f"{counts['all_reduce']} all_reduces: {counts['fused']} fused ({absorbed(report['sites'])} with their GEMM), "
+        f"{counts['refused']} refused, {counts['gated']} gated"
     )
     for warning in report.get("warnings", ()):
         console.print(Text(f"warning: a pass failed and left its graph as it was: {warning}", style="red"))

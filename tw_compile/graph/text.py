@@ -28,16 +28,19 @@ _DTYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "b8"}
 _OP_NAMES = {
     "convert_element_type": "cast",
     "all_reduce_rms_norm_start": "fused_start",
+    "mm_all_reduce_rms_norm_start": "fused_mm_start",
     "all_reduce_rms_norm_wait_": "fused_wait",
     "_scaled_dot_product_flash_attention": "flash_attention",
 }
 _NODE_NAMES = (
     ("all_reduce_rms_norm_start_default", "fused_start"),
+    ("mm_all_reduce_rms_norm_start_default", "fused_mm_start"),
     ("all_reduce_rms_norm_wait__default", "fused_wait"),
     ("convert_element_type", "cast"),
     ("reshape_default", "reshape"),
     ("_scaled_dot_product_flash_attention", "flash_attention"),
 )
+FUSED_STARTS = ("fused_start", "fused_mm_start")
 NO_RESIDUAL = "no residual"
 # Arguments of the fused operator that say something about this site; the others are the same at every one.
 _TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
@@ -185,10 +188,10 @@ def _detail(node: fx.Node) -> str:
     if not isinstance(node.target, compat.OpOverload):
         return ""
     schema = node.target._schema
-    if op_name(node) == "fused_start":
-        named = zip((argument.name for argument in schema.arguments), node.args, strict=False)
-        told = [f"{name}={value}" for name, value in named if name in _TOLD_ARGUMENTS]
-        return ", ".join([*told, *([] if node.args[1] is not None else [NO_RESIDUAL])])
+    if op_name(node) in FUSED_STARTS:
+        named = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False))
+        told = [f"{name}={value}" for name, value in named.items() if name in _TOLD_ARGUMENTS]
+        return ", ".join([*told, *([] if named["residual"] is not None else [NO_RESIDUAL])])
     if op_name(node) in ("add", "mul", "pow", "sub"):
         return ", ".join(str(arg) for arg in node.args if isinstance(arg, int | float))
     if op_name(node) in ("mean", "sum"):

@@ -30,8 +30,8 @@ Look at what the passes do to a module (one process, any number of fake ranks, f
         assert result.report.counts == {"all_reduce": 1, "fused": 1, "refused": 0, "gated": 0}
         graph = result.after.graph
         assert count_ops(graph, "all_reduce") == 0
-        assert_order(graph, "all_reduce_rms_norm_start", "all_reduce_rms_norm_wait_")
-        (start,) = find_ops(graph, "all_reduce_rms_norm_start")
+        assert_order(graph, "mm_all_reduce_rms_norm_start", "all_reduce_rms_norm_wait_")
+        (start,) = find_ops(graph, "mm_all_reduce_rms_norm_start")
         assert_annotation(start, site=0, role="start", stream=0)
 
 ``snapshot(graph)`` is the graph as stable text for golden files, ``diff(before, after)`` shows what a rewrite changed.
