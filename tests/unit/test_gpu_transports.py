@@ -1,0 +1,125 @@
+"""The transports under check, with algorithms that need no GPU: who served a call is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tw_compile.kernels.all_reduce_rms_norm import p2p
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.testing import gpu_transports
+from tw_compile.testing.gpu_problems import Context
+from tw_compile.testing.gpu_transports import ALGORITHMS, Subject
+
+DEVICE = torch.device("cpu")
+
+
+class Fake(TwoShot):
+    """Results are three times ``x``; in the slot's memory if ``in_slot``."""
+
+    def __init__(self, in_slot: bool = False, reason: str | None = None) -> None:
+        super().__init__()
+        self.in_slot, self.reason = in_slot, reason
+
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        return self.reason
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        hidden, residual = request.allocate(state.world_size)
+        if self.in_slot:
+            hidden = slot.buffers["hidden"].view(hidden.shape, hidden.dtype)
+        return Started(hidden.copy_(3 * request.x), residual)
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
+    """A subject with a fake algorithm and one slot, whose fallbacks compute something else."""
+    group = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: group)
+    monkeypatch.setattr(TwoShot, "launch", lambda self, request, *_: Started(*request.allocate(2)))
+    nccl = SimpleNamespace(start=lambda request: Started(*request.allocate(2)))
+    monkeypatch.setattr(p2p, "get_transport", lambda name: nccl)
+
+    def make(name: str, algorithm: Fake, room: bool = True) -> Subject:
+        monkeypatch.setitem(ALGORITHMS, name, lambda: algorithm)
+        subject = Subject(name)
+        state = GroupState("g", group, DEVICE, 0, 2, Insist(subject.algorithm))  # type: ignore[arg-type]
+        buffers = {
+            key: SymmetricBuffer(torch.zeros(1024, dtype=torch.uint8), None, torch.zeros(3), 1024)
+            for key in ("x", "hidden", "residual")
+        }
+        state.slots[0] = Slot(buffers["x"], torch.zeros(1), torch.zeros(1), buffers)
+        if not room:
+            state.give_up("no memory")
+        assert isinstance(subject.transport, p2p.P2PTransport)
+        subject.transport._states["g", DEVICE] = state
+        return subject
+
+    return make
+
+
+def request() -> Request:
+    norm = NormSpec(1e-6, 0.0, None, torch.float32, torch.float32)
+    return Request(torch.ones(4, 8), None, None, None, norm, False, "none", "g", 0)
+
+
+def context() -> Context:
+    return Context(0, 2, DEVICE, "g")
+
+
+def test_a_call_that_the_algorithm_serves_is_no_failure(make: Callable[..., Subject]) -> None:
+    ctx, subject = context(), make("fake", Fake())
+    hidden, residual = subject.call(ctx, request())
+    assert torch.equal(hidden, torch.full((4, 8), 3.0)) and residual.shape == (0, 8)
+    assert subject.algorithm.launches == 1
+    assert ctx.failures == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "room", "reason"), [(Fake(reason="too long"), True, "too long"), (Fake(), False, "no memory")]
+)
+def test_a_call_that_another_serves_is_a_failure(
+    make: Callable[..., Subject], algorithm: Fake, room: bool, reason: str
+) -> None:
+    ctx, subject = context(), make("fake", algorithm, room)
+    for _ in range(2):
+        subject.call(ctx, request())
+    assert ctx.failures == [f"fake did not serve [4, 8], another did: {reason}"]
+
+
+def test_results_that_lie_in_the_slot_are_copied_and_then_overwritten_there(make: Callable[..., Subject]) -> None:
+    ctx, subject = context(), make("stream_in_slot", Fake(in_slot=True))
+    hidden, _ = subject.start(ctx, request())
+    assert torch.equal(hidden, torch.full((4, 8), 3.0))
+    buffers = subject.state(request()).slots[0].buffers
+    assert torch.equal(buffers["x"].view((4, 8), torch.float32), request().x)
+    assert buffers["hidden"].view((4, 8), torch.float32).isnan().all()
+    assert ctx.failures == []
+
+
+def test_results_outside_of_the_slot_are_a_failure_of_a_transport_in_the_slot(make: Callable[..., Subject]) -> None:
+    ctx, subject = context(), make("stream_in_slot", Fake())
+    subject.start(ctx, request())
+    assert ctx.failures == ["hidden [4, 8] is not in the slot's memory"]
+
+
+def test_new_memory_is_nan_only_inside() -> None:
+    with gpu_transports.new_memory_is_nan():
+        assert torch.ones(3).new_empty((4, 5), dtype=torch.bfloat16).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_every_algorithm_of_the_registry_is_another_one() -> None:
+    made = [vars(ALGORITHMS[name]()) | {"class": type(ALGORITHMS[name]())} for name in ALGORITHMS]
+    assert len(made) == 6
+    assert all(one != other for index, one in enumerate(made) for other in made[:index])

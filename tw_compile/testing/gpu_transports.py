@@ -1,0 +1,137 @@
+"""The transports under check, by name, and calls of them that fail the check when something else served the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.testing.gpu_problems import Context, Results
+
+ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
+    "p2p": TwoShot,
+    "emulated_multicast": partial(TwoShot, emulate_multimem=True),
+    "push_one_shot": partial(Push, one_shot=True),
+    "push_two_shot": partial(Push, one_shot=False),
+    "stream": Stream,
+    "stream_in_slot": partial(Stream, private_output=False),
+}
+"""Peer-to-peer transports under check. "emulated_multicast" has loops in the place of the switch's instructions, and
+"stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
+
+
+class Counting(Algorithm):
+    """Does as ``inner``, and counts its launches, captured ones too."""
+
+    def __init__(self, inner: Algorithm) -> None:
+        self._inner = inner
+        self.launches = 0
+
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        return self._inner.obstacle(request, state)
+
+    def ctas(self, tokens: int, world_size: int) -> int:
+        return self._inner.ctas(tokens, world_size)
+
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        return self._inner.needs(request, world_size)
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        self.launches += 1
+        return self._inner.launch(request, state, slot, spin_limit)
+
+
+class Subject:
+    """A transport under check: one of :data:`ALGORITHMS`, or by the name of a transport that isn't peer to peer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.transport: Transport
+        self._algorithm: Counting | None = None
+        if name in ALGORITHMS:
+            self._algorithm = Counting(ALGORITHMS[name]())
+            self.transport = P2PTransport("p2p", self._algorithm)
+        else:
+            self.transport = get_transport(name)
+
+    @property
+    def algorithm(self) -> Counting:
+        """Of a peer-to-peer transport."""
+        assert self._algorithm is not None, self.name
+        return self._algorithm
+
+    def state(self, request: Request) -> GroupState:
+        """Of a peer-to-peer transport, for the group of ``request``, which has been used."""
+        assert isinstance(self.transport, P2PTransport)
+        return self.transport._states[request.group_name, request.x.device]
+
+    def start(self, ctx: Context, request: Request) -> Results:
+        """Results of one call, in memory of their own. A failure is recorded if another algorithm or transport served it."""
+        if self._algorithm is None:
+            return finished(self.transport.start(request))
+        launches = self._algorithm.launches
+        if self.name == "stream_in_slot":
+            results = self._start_in_slot(ctx, request)
+        else:
+            results = finished(self.transport.start(request))
+        if self._algorithm.launches != launches + 1:
+            state = self.state(request)
+            reason = state.obstacle or self._algorithm.obstacle(request, state) or "its slot has no room"
+            ctx.expect(False, f"{self.name} did not serve {list(request.x.shape)}, another did: {reason}")
+        return results
+
+    def call(self, ctx: Context, request: Request) -> Results:
+        """As :meth:`start`, and the memory that the results get is full of NaNs before."""
+        with new_memory_is_nan():
+            return self.start(ctx, request)
+
+    def _start_in_slot(self, ctx: Context, request: Request) -> Results:
+        """The next call on the slot overwrites the results, so they are copied; what is left of them there is NaN."""
+        assert isinstance(self.transport, P2PTransport)
+        buffer = self.transport.message_buffer(request)
+        if buffer is None:
+            return finished(self.transport.start(request))
+        in_slot = self.transport.start(replace(request, x=buffer.copy_(request.x)))
+        buffers = self.state(request).slots[request.slot].buffers
+        for name, tensor in (("x", buffer), ("hidden", in_slot.hidden), ("residual", in_slot.residual)):
+            if name != "residual" or request.residual_out == "replicated":
+                there = tensor.data_ptr() == buffers[name].tensor.data_ptr()
+                ctx.expect(there, f"{name} {list(request.x.shape)} is not in the slot's memory")
+        copies = in_slot.hidden.clone(), in_slot.residual.clone()
+        in_slot.hidden.fill_(float("nan"))
+        in_slot.residual.fill_(float("nan"))
+        return copies
+
+
+@cache
+def subject(name: str) -> Subject:
+    """The one of that name in this process."""
+    return Subject(name)
+
+
+def finished(started: Started) -> Results:
+    """The results of a call, complete on the current stream."""
+    if started.finish is not None:
+        started.finish()
+    return started.hidden, started.residual
+
+
+@contextmanager
+def new_memory_is_nan() -> Iterator[None]:
+    """Tensors that torch leaves uninitialised hold NaNs: what a kernel forgets to write shows."""
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is its default
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
