@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,10 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, SUPPORTED_DTYPES, R
 SOURCES = Path(__file__).parent
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
+MIN_CAPABILITY = (9, 0)
+"""What griddepcontrol and bulk copies need."""
+ALIGNMENT = 16
+"""Of every tensor, in bytes: that of the widest accesses, and of bulk copies."""
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
 _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_ROWS"}
@@ -20,12 +25,28 @@ _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_RO
 def row_obstacle(request: Request) -> str | None:
     """Why these kernels cannot serve the request; None when they can. The same on all ranks."""
     hidden_size = request.x.shape[1]
+    capability = torch.cuda.get_device_capability(request.x.device)
+    if capability < MIN_CAPABILITY:
+        expected, got = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
+        return f"needs compute capability {expected}, the device has {got}"
     if hidden_size % VECTOR:
         return f"hidden_size {hidden_size} is not a multiple of {VECTOR}"
     for tensor in (request.residual, request.bias, request.weight):
         if tensor is not None and tensor.dtype not in SUPPORTED_DTYPES:
             return f"dtype {tensor.dtype} is not supported"
     return None
+
+
+def aligned(request: Request) -> Request:
+    """The request with copies of the tensors, usually none, that don't begin at a multiple of 16 bytes.
+
+    Nothing else can be done about them: such a tensor may be on one rank alone, and all ranks must launch the same kernel.
+    """
+    tensors = {name: getattr(request, name) for name in ("x", "residual", "bias", "weight")}
+    copies = {
+        name: tensor.clone() for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT
+    }
+    return replace(request, **copies) if copies else request
 
 
 def variant_of(request: Request) -> Hashable:

@@ -71,7 +71,8 @@ struct Sections {
   DEVICE T* row(uint8_t* part, int section, int row) const {
     return (T*)(part + offset) + ((uint64_t)section * rows + row) * HIDDEN;
   }
-  DEVICE uint64_t end() const { return offset + (uint64_t)PEERS * rows * HIDDEN * sizeof(T); }
+  // Rounded up to what is cleared at a time, and to the alignment of what lies behind: e4m3 rows may end 8 bytes off.
+  DEVICE uint64_t end() const { return offset + ((uint64_t)PEERS * rows * HIDDEN * sizeof(T) + 15) / 16 * 16; }
 };
 
 struct Call {
@@ -105,8 +106,10 @@ struct Call {
         if (wanted(section) && !arrived(got[section])) missing |= 1u << section;
 #if SPIN_LIMIT
       if (missing != 0 && ++polls == SPIN_LIMIT) {
-        for (int section = 0; section < PEERS; ++section)
-          if (missing >> section & 1) p.status[blockIdx.x * 8 + peer_after(p.rank, section)] = phase;
+        for (int section = 0; section < PEERS; ++section) {
+          int32_t* report = p.status + blockIdx.x * 8 + peer_after(p.rank, section);
+          if (missing >> section & 1 && *report == 0) *report = phase;
+        }
         return;
       }
 #endif
@@ -114,7 +117,7 @@ struct Call {
   }
 };
 
-// Adds up one vector of all ranks in rank order, `own` in its place.
+// Adds up one vector of all ranks in rank order, `own` in its place. Starting from 0, signs of zeros make no difference.
 DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> (&got)[PEERS], int rank) {
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
@@ -130,7 +133,6 @@ DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> 
 
 KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
   float* const partials = (float*)dynamic_shared();  // [2, WARPS]: rows take turns
-  grid_dependency_launch();
   grid_dependency_wait();
 
   Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
@@ -182,7 +184,6 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
     Row::each(thread, [&](int v, uint32_t column) {
       Eight<X_TYPE> got[PEERS];
       call.receive(got, sums, local, column, 1, [](int) { return true; });
-      drop_negative_zeros(own[v]);
       add_up(h[v], own[v], got, rank);
     });
     const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
@@ -229,7 +230,12 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
     }
   }
 
+  // The next kernel may take the SMs now, and not before: its CTAs wait for this kernel's end, and if they held SMs that CTAs
+  // of a call on another slot need, ranks could wait for each other.
+  grid_dependency_launch();
+
   // The last CTA hands the state to the next call: by then every CTA has read it.
+  warp_sync();
   barrier_sync(0, THREADS);
   if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1) {
     p.state->finished = 0;

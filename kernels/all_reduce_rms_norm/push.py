@@ -14,6 +14,7 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
     VECTOR,
     address,
+    aligned,
     row_defines,
     row_obstacle,
     variant_of,
@@ -54,7 +55,11 @@ def threads_for(hidden_size: int) -> int:
 
 
 class Push(Algorithm):
-    """Rows go to the peers' inboxes and say of themselves that they have arrived; at most ``max_ctas`` CTAs."""
+    """Rows go to the peers' inboxes and say of themselves that they have arrived; at most ``max_ctas`` CTAs.
+
+    Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all their CTAs
+    must be, on every rank: choose ``max_ctas`` for that.
+    """
 
     def __init__(self, one_shot: bool, max_ctas: int = REPORT_ROWS) -> None:
         if not 1 <= max_ctas <= REPORT_ROWS:
@@ -110,6 +115,7 @@ class Push(Algorithm):
         slot: Slot,
         spin_limit: int,
     ) -> None:
+        request = aligned(request)
         norm = request.norm
         key = (variant_of(request), state.world_size, state.device)
         kernel = self._kernels.get(key)

@@ -247,7 +247,6 @@ struct Cta {
       bulk_commit();
       ++chunk;
     }
-    bulk_wait_read<0>();
     return chunk;
   }
 };
@@ -270,7 +269,6 @@ KERNEL(BLOCK) stream(GRID_CONSTANT StreamParams p) {
     }
   }
   grid_dependency_wait();
-  grid_dependency_launch();
   const int per_rank = (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE;
   Cta cta{p, shared, memory + RESULTS_OFFSET, memory + RINGS_OFFSET, per_rank, p.rank * per_rank, 0};
   cta.own_rows = cta.share_of(p.rank);
@@ -287,6 +285,7 @@ KERNEL(BLOCK) stream(GRID_CONSTANT StreamParams p) {
   warp_sync();
   if constexpr (PULL_RESIDUAL) fence_proxy_async();  // the residual rows that peers will copy
   meet_peers(p.pads, p.status, epoch + 2, p.rank, 2, BLOCK);
+  grid_dependency_launch();  // not before: see push.cu
   if (thread == 0) p.epochs[blockIdx.x] = epoch + 2;
   if (PULL && fills) {
     fence_proxy_async();

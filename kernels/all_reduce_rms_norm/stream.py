@@ -14,6 +14,7 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
     VECTOR,
     address,
+    aligned,
     row_defines,
     row_obstacle,
     variant_of,
@@ -24,8 +25,8 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
 
-MIN_CAPABILITY = (9, 0)  # bulk copies
 _SHARED_BYTES = 227 * 1024  # what a CTA can have on sm_90 and sm_100
+_MAJOR_CAPABILITIES = (9, 10)
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
 _ROW_ALIGNMENT = 128
@@ -33,6 +34,7 @@ _VECTORS_PER_THREAD = 4
 _CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
 _MAX_GROUPS = 8
 _MAX_STAGES = 32
+_MAX_BLOCK = 1024
 
 
 class StreamParams(Structure):
@@ -95,15 +97,20 @@ class Stream(Algorithm):
         self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
+        obstacle = row_obstacle(request)
+        if obstacle is not None:
+            return obstacle
         hidden_size = request.x.shape[1]
         row_bytes = hidden_size * request.norm.hidden_dtype.itemsize
         if row_bytes % _BULK_BYTES:
             return f"a row of {row_bytes} bytes is not a multiple of {_BULK_BYTES} bytes"
-        if torch.cuda.get_device_capability(request.x.device) < MIN_CAPABILITY:
-            return f"bulk copies need compute capability {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
-        if self._shape(request).stages < 2 or self._shape(request).block > 1024:
-            return f"rows of {hidden_size} x {request.x.dtype} leave no room for two of them in shared memory"
-        return row_obstacle(request)
+        major, minor = torch.cuda.get_device_capability(request.x.device)
+        if major not in _MAJOR_CAPABILITIES:
+            return f"compute capability {major}.{minor} has less than {_SHARED_BYTES} bytes of shared memory for a CTA"
+        shape = self._shape(request)
+        if shape.stages < 2 or shape.block > _MAX_BLOCK:
+            return f"rows of {hidden_size} x {request.x.dtype} are too long for one CTA"
+        return None
 
     def ctas(self, tokens: int, world_size: int) -> int:
         return min(rows_per_rank(tokens, world_size), self._max_ctas)
@@ -116,6 +123,7 @@ class Stream(Algorithm):
         return needs
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        request = aligned(request)
         norm, x = request.norm, request.x
         hidden, residual = self._outputs(request, state, slot)
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()

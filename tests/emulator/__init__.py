@@ -10,7 +10,8 @@ Modelled
     than the hardware promises, and the end of a launch. Bulk copies move in pieces, later, in any order. Ranks pause for
     long. CTAs of a rank start in order of their index, at most ``resident`` at a time. Streams overlap; launches of one stream
     do not, but for programmatic ones, which start when all CTAs of the launch before have called ``grid_dependency_launch``.
-    Shared memory starts as NaNs.
+    Shared memory starts as NaNs. Threads that poll sleep until something that they poll changes. What other kernels of a
+    stream do between two launches is told by ``read_behind`` and ``write_behind``.
 Errors
     Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
     wrote without a barrier or ``fence_proxy_async`` since; lanes of a warp that call different collectives; a CTA that ends
@@ -26,6 +27,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -90,9 +92,11 @@ def _library(source: Path, entry: str, defines: tuple[tuple[str, str], ...], fla
         for name in ("machine", "driver")
     ]
     command = (*_COMPILER, "-shared", "-Wl,-Bsymbolic", "-x", "c++", "-", "-x", "none", *map(str, machine))
-    library = ctypes.CDLL(str(_built(entry, kernel, *command, text=kernel)))
+    without_paths = re.sub(r"(?m)^# .*\n", "", kernel)  # copies of a source in other folders are the same
+    library = ctypes.CDLL(str(_built(entry, without_paths, *command, text=kernel)))
     library.emulator_create.restype = ctypes.c_void_p
     library.emulator_alloc.restype = ctypes.c_bool
+    library.emulator_behind.restype = ctypes.c_bool
     library.emulator_run.restype = ctypes.c_int64
     library.emulator_error.restype = ctypes.c_char_p
     return library
@@ -163,8 +167,11 @@ class Emulator:
         params: bytes | ctypes.Structure,
         *,
         programmatic: bool = False,
-    ) -> None:
-        """Queues a launch behind those of the same rank and stream; ``programmatic`` allows it to start before they end."""
+    ) -> int:
+        """Queues a launch behind those of the same rank and stream, returns its number.
+
+        ``programmatic`` allows it to start before they end.
+        """
         self._check_rank(rank)
         if grid < 1:
             raise ValueError(f"grid: expected at least 1, got {grid}")
@@ -176,7 +183,21 @@ class Emulator:
         if len(bytes(params)) != expected:
             raise ValueError(f"params: expected the kernel's {expected} bytes, got {len(bytes(params))}")
         arguments = rank, stream, grid, block, shared_bytes, bytes(params), programmatic
-        self._library.emulator_launch(self._machine, *arguments)
+        return int(self._library.emulator_launch(self._machine, *arguments))
+
+    def read_behind(self, launch: int, address: int, values: torch.Tensor) -> None:
+        """``values`` becomes what a kernel right behind the launch reads at ``address``."""
+        self._access_behind(launch, address, values, False)
+
+    def write_behind(self, launch: int, address: int, values: torch.Tensor) -> None:
+        """A kernel right behind the launch, and before the next of its stream, writes ``values`` to ``address``."""
+        self._access_behind(launch, address, values, True)
+
+    def _access_behind(self, launch: int, address: int, values: torch.Tensor, writes: bool) -> None:
+        arguments = ctypes.c_void_p(address), ctypes.c_void_p(values.data_ptr()), values.nbytes, writes
+        if not self._library.emulator_behind(self._machine, launch, *arguments):
+            raise ValueError(f"address: expected {values.nbytes} bytes of a buffer, got {address:#x}")
+        self._buffers.append(values)
 
     def run(self) -> int:
         """Runs all queued launches of all ranks to their end; returns thread switches. EmulationError says what went wrong."""

@@ -7,11 +7,11 @@ extern "C" const uint32_t emulated_params_bytes;
 namespace {
 
 // Every primitive begins here: now and then another thread runs first.
-Thread& enter(const char* primitive, const void* at = nullptr) {
+Thread& enter(const char* primitive, const void* at = nullptr, bool polls = false) {
   Thread& thread = *current;
   thread.primitive = primitive;
   thread.at = at;
-  thread.polled = nullptr;
+  if (!polls) thread.polls.clear();
   if (machine->random.chance(machine->preempt)) yield();
   ++machine->now;
   return thread;
@@ -140,6 +140,25 @@ void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes)
   }
 }
 
+// Polling `address` for the second time, a thread has gone round its loop. It sleeps unless anything in it has changed.
+void park_until_changed(Thread& thread, const void* address) {
+  std::vector<Poll>& polls = thread.polls;
+  const auto begin =
+      std::find_if(polls.begin(), polls.end(), [=](const Poll& poll) { return poll.address == address; });
+  if (begin == polls.end()) return;
+  std::vector<uint64_t> keys;
+  bool changed = false;
+  for (auto poll = begin; poll != polls.end(); ++poll) {
+    uint32_t value[4];
+    Allocation& allocation = *machine->find(poll->address);
+    machine->read(allocation, poll->address, value, poll->bytes, thread.cta->launch->rank);
+    changed |= memcmp(value, poll->value, poll->bytes) != 0;
+    keys.push_back(allocation.key(poll->address));
+  }
+  polls.erase(polls.begin(), begin + 1);
+  if (!changed) machine->park(keys.data(), keys.size());
+}
+
 }  // namespace
 
 extern "C" {
@@ -147,18 +166,13 @@ extern "C" {
 // --- global memory -------------------------------------------------------------------------------------------------
 
 void emulated_load(const char* primitive, void* words, const void* address, uint32_t bytes, bool polls) {
-  const bool again = polls && current->polled == address;
-  Thread& thread = enter(primitive, address);
+  Thread& thread = enter(primitive, address, polls);
   Allocation& allocation = machine->check(address, bytes, bytes);
-  const uint32_t rank = thread.cta->launch->rank;
-  machine->read(allocation, address, words, bytes, rank);
+  if (polls) park_until_changed(thread, address);
+  machine->read(allocation, address, words, bytes, thread.cta->launch->rank);
   if (!polls) return;
-  if (again && !memcmp(words, thread.polled_value, bytes)) {
-    machine->park(allocation.key(address));
-    machine->read(allocation, address, words, bytes, rank);
-  }
-  thread.polled = address;
-  memcpy(thread.polled_value, words, bytes);
+  thread.polls.push_back({address, bytes, {}});
+  memcpy(thread.polls.back().value, words, bytes);
 }
 
 void emulated_store(const char* primitive, void* address, const void* words, uint32_t bytes, bool release) {
@@ -213,7 +227,7 @@ void emulated_warp_sync() {
 void emulated_grid_dependency_wait() {
   Thread& thread = enter("grid_dependency_wait");
   const Launch* launch = thread.cta->launch;
-  while (launch->previous && !launch->previous->ended) machine->park(launch->previous->key());
+  while (launch->previous && !launch->previous->ended) machine->park({launch->previous->key()});
 }
 
 void emulated_grid_dependency_launch() {
@@ -277,7 +291,7 @@ bool emulated_mbarrier_try_wait(void* address, uint32_t parity) {
   Thread& thread = enter("mbarrier_try_wait", address);
   check_shared(address, 8, 8);
   if ((machine->mbarrier(*thread.cta, address).phase & 1) == parity) {
-    machine->park(thread.cta->key(address));
+    machine->park({thread.cta->key(address)});
     if ((machine->mbarrier(*thread.cta, address).phase & 1) == parity) return false;
   }
   MBarrier& barrier = machine->mbarrier(*thread.cta, address);
@@ -323,7 +337,7 @@ void emulated_bulk_wait(bool read, uint32_t pending) {
   Thread& thread = enter(read ? "bulk_wait_read" : "bulk_wait");
   const size_t committed = thread.groups.size() - 1;
   for (size_t i = 0; i + pending < committed; ++i) {
-    while (read ? thread.groups[i].unread : thread.groups[i].unwritten) machine->park(thread.cta->key(thread));
+    while (read ? thread.groups[i].unread : thread.groups[i].unwritten) machine->park({thread.cta->key(thread)});
     thread.waited = std::max(thread.waited, i + 1);
   }
 }
@@ -357,8 +371,9 @@ bool emulator_alloc(Machine* m, uint32_t rank, void* base, size_t bytes, bool sy
   return true;
 }
 
-void emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t grid, uint32_t block, uint32_t shared_bytes,
-                     const char* params, bool programmatic) {
+// The number of the launch.
+uint32_t emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t grid, uint32_t block,
+                         uint32_t shared_bytes, const char* params, bool programmatic) {
   Launch* previous = nullptr;
   uint32_t number = 0;
   for (Launch& launch : m->launches) {
@@ -369,6 +384,15 @@ void emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t grid, 
                          programmatic, previous});
   m->open.push_back(&m->launches.back());
   ++m->unfinished;
+  return uint32_t(m->launches.size() - 1);
+}
+
+// False when the memory is not within an allocation.
+bool emulator_behind(Machine* m, uint32_t launch, char* address, char* values, uint32_t bytes, bool writes) {
+  const Allocation* allocation = m->find(address);
+  if (!allocation || address + bytes > allocation->base + allocation->bytes) return false;
+  m->launches[launch].behind.push_back({address, values, bytes, writes});
+  return true;
 }
 
 // Thread switches made, or -1 after an error.

@@ -267,12 +267,17 @@ void Machine::notify(uint64_t key) {
   list.clear();
 }
 
-// The current thread sleeps until something happens to `key`, or, like a wait with a time limit, for no reason. Keys
-// are no addresses, which would make runs differ.
-void Machine::park(uint64_t key) {
-  parked[bucket(key)].push_back(current);
-  block(*current);
+// The current thread sleeps until something happens to one of `keys`, or, like a wait with a time limit, for no reason.
+// Keys are no addresses, which would make runs differ.
+void Machine::park(const uint64_t* keys, size_t count) {
+  Thread* const thread = current;
+  for (size_t i = 0; i < count; ++i) parked[bucket(keys[i])].push_back(thread);
+  block(*thread);
   yield();
+  for (size_t i = 0; count > 1 && i < count; ++i) {
+    std::vector<Thread*>& list = parked[bucket(keys[i])];
+    list.erase(std::remove(list.begin(), list.end(), thread), list.end());
+  }
 }
 
 bool Machine::wake_parked() {
@@ -382,6 +387,16 @@ void Machine::end_launch(Launch& launch) {
     while (!cta.pending.empty()) commit(cta.pending.back());
     cta.threads = {};
     cta.warps = {};
+  }
+  for (const Access& access : launch.behind) {
+    Allocation& allocation = *find(access.address);
+    if (access.writes) {
+      memcpy(access.address, access.values, access.bytes);
+      Word* words = allocation.words + (access.address - allocation.base) / 4;
+      for (uint32_t i = 0; i < access.bytes / 4; ++i) words[i].writer = 0;
+    } else {
+      read(allocation, access.address, access.values, access.bytes, launch.rank);
+    }
   }
   launch.ended = true;
   launch.params = {};

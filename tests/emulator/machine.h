@@ -92,6 +92,10 @@ struct MBarrier {
 struct BulkGroup {
   uint32_t bytes = 0, unread = 0, unwritten = 0;
 };
+struct Poll {
+  const void* address;
+  uint32_t bytes, value[4];
+};
 struct Thread {
   Context context;
   char* stack = nullptr;
@@ -101,8 +105,7 @@ struct Thread {
   bool done = false;
   const char* primitive = "its start";
   const void* at = nullptr;      // what it accesses or waits for
-  const void* polled = nullptr;  // address of the load just before, if that was one that polls
-  uint32_t polled_value[4];
+  std::vector<Poll> polls;       // the loads just before, if they were ones that poll
   ClockRef clock;
   std::vector<BulkGroup> groups{1};  // the last one is not committed yet
   size_t waited = 0;                 // groups known to be read
@@ -123,6 +126,12 @@ struct CtaBarrier {
   uint32_t threads = 0;
   std::vector<Warp*> warps;
 };
+// What a kernel right behind a launch does: reads `bytes` at `address` into `values`, or writes them there.
+struct Access {
+  char *address, *values;
+  uint32_t bytes;
+  bool writes;
+};
 struct Launch {
   uint32_t rank, stream, grid, block, shared_bytes, number;  // `number`: among those of the rank
   std::string params;
@@ -130,6 +139,7 @@ struct Launch {
   Launch* previous;
   uint32_t started = 0, ended_ctas = 0, triggered = 0;
   bool ended = false;
+  std::vector<Access> behind;
 
   uint64_t key() const { return 1ull << 63 | uint64_t(rank) << 32 | number << 6; }
 };
@@ -212,7 +222,8 @@ struct Machine {
   void wake(Thread& thread);
   void block(Thread& thread);
   void notify(uint64_t key);
-  void park(uint64_t key);
+  void park(std::initializer_list<uint64_t> keys) { park(keys.begin(), keys.size()); }
+  void park(const uint64_t* keys, size_t count);
   void progress() { stall = 0; }
   MBarrier& mbarrier(Cta& cta, void* address);
   void complete_phase(const Cta& cta, MBarrier& barrier, void* address);

@@ -1,0 +1,183 @@
+"""Lines of the kernels that must be as they are: with another in its place, the tests of ``test_kernels.py`` fail."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emulator import EmulationError
+from emulator.kernels import FP8, FP32, SOURCES, Form, PushMachine, StreamMachine
+from emulator.test_kernels import MOST_TOKENS, WHOLE, random_calls
+from tw_compile.kernels.all_reduce_rms_norm.stream import Shape
+from tw_compile.kernels.cuda.program import HEADERS
+
+Run = Callable[[Path, int], None]
+SEEDS = range(40)
+STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
+
+
+def run_push(sources: Path, seed: int, *, one_shot: bool, world_size: int = 3, form: Form = WHOLE) -> None:
+    options: dict[str, Any] = {"threads": 64, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
+    machine = PushMachine(world_size, 264, form, one_shot=one_shot, most_tokens=MOST_TOKENS, seed=seed, **options)
+    random_calls(machine, seed, 6)
+    machine.run()
+
+
+def run_stream(sources: Path, seed: int, *, form: Form = WHOLE, in_slot: bool = False) -> None:
+    options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": Shape(64, 2, 2)}
+    options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
+    machine = StreamMachine(3, 272, form, most_tokens=MOST_TOKENS, seed=seed, **options)
+    random_calls(machine, seed, 4)
+    machine.run()
+
+
+SHARDED = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
+ONE_SHOT, TWO_SHOT = partial(run_push, one_shot=True), partial(run_push, one_shot=False)
+MEETING, NO_MEETING = "meet_peers(p.pads, p.status, epoch + {0}, p.rank, {0}, BLOCK)", "barrier_sync(0, BLOCK)"
+PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
+
+PUSH: dict[str, tuple[Run, str, str]] = {
+    "clears the part that comes next": (TWO_SHOT, "(call.part + 2) % 3", "(call.part + 1) % 3"),
+    "clears nothing": (ONE_SHOT, "unit < p.state->used[previous]", "unit < 0"),
+    "clears too little": (TWO_SHOT, "(uint32_t)(residuals.end() / 16)", "(uint32_t)(sums.end() / 16)"),
+    "sections end off 16 bytes": (
+        partial(run_push, one_shot=False, world_size=2, form=Form(hidden_dtype=FP8)),
+        " + 15) / 16 * 16; }",
+        "); }",
+    ),
+    "uses two parts": (ONE_SHOT, "% 3", "% 2"),
+    "sends negative zeros of x": (ONE_SHOT, "drop_negative_zeros(own[v]);", ""),
+    "sends negative zeros of results": (TWO_SHOT, "drop_negative_zeros(result);", ""),
+    "sends negative zeros of the residual": (
+        partial(run_push, one_shot=False, form=Form(residual=None, residual_dtype=FP32, scale=-0.5)),
+        "drop_negative_zeros(kept);",
+        "",
+    ),
+    "rows share partial sums": (ONE_SHOT, "partials + parity * WARPS", "partials"),
+    "a peer gets no results": (
+        TWO_SHOT,
+        "PEERS; ++step) call.push(normalised",
+        "PEERS - 1; ++step) call.push(normalised",
+    ),
+    "first CTA hands the state on": (
+        ONE_SHOT,
+        "fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1",
+        "blockIdx.x == 0",
+    ),
+    "starts before the call before has ended": (ONE_SHOT, "grid_dependency_wait();", ""),
+    "adds in another order on each rank": (
+        partial(run_push, one_shot=True, form=Form(FP32, residual_dtype=FP32)),
+        "if (peer_after(rank, section) == source)",
+        "if (section + 1 == source)",
+    ),
+    "reads a sharded residual as a whole one": (
+        partial(run_push, one_shot=False, form=SHARDED),
+        "(RESIDUAL_SHARDED ? local : row)",
+        "row",
+    ),
+    "waits for rows that a peer does not have": (
+        TWO_SHOT,
+        "call.rows_of(peer_after(rank, section))",
+        "call.rows_of(rank)",
+    ),
+}
+
+STREAM: dict[str, tuple[Run, str, str]] = {
+    "no barrier before the sum": (PRIVATE, MEETING.format(1), NO_MEETING),
+    "no barrier before the slot is written": (
+        IN_SLOT,
+        MEETING.format(1),
+        NO_MEETING,
+    ),
+    "no barrier after the sum": (IN_SLOT, MEETING.format(2), NO_MEETING),
+    "counts one barrier": (PRIVATE, "p.epochs[blockIdx.x] = epoch + 2", "p.epochs[blockIdx.x] = epoch + 1"),
+    "announces results that are on their way": (IN_SLOT, "      bulk_wait();\n      fence", "      fence"),
+    "overwrites a result that is being copied": (PRIVATE, "if (thread == 0) bulk_wait_read<0>();", ""),
+    "result not visible to bulk copies": (PRIVATE, "fence_proxy_async_shared();", ""),
+    "copies a result that others still write": (PRIVATE, "      barrier_sync(1 + group, THREADS);\n", ""),
+    "fills a stage that is being read": (
+        IN_SLOT,
+        "if (round > 0) wait_for(&shared.empty[group][stage], (round - 1) & 1);",
+        "",
+    ),
+    "reads a stage that is being filled": (PRIVATE, "wait_for(&shared.full[group][stage], chunk / STAGES & 1);", ""),
+    "gives a stage back before all lanes have read it": (
+        PRIVATE,
+        "warp_sync();\n        if (thread % 32 == 0) mbarrier_arrive",
+        "if (thread % 32 == 0) mbarrier_arrive",
+    ),
+    "mbarriers not visible to bulk copies": (IN_SLOT, "mbarrier_init_fence();", ""),
+    "a peer gets no result": (
+        IN_SLOT,
+        "1; step < WORLD_SIZE; ++step) {\n        HIDDEN",
+        "2; step < WORLD_SIZE; ++step) {\n        HIDDEN",
+    ),
+    "collects into a stage that is being stored": (PRIVATE, "bulk_wait_read<LAG>", "bulk_wait_read<LAG + 1>"),
+    "collects twice from the first stage on": (PRIVATE, "p.residual_out, chunk);", "p.residual_out, 0);"),
+    "ends while results are stored": (PRIVATE, "    bulk_wait();\n  }\n}", "  }\n}"),
+    "groups share partial sums": (PRIVATE, "shared.partials[turn & 1][group]", "shared.partials[turn & 1][0]"),
+    "reads a sharded residual as a whole one": (
+        partial(run_stream, form=SHARDED),
+        "(RESIDUAL_SHARDED ? local : row)",
+        "row",
+    ),
+    "starts before the call before has ended": (PRIVATE, "grid_dependency_wait();", ""),
+}
+
+PADS: dict[str, tuple[Run, str, str]] = {
+    "announces what others have not written yet": (PRIVATE, "  barrier_sync(0, threads);\n  if", "  if"),
+    "others go on before the peers have come": (
+        PRIVATE,
+        "  warp_sync();\n  barrier_sync(0, threads);\n",
+        "  warp_sync();\n",
+    ),
+    "does not know one peer": (PRIVATE, "peer < WORLD_SIZE &&", "peer < WORLD_SIZE - 1 &&"),
+    "count does not wrap": (PRIVATE, "(int32_t)(load_acquire_sys(flag) - epoch) < 0", "load_acquire_sys(flag) < epoch"),
+}
+
+ELEMENTS: dict[str, tuple[Run, str, str]] = {
+    "one word speaks for others": (TWO_SHOT, "all = all && word != NOT_ARRIVED", "all = all || word != NOT_ARRIVED"),
+    "negative zeros stay in upper halves": (ONE_SHOT, "0x80008000u", "0x00008000u"),
+}
+
+ROW: dict[str, tuple[Run, str, str]] = {
+    "adds partial sums that are not there yet": (PRIVATE, "  barrier_sync(barrier, WARPS * 32);\n", ""),
+    "reads past the end of a row": (ONE_SHOT, "ROW_VECTORS % GROUP == 0", "true"),
+}
+
+BROKEN = {
+    f"{file}: {name}": (file, *change)
+    for file, changes in {
+        "push.cu": PUSH,
+        "stream.cu": STREAM,
+        "pads.cuh": PADS,
+        "elements.cuh": ELEMENTS,
+        "rms_norm_row.cuh": ROW,
+    }.items()
+    for name, change in changes.items()
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
+    file, run, old, new = BROKEN[name]
+    for source in (*SOURCES.glob("*.cu"), *HEADERS.glob("*.cuh")):
+        shutil.copy(source, tmp_path)
+    text = (tmp_path / file).read_text()
+    assert old in text
+    (tmp_path / file).write_text(text.replace(old, new))
+    with pytest.raises((EmulationError, AssertionError)):
+        for seed in SEEDS:
+            run(tmp_path, seed)
+
+
+@pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT])
+def test_kernels_as_they_are_pass(run: Run) -> None:
+    """What catches the broken ones lets these pass."""
+    for seed in SEEDS[:10]:
+        run(SOURCES, seed)

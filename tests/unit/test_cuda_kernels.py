@@ -1,0 +1,231 @@
+"""push.cu and stream.cu compiled as the operator asks for them: no GPU, but all that can be read from machine code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from tw_compile.kernels.all_reduce_rms_norm import push, stream
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.cuda.program import Program
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
+KINDS = ("one_shot", "two_shot", "stream", "stream_in_slot")
+MOST_STACK_BYTES = 128
+"""Of rows up to 8192: a few addresses, where a CTA of 1024 threads leaves 64 registers to each. Rows would need far more."""
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs are what the host modules would load, which is as far as it goes here."""
+    for module in (push, stream):
+        monkeypatch.setattr(module, "prepare", lambda program, device: program)
+    yield
+
+
+def request(
+    hidden_size: int,
+    dtype: torch.dtype = BF16,
+    *,
+    residual: bool = True,
+    residual_out: ResidualOut = "sharded",
+    residual_dtype: torch.dtype = FP32,
+    bias: bool = False,
+    cast: torch.dtype | None = None,
+    hidden_dtype: torch.dtype | None = None,
+) -> Request:
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    norm = NormSpec(1e-5, 0.0, cast, hidden_dtype or dtype, residual_dtype)
+    return Request(
+        empty(16, hidden_size, dtype=dtype),
+        empty(16, hidden_size, dtype=residual_dtype) if residual else None,
+        empty(hidden_size, dtype=dtype) if bias else None,
+        empty(hidden_size, dtype=dtype),
+        norm,
+        residual and residual_out == "sharded",
+        residual_out,
+        "",
+        0,
+        empty(1, dtype=FP32) if hidden_dtype == FP8 else None,
+    )
+
+
+def program_of(
+    kind: str, asked: Request, world_size: int, patch: pytest.MonkeyPatch, *, arch: int = 9, staged: bool = True
+) -> Program:
+    """What the algorithm loads for the request; an in-slot result is not copied back, nor is in-slot ``x`` staged."""
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (arch, 0))
+    state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0)
+    if kind == "one_shot":
+        whole: dict[str, Any] = {"residual_sharded": False}
+        if asked.residual_out == "sharded":
+            whole["residual_out"] = "replicated"
+        return Push(True)._prepare(replace_fields(asked, **whole), state, 0)  # type: ignore[return-value]
+    if kind == "two_shot":
+        return Push(False)._prepare(asked, state, 0)  # type: ignore[return-value]
+    algorithm = Stream(private_output=kind == "stream")
+    assert algorithm.obstacle(asked, state) is None
+    return algorithm._prepare(asked, state, 0, staged)[0]  # type: ignore[return-value]
+
+
+def replace_fields(asked: Request, **fields: Any) -> Request:
+    return Request(**{**asked.__dict__, **fields})
+
+
+def dump(cubin: bytes, folder: Path, option: str) -> str:
+    file = folder / "kernel.cubin"
+    file.write_bytes(cubin)
+    done = subprocess.run([str(CUOBJDUMP), option, str(file)], check=True, capture_output=True, text=True)
+    return done.stdout + done.stderr
+
+
+def stack_bytes(cubin: bytes, folder: Path) -> int:
+    found = re.search(r"STACK:(\d+)", dump(cubin, folder, "-res-usage"))
+    assert found
+    return int(found[1])
+
+
+# --- everything compiles ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_rows_stay_in_registers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int, world_size: int
+) -> None:
+    """For sm_90a; rows of 18432 take three vectors a thread of the largest CTA, and push spills with 4 or more ranks."""
+    for kind in KINDS:
+        cubin = program_of(kind, request(hidden_size, cast=BF16), world_size, monkeypatch).cubin()
+        if hidden_size <= 8192:
+            assert stack_bytes(cubin, tmp_path) <= MOST_STACK_BYTES, kind
+
+
+@pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
+def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int) -> None:
+    for kind in KINDS:
+        cubin = program_of(kind, request(hidden_size, cast=BF16), 8, monkeypatch, arch=10).cubin()
+        if hidden_size <= 8192:
+            assert stack_bytes(cubin, tmp_path) <= MOST_STACK_BYTES, kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"residual": False},
+        {"residual_out": "none"},
+        {"residual_out": "replicated", "residual_dtype": BF16, "bias": True},
+        {"dtype": FP16, "residual_dtype": FP16, "cast": FP16, "residual_out": "replicated"},
+        {"dtype": FP32, "bias": True},
+        {"dtype": FP32, "residual_out": "replicated"},
+        {"hidden_dtype": FP8},
+        {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
+    ],
+    ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
+)
+def test_every_form_compiles(monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], kind: str) -> None:
+    asked = request(4096, **form)
+    assert program_of(kind, asked, 4, monkeypatch, staged=False).cubin().startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spin_limits_compile(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program = program_of(kind, request(1024), 8, monkeypatch)
+    limited = Program(program.source, program.params, program.arch, (*program.defines, ("SPIN_LIMIT", 2**31 - 1)))
+    assert limited.cubin() != program.cubin()
+
+
+# --- instructions ----------------------------------------------------------------------------------------------------
+
+
+def sass_accesses(sass: str) -> set[str]:
+    """Accesses to global memory and bulk copies, without their operands."""
+    return set(re.findall(r"\b((?:LDG|STG|LD|ST|UBLKCP|ATOMG?)\.[\w.]+)", sass))
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot"])
+def test_push_moves_rows_in_strong_16_byte_accesses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, arch: int
+) -> None:
+    asked = request(4096, residual_out="replicated", residual_dtype=BF16)
+    accesses = sass_accesses(dump(program_of(kind, asked, 4, monkeypatch, arch=arch).cubin(), tmp_path, "-sass"))
+    strong = {access for access in accesses if "STRONG.SYS" in access}
+    assert strong == {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"}
+    # What is narrower is the state of the inbox, and addresses.
+    assert accesses - strong == {"LDG.E.128", "STG.E.128", "LDG.E.64", "LDG.E", "STG.E", "ATOMG.E.ADD.STRONG.GPU"}
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("kind", ["stream", "stream_in_slot"])
+def test_stream_moves_rows_in_bulk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, arch: int) -> None:
+    program = program_of(kind, request(4096), 4, monkeypatch, arch=arch)
+    accesses = sass_accesses(dump(program.cubin(), tmp_path, "-sass"))
+    assert {"UBLKCP.S.G", "UBLKCP.G.S"} <= accesses
+    # Flags alone are strong; the epoch and addresses are narrow.
+    assert {access for access in accesses if "STRONG" in access} == {"LDG.E.STRONG.SYS", "STG.E.STRONG.SYS"}
+    rest = {"LDG.E.128", "STG.E.128", "LDG.E.64", "LDG.E", "STG.E"}
+    assert {access for access in accesses if "STRONG" not in access and "UBLKCP" not in access} <= rest
+
+
+def instructions(ptx: str) -> list[str]:
+    """Memory instructions, fences and barriers in their order in the text, without operands and predicates."""
+    names = "ld|st|atom|fence|barrier|mbarrier|cp|griddepcontrol|bar"
+    return re.findall(rf"^\s*(?:@!?%\w+\s+)?((?:{names})\.[\w.:]+)", ptx, re.MULTILINE)
+
+
+def test_push_needs_no_order_but_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = instructions(program_of("two_shot", request(4096), 4, monkeypatch).ptx())
+    rows = [name for name in found if "sys" in name]
+    assert set(rows) == {"ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"}
+    assert [name for name in found if name.startswith(("atom", "fence"))] == ["atom.acq_rel.gpu.global.add.u32"]
+    begin = found.index("griddepcontrol.wait")
+    assert not any(name.startswith(("ld.global", "st.global", "ld.relaxed", "st.relaxed")) for name in found[:begin])
+    strong = ("barrier", "ld.relaxed", "st.relaxed")
+    assert [name for name in found[: found.index("atom.acq_rel.gpu.global.add.u32")] if name.startswith(strong)][
+        -1
+    ] == BARRIER
+
+
+FENCE, FENCE_SHARED, BARRIER = "fence.proxy.async", "fence.proxy.async.shared::cta", "barrier.sync.aligned"
+MEETING = [BARRIER, "st.release.sys.global.b32", "ld.acquire.sys.global.b32", BARRIER]
+BULK_LOAD = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+BULK_STORE, BULK_COMMIT = "cp.async.bulk.global.shared::cta.bulk_group", "cp.async.bulk.commit_group"
+BULK_WAIT, BULK_WAIT_READ = "cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read"
+
+
+@pytest.mark.parametrize("kind", ["stream", "stream_in_slot"])
+def test_stream_releases_acquires_and_fences(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The order of the text, which follows the source; repeated copies are left out."""
+    asked = request(4096, residual_out="replicated", residual_dtype=BF16)
+    found = instructions(program_of(kind, asked, 4, monkeypatch).ptx())
+    ordering = [
+        name for name in found if name.startswith(("fence", "cp", "barrier", "griddepcontrol")) or "sys" in name
+    ]
+    once = [name for name, before in zip(ordering, ["", *ordering], strict=False) if name != before or name == FENCE]
+    begin, end = (
+        ["fence.mbarrier_init.release.cluster", "griddepcontrol.wait"],
+        [*MEETING, "griddepcontrol.launch_dependents"],
+    )
+    staged = [FENCE, *MEETING]
+    computed = [BULK_WAIT_READ, BARRIER, FENCE_SHARED, BARRIER, BULK_STORE, BULK_COMMIT, BULK_WAIT, FENCE]
+    summed = [*begin, *staged, *computed, FENCE, BULK_LOAD]
+    if kind == "stream_in_slot":
+        assert once == [*summed, *end]
+    else:
+        collect = [BULK_WAIT_READ, BULK_LOAD] * 2 + [BULK_STORE, BULK_COMMIT]  # the loop is peeled once
+        assert once == [*summed, FENCE, *end, FENCE, *collect * 2, BULK_WAIT]
