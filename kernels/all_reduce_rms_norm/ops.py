@@ -11,6 +11,8 @@ Only an operator can do that: memory that outlives the graph must never be seen 
 call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
 is in flight: a start completes the one before it.
 
+``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
+
 Registered with ``torch.library.Library`` (less overhead a call than ``custom_op``). This module imports neither Triton
 nor any transport; those load at the first call.
 """
@@ -40,7 +42,8 @@ _library = Library(NAMESPACE, "DEF")
 _REQUEST = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
-    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None) -> (Tensor, Tensor)"
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None) -> "
+    "(Tensor, Tensor)"
 )
 _library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}")
 _library.define(f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}")
@@ -99,8 +102,12 @@ def _request(
     slot: int,
     scale: float = 1.0,
     hidden_scale: torch.Tensor | None = None,
+    eps_tensor: torch.Tensor | None = None,
 ) -> tuple[Transport, Request]:
     check_hidden_scale(hidden_dtype, hidden_scale)
+    _check_eps_tensor(eps_tensor)
+    if eps_tensor is not None:
+        eps = float(eps_tensor)
     norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype, scale)
     request = Request(
         x,
@@ -115,6 +122,14 @@ def _request(
         hidden_scale,
     )
     return get_transport(transport), request
+
+
+def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
+    """ValueError for what can't be read as a number without waiting for a device."""
+    if eps_tensor is not None and (eps_tensor.numel() != 1 or eps_tensor.device.type != "cpu"):
+        raise ValueError(
+            f"eps_tensor: expected a CPU tensor of one element, got {list(eps_tensor.shape)} on {eps_tensor.device}"
+        )
 
 
 def _complete_earlier(request: Request) -> None:
@@ -154,8 +169,10 @@ def _start_fake(
     slot: int,
     scale: float = 1.0,
     hidden_scale: torch.Tensor | None = None,
+    eps_tensor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_hidden_scale(hidden_dtype, hidden_scale)
+    _check_eps_tensor(eps_tensor)
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(group_name).size()
     rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[residual_out]

@@ -32,12 +32,13 @@ _LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
 class NormMatch:
     """An RMSNorm of ``h``: ``output`` is the node that a fused operator's hidden output replaces.
 
-    ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``.
+    ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``. ``eps`` is a
+    number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python floats.
     """
 
     output: fx.Node
     interior: tuple[fx.Node, ...]
-    eps: float
+    eps: float | fx.Node
     weight: fx.Node | None = None
     weight_offset: float = 0.0
     cast_before_weight: torch.dtype | None = None
@@ -105,11 +106,13 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
     if refusal is not None:
         return refusal
     interior = [square, mean]
-    eps = 0.0
+    eps: float | fx.Node = 0.0
     last = mean
     with_eps = _only_user(mean)
     if is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
-        found = _constant(other_operand(with_eps, mean))
+        addend = other_operand(with_eps, mean)
+        constant = _constant(addend)
+        found = _host_scalar(addend) if constant is None else constant
         if found is None or with_eps.kwargs.get("alpha", 1) != 1:
             return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
         eps = found
@@ -167,6 +170,17 @@ def _constant(operand: object) -> float | None:
     return None
 
 
+def _host_scalar(operand: object) -> fx.Node | None:
+    """The input of the graph that ``operand`` is, or is cast from, if reading it as a number waits for nothing."""
+    while is_cast(operand):
+        operand = operand.args[0]
+    if not isinstance(operand, fx.Node) or operand.op != "placeholder":
+        return None
+    found = value(operand)
+    is_scalar = found is not None and found.dim() == 0 and found.device.type == "cpu" and found.is_floating_point()
+    return operand if is_scalar else None
+
+
 def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node | None, bool]:
     """``(node, divides)``: the node that holds 1/sqrt, or the one that holds sqrt and is divided by."""
     user = _only_user(variance)
@@ -184,7 +198,7 @@ def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Nod
     return None, False
 
 
-def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: float) -> NormMatch | Refused:
+def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: float | fx.Node) -> NormMatch | Refused:
     """Extend the match over the cast and the weight, as far as every node has one user."""
     nodes = list(interior)
     current = normalised

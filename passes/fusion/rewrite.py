@@ -84,7 +84,7 @@ class Rewriter:
                 residual,
                 site.bias,
                 weight,
-                norm.eps,
+                0.0 if isinstance(norm.eps, fx.Node) else norm.eps,
                 norm.weight_offset,
                 norm.cast_before_weight if compat.emulates_precision_casts() else None,
                 hidden.dtype,
@@ -95,6 +95,7 @@ class Rewriter:
                 transport,
                 _FUSE_ONLY_SLOT,
                 site.scale,
+                *((None, norm.eps) if isinstance(norm.eps, fx.Node) else ()),  # hidden_scale, eps_tensor
             ),
             "start",
         )

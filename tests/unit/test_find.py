@@ -267,6 +267,13 @@ def eps_from_an_input(b: GraphBuilder) -> fx.Node:
 
 
 @near(Refusal.EPS_NOT_CONSTANT)
+def eps_computed_in_the_graph(b: GraphBuilder) -> fx.Node:
+    wait, eps = b.all_reduce(b.input(T, H)), b.call(aten.neg.default, b.input())
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1], True)
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, eps)))
+
+
+@near(Refusal.EPS_NOT_CONSTANT)
 def eps_with_alpha(b: GraphBuilder) -> fx.Node:
     wait = b.all_reduce(b.input(T, H))
     variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1], True)

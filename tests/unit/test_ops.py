@@ -44,6 +44,7 @@ def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any,
         "slot": 0,
         "scale": 1.0,
         "hidden_scale": None,
+        "eps_tensor": None,
     }
     assert set(changed) <= set(args)
     return tuple((args | changed).values())
@@ -71,6 +72,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "residual taken in sharded": {"residual": torch.randn(3, H), "residual_sharded": True, "residual_out": "sharded"},
     "fp8": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "dtype": torch.bfloat16},
     "fp8 sharded": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "residual_out": "sharded"},
+    "eps is an input": {"eps_tensor": torch.tensor(0.5, dtype=torch.float64)},
     "not contiguous": {"x": torch.randn(H, T).t(), "residual": torch.randn(H, T).t()},
 }
 
@@ -347,3 +349,18 @@ def test_result_is_the_reference_on_one_rank_of_a_fake_group() -> None:
     norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
     expected = add_rms_norm(args[0], args[1], None, args[3], norm)
     torch.testing.assert_close((hidden, residual), expected)
+
+
+def test_eps_may_be_a_tensor_of_the_host() -> None:
+    x = torch.randn(T, H)
+    by_number = started_and_done(ops.start(*start_args(x=x, residual=None, weight=None, eps=0.5)))
+    by_tensor = start_args(x=x, residual=None, weight=None, eps=0.0, eps_tensor=torch.tensor(0.5, dtype=torch.float64))
+    assert torch.equal(started_and_done(ops.start(*by_tensor)), by_number)
+    for wrong, got in ((torch.ones(2), r"\[2\] on cpu"), (torch.ones((), device="meta"), r"\[\] on meta")):
+        with pytest.raises(ValueError, match=f"eps_tensor: expected a CPU tensor of one element, got {got}"):
+            ops.start(*start_args(eps_tensor=wrong))
+
+
+def started_and_done(outputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    ops.wait_(*outputs, [], "0", 0)
+    return outputs[0]

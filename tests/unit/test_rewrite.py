@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tw_compile import Config, TWCompilePass, collect_reports
+from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
 from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import GraphReport
@@ -69,11 +70,11 @@ class HFNorm(nn.Module):
     def __init__(self, width: int, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.offset = offset
+        self.offset, self.eps = offset, 1e-6
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-6)
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.offset:
             return (y * (self.offset + self.weight.float())).to(x.dtype)
         return self.weight * y.to(x.dtype)
@@ -411,6 +412,18 @@ def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> Non
     forward, backward = reports
     assert forward.refusals == {Refusal.TRAINING_GRAPH: 2} and forward.counts["fused"] == 0
     assert set(backward.refusals) <= {Refusal.TRAINING_GRAPH} and backward.counts["fused"] == 0
+
+
+@pytest.mark.parametrize("eps", [1e-6, 3.0])
+def test_dynamic_true_makes_eps_an_input_which_the_operator_reads(group: None, eps: float) -> None:
+    module, stream = Decoder("hf", layers=1), torch.randn(5, 64)
+    for norm in module.norms:
+        norm.eps = eps
+    with torch.no_grad(), collect_reports() as reports:
+        compiled = torch.compile(module, backend="tw_compile", dynamic=True, options={"tw_compile.strict": True})
+        own_rows = slice(0, row_range(5, 4, 0)[1])  # a fake group gathers no others
+        torch.testing.assert_close(compiled(stream)[own_rows], module(stream)[own_rows])
+    assert reports[0].counts == {"all_reduce": 2, "fused": 2, "refused": 0, "gated": 0}
 
 
 def test_snapshot_is_stable_and_diff_shows_the_rewrite(group: None) -> None:
