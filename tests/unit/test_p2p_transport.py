@@ -99,6 +99,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     control.transport = p2p.P2PTransport()
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: control.capturing)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
     monkeypatch.setattr(
         slot,

@@ -128,10 +128,10 @@ def test_a_bad_table_is_refused_with_the_key(old: str, new: str, message: str) -
     assert message in str(error.value)
 
 
-def test_equal_bytes_give_equal_choices_on_all_ranks() -> None:
+def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     selector = Selector(STEPS)
-    request: Any = SimpleNamespace(x=torch.zeros(0), residual_sharded=False)
-    request.x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16)
-    request.residual = request.bias = request.weight = None
+    x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16, device="cuda:0")
+    request: Any = SimpleNamespace(x=x, residual=None, bias=None, weight=None, residual_sharded=False)
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1
