@@ -85,7 +85,7 @@ def code(request: pytest.FixtureRequest) -> str:
 
 def test_every_site_starts_and_waits_in_turn(code: str) -> None:
     starts, waits = calls_of(code, START), calls_of(code, WAIT)
-    assert len(starts) == len(waits) >= 3
+    assert len(starts) == len(waits) >= 2
     merged = sorted([(line, "start") for line in starts] + [(line, "wait") for line in waits])
     assert [kind for _, kind in merged] == ["start", "wait"] * len(starts)
 
@@ -133,14 +133,14 @@ def test_no_gemm_stays_before_a_sum(form: str) -> None:
 
 @pytest.mark.parametrize("form", ["llama", "dynamic llama"])
 def test_gemms_of_a_llama_that_are_summed_are_absorbed(form: str) -> None:
-    """What stays: q, k, v, gate and up. The first sum is of embeddings."""
+    """What stays: q, k, v, gate and up. The first of three sums is of embeddings, which transformers shards from 5.23 on."""
     code = code_of(form)
     factor = r"reinterpret_tensor\(arg\w+, \((\d+), (\d+)\)"
     assert [re.findall(factor, line)[0] for line in _gemms(code)] == [
         ("512", width) for width in ("128", "64", "64", "352", "352")
     ]
-    absorbed = calls_of(code, START)[1:]
-    assert calls_of(code, MM_START) == absorbed
+    absorbed = calls_of(code, MM_START)
+    assert calls_of(code, START)[-2:] == absorbed
     summed = [re.findall(factor, code.splitlines()[line])[0] for line in absorbed]
     assert summed == [("128", "512"), ("352", "512")]
 
