@@ -87,7 +87,7 @@ class Stream(Algorithm):
     """At most ``max_ctas`` CTAs, one an SM.
 
     With ``private_output`` the results are ordinary tensors. Otherwise they are the slot's own memory, which the next call
-    on the slot overwrites: peers write there directly, which is a little faster and needs fewer SMs.
+    on the slot overwrites: peers write there directly, and nothing is copied afterwards.
     """
 
     def __init__(self, max_ctas: int = 16, private_output: bool = True) -> None:
