@@ -63,7 +63,7 @@ import triton.language as tl
 MAX_CTAS = 32
 """CTAs of one launch. Small, because the CTAs of all concurrent launches must be resident at once to make progress."""
 
-REPORT_ROWS = 128
+REPORT_ROWS = 256
 """CTAs that can report a silent peer: those that meet in barriers, and those of kernels that wait for data instead."""
 
 MAX_WORLD_SIZE = 8

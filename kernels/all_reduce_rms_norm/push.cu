@@ -200,9 +200,8 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
         if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
           for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local, column, kept);
       }
-      normalise(h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
       Eight<HIDDEN_TYPE> result;
-      pack(result, h[v]);
+      normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
       drop_negative_zeros(result);
       store(p.hidden + row * HIDDEN + column, result);
       if constexpr (!ONE_SHOT)

@@ -61,7 +61,7 @@ class Push(Algorithm):
     must be, on every rank: choose ``max_ctas`` for that.
     """
 
-    def __init__(self, one_shot: bool, max_ctas: int = REPORT_ROWS) -> None:
+    def __init__(self, one_shot: bool, max_ctas: int = 128) -> None:
         if not 1 <= max_ctas <= REPORT_ROWS:
             raise ValueError(f"max_ctas: expected 1 to {REPORT_ROWS}, got {max_ctas}")
         self._one_shot, self._max_ctas = one_shot, max_ctas

@@ -2,9 +2,11 @@
 //
 // Rank r owns rows_per_rank rows. GROUPS groups of threads of a CTA take turns with its rows. One thread keeps a ring of
 // shared-memory stages for each group filled with its rows from all ranks (one stage: one row of one rank). The group adds
-// up a row in rank order as its stages fill, adds bias and residual, normalises, writes the result to its own piece of
-// shared memory, and one of its threads has it copied to all ranks. While one group computes, the copies of others run, so
-// few CTAs fill the links: 2(N-1)/N x M bytes each way, nothing read or written twice.
+// up a row in rank order as its stages fill, adds bias and residual, normalises and writes both results to one of its
+// RESULTS pieces of shared memory, and another thread has them copied to where they belong. While the group's sums of
+// squares come together it adds up its next row, whose residual is on its way to registers for a row's time. So little but
+// arithmetic is left between two rows, and few CTAs fill the links: 2(N-1)/N x M bytes each way, nothing read or written
+// twice.
 //
 // Each group has a ring of its own because a wait for an mbarrier knows the parity of a phase and not its number: a group
 // that waits for a stage has itself emptied it the time before, so it is never two phases ahead.
@@ -21,8 +23,8 @@
 // The memory-order argument of the barriers, and why one buffer of each kind is enough, is in kernels/_sync.py. Rows and
 // CTAs: CTA b handles, of each rank's rows, b, b + grid, b + 2 grid, ... on every rank.
 //
-// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, GROUPS, THREADS and STAGES of a group, STAGED, PULL,
-// RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
+// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, GROUPS, THREADS, STAGES and RESULTS of a group,
+// STAGED, PULL, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "pads.cuh"
 #include "rms_norm_row.cuh"
@@ -51,7 +53,8 @@ struct StreamParams {
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
-inline constexpr int BLOCK = GROUPS * THREADS + 32;  // the last warp fills the rings
+inline constexpr int BLOCK = GROUPS * THREADS + 64;  // one warp fills the rings, one publishes the results
+inline constexpr bool AHEAD = VECTORS <= 2;          // more of the next row would not fit in the registers
 inline constexpr int X_BYTES = HIDDEN * sizeof(X_TYPE);
 inline constexpr int HIDDEN_BYTES = HIDDEN * sizeof(HIDDEN_TYPE);
 inline constexpr int RESIDUAL_BYTES = HIDDEN * sizeof(RESIDUAL_OUT_TYPE);
@@ -60,18 +63,22 @@ inline constexpr bool PULL_RESIDUAL = PULL && RESIDUAL_OUT == ALL_ROWS;
 constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
 inline constexpr int STAGE_BYTES =
     aligned(larger(X_BYTES, larger(PULL ? HIDDEN_BYTES : 0, PULL_RESIDUAL ? RESIDUAL_BYTES : 0)));
-inline constexpr int RESULT_BYTES = aligned(HIDDEN_BYTES);
+inline constexpr int KEPT_OFFSET = aligned(HIDDEN_BYTES);  // of the new residual in a piece, behind the normalised row
+inline constexpr int RESULT_BYTES = KEPT_OFFSET + (RESIDUAL_OUT == NO_ROWS ? 0 : aligned(RESIDUAL_BYTES));
 static_assert(X_BYTES % 16 == 0 && HIDDEN_BYTES % 16 == 0, "bulk copies move multiples of 16 bytes");
 
 struct Shared {
-  uint64_t full[GROUPS][STAGES];      // a stage has arrived
-  uint64_t empty[GROUPS][STAGES];     // a stage has been read: one arrival of each warp of the group
-  uint64_t collected[GROUPS * STAGES];  // PULL: the same stages, used once more after the second barrier
+  uint64_t full[GROUPS][STAGES];        // a stage has arrived
+  uint64_t empty[GROUPS][STAGES];       // a stage has been read: one arrival of each warp of the group
+  uint64_t ready[GROUPS][RESULTS];      // a piece has been written: likewise
+  uint64_t taken[GROUPS][RESULTS];      // it has been read by its copies
+  uint64_t squared[GROUPS][2];          // partial sums of squares, of two rows in turn: one arrival of each warp
+  uint64_t copied[GROUPS * STAGES];     // the stages as a ring for copies of rows, before and after the sums
   float partials[2][GROUPS][WARPS];
   uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: addresses that every row needs
 };
 inline constexpr int RESULTS_OFFSET = aligned(sizeof(Shared));
-inline constexpr int RINGS_OFFSET = RESULTS_OFFSET + GROUPS * RESULT_BYTES;
+inline constexpr int RINGS_OFFSET = RESULTS_OFFSET + GROUPS * RESULTS * RESULT_BYTES;
 static_assert(RINGS_OFFSET + GROUPS * STAGES * STAGE_BYTES <= SHARED_BYTES, "the launch gives less shared memory than this needs");
 
 DEVICE void wait_for(uint64_t* barrier, uint32_t parity) {
@@ -96,23 +103,6 @@ struct Cta {
   }
   DEVICE int local_row(int index) const { return blockIdx.x + index * gridDim.x; }
 
-  // Copies the peers' rows of x to this rank's symmetric buffer.
-  DEVICE void stage() const {
-    X_TYPE* const staging = p.x_table[p.rank];
-    for (int step = 1; step < WORLD_SIZE; ++step) {
-      const int owner = (p.rank + step) % WORLD_SIZE;
-      const uint32_t units = share_of(owner) * ROW_VECTORS;
-      for (uint32_t unit = threadIdx.x; unit < units; unit += BLOCK) {
-        const uint64_t row = owner * per_rank + local_row(unit / ROW_VECTORS);
-        const uint64_t element = row * HIDDEN + unit % ROW_VECTORS * 8;
-        Eight<X_TYPE> eight;
-        load(eight, p.x + element);
-        store(staging + element, eight);
-      }
-    }
-    fence_proxy_async();
-  }
-
   // One thread: keeps the rings full, row by row, in rank order.
   DEVICE void fill_rings() const {
     fence_proxy_async();
@@ -129,97 +119,137 @@ struct Cta {
     }
   }
 
+  DEVICE uint8_t* result(int group, int buffer) const { return results + (group * RESULTS + buffer) * RESULT_BYTES; }
+
   // One group of threads: the rows group, group + GROUPS, ... of this CTA.
   DEVICE void compute(int group, uint32_t thread) const {
-    uint8_t* const result = results + group * RESULT_BYTES;
     const uint8_t* const ring = rings + group * STAGES * STAGE_BYTES;
     const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
-    for (int index = group, turn = 0; index < own_rows; index += GROUPS, ++turn) {
+    Loaded<THREADS, WEIGHT_TYPE> weight;
+    weight.fetch(p.weight, thread);
+    Loaded<THREADS, RESIDUAL_TYPE> residual;
+    int stage = 0, buffer = 0;
+    uint32_t stage_parity = 0, buffer_parity = 1;
+
+    const auto fetch = [&](int index) {
       const int local = local_row(index);
       const uint64_t row = own_begin + local;
-      // Their loads are under way while the stages fill.
-      Loaded<THREADS, RESIDUAL_TYPE> residual;
-      residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
-      Loaded<THREADS, WEIGHT_TYPE> weight;
-      weight.fetch(p.weight, thread);
-
-      float h[VECTORS][8] = {};
+      if (index < own_rows) residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
+    };
+    const auto add_up = [&](float (&h)[VECTORS][8]) {
+#pragma unroll
       for (int source = 0; source < WORLD_SIZE; ++source) {
-        const int chunk = turn * WORLD_SIZE + source, stage = chunk % STAGES;
-        wait_for(&shared.full[group][stage], chunk / STAGES & 1);
+        wait_for(&shared.full[group][stage], stage_parity);
         const X_TYPE* const values = (const X_TYPE*)(ring + stage * STAGE_BYTES);
         Row::each(thread, [&](int v, uint32_t column) {
           Eight<X_TYPE> eight;
           load_shared_eight(eight, values + column);
-          add(h[v], eight);
+          source == 0 ? unpack(eight, h[v]) : add(h[v], eight);
         });
         warp_sync();
         if (thread % 32 == 0) mbarrier_arrive(&shared.empty[group][stage]);
+        if (++stage == STAGES) stage = 0, stage_parity ^= 1;
       }
-
-      const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
-      // The sum's barrier also tells the group that its last result has left shared memory.
-      if (thread == 0) bulk_wait_read<0>();
+    };
+    const auto finish = [&](float (&h)[VECTORS][8], int turn) {
+      const float squares = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
+      if (thread % 32 == 0) {
+        shared.partials[turn & 1][group][thread / 32] = squares;
+        mbarrier_arrive(&shared.squared[group][turn & 1]);
+      }
       warp_sync();
-      const float sum = group_sum<WARPS>(squares, shared.partials[turn & 1][group], thread, 1 + group);
-      const float factor = inverse_rms(sum, p.eps);
+    };
+
+    float h[VECTORS][8];
+    fetch(group);
+    if (group < own_rows) {
+      add_up(h);
+      finish(h, 0);
+      if (AHEAD) fetch(group + GROUPS);
+    }
+    for (int index = group, turn = 0; index < own_rows; index += GROUPS, ++turn) {
+      const bool more = index + GROUPS < own_rows;
+      float next[VECTORS][8];
+      if (AHEAD && more) add_up(next);
+
+      wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);
+      const float factor = inverse_rms(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
+      if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);
+      uint8_t* const piece = result(group, buffer);
       Row::each(thread, [&](int v, uint32_t column) {
-        keep(h[v], local, row, column);
-        normalise(h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+        if constexpr (RESIDUAL_OUT != NO_ROWS) {
+          Eight<RESIDUAL_OUT_TYPE> kept;
+          pack(kept, h[v]);
+          store_shared_eight((RESIDUAL_OUT_TYPE*)(piece + KEPT_OFFSET) + column, kept);
+        }
         Eight<HIDDEN_TYPE> eight;
-        pack(eight, h[v]);
-        store_shared_eight((HIDDEN_TYPE*)result + column, eight);
+        normalise(eight, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+        store_shared_eight((HIDDEN_TYPE*)piece + column, eight);
       });
       fence_proxy_async_shared();
-      barrier_sync(1 + group, THREADS);
-      if (thread == 0) publish(result, row);
       warp_sync();
-    }
-    if (thread == 0) {
-      bulk_wait();
-      fence_proxy_async();
-    }
-    warp_sync();
-  }
+      if (thread % 32 == 0) mbarrier_arrive(&shared.ready[group][buffer]);
+      warp_sync();
+      if (++buffer == RESULTS) buffer = 0, buffer_parity ^= 1;
 
-  // Stores one vector of the new residual.
-  DEVICE void keep(const float (&h)[8], int local, uint64_t row, uint32_t column) const {
-    if constexpr (RESIDUAL_OUT == NO_ROWS) return;
-    Eight<RESIDUAL_OUT_TYPE> eight;
-    pack(eight, h);
-    if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, eight);
-    if constexpr (RESIDUAL_OUT == ALL_ROWS) {
-      const uint64_t element = row * HIDDEN + column;
-      store(p.residual_out + element, eight);
-      if constexpr (PULL) {
-        store(p.residual_table[p.rank] + element, eight);
-      } else {
-        for (int step = 1; step < WORLD_SIZE; ++step)
-          store(p.residual_table[(p.rank + step) % WORLD_SIZE] + element, eight);
+      if (!more) break;
+      if (!AHEAD) {
+        fetch(index + GROUPS);
+        add_up(next);
       }
+      finish(next, turn + 1);
+      if (AHEAD) fetch(index + 2 * GROUPS);
+      for (int v = 0; v < VECTORS; ++v)
+        for (int i = 0; i < 8; ++i) h[v][i] = next[v][i];
     }
   }
 
-  // One thread: has the result copied to where `hidden` is on this rank and to where the peers get it.
-  DEVICE void publish(const uint8_t* result, uint64_t row) const {
-    bulk_store(p.hidden + row * HIDDEN, result, HIDDEN_BYTES);
-    if constexpr (PULL) {
-      bulk_store((HIDDEN_TYPE*)shared.tables[1][p.rank] + row * HIDDEN, result, HIDDEN_BYTES);
-    } else {
-      for (int step = 1; step < WORLD_SIZE; ++step) {
-        HIDDEN_TYPE* const peer = (HIDDEN_TYPE*)shared.tables[1][(p.rank + step) % WORLD_SIZE];
-        bulk_store(peer + row * HIDDEN, result, HIDDEN_BYTES);
-      }
-    }
-    bulk_commit();
-  }
-
-  // One thread: copies this CTA's share of the peers' rows of `table` to `target`. `chunk` counts the stages used through
-  // the launch, and is returned. Up to LAG of the latest stores may still read their stage; the other stages are loading.
+  // One thread: has a row of `from` copied to this rank's `own`, and to where the peers write or get it in `table`.
   template <typename T>
-  DEVICE int collect(T* const* table, T* target, int chunk) const {
+  DEVICE void spread(const uint8_t* from, T* own, T* const* table, uint64_t element) const {
+    constexpr uint32_t BYTES = HIDDEN * sizeof(T);
+    bulk_store(own + element, from, BYTES);
+    if constexpr (PULL) {
+      bulk_store(table[p.rank] + element, from, BYTES);
+    } else {
+      for (int step = 1; step < WORLD_SIZE; ++step)
+        bulk_store(table[(p.rank + step) % WORLD_SIZE] + element, from, BYTES);
+    }
+  }
+
+  // One thread: has the results copied to where they belong, in the order of the rows.
+  DEVICE void publish() const {
+    constexpr int LAG = GROUPS * RESULTS > 1 ? 1 : 0;  // pieces that may still be read when the next row is waited for
+    for (int index = 0; index < own_rows + LAG; ++index) {
+      if (index < own_rows) {
+        const int group = index % GROUPS, turn = index / GROUPS;
+        wait_for(&shared.ready[group][turn % RESULTS], turn / RESULTS & 1);
+        const uint8_t* const piece = result(group, turn % RESULTS);
+        const int local = local_row(index);
+        const uint64_t element = (uint64_t)(own_begin + local) * HIDDEN;
+        spread(piece, p.hidden, (HIDDEN_TYPE* const*)shared.tables[1], element);
+        if constexpr (RESIDUAL_OUT == OWN_ROWS)
+          bulk_store(p.residual_out + (uint64_t)local * HIDDEN, piece + KEPT_OFFSET, RESIDUAL_BYTES);
+        if constexpr (RESIDUAL_OUT == ALL_ROWS)
+          spread(piece + KEPT_OFFSET, p.residual_out, p.residual_table, element);
+      }
+      bulk_commit();
+      bulk_wait_read<LAG>();
+      const int read = index - LAG;
+      if (read >= 0) mbarrier_arrive(&shared.taken[read % GROUPS][read / GROUPS % RESULTS]);
+    }
+    bulk_wait();
+    fence_proxy_async();
+  }
+
+  // One thread: copies this CTA's share of the peers' rows from source(owner) to `target`. `chunk` counts the stages used
+  // through the launch, and is returned. Up to LAG of the latest stores may still read their stage; the other stages are
+  // loading.
+  template <typename T, typename Source>
+  DEVICE int copy_rows(Source source, T* target, int chunk) const {
     constexpr uint32_t BYTES = HIDDEN * sizeof(T);
     constexpr int ALL_STAGES = GROUPS * STAGES, LAG = ALL_STAGES > 4 ? ALL_STAGES / 3 : 1;
+    fence_proxy_async();
     int most = 0;
     for (int step = 1; step < WORLD_SIZE; ++step) most = larger(most, share_of((p.rank + step) % WORLD_SIZE));
     // Peers take turns, so that no link gets all the loads at once. False for a row past the end of a short share.
@@ -237,16 +267,17 @@ struct Cta {
         if (!element_at(to_load, owner, element)) continue;
         const int stage = loaded++ % ALL_STAGES;
         bulk_wait_read<LAG>();
-        mbarrier_arrive_expect(&shared.collected[stage], BYTES);
-        bulk_load(rings + stage * STAGE_BYTES, table[owner] + element, BYTES, &shared.collected[stage]);
+        mbarrier_arrive_expect(&shared.copied[stage], BYTES);
+        bulk_load(rings + stage * STAGE_BYTES, source(owner) + element, BYTES, &shared.copied[stage]);
       }
       if (!element_at(position, owner, element)) continue;
       const int stage = chunk % ALL_STAGES;
-      wait_for(&shared.collected[stage], chunk / ALL_STAGES & 1);
+      wait_for(&shared.copied[stage], chunk / ALL_STAGES & 1);
       bulk_store(target + element, rings + stage * STAGE_BYTES, BYTES);
       bulk_commit();
       ++chunk;
     }
+    bulk_wait();
     return chunk;
   }
 };
@@ -255,13 +286,19 @@ KERNEL(BLOCK) stream(GRID_CONSTANT StreamParams p) {
   uint8_t* const memory = dynamic_shared();
   Shared& shared = *(Shared*)memory;
   const uint32_t thread = threadIdx.x;
-  const bool fills = thread == GROUPS * THREADS;  // first thread of the last warp
+  const bool fills = thread == GROUPS * THREADS, publishes = thread == GROUPS * THREADS + 32;
   if (thread == 0) {
     for (int stage = 0; stage < GROUPS * STAGES; ++stage) {
       mbarrier_init(&shared.full[0][stage], 1);
       mbarrier_init(&shared.empty[0][stage], WARPS);
-      if (PULL) mbarrier_init(&shared.collected[stage], 1);
+      if (STAGED || PULL) mbarrier_init(&shared.copied[stage], 1);
     }
+    for (int buffer = 0; buffer < GROUPS * RESULTS; ++buffer) {
+      mbarrier_init(&shared.ready[0][buffer], WARPS);
+      mbarrier_init(&shared.taken[0][buffer], 1);
+    }
+    for (int group = 0; group < GROUPS; ++group)
+      for (int parity = 0; parity < 2; ++parity) mbarrier_init(&shared.squared[group][parity], WARPS);
     mbarrier_init_fence();
     for (int rank = 0; rank < WORLD_SIZE; ++rank) {
       shared.tables[0][rank] = (uint8_t*)p.x_table[rank];
@@ -274,23 +311,31 @@ KERNEL(BLOCK) stream(GRID_CONSTANT StreamParams p) {
   cta.own_rows = cta.share_of(p.rank);
   const uint32_t epoch = p.epochs[blockIdx.x];
 
-  if constexpr (STAGED) cta.stage();
+  int copied = 0;
+  if constexpr (STAGED) {
+    warp_sync();
+    barrier_sync(0, BLOCK);  // the mbarriers are there
+    if (fills) {
+      copied = cta.copy_rows([&](int) { return p.x; }, p.x_table[p.rank], copied);
+      fence_proxy_async();
+    }
+  }
   warp_sync();
   meet_peers(p.pads, p.status, epoch + 1, p.rank, 1, BLOCK);
   if (thread < GROUPS * THREADS) {
     cta.compute(thread / THREADS, thread % THREADS);
   } else if (fills) {
     cta.fill_rings();
+  } else if (publishes) {
+    cta.publish();
   }
   warp_sync();
-  if constexpr (PULL_RESIDUAL) fence_proxy_async();  // the residual rows that peers will copy
   meet_peers(p.pads, p.status, epoch + 2, p.rank, 2, BLOCK);
   grid_dependency_launch();  // not before: see push.cu
   if (thread == 0) p.epochs[blockIdx.x] = epoch + 2;
   if (PULL && fills) {
-    fence_proxy_async();
-    const int chunk = cta.collect(p.hidden_table, p.hidden, 0);
-    if constexpr (PULL_RESIDUAL) cta.collect(p.residual_table, p.residual_out, chunk);
-    bulk_wait();
+    copied = cta.copy_rows([&](int owner) { return p.hidden_table[owner]; }, p.hidden, copied);
+    if constexpr (PULL_RESIDUAL)
+      cta.copy_rows([&](int owner) { return p.residual_table[owner]; }, p.residual_out, copied);
   }
 }

@@ -30,10 +30,13 @@ _MAJOR_CAPABILITIES = (9, 10)
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
 _ROW_ALIGNMENT = 128
-_VECTORS_PER_THREAD = 4
+_VECTORS_PER_THREAD = 2  # as much of a residual as registers can hold twice; stream.cu prefetches it
+_MOST_VECTORS_PER_THREAD = 4  # for rows that need more threads than a CTA can have
+_MOST_THREADS = 512
 _CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
 _MAX_GROUPS = 8
 _MAX_STAGES = 32
+_ENOUGH_STAGES = {3: 8, 2: 2}  # by results
 _MAX_BLOCK = 1024
 
 
@@ -50,32 +53,52 @@ class StreamParams(Structure):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA is laid out. ``threads``: of one group; ``stages``: rows of one rank that fit in a group's ring."""
+    """How a CTA is laid out.
+
+    ``threads``: of one group; ``stages``: rows of one rank that fit in a group's ring; ``results``: rows that a group has
+    normalised and that are not copied yet.
+    """
 
     threads: int
     groups: int
     stages: int
+    results: int = 2
 
     @property
     def block(self) -> int:
-        return self.groups * self.threads + 32
+        return self.groups * self.threads + 64
+
+    def defines(self) -> dict[str, int | str]:
+        """The definitions of stream.cu."""
+        return {"THREADS": self.threads, "GROUPS": self.groups, "STAGES": self.stages, "RESULTS": self.results}
 
 
-def shape_for(hidden_size: int, x_itemsize: int, hidden_itemsize: int, collected_itemsize: int) -> Shape:
-    """The CTA for rows of ``hidden_size``; ``collected_itemsize``: of the widest rows that are copied back, 0 for none."""
+def shape_for(
+    hidden_size: int, x_itemsize: int, hidden_itemsize: int, residual_itemsize: int, collected_itemsize: int
+) -> Shape:
+    """The CTA for rows of ``hidden_size``.
+
+    ``residual_itemsize``: of the new residual, 0 for none; ``collected_itemsize``: of the widest rows that are copied back
+    from peers, 0 for none.
+    """
     vectors = hidden_size // VECTOR
-    threads = -(-vectors // (_VECTORS_PER_THREAD * 32)) * 32
+    each = _VECTORS_PER_THREAD if vectors <= _VECTORS_PER_THREAD * _MOST_THREADS else _MOST_VECTORS_PER_THREAD
+    threads = -(-vectors // (each * 32)) * 32
     groups = max(1, min(_MAX_GROUPS, _CTA_THREADS // threads))
-    result = _aligned(hidden_size * hidden_itemsize)
+    result = _aligned(hidden_size * hidden_itemsize) + _aligned(hidden_size * residual_itemsize)
     stage = _aligned(hidden_size * max(x_itemsize, collected_itemsize))
-    while groups > 1 and _stages(groups, result, stage) < 2:
+    while groups > 1 and _stages(groups, 2, result, stage) < 2:
         groups -= 1
-    return Shape(threads, groups, _stages(groups, result, stage))
+    # One group alone writes its next result while two others are copied, if that leaves enough rows under way.
+    results = 2
+    if groups == 1:
+        results = next((n for n in (3, 2) if _stages(1, n, result, stage) >= _ENOUGH_STAGES[n]), 1)
+    return Shape(threads, groups, _stages(groups, results, result, stage), results)
 
 
-def _stages(groups: int, result: int, stage: int) -> int:
+def _stages(groups: int, results: int, result: int, stage: int) -> int:
     """Stages of each group's ring beside the groups' results; all in bytes."""
-    room = _SHARED_BYTES - _HEADER_BYTES - groups * result
+    room = _SHARED_BYTES - _HEADER_BYTES - groups * results * result
     return min(_MAX_STAGES, room // stage) // groups
 
 
@@ -171,18 +194,20 @@ class Stream(Algorithm):
         return hidden, residual
 
     def _shape(self, request: Request) -> Shape:
-        norm, collected = request.norm, 0
+        hidden, collected = request.norm.hidden_dtype.itemsize, 0
+        residual = 0 if request.residual_out == "none" else request.norm.residual_dtype.itemsize
         if self._private_output:
-            collected = norm.hidden_dtype.itemsize
-            if request.residual_out == "replicated":
-                collected = max(collected, norm.residual_dtype.itemsize)
-        return shape_for(request.x.shape[1], request.x.element_size(), norm.hidden_dtype.itemsize, collected)
+            collected = max(hidden, residual) if request.residual_out == "replicated" else hidden
+        return shape_for(request.x.shape[1], request.x.element_size(), hidden, residual, collected)
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
         shape = self._shape(request)
         defines = row_defines(request, state.world_size, spin_limit)
-        defines |= {"THREADS": shape.threads, "GROUPS": shape.groups, "STAGES": shape.stages}
-        defines |= {"STAGED": int(staged), "PULL": int(self._private_output), "SHARED_BYTES": _SHARED_BYTES}
+        defines |= shape.defines() | {
+            "STAGED": int(staged),
+            "PULL": int(self._private_output),
+            "SHARED_BYTES": _SHARED_BYTES,
+        }
         arch = arch_of(torch.cuda.get_device_capability(state.device))
         program = Program(SOURCES / "stream.cu", StreamParams, arch, tuple(defines.items()))
         return prepare(program, state.device.index), shape

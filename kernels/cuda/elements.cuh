@@ -19,6 +19,14 @@ inline constexpr bool present = true;
 template <>
 inline constexpr bool present<none> = false;
 
+template <typename A, typename B>
+inline constexpr bool same = false;
+template <typename A>
+inline constexpr bool same<A, A> = true;
+// Types that the machine multiplies two at a time, rounding each product once, to nearest even.
+template <typename T>
+inline constexpr bool pairs = same<T, bf16> || same<T, fp16>;
+
 template <typename T>
 struct Eight {
   uint32_t words[2 * sizeof(T)];
@@ -59,7 +67,19 @@ DEVICE void store(T* address, Eight<T> eight) {
 }
 template <typename T>
 DEVICE void store_shared_eight(void* pointer, Eight<T> eight) {
-  for_pieces(eight, [=](auto& words, int offset) { store_shared((uint8_t*)pointer + offset, words); });
+  if constexpr (sizeof(T) == 4) {
+    // Neighbouring threads write 32 bytes each: half of them begin with the upper half, so that no bank is asked twice.
+    const bool turned = shared_address(pointer) & 128;
+    uint32_t lower[4], upper[4];
+    for (int i = 0; i < 4; ++i) {
+      lower[i] = turned ? eight.words[4 + i] : eight.words[i];
+      upper[i] = turned ? eight.words[i] : eight.words[4 + i];
+    }
+    store_shared((uint8_t*)pointer + (turned ? 16 : 0), lower);
+    store_shared((uint8_t*)pointer + (turned ? 0 : 16), upper);
+  } else {
+    for_pieces(eight, [=](auto& words, int offset) { store_shared((uint8_t*)pointer + offset, words); });
+  }
 }
 template <typename T>
 DEVICE void store_strong(T* address, Eight<T> eight) {
@@ -106,6 +126,12 @@ DEVICE void add(float (&total)[8], const Eight<T>& eight) {
   float values[8];
   unpack(eight, values);
   for (int i = 0; i < 8; ++i) total[i] += values[i];
+}
+
+template <typename T>
+DEVICE void multiply(Eight<T>& product, const Eight<T>& a, const Eight<T>& b) {
+  for (int i = 0; i < 4; ++i)
+    product.words[i] = same<T, bf16> ? multiply_bf16(a.words[i], b.words[i]) : multiply_fp16(a.words[i], b.words[i]);
 }
 
 // --- words that say of themselves whether they have arrived ---------------------------------------------------------

@@ -169,6 +169,17 @@ DEVICE float unpack_fp16(uint16_t bits) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
   return value;
 }
+// Two products, each rounded once.
+DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
 // Saturates at +-448.
 DEVICE uint16_t pack_e4m3(float low, float high) {
   uint16_t bits;

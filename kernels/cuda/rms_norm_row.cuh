@@ -39,19 +39,30 @@ struct Loaded {
   }
 };
 
-// Sum over the threads of one group of WARPS warps. `partials`: WARPS floats of shared memory, not used by the sum
-// before this one. All threads get the same bits.
-template <int WARPS>
-DEVICE float group_sum(float value, float* partials, uint32_t thread, uint32_t barrier) {
+DEVICE float warp_sum(float value) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+// All threads that add up the same numbers get the same bits.
+template <int COUNT>
+DEVICE float total(const float* numbers) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sum += numbers[i];
+  return sum;
+}
+
+// Sum over the threads of one group of WARPS warps. `partials`: WARPS floats of shared memory, not used by the sum
+// before this one.
+template <int WARPS>
+DEVICE float group_sum(float value, float* partials, uint32_t thread, uint32_t barrier) {
+  value = warp_sum(value);
   if (thread % 32 == 0) partials[thread / 32] = value;
   warp_sync();
   barrier_sync(barrier, WARPS * 32);
-  float total = 0.0f;
-#pragma unroll
-  for (int warp = 0; warp < WARPS; ++warp) total += partials[warp];
-  return total;
+  return total<WARPS>(partials);
 }
 
 // h = scale * sum + bias + residual; returns this thread's part of the sum of squares.
@@ -60,7 +71,8 @@ DEVICE float finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float scale, con
                         const Loaded<GROUP, RESIDUAL_TYPE>& residual, uint32_t thread) {
   float squares = 0.0f;
   RowPart<GROUP>::each(thread, [&](int v, uint32_t column) {
-    for (int i = 0; i < 8; ++i) h[v][i] *= scale;
+    if (scale != 1.0f)
+      for (int i = 0; i < 8; ++i) h[v][i] *= scale;
     if constexpr (present<BIAS_TYPE>) {
       Eight<BIAS_TYPE> eight;
       load(eight, bias + column);
@@ -72,24 +84,30 @@ DEVICE float finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float scale, con
   return squares;
 }
 
-// One vector of the normalised row from h, in place. `factor` is 1 / rms.
-DEVICE void normalise(float (&h)[8], float factor, const Eight<WEIGHT_TYPE>& weight, float weight_offset,
-                      float inverse_scale) {
-  for (int i = 0; i < 8; ++i) h[i] *= factor;
+// One vector of the normalised row from h. `factor` is 1 / rms. A template, so that only the way taken must compile.
+template <typename Cast = CAST_TYPE>
+DEVICE void normalise(Eight<HIDDEN_TYPE>& result, const float (&h)[8], float factor, const Eight<WEIGHT_TYPE>& weight,
+                      float weight_offset, float inverse_scale) {
+  float y[8];
+  for (int i = 0; i < 8; ++i) y[i] = h[i] * factor;
+  if constexpr (present<Cast>) {
+    Eight<Cast> rounded;
+    pack(rounded, y);
+    if constexpr (pairs<Cast> && same<Cast, WEIGHT_TYPE> && same<Cast, HIDDEN_TYPE>) {
+      multiply(result, rounded, weight);
+      return;
+    } else {
+      unpack(rounded, y);
+    }
+  }
   if constexpr (present<WEIGHT_TYPE>) {
     float w[8];
     unpack(weight, w);
-    if constexpr (present<CAST_TYPE>) {
-      Eight<CAST_TYPE> rounded;
-      pack(rounded, h);
-      unpack(rounded, h);
-      for (int i = 0; i < 8; ++i) h[i] *= w[i];
-    } else {
-      for (int i = 0; i < 8; ++i) h[i] *= w[i] + weight_offset;
-    }
+    for (int i = 0; i < 8; ++i) y[i] *= present<Cast> ? w[i] : w[i] + weight_offset;
   }
   if constexpr (sizeof(HIDDEN_TYPE) == 1)
-    for (int i = 0; i < 8; ++i) h[i] *= inverse_scale;
+    for (int i = 0; i < 8; ++i) y[i] *= inverse_scale;
+  pack(result, y);
 }
 
 DEVICE float inverse_rms(float sum_of_squares, float eps) {

@@ -115,6 +115,14 @@ DEVICE float unpack_fp16(uint16_t bits) {
   if (exponent == 0) return as_float(sign | as_bits(float(mantissa) * 0x1p-24f));
   return as_float(sign | (exponent == 31 ? 0xffu : exponent + 112) << 23 | mantissa << 13);
 }
+// A product of two such numbers is exact in float, so this rounds once.
+DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  return pack_bf16(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
+}
+DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
+  return pack_fp16(unpack_fp16(uint16_t(a)) * unpack_fp16(uint16_t(b)),
+                   unpack_fp16(uint16_t(a >> 16)) * unpack_fp16(uint16_t(b >> 16)));
+}
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 
 // --- threads of a CTA ----------------------------------------------------------------------------------------------

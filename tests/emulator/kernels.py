@@ -353,7 +353,7 @@ class StreamMachine(Machine):
         xs = partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0)
         example = make_call(form, xs, 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
-        defines |= {"THREADS": shape.threads, "GROUPS": shape.groups, "STAGES": shape.stages}
+        defines |= shape.defines()
         defines |= {"STAGED": int(staged), "PULL": int(private_output), "SHARED_BYTES": _SHARED_BYTES}
         super().__init__(sources / "stream.cu", defines, form, hidden_size, world_size, seed, **options)
         self.slots = []

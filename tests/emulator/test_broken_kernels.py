@@ -18,6 +18,7 @@ from tw_compile.kernels.cuda.program import HEADERS
 
 Run = Callable[[Path, int], None]
 SEEDS = range(40)
+TWO_GROUPS = Shape(64, 2, 2)
 STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
 
 
@@ -28,8 +29,10 @@ def run_push(sources: Path, seed: int, *, one_shot: bool, world_size: int = 3, f
     machine.run()
 
 
-def run_stream(sources: Path, seed: int, *, form: Form = WHOLE, in_slot: bool = False) -> None:
-    options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": Shape(64, 2, 2)}
+def run_stream(
+    sources: Path, seed: int, *, form: Form = WHOLE, in_slot: bool = False, shape: Shape = TWO_GROUPS
+) -> None:
+    options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": shape}
     options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
     machine = StreamMachine(3, 272, form, most_tokens=MOST_TOKENS, seed=seed, **options)
     random_calls(machine, seed, 4)
@@ -96,31 +99,56 @@ STREAM: dict[str, tuple[Run, str, str]] = {
     ),
     "no barrier after the sum": (IN_SLOT, MEETING.format(2), NO_MEETING),
     "counts one barrier": (PRIVATE, "p.epochs[blockIdx.x] = epoch + 2", "p.epochs[blockIdx.x] = epoch + 1"),
-    "announces results that are on their way": (IN_SLOT, "      bulk_wait();\n      fence", "      fence"),
-    "overwrites a result that is being copied": (PRIVATE, "if (thread == 0) bulk_wait_read<0>();", ""),
-    "result not visible to bulk copies": (PRIVATE, "fence_proxy_async_shared();", ""),
-    "copies a result that others still write": (PRIVATE, "      barrier_sync(1 + group, THREADS);\n", ""),
+    "announces results that are on their way": (IN_SLOT, "    bulk_wait();\n    fence", "    fence"),
+    "overwrites a result that is being copied": (
+        PRIVATE,
+        "if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);",
+        "",
+    ),
+    "gives a result back while it is being copied": (
+        partial(run_stream, in_slot=True, shape=Shape(64, 1, 2, 2)),
+        "bulk_wait_read<LAG>();\n      const int read",
+        "const int read",
+    ),
+    "result not visible to bulk copies": (PRIVATE, "fence_proxy_async_shared();\n", ""),
+    "copies a result that others still write": (
+        PRIVATE,
+        "wait_for(&shared.ready[group][turn % RESULTS], turn / RESULTS & 1);",
+        "",
+    ),
+    "copies a result that other lanes still write": (
+        PRIVATE,
+        "warp_sync();\n      if (thread % 32 == 0) mbarrier_arrive",
+        "if (thread % 32 == 0) mbarrier_arrive",
+    ),
+    "stages before the mbarriers are there": (PRIVATE, "barrier_sync(0, BLOCK);  // the mbarriers are there", ""),
+    "announces rows that are being staged": (PRIVATE, "    bulk_wait();\n    return chunk;", "    return chunk;"),
     "fills a stage that is being read": (
         IN_SLOT,
         "if (round > 0) wait_for(&shared.empty[group][stage], (round - 1) & 1);",
         "",
     ),
-    "reads a stage that is being filled": (PRIVATE, "wait_for(&shared.full[group][stage], chunk / STAGES & 1);", ""),
+    "reads a stage that is being filled": (PRIVATE, "wait_for(&shared.full[group][stage], stage_parity);", ""),
     "gives a stage back before all lanes have read it": (
         PRIVATE,
-        "warp_sync();\n        if (thread % 32 == 0) mbarrier_arrive",
-        "if (thread % 32 == 0) mbarrier_arrive",
+        "warp_sync();\n        if (thread % 32 == 0) mbarrier_arrive(&shared.empty",
+        "if (thread % 32 == 0) mbarrier_arrive(&shared.empty",
     ),
     "mbarriers not visible to bulk copies": (IN_SLOT, "mbarrier_init_fence();", ""),
     "a peer gets no result": (
         IN_SLOT,
-        "1; step < WORLD_SIZE; ++step) {\n        HIDDEN",
-        "2; step < WORLD_SIZE; ++step) {\n        HIDDEN",
+        "1; step < WORLD_SIZE; ++step)\n        bulk_store",
+        "2; step < WORLD_SIZE; ++step)\n        bulk_store",
     ),
     "collects into a stage that is being stored": (PRIVATE, "bulk_wait_read<LAG>", "bulk_wait_read<LAG + 1>"),
-    "collects twice from the first stage on": (PRIVATE, "p.residual_out, chunk);", "p.residual_out, 0);"),
-    "ends while results are stored": (PRIVATE, "    bulk_wait();\n  }\n}", "  }\n}"),
-    "groups share partial sums": (PRIVATE, "shared.partials[turn & 1][group]", "shared.partials[turn & 1][0]"),
+    "collects twice from the first stage on": (PRIVATE, "p.residual_out, copied);", "p.residual_out, 0);"),
+    "adds partial sums of squares that are not there yet": (
+        PRIVATE,
+        "wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);",
+        "",
+    ),
+    "rows share partial sums": (PRIVATE, "shared.partials[turn & 1]", "shared.partials[0]"),
+    "groups share partial sums": (PRIVATE, "[group][thread / 32]", "[0][thread / 32]"),
     "reads a sharded residual as a whole one": (
         partial(run_stream, form=SHARDED),
         "(RESIDUAL_SHARDED ? local : row)",
@@ -146,7 +174,7 @@ ELEMENTS: dict[str, tuple[Run, str, str]] = {
 }
 
 ROW: dict[str, tuple[Run, str, str]] = {
-    "adds partial sums that are not there yet": (PRIVATE, "  barrier_sync(barrier, WARPS * 32);\n", ""),
+    "adds partial sums that are not there yet": (ONE_SHOT, "  barrier_sync(barrier, WARPS * 32);\n", ""),
     "reads past the end of a row": (ONE_SHOT, "ROW_VECTORS % GROUP == 0", "true"),
 }
 

@@ -246,12 +246,19 @@ def test_threads_of_push_cover_a_row_with_as_few_vectors_each_as_can_be(hidden_s
     assert threads - 32 < -(-vectors // each), "a warp has nothing to do"
 
 
-@given(hidden_sizes, st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([0, 1, 2, 4]))
-def test_shapes_of_stream_fit(hidden_size: int, x_itemsize: int, hidden_itemsize: int, collected: int) -> None:
-    shape = shape_for(hidden_size, x_itemsize, hidden_itemsize, collected)
-    threads, groups, stages = shape.threads, shape.groups, shape.stages
-    assert threads % 32 == 0 and threads * 4 * VECTOR >= hidden_size > (threads - 32) * 4 * VECTOR
-    assert 1 <= groups <= 8 and shape.block == groups * threads + 32
+sizes_or_none = st.sampled_from([0, 2, 4])
+
+
+@given(hidden_sizes, st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), sizes_or_none, sizes_or_none)
+def test_shapes_of_stream_fit(
+    hidden_size: int, x_itemsize: int, hidden_itemsize: int, kept: int, collected: int
+) -> None:
+    shape = shape_for(hidden_size, x_itemsize, hidden_itemsize, kept, collected)
+    threads, groups, stages, results = shape.threads, shape.groups, shape.stages, shape.results
+    each = 2 if hidden_size <= 512 * 2 * VECTOR else 4
+    assert threads % 32 == 0 and threads * each * VECTOR >= hidden_size > (threads - 32) * each * VECTOR
+    assert 1 <= groups <= 8 and shape.block == groups * threads + 64
+    assert groups * results >= 2 or stages <= 8, "a row is computed while another is copied, unless rows are long"
     assert groups == 1 or (stages >= 2 and groups * threads <= 512)
     assert groups * stages <= 32
 
@@ -259,10 +266,11 @@ def test_shapes_of_stream_fit(hidden_size: int, x_itemsize: int, hidden_itemsize
         return -(-nbytes // 128) * 128
 
     # `Shared` of stream.cu, as its static_assert counts.
-    shared = 8 * 3 * groups * stages + 4 * 2 * groups * threads // 32 + 8 * 2 * 8
+    shared = 8 * 3 * groups * stages + 8 * 2 * groups * (results + 1) + 4 * 2 * groups * threads // 32 + 8 * 2 * 8
     stage = align(hidden_size * max(x_itemsize, collected))
     if stages > 0:
-        assert align(shared) + groups * align(hidden_size * hidden_itemsize) + groups * stages * stage <= SHARED_BYTES
+        piece = align(hidden_size * hidden_itemsize) + align(hidden_size * kept)
+        assert align(shared) + groups * (results * piece + stages * stage) <= SHARED_BYTES
 
 
 # --- residuals of which all rows are known ---------------------------------------------------------------------------
@@ -359,7 +367,7 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
         *addresses(*buffers, slot.pads.table, slot.epochs, slot.status),
     ]
     assert (params.rank, params.tokens, params.weight_offset, params.scale) == (RANK, 10, 1.0, 0.5)
-    shape = shape_for(HIDDEN, 2, 2, 4)
+    shape = shape_for(HIDDEN, 2, 2, 4, 4)
     expected = {"stream": 0xABC, "grid": 2, "block": shape.block, "shared_bytes": SHARED_BYTES, "programmatic": True}
     assert keywords == expected
     defines = dict(kernels[0].program.defines)

@@ -271,8 +271,8 @@ def _stream(ctas: int, private_output: bool) -> Algorithm:
 OURS = (
     Variant("tw-p2p", _named("p2p"), sharded=True),
     Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
-    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
-    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
+    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 256, "push_one_shot"),
+    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 256, "push_two_shot"),
     Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream"),
     Variant("tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True),
     Variant("tw-nccl", _named("nccl"), sharded=False),
