@@ -20,8 +20,8 @@ class Algorithm(ABC):
         """Why it cannot serve the request; None when it can."""
 
     @abstractmethod
-    def ctas(self, tokens: int, world_size: int) -> int:
-        """CTAs of a launch for ``[tokens, *]``."""
+    def sms(self, tokens: int, world_size: int) -> int:
+        """SMs that a launch for ``[tokens, *]`` can occupy."""
 
     @abstractmethod
     def needs(self, request: Request, world_size: int) -> dict[str, int]:

@@ -18,6 +18,8 @@
 // griddepcontrol.wait). Every rank needs something of every other rank in every call, as every rank adds to every row.
 // Two parts would not do: a peer may be one call ahead while this rank still clears.
 //
+// A call may be several launches, one for each range of local rows, so that inboxes of a message's size are not needed.
+//
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
 // that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
 //
@@ -46,6 +48,8 @@ struct PushParams {
   uint64_t part_bytes;
   int32_t rank;
   int32_t tokens;
+  int32_t begin;  // local rows of this launch: rows of x (one-shot), or of each rank's own (two-shot)
+  int32_t end;
   float eps;
   float weight_offset;
   float scale;
@@ -137,18 +141,20 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
 
   Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
   const uint32_t thread = threadIdx.x;
-  const int rank = p.rank, per_rank = call.per_rank, stride = gridDim.x, first = blockIdx.x;
+  const int rank = p.rank, per_rank = call.per_rank, stride = gridDim.x;
+  const int first = p.begin + blockIdx.x;
   uint8_t* const own_inbox = p.inboxes[rank];
   call.inbox = own_inbox + call.part * p.part_bytes;
   for (int step = 0; step < PEERS; ++step)
     call.peer_inbox[step] = p.inboxes[peer_after(rank, step)] + call.part * p.part_bytes;
 
-  const Sections<X_TYPE> sums{0, ONE_SHOT ? p.tokens : per_rank};
-  const Sections<HIDDEN_TYPE> normalised{sums.end(), ONE_SHOT ? 0 : per_rank};
-  const Sections<RESIDUAL_OUT_TYPE> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? per_rank : 0};
+  const int rows = p.end - p.begin;
+  const Sections<X_TYPE> sums{0, rows};
+  const Sections<HIDDEN_TYPE> normalised{sums.end(), ONE_SHOT ? 0 : rows};
+  const Sections<RESIDUAL_OUT_TYPE> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
   // Send partial sums: all rows to all, or each row to its owner.
-  for (int local = first; local < sums.rows; local += stride) {
+  for (int local = first; local < p.end; local += stride) {
     for (int step = 0; step < PEERS; ++step) {
       const int owner = peer_after(rank, step);
       if (!ONE_SHOT && local >= call.rows_of(owner)) continue;
@@ -157,7 +163,7 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
       Row::each(thread, [&](int v, uint32_t column) {
         drop_negative_zeros(own[v]);
-        call.push(sums, step, local, column, own[v]);
+        call.push(sums, step, local - p.begin, column, own[v]);
       });
     }
   }
@@ -165,13 +171,13 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
   // Clear what the call before this one has read.
   const uint32_t previous = (call.part + 2) % 3;
   const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
-  for (uint32_t unit = first * THREADS + thread; unit < p.state->used[previous]; unit += stride * THREADS)
+  for (uint32_t unit = blockIdx.x * THREADS + thread; unit < p.state->used[previous]; unit += stride * THREADS)
     store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
 
   // Compute: all rows, or the own ones.
   const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
   int parity = 0;
-  for (int local = first; local < (ONE_SHOT ? p.tokens : call.rows_of(rank)); local += stride) {
+  for (int local = first; local < smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank)); local += stride) {
     const uint64_t row = ONE_SHOT ? local : rank * per_rank + local;
     Eight<X_TYPE> own[VECTORS];
     Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
@@ -183,7 +189,7 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
     float h[VECTORS][8];
     Row::each(thread, [&](int v, uint32_t column) {
       Eight<X_TYPE> got[PEERS];
-      call.receive(got, sums, local, column, 1, [](int) { return true; });
+      call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
       add_up(h[v], own[v], got, rank);
     });
     const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
@@ -198,30 +204,30 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
         if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
         if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
         if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
-          for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local, column, kept);
+          for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local - p.begin, column, kept);
       }
       Eight<HIDDEN_TYPE> result;
       normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
       drop_negative_zeros(result);
       store(p.hidden + row * HIDDEN + column, result);
       if constexpr (!ONE_SHOT)
-        for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local, column, result);
+        for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, result);
     });
   }
 
   // Two-shot: take the rows that the peers computed.
   if constexpr (!ONE_SHOT) {
-    for (int local = first; local < per_rank; local += stride) {
+    for (int local = first; local < p.end; local += stride) {
       const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
       const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
       Row::each(thread, [&](int v, uint32_t column) {
         Eight<HIDDEN_TYPE> got[PEERS];
-        call.receive(got, normalised, local, column, 2, computed);
+        call.receive(got, normalised, local - p.begin, column, 2, computed);
         for (int section = 0; section < PEERS; ++section)
           if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, got[section]);
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
-          call.receive(kept, residuals, local, column, 3, computed);
+          call.receive(kept, residuals, local - p.begin, column, 3, computed);
           for (int section = 0; section < PEERS; ++section)
             if (computed(section)) store(p.residual_out + row_of(section) * HIDDEN + column, kept[section]);
         }

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from tw_compile.kernels._sync import REPORT_ROWS
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
@@ -26,6 +25,8 @@ from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
 
 PARTS = 3
+MOST_INBOX_BYTES = 256 * 2**20
+MOST_SMS = 128
 _PART_ALIGNMENT = 128
 _MAX_THREADS = 1024
 
@@ -37,7 +38,7 @@ class PushParams(Structure):
         *((name, c_void_p) for name in ("x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out")),
         *((name, c_void_p) for name in ("inboxes", "state", "status")),
         ("part_bytes", c_uint64),
-        *((name, c_int32) for name in ("rank", "tokens")),
+        *((name, c_int32) for name in ("rank", "tokens", "begin", "end")),
         *((name, c_float) for name in ("eps", "weight_offset", "scale")),
     ]
 
@@ -54,17 +55,23 @@ def threads_for(hidden_size: int) -> int:
     return -(-vectors // (32 * each)) * 32
 
 
+def ctas_per_sm(threads: int) -> int:
+    """CTAs of short rows share an SM, two at most: each has one row under way."""
+    return min(2, _MAX_THREADS // threads)
+
+
 class Push(Algorithm):
-    """Rows go to the peers' inboxes and say of themselves that they have arrived; at most ``max_ctas`` CTAs.
+    """Rows go to the peers' inboxes and say of themselves that they have arrived; CTAs for at most ``max_sms`` SMs.
 
     Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all their CTAs
-    must be, on every rank: choose ``max_ctas`` for that.
+    must be, on every rank: choose ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` are done
+    in several launches.
     """
 
-    def __init__(self, one_shot: bool, max_ctas: int = 128) -> None:
-        if not 1 <= max_ctas <= REPORT_ROWS:
-            raise ValueError(f"max_ctas: expected 1 to {REPORT_ROWS}, got {max_ctas}")
-        self._one_shot, self._max_ctas = one_shot, max_ctas
+    def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
+        if not 1 <= max_sms <= MOST_SMS:
+            raise ValueError(f"max_sms: expected 1 to {MOST_SMS}, got {max_sms}")
+        self._one_shot, self._max_sms = one_shot, max_sms
         self._kernels: dict[Hashable, Kernel] = {}
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
@@ -72,19 +79,31 @@ class Push(Algorithm):
             return "one-shot needs all rows of the residual"
         return row_obstacle(request)
 
-    def ctas(self, tokens: int, world_size: int) -> int:
-        return min(tokens if self._one_shot else rows_per_rank(tokens, world_size), self._max_ctas)
+    def sms(self, tokens: int, world_size: int) -> int:
+        return min(self._local_rows(tokens, world_size), self._max_sms)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
-        tokens, hidden_size = request.x.shape
+        rows, row_bytes = self.rows_of_a_launch(request, world_size), self._row_bytes(request, world_size)
+        return {INBOX: PARTS * (rows * row_bytes + _PART_ALIGNMENT)}
+
+    def rows_of_a_launch(self, request: Request, world_size: int) -> int:
+        """Local rows that the largest of the call's launches exchanges; they are of about equal size."""
+        rows = self._local_rows(request.x.shape[0], world_size)
+        most = max(1, (MOST_INBOX_BYTES // PARTS - _PART_ALIGNMENT) // self._row_bytes(request, world_size))
+        return -(-rows // -(-rows // most))
+
+    def _local_rows(self, tokens: int, world_size: int) -> int:
+        """Rows of x, or of each rank's own: what the CTAs take turns with."""
+        return tokens if self._one_shot else rows_per_rank(tokens, world_size)
+
+    def _row_bytes(self, request: Request, world_size: int) -> int:
+        """Of a part of an inbox, for each local row."""
         element = request.x.element_size()
-        rows = tokens
         if not self._one_shot:
-            rows = rows_per_rank(tokens, world_size)
             element += request.norm.hidden_dtype.itemsize
             if request.residual_out == "replicated":
                 element += request.norm.residual_dtype.itemsize
-        return {INBOX: PARTS * ((world_size - 1) * rows * hidden_size * element + _PART_ALIGNMENT)}
+        return (world_size - 1) * request.x.shape[1] * element
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         if not self._one_shot:
@@ -123,33 +142,38 @@ class Push(Algorithm):
             kernel = self._kernels[key] = self._prepare(request, state, spin_limit)
         inbox = slot.buffers[INBOX]
         assert inbox.state is not None
-        params = PushParams(
-            address(request.x),
-            address(request.residual),
-            address(request.bias),
-            address(request.weight),
-            address(request.hidden_scale),
-            address(hidden),
-            address(residual),
-            address(inbox.table),
-            address(inbox.state),
-            address(slot.status),
-            part_bytes(inbox.capacity),
-            state.rank,
-            request.x.shape[0],
-            norm.eps,
-            norm.weight_offset,
-            norm.scale,
-        )
-        threads = threads_for(request.x.shape[1])
-        kernel.launch(
-            params,
-            stream=torch.cuda.current_stream(state.device).cuda_stream,
-            grid=self.ctas(request.x.shape[0], state.world_size),
-            block=threads,
-            shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
-            programmatic=True,
-        )
+        threads, tokens = threads_for(request.x.shape[1]), request.x.shape[0]
+        rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
+        for begin in range(0, rows, most):
+            end = min(begin + most, rows)
+            params = PushParams(
+                address(request.x),
+                address(request.residual),
+                address(request.bias),
+                address(request.weight),
+                address(request.hidden_scale),
+                address(hidden),
+                address(residual),
+                address(inbox.table),
+                address(inbox.state),
+                address(slot.status),
+                part_bytes(inbox.capacity),
+                state.rank,
+                tokens,
+                begin,
+                end,
+                norm.eps,
+                norm.weight_offset,
+                norm.scale,
+            )
+            kernel.launch(
+                params,
+                stream=torch.cuda.current_stream(state.device).cuda_stream,
+                grid=min(end - begin, self._max_sms * ctas_per_sm(threads)),
+                block=threads,
+                shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
+                programmatic=True,
+            )
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         defines = row_defines(request, state.world_size, spin_limit)

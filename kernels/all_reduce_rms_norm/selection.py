@@ -7,7 +7,7 @@ A table is a TOML file, written by ``tw-compile bench kernel --table``:
     world_size = 4
     up_to_bytes = 1048576           # of one rank's message, [tokens, hidden]
     algorithm = "push_two_shot"
-    ctas = 64
+    sms = 64
 
 The steps of a world size go up in bytes; the last one also serves all larger messages. Without a table, or where its
 algorithm cannot serve a message, there is the two-shot kernel, which serves everything.
@@ -36,25 +36,25 @@ ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
 
 @dataclass(frozen=True)
 class Step:
-    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``ctas`` CTAs."""
+    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``sms`` CTAs."""
 
     world_size: int
     up_to_bytes: int
     algorithm: str
-    ctas: int
+    sms: int
 
 
-def make_algorithm(name: str, ctas: int) -> Algorithm:
+def make_algorithm(name: str, sms: int) -> Algorithm:
     """The algorithm called ``name``; ValueError for a number of CTAs that it cannot have. two_shot has its own number."""
     from tw_compile.kernels.all_reduce_rms_norm.push import Push
     from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 
     if name == "push_one_shot":
-        return Push(one_shot=True, max_ctas=ctas)
+        return Push(one_shot=True, max_sms=sms)
     if name == "push_two_shot":
-        return Push(one_shot=False, max_ctas=ctas)
+        return Push(one_shot=False, max_sms=sms)
     if name == "stream":
-        return Stream(max_ctas=ctas)
+        return Stream(max_sms=sms)
     return TwoShot()
 
 
@@ -66,9 +66,9 @@ class Selector:
         two_shot = TwoShot()
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
-            preferred = make_algorithm(step.algorithm, step.ctas)
+            preferred = make_algorithm(step.algorithm, step.sms)
             # What one-shot cannot serve, for want of the whole residual, is small all the same.
-            second = (make_algorithm("push_two_shot", step.ctas),) if step.algorithm == "push_one_shot" else ()
+            second = (make_algorithm("push_two_shot", step.sms),) if step.algorithm == "push_one_shot" else ()
             self._candidates.append((preferred, *second, two_shot))
         if not steps:
             self._candidates.append((two_shot,))
@@ -111,7 +111,7 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
     lines.append(f'device = "{device}"')
     for step in steps:
         lines += ["", "[[steps]]", f"world_size = {step.world_size}", f"up_to_bytes = {step.up_to_bytes}"]
-        lines += [f'algorithm = "{step.algorithm}"', f"ctas = {step.ctas}"]
+        lines += [f'algorithm = "{step.algorithm}"', f"sms = {step.sms}"]
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +148,7 @@ def _step(entry: dict[str, Any], where: str) -> Step:
         if getattr(step, name) < 1:
             raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
     try:
-        make_algorithm(step.algorithm, step.ctas)
+        make_algorithm(step.algorithm, step.sms)
     except ValueError as error:
-        raise ValueError(f"{where}: ctas: {error}") from error
+        raise ValueError(f"{where}: sms: {error}") from error
     return step

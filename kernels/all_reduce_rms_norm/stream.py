@@ -107,16 +107,16 @@ def _aligned(nbytes: int) -> int:
 
 
 class Stream(Algorithm):
-    """At most ``max_ctas`` CTAs, one an SM.
+    """At most ``max_sms`` CTAs, one an SM.
 
     With ``private_output`` the results are ordinary tensors. Otherwise they are the slot's own memory, which the next call
     on the slot overwrites: peers write there directly, and nothing is copied afterwards.
     """
 
-    def __init__(self, max_ctas: int = 16, private_output: bool = True) -> None:
-        if not 1 <= max_ctas <= MAX_CTAS:
-            raise ValueError(f"max_ctas: expected 1 to {MAX_CTAS}, got {max_ctas}")
-        self._max_ctas, self._private_output = max_ctas, private_output
+    def __init__(self, max_sms: int = 16, private_output: bool = True) -> None:
+        if not 1 <= max_sms <= MAX_CTAS:
+            raise ValueError(f"max_sms: expected 1 to {MAX_CTAS}, got {max_sms}")
+        self._max_sms, self._private_output = max_sms, private_output
         self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
@@ -135,8 +135,8 @@ class Stream(Algorithm):
             return f"rows of {hidden_size} x {request.x.dtype} are too long for one CTA"
         return None
 
-    def ctas(self, tokens: int, world_size: int) -> int:
-        return min(rows_per_rank(tokens, world_size), self._max_ctas)
+    def sms(self, tokens: int, world_size: int) -> int:
+        return min(rows_per_rank(tokens, world_size), self._max_sms)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         norm, elements = request.norm, request.x.numel()
@@ -177,7 +177,7 @@ class Stream(Algorithm):
         kernel.launch(
             params,
             stream=torch.cuda.current_stream(state.device).cuda_stream,
-            grid=self.ctas(x.shape[0], state.world_size),
+            grid=self.sms(x.shape[0], state.world_size),
             block=shape.block,
             shared_bytes=_SHARED_BYTES,
             programmatic=True,

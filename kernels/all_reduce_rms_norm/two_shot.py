@@ -31,7 +31,7 @@ class TwoShot(Algorithm):
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         return None
 
-    def ctas(self, tokens: int, world_size: int) -> int:
+    def sms(self, tokens: int, world_size: int) -> int:
         return min(rows_per_rank(tokens, world_size), MAX_CTAS)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
@@ -52,7 +52,7 @@ class TwoShot(Algorithm):
         elif state.multimem and takes_multimem(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype):
             primitives = "multimem"
         staging = slot.buffers["x"]
-        grid = self.ctas(tokens, state.world_size)
+        grid = self.sms(tokens, state.world_size)
         all_reduce_rms_norm_kernel[(grid,)](
             x,
             request.residual,

@@ -251,7 +251,7 @@ class Inbox:
 
 
 class PushMachine(Machine):
-    """``push.cu`` with ``slots`` inboxes a rank."""
+    """``push.cu`` with ``slots`` inboxes a rank; launches of at most ``most_rows`` local rows."""
 
     def __init__(
         self,
@@ -263,12 +263,13 @@ class PushMachine(Machine):
         most_tokens: int,
         seed: int,
         threads: int | None = None,
+        most_rows: int = 2**20,
         slots: int = 1,
         spin_limit: int = 0,
         sources: Path = SOURCES,
         **options: Any,
     ) -> None:
-        self.one_shot, self.threads = one_shot, threads or threads_for(hidden_size)
+        self.one_shot, self.threads, self.most_rows = one_shot, threads or threads_for(hidden_size), most_rows
         example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
         defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads}
@@ -283,7 +284,7 @@ class PushMachine(Machine):
     def call(
         self,
         tokens: int,
-        max_ctas: int,
+        max_sms: int,
         *,
         slot: int = 0,
         skip: Sequence[int] = (),
@@ -295,16 +296,24 @@ class PushMachine(Machine):
         for rank, own in enumerate(call.ranks):
             if rank in skip:
                 continue
-            params = PushParams(
-                *self.addresses(rank, own),
-                inbox.table.data_ptr(),
-                inbox.states[rank].data_ptr(),
-                inbox.status[rank].data_ptr(),
-                self.part_bytes,
-                *self.scalars(rank, tokens),
-            )
-            grid = Push(self.one_shot, max_ctas).ctas(tokens, self.world_size)
-            self.emulator.launch(rank, slot, grid, self.threads, 2 * self.threads // 32 * 4, params, programmatic=True)
+            addresses = self.addresses(rank, own)
+            rows = tokens if self.one_shot else rows_per_rank(tokens, self.world_size)
+            for begin in range(0, rows, self.most_rows):
+                end = min(begin + self.most_rows, rows)
+                params = PushParams(
+                    *addresses,
+                    inbox.table.data_ptr(),
+                    inbox.states[rank].data_ptr(),
+                    inbox.status[rank].data_ptr(),
+                    self.part_bytes,
+                    rank,
+                    tokens,
+                    begin,
+                    end,
+                    *self.scalars(rank, tokens)[2:],
+                )
+                grid, shared_bytes = min(end - begin, max_sms), 2 * self.threads // 32 * 4
+                self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
         return call
 
     def run(self) -> None:
@@ -374,12 +383,12 @@ class StreamMachine(Machine):
                 "ranks counted different barriers"
             )
 
-    def call(self, tokens: int, max_ctas: int, *, slot: int = 0, skip: Sequence[int] = ()) -> Call:
+    def call(self, tokens: int, max_sms: int, *, slot: int = 0, skip: Sequence[int] = ()) -> Call:
         """Queues a call; ``skip``: ranks that do not launch it."""
         mine, call = self.slots[slot], self.add_call(self.random_x(tokens))
         for rank, own in enumerate(call.ranks):
             if rank not in skip:
-                self.launch(mine, slot, rank, own, Stream(max_ctas).ctas(tokens, self.world_size))
+                self.launch(mine, slot, rank, own, Stream(max_sms).sms(tokens, self.world_size))
         return call
 
     def launch(self, slot: StreamSlot, stream: int, rank: int, own: Rank, grid: int) -> None:

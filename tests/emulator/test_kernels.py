@@ -57,8 +57,8 @@ def test_push_gives_what_the_operator_asks_for(form: str, one_shot: bool) -> Non
     for seed, world_size in enumerate((2, 3)):
         # 33 vectors of 8: one more than threads of one warp, half of what two have. Rows of float8 end 8 bytes off 16.
         machine = push(world_size, 264, FORMS[form], one_shot, seed, threads=32 * world_size - 32)
-        for tokens, max_ctas in ((5, 2), (1, 2), (7, 3), (MOST_TOKENS, 1)):
-            machine.call(tokens, max_ctas)
+        for tokens, max_sms in ((5, 2), (1, 2), (7, 3), (MOST_TOKENS, 1)):
+            machine.call(tokens, max_sms)
         machine.run()
 
 
@@ -68,8 +68,8 @@ def test_stream_gives_what_the_operator_asks_for(form: str, private_output: bool
     for seed, world_size in enumerate((2, 3)):
         options = {"staged": bool(seed) or private_output, "private_output": private_output}
         machine = stream(world_size, 272, FORMS[form], seed, shape=Shape(32 * world_size - 32, 2, 2), **options)
-        for tokens, max_ctas in ((5, 2), (1, 2), (MOST_TOKENS, 2)):
-            machine.call(tokens, max_ctas)
+        for tokens, max_sms in ((5, 2), (1, 2), (MOST_TOKENS, 2)):
+            machine.call(tokens, max_sms)
         machine.run()
 
 
@@ -116,6 +116,14 @@ def test_stream_calls_follow_each_other(
         # The barriers' count passes 2**32.
         machine = stream(world_size, hidden_size, form, seed, resident=1 + seed % 5, first_epoch=-5, **options)
         random_calls(machine, seed, 6)
+        machine.run()
+
+
+@ONE_AND_TWO_SHOT
+def test_push_calls_of_several_launches(one_shot: bool) -> None:
+    for seed in range(10):
+        machine = push(3, 72, WHOLE, one_shot, seed, threads=32, most_rows=1 + seed % 2, resident=1 + seed % 3)
+        random_calls(machine, seed, 4)
         machine.run()
 
 

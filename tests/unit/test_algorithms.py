@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from tw_compile.kernels._sync import MAX_CTAS, REPORT_ROWS
 from tw_compile.kernels.all_reduce_rms_norm import push, stream
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import VECTOR, aligned
-from tw_compile.kernels.all_reduce_rms_norm.push import PARTS, Push, PushParams, part_bytes, threads_for
+from tw_compile.kernels.all_reduce_rms_norm.push import (
+    MOST_INBOX_BYTES,
+    PARTS,
+    Push,
+    PushParams,
+    part_bytes,
+    threads_for,
+)
 from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer, capacity_for
 from tw_compile.kernels.all_reduce_rms_norm.spec import (
@@ -169,9 +176,9 @@ def test_one_shot_needs_all_rows_of_the_residual(kernels: list[FakeKernel]) -> N
 
 @pytest.mark.parametrize("make", [lambda n: Push(True, n), lambda n: Push(False, n), Stream])
 def test_numbers_of_ctas_are_checked(make: Any) -> None:
-    most = MAX_CTAS if make is Stream else REPORT_ROWS
+    most = MAX_CTAS if make is Stream else 128
     for count in (0, most + 1):
-        with pytest.raises(ValueError, match=rf"max_ctas: expected 1 to {most}, got {count}"):
+        with pytest.raises(ValueError, match=rf"max_sms: expected 1 to {most}, got {count}"):
             make(count)
     make(most)
 
@@ -182,8 +189,8 @@ def test_numbers_of_ctas_are_checked(make: Any) -> None:
 @given(token_counts, world_sizes, st.integers(1, 32))
 def test_a_launch_has_a_cta_for_every_row_up_to_the_limit(tokens: int, world_size: int, limit: int) -> None:
     per_rank = rows_per_rank(tokens, world_size)
-    assert Push(True, limit).ctas(tokens, world_size) == min(tokens, limit)
-    assert Push(False, limit).ctas(tokens, world_size) == Stream(limit).ctas(tokens, world_size) == min(per_rank, limit)
+    assert Push(True, limit).sms(tokens, world_size) == min(tokens, limit)
+    assert Push(False, limit).sms(tokens, world_size) == Stream(limit).sms(tokens, world_size) == min(per_rank, limit)
 
 
 @given(
@@ -195,7 +202,7 @@ def test_a_launch_has_a_cta_for_every_row_up_to_the_limit(tokens: int, world_siz
     st.sampled_from(["none", "sharded", "replicated"]),
     st.booleans(),
 )
-def test_a_part_of_the_inbox_holds_all_rows_of_a_call(
+def test_a_part_of_the_inbox_holds_all_rows_of_a_launch(
     tokens: int,
     world_size: int,
     hidden_size: int,
@@ -207,9 +214,12 @@ def test_a_part_of_the_inbox_holds_all_rows_of_a_call(
     norm = NormSpec(1e-5, 0.0, None, hidden_dtype or dtype, FP32)
     x = torch.empty(tokens, hidden_size, dtype=dtype, device="meta")
     asked = Request(x, None, None, None, norm, False, residual_out, "", 0)
-    needs = Push(one_shot).needs(asked, world_size)
+    algorithm = Push(one_shot)
+    needs = algorithm.needs(asked, world_size)
+    assert needs["inbox"] <= MOST_INBOX_BYTES
     # As push.cu lays them out: sections by sender, each kind of row at the next multiple of 16 bytes.
-    rows = tokens if one_shot else rows_per_rank(tokens, world_size)
+    rows = algorithm.rows_of_a_launch(asked, world_size)
+    assert 1 <= rows <= (tokens if one_shot else rows_per_rank(tokens, world_size))
     row_elements = [dtype.itemsize]
     if not one_shot:
         row_elements += [norm.hidden_dtype.itemsize, *([4] if residual_out == "replicated" else [])]
@@ -221,13 +231,19 @@ def test_a_part_of_the_inbox_holds_all_rows_of_a_call(
         assert end <= part_bytes(capacity) and PARTS * part_bytes(capacity) <= capacity
 
 
-def test_two_shot_in_large_parts_stays_within_64_bits() -> None:
-    x = torch.empty(65536, 18432, dtype=BF16, device="meta")
-    asked = Request(x, None, None, None, NormSpec(1e-5, 0.0, None, BF16, FP32), False, "replicated", "", 0)
-    needs = Push(False).needs(asked, 8)["inbox"]
-    assert needs == 3 * (7 * 8192 * 18432 * (2 + 2 + 4) + 128)
-    assert PushParams.part_bytes.size == 8
-    assert part_bytes(needs) // 16 < 2**32  # what PushState counts
+def test_large_messages_are_done_in_launches_of_about_equal_size(
+    kernels: list[FakeKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(residual_out="none", residual_sharded=False)  # 10 tokens on 4 ranks
+    row_bytes = 3 * HIDDEN * (2 + 2)
+    monkeypatch.setattr(push, "MOST_INBOX_BYTES", PARTS * (2 * row_bytes + 128))
+    algorithm = Push(False)
+    assert algorithm.rows_of_a_launch(asked, WORLD_SIZE) == 2
+    algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 0)
+    launches = [(params.begin, params.end, keywords["grid"]) for params, keywords in kernels[0].launches]
+    assert launches == [(0, 2, 2), (2, 3, 1)]
+    monkeypatch.setattr(push, "MOST_INBOX_BYTES", PARTS * (9 * 3 * HIDDEN * 2 + 128))
+    assert Push(True).rows_of_a_launch(asked, WORLD_SIZE) == 5, "not 9 and 1"
 
 
 def test_stream_needs_a_buffer_for_each_kind_of_row() -> None:
@@ -305,7 +321,7 @@ def test_slice_of_a_whole_residual_is_recognised_and_nothing_else(
 
 
 def test_two_shot_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Push(False, max_ctas=2), request()
+    algorithm, asked = Push(False, max_sms=2), request()
     slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
     started = algorithm.launch(asked, group(), slot, 7)
     ((params, keywords),) = kernels[0].launches
@@ -317,8 +333,9 @@ def test_two_shot_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> N
         *addresses(inbox.table, inbox.state, slot.status),
     ]
     assert (params.part_bytes, params.rank, params.tokens) == (part_bytes(inbox.capacity), RANK, 10)
+    assert (params.begin, params.end) == (0, 3)
     assert (params.eps, params.weight_offset, params.scale) == (pytest.approx(1e-5), 1.0, 0.5)
-    assert keywords == {"stream": 0xABC, "grid": 2, "block": 32, "shared_bytes": 8, "programmatic": True}
+    assert keywords == {"stream": 0xABC, "grid": 3, "block": 32, "shared_bytes": 8, "programmatic": True}
     defines = dict(kernels[0].program.defines)
     assert (defines["ONE_SHOT"], defines["THREADS"], defines["SPIN_LIMIT"]) == (0, 32, 7)
     assert started.hidden.shape == (10, HIDDEN) and started.residual.shape == (3, HIDDEN)
@@ -355,7 +372,7 @@ def test_one_shot_gives_the_rows_that_are_wanted(
 
 
 def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Stream(max_ctas=2), request(residual_out="replicated")
+    algorithm, asked = Stream(max_sms=2), request(residual_out="replicated")
     slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
     started = algorithm.launch(asked, group(), slot, 7)
     ((params, keywords),) = kernels[0].launches

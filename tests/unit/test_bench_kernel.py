@@ -276,7 +276,7 @@ def _variants(made_for: list[int | None]) -> list[Variant]:
         return get_transport("gloo")
 
     return [
-        Variant("swept", transport, False, ctas=8, most_ctas=16),
+        Variant("swept", transport, False, sms=8, most_sms=16),
         Variant("fixed", transport, False),
     ]
 
@@ -439,10 +439,10 @@ def test_contender_is_a_complete_interface() -> None:
     assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)
 
 
-def timed(algorithm: str, ctas: int, nbytes: int, us: float, hidden: int = 8192, numerics: str = "ok") -> Row:
+def timed(algorithm: str, sms: int, nbytes: int, us: float, hidden: int = 8192, numerics: str = "ok") -> Row:
     size = (nbytes // 2 // hidden, hidden, nbytes)
-    found = Row("ours", "ours", *size, 1, "", ctas, "timed", None, numerics, 0.9 * us, us, 1.1 * us)
-    return replace(found, algorithm=algorithm, max_ctas=ctas)
+    found = Row("ours", "ours", *size, 1, "", sms, "timed", None, numerics, 0.9 * us, us, 1.1 * us)
+    return replace(found, algorithm=algorithm, max_sms=sms)
 
 
 def test_a_table_takes_the_fastest_kernel_of_each_size_and_meets_half_way() -> None:

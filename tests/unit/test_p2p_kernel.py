@@ -235,7 +235,7 @@ def test_grid_and_capacity_depend_on_shapes_only() -> None:
     from tw_compile.kernels.all_reduce_rms_norm.slot import MIN_CAPACITY_BYTES, capacity_for
     from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 
-    assert [TwoShot().ctas(tokens, 4) for tokens in (1, 4, 5, 65536)] == [1, 1, 2, MAX_CTAS]
+    assert [TwoShot().sms(tokens, 4) for tokens in (1, 4, 5, 65536)] == [1, 1, 2, MAX_CTAS]
     assert capacity_for(1) == MIN_CAPACITY_BYTES
     assert capacity_for(MIN_CAPACITY_BYTES + 1) == 2 * MIN_CAPACITY_BYTES
 

@@ -43,14 +43,14 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> set[type[Algorithm]]:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "kind", "ctas"),
+    ("nbytes", "kind", "sms"),
     [(1, Push, 8), (100, Push, 8), (101, Push, 16), (1000, Push, 16), (1001, Stream, 4), (10**9, Stream, 4)],
 )
 def test_steps_go_by_bytes_and_the_last_serves_the_rest(
-    refused: set[type[Algorithm]], nbytes: int, kind: type[Algorithm], ctas: int
+    refused: set[type[Algorithm]], nbytes: int, kind: type[Algorithm], sms: int
 ) -> None:
     chosen = Selector(STEPS).choose(message(nbytes), STATE)
-    assert type(chosen) is kind and chosen.ctas(10**6, 4) == ctas
+    assert type(chosen) is kind and chosen.sms(10**6, 4) == sms
 
 
 def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algorithm]]) -> None:
@@ -63,7 +63,7 @@ def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algor
 def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Push, "obstacle", lambda self, request, state: "no" if self._one_shot else None)
     chosen = Selector(STEPS).choose(message(1), STATE)
-    assert isinstance(chosen, Push) and not chosen._one_shot and chosen.ctas(10**6, 4) == 8
+    assert isinstance(chosen, Push) and not chosen._one_shot and chosen.sms(10**6, 4) == 8
 
 
 def test_unmeasured_devices_take_the_two_shot_kernel() -> None:
@@ -113,11 +113,11 @@ GOOD = table_text("GPU", STEPS, "")
         ("up_to_bytes = 100\n", "up_to_bytes = 0\n", "t: steps[0]: up_to_bytes: expected a positive number, got 0"),
         ("up_to_bytes = 100\n", "up_to_bytes = true\n", "t: steps[0]: up_to_bytes: expected int, got True"),
         ('"stream"', '"beam"', "t: steps[2]: algorithm: expected one of"),
-        ("ctas = 4\n", "ctas = 400\n", "t: steps[2]: ctas: max_ctas: expected 1 to 32, got 400"),
+        ("sms = 4\n", "sms = 400\n", "t: steps[2]: sms: max_sms: expected 1 to 32, got 400"),
         (
-            "ctas = 4\n",
+            "sms = 4\n",
             "cta = 4\n",
-            "t: steps[2]: expected the keys world_size, up_to_bytes, algorithm, ctas, got 'cta'",
+            "t: steps[2]: expected the keys world_size, up_to_bytes, algorithm, sms, got 'cta'",
         ),
     ],
 )

@@ -50,7 +50,7 @@ class Contender(ABC):
     residual_sharded: bool = False
     reduces: ClassVar[bool] = True
     algorithm: str | None = None
-    max_ctas: int | None = None
+    max_sms: int | None = None
 
     def obstacle(self, size: Size, world_size: int) -> str | None:
         """Why it does not serve this size; None when it does. Asked before anything is prepared."""
@@ -83,8 +83,8 @@ class Variant:
     Attributes:
         transport: Makes it for a number of CTAs.
         sharded: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
-        ctas: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
-        most_ctas: How many it can have.
+        sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
+        most_sms: How many it can have.
         algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there.
     """
@@ -92,8 +92,8 @@ class Variant:
     label: str
     transport: Callable[[int | None], Transport]
     sharded: bool
-    ctas: int | None = None
-    most_ctas: int = 0
+    sms: int | None = None
+    most_sms: int = 0
     algorithm: str | None = None
     in_slot: bool = False
 
@@ -106,8 +106,8 @@ class Operator(Contender):
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded = variant.sharded
-        self._variant, self._sms = variant, sms or variant.ctas
-        self.algorithm, self.max_ctas = variant.algorithm, self._sms
+        self._variant, self._sms = variant, sms or variant.sms
+        self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
         self._request: Request | None = None
         self._algorithm: Algorithm | None = None
@@ -117,7 +117,7 @@ class Operator(Contender):
         return self._variant.transport(self._sms)
 
     def num_sms(self, size: Size, world_size: int) -> int | None:
-        return self._sms if self._algorithm is None else self._algorithm.ctas(size.tokens, world_size)
+        return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
         own_form = form(problem.x.dtype, self.residual_sharded)
@@ -247,32 +247,32 @@ def _named(name: str) -> Callable[[int | None], Transport]:
 def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]:
     """The P2P transport with one algorithm alone."""
 
-    def transport(ctas: int | None) -> Transport:
+    def transport(sms: int | None) -> Transport:
         from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 
-        assert ctas is not None
-        return P2PTransport("p2p", make(ctas))
+        assert sms is not None
+        return P2PTransport("p2p", make(sms))
 
     return transport
 
 
-def _push(ctas: int, one_shot: bool) -> Algorithm:
+def _push(sms: int, one_shot: bool) -> Algorithm:
     from tw_compile.kernels.all_reduce_rms_norm.push import Push
 
-    return Push(one_shot, ctas)
+    return Push(one_shot, sms)
 
 
-def _stream(ctas: int, private_output: bool) -> Algorithm:
+def _stream(sms: int, private_output: bool) -> Algorithm:
     from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 
-    return Stream(ctas, private_output)
+    return Stream(sms, private_output)
 
 
 OURS = (
     Variant("tw-p2p", _named("p2p"), sharded=True),
     Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
-    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 256, "push_one_shot"),
-    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 256, "push_two_shot"),
+    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
+    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
     Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream"),
     Variant("tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True),
     Variant("tw-nccl", _named("nccl"), sharded=False),
@@ -309,14 +309,14 @@ def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]
             raise UsageError(f"--only: expected some of {', '.join(known)}, got {label!r}")
     wanted = set(spec.only or known)
     variants = [variant for variant in ours if variant.label in wanted]
-    takers = [variant.label for variant in variants if variant.ctas is not None]
+    takers = [variant.label for variant in variants if variant.sms is not None]
     if spec.sms and not takers:
         given = ",".join(map(str, spec.sms))
         raise UsageError(f"--sms: expected no value, as no contender here takes a number of SMs, got {given}")
     operators: list[Contender] = [
         Operator(variant, sms)
         for variant in variants
-        for sms in (spec.sms if spec.sms and variant.ctas is not None else (None,))
-        if sms is None or sms <= variant.most_ctas
+        for sms in (spec.sms if spec.sms and variant.sms is not None else (None,))
+        if sms is None or sms <= variant.most_sms
     ]
     return operators + [other for other in others if other.label in wanted]

@@ -52,7 +52,7 @@ class Row:
     speedup: float | None = None
     best_peer: str | None = None
     algorithm: str | None = None
-    max_ctas: int | None = None
+    max_sms: int | None = None
 
 
 def best_peer(rows: Iterable[Row]) -> Row | None:

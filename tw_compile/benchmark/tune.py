@@ -38,12 +38,12 @@ def steps_from(rows: Iterable[Row], world_size: int) -> list[Step]:
     slowdown: dict[int, dict[Choice, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
-        if row.algorithm is not None and row.max_ctas is not None and row.numerics == "ok" and row.p50_us is not None:
+        if row.algorithm is not None and row.max_sms is not None and row.numerics == "ok" and row.p50_us is not None:
             by_size[row.nbytes, row.hidden].append(row)
     for (nbytes, _), timed in by_size.items():
         fastest = min(row.p50_us or 0.0 for row in timed)
         for row in timed:
-            slowdown[nbytes][row.algorithm or "", row.max_ctas or 0].append((row.p50_us or 0.0) / fastest)
+            slowdown[nbytes][row.algorithm or "", row.max_sms or 0].append((row.p50_us or 0.0) / fastest)
     steps: list[Step] = []
     sizes = sorted(slowdown)
     before: Choice | None = None

@@ -217,7 +217,7 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
         p50_us=p50,
         p80_us=p80,
         algorithm=contender.algorithm,
-        max_ctas=contender.max_ctas,
+        max_sms=contender.max_sms,
     )
 
 

@@ -88,7 +88,7 @@ def _kernels(device_name: str, world_size: int) -> str:
     steps = steps_for(device_name, world_size)
     if not steps:
         return f"two_shot for all messages (none measured for {device_name}, {world_size} ranks)"
-    named = [f"{step.algorithm} ({step.ctas} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in steps]
+    named = [f"{step.algorithm} ({step.sms} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in steps]
     return ", ".join(named) + " and beyond"
 
 

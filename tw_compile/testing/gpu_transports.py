@@ -41,8 +41,8 @@ class Counting(Algorithm):
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         return self._inner.obstacle(request, state)
 
-    def ctas(self, tokens: int, world_size: int) -> int:
-        return self._inner.ctas(tokens, world_size)
+    def sms(self, tokens: int, world_size: int) -> int:
+        return self._inner.sms(tokens, world_size)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         return self._inner.needs(request, world_size)
