@@ -28,5 +28,13 @@ class Algorithm(ABC):
         """Symmetric buffers of the slot: name -> bytes. "x", if there is one, is where peers read the partial sums."""
 
     @abstractmethod
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        """Compile and load the kernels of all messages like the request, whatever their tokens and wherever ``x`` lies.
+
+        Launches nothing and needs no slot. Nothing to do where it can serve no such message. The device is current; not in
+        CUDA-graph capture.
+        """
+
+    @abstractmethod
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """Enqueue the call on the current stream; the device is current. The slot has what :meth:`needs` asked for."""

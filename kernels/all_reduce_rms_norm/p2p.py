@@ -14,6 +14,7 @@ have a multicast address. Nothing here asks for one: torch makes it by itself, u
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import variant_of
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, steps_for
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, grow
@@ -78,7 +80,22 @@ class P2PTransport(Transport):
         hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
         _require_supported(x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
         state = self._state(request.group_name, x.device)
+        if state.selector.alternatives and (variant := variant_of(request)) not in state.prepared:
+            self._prepare(request, state, variant)
         return state, state.selector.choose(request, state)
+
+    def _prepare(self, request: Request, state: GroupState, variant: Hashable) -> None:
+        """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
+
+        In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return
+        if state.obstacle is None:
+            with torch.cuda.device(state.device):
+                for algorithm in state.selector.alternatives:
+                    algorithm.prepare(request, state, self._spin_limit)
+        state.prepared.add(variant)
 
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
@@ -128,7 +145,7 @@ class P2PTransport(Transport):
                 state.warned = True
                 logger.warning(
                     "P2P transport: %s has no room for %s bytes and cannot grow during CUDA-graph capture; this message "
-                    "goes through NCCL. Run the largest message once before capturing",
+                    "goes through NCCL. Run messages of all captured sizes once before capturing",
                     _where(state, index),
                     max(lacking.values()),
                 )

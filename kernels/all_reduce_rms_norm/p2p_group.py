@@ -92,6 +92,16 @@ def device_uuids() -> list[str]:
     return [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
 
 
+def sharing_obstacle(facts: Sequence[RankFacts]) -> str | None:
+    """Why the ranks in ``facts`` cannot share GPUs as they do; None where each has its own.
+
+    Apart from the rest, so that checks of results alone (``tw_compile.testing.gpu_sharing``) can do without it.
+    """
+    if len({fact.device_uuid for fact in facts}) < len(facts):
+        return "two ranks share a GPU; kernels that wait for each other could not run at once"
+    return None
+
+
 def peer_obstacle(
     own: int,
     facts: Sequence[RankFacts],
@@ -103,8 +113,9 @@ def peer_obstacle(
     hosts = sorted({fact.host for fact in facts})
     if len(hosts) > 1:
         return f"the group spans {len(hosts)} hosts ({', '.join(hosts)})"
-    if len({fact.device_uuid for fact in facts}) < len(facts):
-        return "two ranks share a GPU; kernels that wait for each other could not run at once"
+    obstacle = sharing_obstacle(facts)
+    if obstacle is not None:
+        return obstacle
     for rank, fact in enumerate(facts):
         if fact.device_uuid == visible[own]:
             continue

@@ -105,6 +105,14 @@ class Push(Algorithm):
                 element += request.norm.residual_dtype.itemsize
         return (world_size - 1) * request.x.shape[1] * element
 
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        if row_obstacle(request) is not None:
+            return
+        if self._one_shot:
+            residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out
+            request = replace(request, residual_sharded=False, residual_out=residual_out)
+        self._kernel(request, state, spin_limit)
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         if not self._one_shot:
             hidden, residual = request.allocate(state.world_size)
@@ -136,10 +144,7 @@ class Push(Algorithm):
     ) -> None:
         request = aligned(request)
         norm = request.norm
-        key = (variant_of(request), state.world_size, state.device)
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = self._prepare(request, state, spin_limit)
+        kernel = self._kernel(request, state, spin_limit)
         inbox = slot.buffers[INBOX]
         assert inbox.state is not None
         threads, tokens = threads_for(request.x.shape[1]), request.x.shape[0]
@@ -174,6 +179,14 @@ class Push(Algorithm):
                 shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
                 programmatic=True,
             )
+
+    def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
+        """For the request as it is: one-shot has changed it."""
+        key = (variant_of(request), state.world_size, state.device)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = self._prepare(request, state, spin_limit)
+        return kernel
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         defines = row_defines(request, state.world_size, spin_limit)

@@ -59,7 +59,10 @@ def make_algorithm(name: str, sms: int) -> Algorithm:
 
 
 class Selector:
-    """Chooses by bytes; a function of what all ranks share."""
+    """Chooses by bytes; a function of what all ranks share.
+
+    ``alternatives``: all that may serve a message of some size; none where there is no choice.
+    """
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
@@ -72,6 +75,7 @@ class Selector:
             self._candidates.append((preferred, *second, two_shot))
         if not steps:
             self._candidates.append((two_shot,))
+        self.alternatives = tuple(dict.fromkeys(itertools.chain(*self._candidates))) if steps else ()
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
         step = min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)
@@ -80,6 +84,8 @@ class Selector:
 
 class Insist:
     """One algorithm for everything that it can serve; for benchmarks and tests."""
+
+    alternatives: tuple[Algorithm, ...] = ()
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._candidates = (algorithm, TwoShot())

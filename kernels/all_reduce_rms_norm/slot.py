@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class GroupState:
     """A process group as this transport sees it; the same on all ranks but for ``rank``.
 
     ``selector``: which kernel serves a call. ``obstacle``: why the group uses NCCL instead. ``multimem``: use multicast,
-    which ends when a buffer has no multicast address.
+    which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded.
     """
 
     name: str
@@ -92,6 +93,7 @@ class GroupState:
     obstacle: str | None = None
     slots: dict[int, Slot] = field(default_factory=dict)
     warned: bool = False
+    prepared: set[Hashable] = field(default_factory=set)
 
     def give_up(self, reason: str) -> None:
         """From now on this group uses NCCL."""

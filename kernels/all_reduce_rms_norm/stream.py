@@ -145,15 +145,17 @@ class Stream(Algorithm):
             needs["residual"] = elements * norm.residual_dtype.itemsize
         return needs
 
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        if self.obstacle(request, state) is None:
+            for staged in (False, True):
+                self._kernel(request, state, spin_limit, staged)
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         request = aligned(request)
         norm, x = request.norm, request.x
         hidden, residual = self._outputs(request, state, slot)
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
-        key = (variant_of(request), staged, state.world_size, state.device)
-        if key not in self._kernels:
-            self._kernels[key] = self._prepare(request, state, spin_limit, staged)
-        kernel, shape = self._kernels[key]
+        kernel, shape = self._kernel(request, state, spin_limit, staged)
         params = StreamParams(
             address(x),
             address(request.residual),
@@ -199,6 +201,12 @@ class Stream(Algorithm):
         if self._private_output:
             collected = max(hidden, residual) if request.residual_out == "replicated" else hidden
         return shape_for(request.x.shape[1], request.x.element_size(), hidden, residual, collected)
+
+    def _kernel(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
+        key = (variant_of(request), staged, state.world_size, state.device)
+        if key not in self._kernels:
+            self._kernels[key] = self._prepare(request, state, spin_limit, staged)
+        return self._kernels[key]
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
         shape = self._shape(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tw_compile.kernels._multimem import ACCESS_BYTES
@@ -41,16 +43,33 @@ class TwoShot(Algorithm):
             needs["residual"] = elements * norm.residual_dtype.itemsize
         return needs
 
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        norm, x = request.norm, request.x
+        replicated, primitives = request.residual_out == "replicated", self._primitives(request, state)
+        for staged in (False, True):
+            # In the place of tensors are their dtypes: Triton takes them for tensors at multiples of 16 bytes, as torch's are.
+            kernel = all_reduce_rms_norm_kernel.warmup(
+                x.dtype,
+                *(
+                    tensor if tensor is None else tensor.dtype
+                    for tensor in (request.residual, request.bias, request.weight)
+                ),
+                *(norm.hidden_dtype, norm.residual_dtype),
+                None if request.hidden_scale is None else request.hidden_scale.dtype,
+                None if primitives == "p2p" else x.dtype,
+                *(torch.int64, torch.int64, torch.int64 if replicated else None, torch.int64),
+                *(torch.int32, torch.int32),
+                *(state.rank, x.shape[0], norm.eps, norm.weight_offset, norm.scale),
+                **_constants(request, state, spin_limit, primitives, staged),
+                grid=(1,),
+            )
+            kernel._init_handles()  # loads it, as the first launch would
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         x, norm = request.x, request.norm
         tokens, hidden_size = x.shape
         hidden, residual = request.allocate(state.world_size)
-        block, num_warps = launch_shape(hidden_size)
-        primitives = "p2p"
-        if self._emulate_multimem:
-            primitives = "emulated"
-        elif state.multimem and takes_multimem(hidden_size, x.dtype, norm.hidden_dtype, norm.residual_dtype):
-            primitives = "multimem"
+        primitives = self._primitives(request, state)
         staging = slot.buffers["x"]
         grid = self.sms(tokens, state.world_size)
         all_reduce_rms_norm_kernel[(grid,)](
@@ -73,15 +92,32 @@ class TwoShot(Algorithm):
             norm.eps,
             norm.weight_offset,
             norm.scale,
-            HIDDEN=hidden_size,
-            BLOCK=block,
-            WORLD_SIZE=state.world_size,
-            STAGED=x.data_ptr() != staging.tensor.data_ptr(),
-            RESIDUAL_SHARDED=request.residual_sharded,
-            RESIDUAL_OUT=request.residual_out,
-            CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
-            SPIN_LIMIT=spin_limit,
-            PRIMITIVES=primitives,
-            num_warps=num_warps,
+            **_constants(request, state, spin_limit, primitives, x.data_ptr() != staging.tensor.data_ptr()),
         )
         return Started(hidden, residual)
+
+    def _primitives(self, request: Request, state: GroupState) -> str:
+        if self._emulate_multimem:
+            return "emulated"
+        norm, x = request.norm, request.x
+        if state.multimem and takes_multimem(x.shape[1], x.dtype, norm.hidden_dtype, norm.residual_dtype):
+            return "multimem"
+        return "p2p"
+
+
+def _constants(request: Request, state: GroupState, spin_limit: int, primitives: str, staged: bool) -> dict[str, Any]:
+    """The kernel's constants, and the launch options, by name."""
+    hidden_size = request.x.shape[1]
+    block, num_warps = launch_shape(hidden_size)
+    return {
+        "HIDDEN": hidden_size,
+        "BLOCK": block,
+        "WORLD_SIZE": state.world_size,
+        "STAGED": staged,
+        "RESIDUAL_SHARDED": request.residual_sharded,
+        "RESIDUAL_OUT": request.residual_out,
+        "CAST_BEFORE_WEIGHT": triton_dtype(request.norm.cast_before_weight),
+        "SPIN_LIMIT": spin_limit,
+        "PRIMITIVES": primitives,
+        "num_warps": num_warps,
+    }

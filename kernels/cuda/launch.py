@@ -20,9 +20,10 @@ _lock = Lock()
 def prepare(program: Program, device: int) -> Kernel:
     """``program`` on the device with this CUDA ordinal: compiled and loaded by the first call, found by all others.
 
-    Loading may allocate and wait for the device. The driver may refuse that while a CUDA graph is captured, and the
-    capture is lost: call this before, as a warm-up run does. What is loaded stays until the process ends, since captured
-    graphs hold it. Keep the kernel: finding it costs as much as a launch.
+    Loading may allocate and wait for the device. While a CUDA graph is captured, drivers of CUDA 12.3 and later allow it
+    (says NVIDIA Warp's documentation of ``capture_begin``), older ones refuse and the capture is lost. So call this before
+    any capture; that also keeps compiling out of it. What is loaded stays until the process ends, since captured graphs hold
+    it. Keep the kernel: finding it costs as much as a launch.
     """
     with _lock:
         if (program, device) not in _kernels:
@@ -47,7 +48,7 @@ class Kernel:
         self._context = self._call(driver.cuDevicePrimaryCtxRetain, self._device)  # the one that torch works in
         with self._current_context():
             module = self._call(driver.cuModuleLoadData, cubin)
-            # The driver may put off loading a module's kernels, but not past this.
+            # The driver may put off loading a module's kernels, but not past this (CUDA programming guide, lazy loading).
             self._function = self._call(driver.cuModuleGetFunction, module, program.entry.encode())
             self._shared_limit = self._call(driver.cuFuncGetAttribute, self._shared_attribute, self._function)
 

@@ -13,10 +13,19 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
-from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_stress
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.kernels.cuda import launch
+from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_producer, gpu_stress
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, make_problem
-from tw_compile.testing.gpu_transports import Subject
+from tw_compile.testing.gpu_transports import Factors, Subject, finished
 
 ACCURACY: dict[str, dict[str, Any]] = {
     "accuracy_of_hidden_size": {"hidden_size": 328, "tokens": (1, 5)},
@@ -31,10 +40,20 @@ STRESS: dict[str, dict[str, Any]] = {
     "captured_and_replayed": {},
     "million_launches": {"launches": 120},
 }
+PRODUCER: dict[str, dict[str, Any]] = {
+    "mm_gives_the_same_bits": {},
+    "mm_shapes_in_turn": {},
+    "mm_random_skew": {},
+    "mm_captured_and_replayed": {},
+}
+MODULES = {gpu_accuracy: ACCURACY, gpu_stress: STRESS, gpu_producer: PRODUCER, gpu_checks: {"sanitizer_small": {}}}
 
 
 class OnGloo(Subject):
-    """The gloo transport; ``fault`` spoils results in one way from the call number ``begin`` on."""
+    """The gloo transport; ``fault`` spoils results in one way from the call number ``begin`` on.
+
+    "product" spoils those of calls that multiply.
+    """
 
     def __init__(self, fault: str | None, begin: int) -> None:
         super().__init__("gloo")
@@ -45,9 +64,9 @@ class OnGloo(Subject):
     def algorithm(self) -> Any:
         return SimpleNamespace(launches=self._calls)
 
-    def start(self, ctx: Context, request: Request) -> Results:
+    def start(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
         self._calls += 1
-        hidden, residual = super().start(ctx, request)
+        hidden, residual = super().start(ctx, request, factors)
         stale = self._last.get(hidden.shape, hidden)
         self._last[hidden.shape] = hidden.clone()
         if self._calls >= self._begin:
@@ -61,6 +80,8 @@ class OnGloo(Subject):
                 hidden.copy_(hidden.float().nan_to_num())
             elif self._fault == "residual" and len(residual):
                 residual[0] += 1
+            elif self._fault == "product" and factors is not None:
+                hidden[0] = 0
             elif self._fault == "stale":
                 hidden.copy_(stale)
         return hidden, residual
@@ -93,22 +114,23 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
         return make_problem(ctx, min(tokens, 70), max(hidden_size // 32, 128), form, seed)
 
     with ExitStack() as stack:
-        for module in (gpu_accuracy, gpu_stress):
+        for module in (gpu_accuracy, gpu_stress, gpu_producer):
             stack.enter_context(mock.patch.object(module, "subject", lambda _: subject))
-        stack.enter_context(mock.patch.object(gpu_stress, "make_problem", small_problem))
-        stack.enter_context(mock.patch.object(gpu_stress, "new_counter", new_counter))
-        stack.enter_context(mock.patch.object(gpu_stress, "capture", capture))
+        for module in (gpu_stress, gpu_producer):
+            stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
+            stack.enter_context(mock.patch.object(module, "new_counter", new_counter))
+            stack.enter_context(mock.patch.object(module, "capture", capture))
         stack.enter_context(mock.patch.object(gpu_stress, "_CALLS_PER_REPLAY", 20))
         stack.enter_context(mock.patch.object(compat, "delay_stream"))
         for what in ("synchronize", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, what))
         stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda _: nullcontext()))
-        module = gpu_accuracy if name in ACCURACY else gpu_stress
-        getattr(gpu_checks if name == "sanitizer_small" else module, name)(ctx, transport="gloo", **options)
+        (module,) = (module for module, names in MODULES.items() if name in names)
+        getattr(module, name)(ctx, transport="gloo", **options)
     return ctx
 
 
-@pytest.mark.parametrize("name", [*ACCURACY, *STRESS, "sanitizer_small"])
+@pytest.mark.parametrize("name", [name for names in MODULES.values() for name in names])
 def test_right_results_pass(gloo_ranks: GlooRanks, name: str) -> None:
     options = (ACCURACY | STRESS).get(name, {})
     contexts = gloo_ranks.run(run_check, name, options, None, 0)
@@ -142,10 +164,77 @@ def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
         ("captured_and_replayed", "stale", 20, "wrong elements"),
         ("million_launches", "element", 150, "replays had wrong results"),
         ("million_launches", "unwritten", 150, "replays had wrong results"),
+        ("mm_gives_the_same_bits", "product", 0, "hidden [63, 4096], torch.bfloat16: differs from plain start"),
+        ("mm_gives_the_same_bits", "product", 0, "hidden [5, 2880], torch.float16: differs from plain start"),
+        ("mm_shapes_in_turn", "product", 100, "wrong elements"),
+        ("mm_shapes_in_turn", "residual", 300, "wrong elements"),
+        ("mm_random_skew", "product", 50, "wrong elements"),
+        ("mm_captured_and_replayed", "stale", 20, "wrong elements"),
+        ("mm_captured_and_replayed", "product", 20, "wrong elements"),
     ],
 )
 def test_wrong_results_fail(gloo_ranks: GlooRanks, name: str, fault: str, begin: int, message: str) -> None:
-    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS)[name], fault, begin)
+    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS | PRODUCER)[name], fault, begin)
     assert any(message in failure for ctx in contexts for failure in ctx.failures), contexts
     if name == "million_launches":
         assert all(0 < ctx.counts["verified"] < ctx.counts["launches"] == 120 for ctx in contexts)
+
+
+def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
+    """With kernels that gloo stands in for; only those named in ``prepared`` are loaded when that is asked for."""
+    assert dist.group.WORLD is not None
+    device = torch.device("cpu")
+    ctx = Context(rank, 2, device, compat.group_name(dist.group.WORLD))
+    state = GroupState(ctx.group_name, dist.group.WORLD, device, rank, 2, Selector())
+    buffer = SymmetricBuffer(torch.zeros(2**23, dtype=torch.uint8), None, torch.zeros(3), 2**23)
+    slot = Slot(buffer, torch.zeros(1), torch.zeros(1), {"x": buffer})
+    capturing = False
+    loaded: dict[tuple[str, int], None] = {}
+
+    def load(self: Algorithm, request: Request) -> None:
+        loaded[type(self).__name__, request.x.shape[1]] = None
+
+    def prepare(self: Algorithm, request: Request, state: GroupState, spin_limit: int) -> None:
+        if type(self).__name__ in prepared:
+            load(self, request)
+
+    def start(self: Algorithm, request: Request, *_: Any) -> Started:
+        load(self, request)
+        started = get_transport("gloo").start(request)
+        return Started(*finished(started))
+
+    def capture(function: Callable[[], list[Results]]) -> tuple[Any, list[Results]]:
+        nonlocal capturing
+        capturing = True
+        results = function()
+        capturing = False
+        return SimpleNamespace(replay=lambda: None), results
+
+    with ExitStack() as stack:
+        for kind in (Push, Stream, TwoShot):
+            stack.enter_context(mock.patch.object(kind, "prepare", prepare))
+            stack.enter_context(mock.patch.object(kind, "launch", start))
+        stack.enter_context(mock.patch.object(P2PTransport, "_state", lambda *_: state))
+        stack.enter_context(mock.patch.object(P2PTransport, "_slot", lambda *_: slot))
+        stack.enter_context(mock.patch.object(launch, "_kernels", loaded))
+        stack.enter_context(mock.patch.object(gpu_stress, "capture", capture))
+        stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)))
+        stack.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
+        stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
+        gpu_stress.other_steps_are_loaded_before_capture(ctx)
+    return ctx
+
+
+@pytest.mark.parametrize(
+    ("prepared", "failures"),
+    [
+        (("Push", "Stream", "TwoShot"), []),
+        (("Push", "TwoShot"), ["loaded in capture: 1 CUDA kernels, Triton kernels []"]),
+    ],
+)
+def test_kernels_that_are_loaded_in_capture_are_a_failure(
+    gloo_ranks: GlooRanks, prepared: tuple[str, ...], failures: list[str]
+) -> None:
+    contexts = gloo_ranks.run(run_check_of_other_steps, prepared)
+    assert [ctx.failures for ctx in contexts] == [failures, failures]

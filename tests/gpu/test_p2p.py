@@ -1,7 +1,7 @@
 """The GPU transports on real GPUs; the checks themselves are in ``tw_compile.testing.gpu_checks``.
 
-Each world size is started once and runs every check; the tests here read its results. TW_COMPILE_REQUIRE_GPUS=N turns a skip
-for lack of GPUs into a failure.
+Each world size is started once and runs every check; the tests here read its results. More ranks than GPUs share them.
+TW_COMPILE_REQUIRE_GPUS=N turns a skip for lack of GPUs into a failure.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.testing.gpu_checks import CHECKS
+from tw_compile.testing.gpu_checks import selected
 
 pytestmark = pytest.mark.gpu
 
-SECONDS = 240
+SECONDS = 360
+SHARED_SECONDS = 1200
+RUNS = ((2, 2), (4, 4), (4, 2))
+"""World sizes, and the GPUs of each."""
 
 
 def require_gpus(count: int) -> None:
@@ -35,33 +38,31 @@ def require_gpus(count: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, Any]]:
-    """World size -> check -> outcome; runs a world size when it is first asked for."""
-    cache: dict[int, dict[str, Any]] = {}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], dict[str, Any]]:
+    """World size and GPUs -> check -> outcome; runs them when they are first asked for."""
+    cache: dict[tuple[int, int], dict[str, Any]] = {}
 
-    def run(world_size: int) -> dict[str, Any]:
-        if world_size not in cache:
+    def run(world_size: int, gpus: int) -> dict[str, Any]:
+        if (world_size, gpus) not in cache:
             path: Path = tmp_path_factory.mktemp("gpu_checks") / f"{world_size}.json"
-            command = [sys.executable, "-m", "tw_compile.testing.gpu_checks", f"--world-size={world_size}"]
-            finished = subprocess.run(
-                [*command, f"--json={path}", f"--timeout={SECONDS}"],
-                capture_output=True,
-                text=True,
-                timeout=SECONDS + 60,
-                check=False,
-            )
-            cache[world_size] = json.loads(path.read_text()) if path.exists() else {}
+            seconds = SECONDS if gpus == world_size else SHARED_SECONDS
+            command = [sys.executable, "-m", "tw_compile.testing.gpu_checks"]
+            command += [f"--world-size={world_size}", f"--gpus={gpus}", f"--json={path}", f"--timeout={seconds}"]
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=False)
+            cache[world_size, gpus] = json.loads(path.read_text()) if path.exists() else {}
             if finished.returncode:
                 print(finished.stdout[-4000:], finished.stderr[-4000:], sep="\n", file=sys.stderr)
-        return cache[world_size]
+        return cache[world_size, gpus]
 
     return run
 
 
-@pytest.mark.timeout(SECONDS + 120)
-@pytest.mark.parametrize("name", CHECKS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_check(outcomes: Callable[[int], dict[str, Any]], world_size: int, name: str) -> None:
-    require_gpus(world_size)
-    outcome = outcomes(world_size).get(name, {"outcome": "no result: the run died"})["outcome"]
+@pytest.mark.timeout(SHARED_SECONDS + 120)
+@pytest.mark.parametrize(
+    ("world_size", "gpus", "name"),
+    [(world_size, gpus, name) for world_size, gpus in RUNS for name in selected("", gpus < world_size)],
+)
+def test_check(outcomes: Callable[[int, int], dict[str, Any]], world_size: int, gpus: int, name: str) -> None:
+    require_gpus(gpus)
+    outcome = outcomes(world_size, gpus).get(name, {"outcome": "no result: the run died"})["outcome"]
     assert outcome == "ok", outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tw_compile.kernels._sync import MAX_CTAS, REPORT_ROWS
-from tw_compile.kernels.all_reduce_rms_norm import push, stream
+from tw_compile.kernels.all_reduce_rms_norm import push, stream, two_shot
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import VECTOR, aligned
 from tw_compile.kernels.all_reduce_rms_norm.push import (
     MOST_INBOX_BYTES,
@@ -35,6 +36,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     whole_residual,
 )
 from tw_compile.kernels.all_reduce_rms_norm.stream import Shape, Stream, StreamParams, shape_for
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 WORLD_SIZE, RANK, HIDDEN = 4, 2, 64
@@ -435,6 +437,116 @@ def test_kernels_are_kept_by_variant(kernels: list[FakeKernel], make: Callable[.
     for asked in (*same, *others, *same):
         algorithm.launch(asked, group(), slot, 0)
     assert len(kernels) == 1 + len(others)
+
+
+# --- what they load ahead --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("residual_sharded", [True, False])
+@pytest.mark.parametrize("residual_out", ["none", "sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("make", "count"), [(partial(Push, True), 1), (partial(Push, False), 1), (Stream, 2)], ids=["one", "two", "stream"]
+)
+def test_what_is_loaded_ahead_serves_all_messages_like_the_first(
+    kernels: list[FakeKernel],
+    make: Callable[[], Push | Stream],
+    count: int,
+    residual_out: ResidualOut,
+    residual_sharded: bool,
+) -> None:
+    algorithm, state = make(), group()
+    algorithm.prepare(request(residual_sharded=residual_sharded, residual_out=residual_out), state, 7)
+    assert len(kernels) == count
+    assert not any(kernel.launches for kernel in kernels)
+    for tokens in (10, 3):
+        asked = request(tokens, residual_sharded=residual_sharded, residual_out=residual_out)
+        if residual_sharded:
+            whole = torch.zeros(WORLD_SIZE * rows_per_rank(tokens, WORLD_SIZE), HIDDEN)
+            asked = replace(asked, residual=slice_of_whole_residual(whole, WORLD_SIZE, RANK))
+        slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
+        algorithm.launch(asked, state, slot, 7)
+        if "x" in slot.buffers:
+            algorithm.launch(replace(asked, x=slot.buffers["x"].view((tokens, HIDDEN), BF16)), state, slot, 7)
+    assert len(kernels) == count
+    assert all(kernel.launches for kernel in kernels)
+
+
+@BOTH
+def test_nothing_is_loaded_ahead_of_what_cannot_be_served(
+    kernels: list[FakeKernel], make: Callable[..., Push | Stream]
+) -> None:
+    make().prepare(request(hidden_size=68), group(), 0)
+    assert kernels == []
+
+
+class FakeTritonKernel:
+    """What Triton compiled."""
+
+    function = packed_metadata = None
+
+    def __init__(self) -> None:
+        self.loaded, self.launches = False, 0
+
+    def _init_handles(self) -> None:
+        self.loaded = True
+
+    def launch_metadata(self, *arguments: Any) -> None:
+        return None
+
+    def run(self, *arguments: Any) -> None:
+        self.launches += 1
+
+
+@pytest.fixture
+def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeTritonKernel]:
+    """The two-shot kernel on a device of capability 9.0, as far as Triton looks; grows with every variant it compiles."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
+    from triton.runtime import driver, jit
+
+    assert hasattr(CompiledKernel, "_init_handles")  # private, and all that the fake has of it besides a launch
+
+    made: list[FakeTritonKernel] = []
+
+    def compile(self: Any, key: Any, *rest: Any) -> FakeTritonKernel:
+        made.append(FakeTritonKernel())
+        return self.device_caches[0][0].setdefault(key, made[-1])
+
+    target = GPUTarget("cuda", 90, 32)
+    device = SimpleNamespace(
+        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    kernel = two_shot.all_reduce_rms_norm_kernel
+    monkeypatch.setattr(driver, "_active", device)
+    monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", compile)
+    return made
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize(
+    "first",
+    [
+        request(),
+        request(residual_out="replicated", residual_sharded=False, cast_before_weight=BF16),
+        request(hidden_dtype=FP8, residual_out="none"),
+        replace(request(dtype=FP16), bias=None, weight=None),
+        replace(request(dtype=FP32, residual_sharded=False), residual=None),
+    ],
+)
+def test_two_shot_loads_what_its_launches_look_for(
+    triton_kernels: list[FakeTritonKernel], first: Request, emulated: bool
+) -> None:
+    algorithm, state = TwoShot(emulated), group()
+    algorithm.prepare(first, state, 7)
+    assert [kernel.loaded for kernel in triton_kernels] == [True, True]
+    for tokens in (10, 1):
+        asked = replace(first, x=first.x[:tokens])
+        slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
+        in_slot = slot.buffers["x"].view((tokens, HIDDEN), first.x.dtype)
+        for x in (asked.x, in_slot):
+            algorithm.launch(replace(asked, x=x), state, slot, 7)
+    assert [kernel.launches for kernel in triton_kernels] == [2, 2]
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "bias", "weight"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from tw_compile.testing import gpu_checks
 from tw_compile.testing.gpu_checks import CHECKS, OF_EVERY_ALGORITHM, ON_REQUEST, joined, selected
@@ -29,11 +32,58 @@ def test_only_chooses_by_a_part_of_the_name_and_what_is_on_request_by_its_begin(
     assert all(name in CHECKS for name in selected("push_one_shot"))
 
 
-def test_an_unknown_check_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_checks", "--world-size", "2", "--only", "nonsense"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "nonsense"], "--only: no check has 'nonsense' in its name\n"),
+        (
+            ["--only", "nccl_form", "--gpus", "1"],
+            "no check has 'nccl_form' in its name and works where ranks share GPUs",
+        ),
+        (["--gpus", "0"], "--gpus: expected 1 to 2, the world size, got 0"),
+        (["--gpus", "3"], "--gpus: expected 1 to 2, the world size, got 3"),
+    ],
+)
+def test_bad_arguments_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu_checks", "--world-size", "2", *arguments])
     with pytest.raises(SystemExit) as stop:
         gpu_checks.main()
     assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_where_ranks_share_gpus_only_what_needs_nccl_is_left_out() -> None:
+    left_out = set(CHECKS) - set(selected("", shared_gpus=True))
+    assert left_out == {name for name in CHECKS if "nccl" in name}
+    assert "capture_without_room_uses_nccl" in left_out and "nccl_form_fp8" in left_out
+    assert selected("million", shared_gpus=True) == selected("million")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "backend", "calls", "shares"), [(2, 1, "nccl", 10_000, []), (1, 0, "gloo", 100, ["shared"])]
+)
+def test_ranks_without_a_gpu_of_their_own_share_by_gloo(
+    monkeypatch: pytest.MonkeyPatch,
+    two_ranks: None,
+    tmp_path: Path,
+    gpus: int,
+    device: int,
+    backend: str,
+    calls: int,
+    shares: list[str],
+) -> None:
+    devices: list[torch.device] = []
+    groups: list[str] = []
+    shared: list[str] = []
+    monkeypatch.setattr("torch.cuda.set_device", devices.append)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **options: groups.append(name))
+    monkeypatch.setattr(gpu_checks, "share_gpus", lambda: shared.append("shared"))
+    ctx = gpu_checks.join(1, 2, gpus, str(tmp_path))
+    assert (ctx.rank, ctx.world_size, ctx.device) == (1, 2, torch.device("cuda", device))
+    assert devices == [ctx.device] and groups == [backend] and shared == shares
+    assert ctx.calls(10_000) == calls
 
 
 def test_ranks_join_to_the_slowest_and_to_the_lowest_counts() -> None:

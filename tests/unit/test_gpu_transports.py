@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 from tw_compile.testing import gpu_transports
 from tw_compile.testing.gpu_problems import Context
-from tw_compile.testing.gpu_transports import ALGORITHMS, Subject
+from tw_compile.testing.gpu_transports import ALGORITHMS, Factors, Subject
 
 DEVICE = torch.device("cpu")
 
@@ -111,6 +112,43 @@ def test_results_outside_of_the_slot_are_a_failure_of_a_transport_in_the_slot(ma
     ctx, subject = context(), make("stream_in_slot", Fake())
     subject.start(ctx, request())
     assert ctx.failures == ["hidden [4, 8] is not in the slot's memory"]
+
+
+@pytest.fixture
+def factors(monkeypatch: pytest.MonkeyPatch) -> Factors:
+    """Of the message of :func:`request`, all of whose elements are 1."""
+    monkeypatch.setattr(p2p.P2PTransport, "_choose", lambda self, request: (self._states["g", DEVICE], self.algorithm))
+    return torch.full((4, 2), 0.5), torch.ones(2, 8)
+
+
+def test_factors_are_multiplied_in_the_slot(make: Callable[..., Subject], factors: Factors) -> None:
+    ctx, subject = context(), make("fake", Fake())
+    hidden, residual = subject.call(ctx, replace(request(), x=torch.full((4, 8), 7.0)), factors)
+    assert torch.equal(hidden, torch.full((4, 8), 3.0)) and residual.shape == (0, 8)
+    assert torch.equal(subject.state(request()).slots[0].buffers["x"].view((4, 8), torch.float32), request().x)
+    assert (subject.algorithm.launches, subject.algorithm.launches_in_slot) == (1, 1)
+    assert ctx.failures == []
+
+
+def test_results_of_factors_that_lie_in_the_slot_are_copied(make: Callable[..., Subject], factors: Factors) -> None:
+    ctx, subject = context(), make("stream_in_slot", Fake(in_slot=True))
+    hidden, _ = subject.start(ctx, request(), factors)
+    assert torch.equal(hidden, torch.full((4, 8), 3.0))
+    assert subject.state(request()).slots[0].buffers["hidden"].view((4, 8), torch.float32).isnan().all()
+    assert ctx.failures == []
+
+
+def test_a_product_elsewhere_is_a_failure_if_peers_could_read_it_in_the_slot(
+    make: Callable[..., Subject], factors: Factors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(p2p.P2PTransport, "message_buffer", lambda self, request: None)
+    ctx, subject = context(), make("fake", Fake())
+    subject.start(ctx, request(), factors)
+    assert ctx.failures == ["fake: the product [4, 8] was not made in the slot's memory"]
+    ctx = context()
+    monkeypatch.setattr(Fake, "needs", lambda self, request, world_size: {})
+    subject.start(ctx, request(), factors)
+    assert ctx.failures == []
 
 
 def test_new_memory_is_nan_only_inside() -> None:

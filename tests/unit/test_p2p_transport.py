@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from tw_compile.kernels.all_reduce_rms_norm.push import Push
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import takes_multimem
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot, takes_multimem
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")
@@ -211,6 +212,64 @@ def test_no_message_buffer_where_peers_would_not_read_it(host: SimpleNamespace, 
     host.state.selector = Selector()
     host.state.give_up("no peer access")
     assert transport.message_buffer(message_of(7)) is None
+
+
+@pytest.fixture
+def prepared(
+    host: SimpleNamespace, transport: p2p.P2PTransport, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Request, int]]:
+    """What the two kernels of a table were asked to load: the request and the limit of spins."""
+    calls: list[tuple[Request, int]] = []
+
+    class Noting(TwoShot):
+        def prepare(self, request: Request, state: slot.GroupState, spin_limit: int) -> None:
+            assert state is host.state
+            calls.append((request, spin_limit))
+
+    alternatives = (Noting(), Noting())
+    host.state.selector = SimpleNamespace(alternatives=alternatives, choose=lambda *_: alternatives[0])
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    transport._spin_limit = 5
+    return calls
+
+
+def test_all_kernels_are_loaded_when_a_variant_is_first_seen(
+    transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
+) -> None:
+    first = message_of(7)
+    transport._choose(first)
+    assert prepared == [(first, 5), (first, 5)]
+    for tokens in (7, 1, 3000):
+        transport.message_buffer(message_of(tokens))
+    assert len(prepared) == 2
+    for other in (message_of(7, hidden_size=2048), message_of(7, residual_out="sharded")):
+        transport.message_buffer(other)
+        assert prepared[-1] == (other, 5)
+    assert len(prepared) == 6
+
+
+def test_in_capture_nothing_is_loaded_that_is_not_needed(
+    host: SimpleNamespace, transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
+) -> None:
+    host.capturing = True
+    transport._choose(message_of(7))
+    assert prepared == []
+    host.capturing = False
+    transport._choose(message_of(7))
+    assert len(prepared) == 2
+
+
+def test_a_group_that_uses_nccl_loads_nothing(
+    host: SimpleNamespace, transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
+) -> None:
+    host.state.give_up("no peer access")
+    transport._choose(message_of(7))
+    assert prepared == []
+
+
+def test_without_a_choice_nothing_is_loaded_ahead(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
+    transport._choose(message_of(7))
+    assert host.state.prepared == set()
 
 
 def test_a_lost_peer_is_reported_at_the_next_call_but_not_in_capture(host: SimpleNamespace) -> None:

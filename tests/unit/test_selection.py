@@ -53,6 +53,12 @@ def test_steps_go_by_bytes_and_the_last_serves_the_rest(
     assert type(chosen) is kind and chosen.sms(10**6, 4) == sms
 
 
+def test_alternatives_are_all_that_a_table_may_choose() -> None:
+    kinds = [type(algorithm) for algorithm in Selector(STEPS).alternatives]
+    assert kinds == [Push, Push, TwoShot, Push, Stream]  # one-shot's second choice is the two-shot push
+    assert Selector().alternatives == Insist(Stream()).alternatives == ()
+
+
 def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algorithm]]) -> None:
     refused |= {Push, Stream}
     for nbytes in (1, 500, 5000):

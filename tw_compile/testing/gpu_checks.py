@@ -1,6 +1,11 @@
-"""Checks of the GPU transports on real GPUs: one process per GPU, every check in the same processes.
+"""Checks of the GPU transports on real GPUs: one process per rank, every check in the same processes.
 
-    python -m tw_compile.testing.gpu_checks --world-size 4 --json results.json [--only accuracy] [--timeout 240]
+    python -m tw_compile.testing.gpu_checks --world-size 4 --json results.json [--only accuracy] [--timeout 360]
+
+Each rank has a GPU of its own. With fewer GPUs they share them, for results alone: slowly, joined by gloo, without the checks
+that need NCCL, and with a hundredth of the calls where there are very many (``gpu_sharing``)::
+
+    python -m tw_compile.testing.gpu_checks --world-size 8 --gpus 2 --timeout 580 [--only push]
 
 Exits 0 when every check passed on every rank. ``tests/gpu/test_p2p.py`` runs this and reads the results. A check's name ends
 in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call.
@@ -33,6 +38,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,15 +46,18 @@ from typing import Any
 # Multicast stays off in these processes, also where the caller's environment doesn't say so.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+# Without it torch refuses matmuls where new memory is filled with NaNs, which it does in its deterministic mode alone.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tw_compile import compat
-from tw_compile.testing import gpu_accuracy, gpu_stress
+from tw_compile.testing import gpu_accuracy, gpu_producer, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_problems import Context, Form
+from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
 from tw_compile.testing.gpu_transports import ALGORITHMS
 
 Check = Callable[[Context], None]
@@ -67,6 +76,10 @@ OF_EVERY_ALGORITHM = (
     gpu_stress.two_groups_at_once,
     gpu_stress.captured_and_replayed,
     gpu_stress.growth_keeps_captured_graphs_alive,
+    gpu_producer.mm_gives_the_same_bits,
+    gpu_producer.mm_shapes_in_turn,
+    gpu_producer.mm_random_skew,
+    gpu_producer.mm_captured_and_replayed,
     gpu_stress.lost_peer_is_reported,
 )
 ALONE = (
@@ -77,6 +90,7 @@ ALONE = (
     gpu_accuracy.plain_shard_makes_one_shot_fall_back,
     gpu_stress.capture_without_room_uses_nccl,
     gpu_stress.first_use_in_capture_is_refused,
+    gpu_stress.other_steps_are_loaded_before_capture,
 )
 
 
@@ -117,24 +131,34 @@ ON_REQUEST: dict[str, Check] = {
 }
 
 
-def selected(only: str) -> list[str]:
-    """Names of the checks that ``--only`` asks for."""
-    by_default = [name for name in CHECKS if only in name]
+def selected(only: str, shared_gpus: bool = False) -> list[str]:
+    """Names of the checks that ``--only`` asks for, but for those that can't be made where ranks share GPUs."""
+    by_default = [name for name in CHECKS if only in name and not (shared_gpus and name.startswith(NEED_NCCL))]
     return by_default + [name for name in ON_REQUEST if only and name.startswith(only)]
 
 
-def run_rank(rank: int, world_size: int, folder: str, names: list[str]) -> None:
-    """One rank: every check in order, a line of JSON when one starts and one when it ends."""
-    device = torch.device("cuda", rank)
+def join(rank: int, world_size: int, gpus: int, folder: str) -> Context:
+    """Make this process one of ``world_size`` ranks on ``gpus`` GPUs: what every check of it gets, anew."""
+    device = torch.device("cuda", rank % gpus)
     torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
+    if gpus < world_size:
+        share_gpus()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size, device_id=device)
     assert dist.group.WORLD is not None
-    group_name = compat.group_name(dist.group.WORLD)
+    shortened_by = SHORTENED_BY if gpus < world_size else 1
+    return Context(rank, world_size, device, compat.group_name(dist.group.WORLD), shortened_by=shortened_by)
+
+
+def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str]) -> None:
+    """One rank: every check in order, a line of JSON when one starts and one when it ends."""
+    context = join(rank, world_size, gpus, folder)
     with open(f"{folder}/rank{rank}.jsonl", "w", buffering=1) as report:
         for name in names:
             report.write(json.dumps({"check": name, "outcome": "started and did not end"}) + "\n")
-            ctx = Context(rank, world_size, device, group_name)
+            ctx = replace(context, failures=[], counts={})
             begin = time.perf_counter()
             failed = False
             try:
@@ -153,12 +177,12 @@ def run_rank(rank: int, world_size: int, folder: str, names: list[str]) -> None:
     dist.destroy_process_group()
 
 
-def run_checks(world_size: int, names: list[str], timeout: float) -> dict[str, dict[str, Any]]:
-    """Run ``names`` on ``world_size`` GPUs: check -> :func:`joined` of its ranks' lines."""
+def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> dict[str, dict[str, Any]]:
+    """Run ``names`` with ``world_size`` ranks on ``gpus`` GPUs: check -> :func:`joined` of its ranks' lines."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         workers = [
-            context.Process(target=run_rank, args=(rank, world_size, folder, names)) for rank in range(world_size)
+            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names)) for rank in range(world_size)
         ]
         for worker in workers:
             worker.start()
@@ -191,21 +215,30 @@ def _read_report(path: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--world-size", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--gpus", type=int, help="number of GPUs, which ranks share if it is lower (default: one a rank)"
+    )
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--only", default="", help="run the checks whose name contains this")
-    parser.add_argument("--timeout", type=float, default=240, help="seconds until workers are killed")
+    parser.add_argument("--timeout", type=float, default=360, help="seconds until workers are killed")
     arguments = parser.parse_args()
-    names = selected(arguments.only)
+    world_size = arguments.world_size
+    gpus = world_size if arguments.gpus is None else arguments.gpus
+    if not 1 <= gpus <= world_size:
+        parser.error(f"--gpus: expected 1 to {world_size}, the world size, got {gpus}")
+    names = selected(arguments.only, gpus < world_size)
     if not names:
-        parser.error(f"--only: no check has {arguments.only!r} in its name")
-    results = run_checks(arguments.world_size, names, arguments.timeout)
+        where = " and works where ranks share GPUs" if gpus < world_size else ""
+        parser.error(f"--only: no check has {arguments.only!r} in its name{where}")
+    results = run_checks(world_size, gpus, names, arguments.timeout)
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
     for name, result in results.items():
         counts = "".join(f", {key} {value}" for key, value in result.items() if key not in ("outcome", "seconds"))
         print(f"{result['seconds']:7.2f} s  {name}: {result['outcome']}{counts}")
-    print(f"{sum(result['seconds'] for result in results.values()):7.2f} s  in all")
+    seconds = sum(result["seconds"] for result in results.values())
+    print(f"{seconds:7.2f} s  in all, {world_size} ranks on {gpus} GPUs")
     return int(any(result["outcome"] != "ok" for result in results.values()))
 
 

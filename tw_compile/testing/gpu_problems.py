@@ -1,7 +1,9 @@
 """Problems for checks on GPUs: inputs that differ by rank, the unfused way, and the error budget between them.
 
 The error against float64 (root mean square, overall and in the worst row, and maximum) may be at most 1.1 times that of the
-unfused way: NCCL all_reduce in the message's dtype, then residual add and norm as Hugging Face models do them.
+unfused way: the process group's all_reduce in the message's dtype, then residual add and norm as Hugging Face models do them.
+
+The group is NCCL's, or gloo's where ranks share GPUs: a ring too, whose hops each round the sum to the message's dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ BF16 = torch.bfloat16
 class Context:
     """What a check gets. ``expect`` records and goes on, so that no rank leaves the others alone in a collective.
 
-    ``counts`` go into the report of the run, beside the outcome.
+    ``counts`` go into the report of the run, beside the outcome. ``shortened_by``: see :meth:`calls`.
     """
 
     rank: int
@@ -41,10 +43,15 @@ class Context:
     group_name: str
     failures: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    shortened_by: int = 1
 
     def expect(self, condition: bool, message: str) -> None:
         if not condition and message not in self.failures:
             self.failures.append(message)
+
+    def calls(self, count: int) -> int:
+        """How many calls a check makes that should make very many."""
+        return count // self.shortened_by
 
     def generator(self, *seed: int) -> torch.Generator:
         """The same stream of numbers on all ranks for equal seeds."""
@@ -150,7 +157,7 @@ def exact(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(hidden, h)`` by NCCL and eager operators, each of which rounds to its dtype; float8 is quantised last."""
+    """``(hidden, h)`` by all_reduce and eager operators, each of which rounds to its dtype; float8 is quantised last."""
     hidden, h = _unfused(ctx, problem)
     if (scale := problem.request(ctx).hidden_scale) is not None:
         hidden = (hidden.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)

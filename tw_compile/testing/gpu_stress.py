@@ -10,15 +10,22 @@ import os
 import random
 import time
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
+from triton import knobs
 
 from tw_compile import compat
 from tw_compile.kernels._sync import SPIN_LIMIT_VARIABLE
 from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import Selector, Step
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.kernels.cuda import launch
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_right, make_problem
 from tw_compile.testing.gpu_transports import ALGORITHMS, Counting, Subject, finished, subject
 
@@ -83,13 +90,16 @@ def shapes_in_turn(ctx: Context, transport: str) -> None:
 
 
 def ten_thousand_calls(ctx: Context, transport: str) -> None:
-    """Grids of all sizes, eight calls at a time back to back, no host wait, a device-side count of wrong elements."""
+    """Grids of all sizes, eight calls at a time back to back, no host wait, a device-side count of wrong elements.
+
+    Fewer where ranks share GPUs.
+    """
     used = subject(transport)
     problems = [make_problem(ctx, tokens, 1024, Form(), tokens) for tokens in (1, 200, 5, 33, 2, 64, 3, 130)]
     want = expected_results(ctx, used, problems)
     requests = [problem.request(ctx) for problem in problems]
     wrong = new_counter(ctx)
-    for _ in range(10_000 // len(requests)):
+    for _ in range(ctx.calls(10_000) // len(requests)):
         results = [used.start(ctx, request) for request in requests]
         for got, expected in zip(results, want, strict=True):
             count_differences(wrong, got, expected)
@@ -246,6 +256,52 @@ def first_use_in_capture_is_refused(ctx: Context) -> None:
     ctx.expect("warm-up" in message, message)
 
 
+def other_steps_are_loaded_before_capture(ctx: Context) -> None:
+    """Sizes that are new in capture, each served by another kernel of a table: the first message like them loaded them all."""
+    transport, row_bytes = P2PTransport(), 1536 * 2  # of no other check, so nothing for it is loaded yet
+    sizes = {"push_one_shot": 4, "push_two_shot": 40, "stream": 300, "two_shot": 1000}
+    steps = [Step(ctx.world_size, tokens * row_bytes, name, 8) for name, tokens in sizes.items()]
+    state = transport._state(ctx.group_name, ctx.device)
+    state.selector = Selector(steps)
+    for tokens in sizes.values():
+        # Rows of another size that end in the same steps: the slot has room for all.
+        finished(transport.start(make_problem(ctx, tokens * row_bytes // 4096, 2048, Form()).request(ctx)))
+    first, *problems = [make_problem(ctx, tokens, 1536, Form()) for tokens in sizes.values()]
+    expect_right(ctx, first, finished(transport.start(first.request(ctx))), "before capture")
+    requests = [problem.request(ctx) for problem in problems]
+    chosen = [type(state.selector.choose(request, state)) for request in requests]
+    ctx.expect(chosen == [Push, Stream, TwoShot], f"served by {chosen}")
+
+    def start_in_slot(request: Request) -> Results:
+        buffer = transport.message_buffer(request)
+        assert buffer is not None
+        return finished(transport.start(replace(request, x=buffer.copy_(request.x))))
+
+    loaded: list[str] = []
+    known, hook = len(launch._kernels), partial(_note_triton_kernel, loaded)
+    knobs.runtime.kernel_load_start_hook.add(hook)
+    try:
+        graph, results = capture(
+            lambda: [
+                *(finished(transport.start(request)) for request in requests),
+                *(start_in_slot(request) for request in requests[1:]),
+            ]
+        )
+    finally:
+        knobs.runtime.kernel_load_start_hook.remove(hook)
+    new = len(launch._kernels) - known
+    ctx.expect(new == 0 and not loaded, f"loaded in capture: {new} CUDA kernels, Triton kernels {loaded}")
+    graph.replay()
+    for problem, result in zip((*problems, *problems[1:]), results, strict=True):
+        expect_right(ctx, problem, result, f"captured [{len(problem.x)}, 1536]")
+    torch.cuda.synchronize()
+    dist.barrier()  # no rank frees its buffers while another still writes to them
+
+
+def _note_triton_kernel(names: list[str], module: object, function: object, name: str, *rest: object) -> None:
+    names.append(name)
+
+
 def lost_peer_is_reported(ctx: Context, transport: str) -> None:
     """With TW_COMPILE_SPIN_LIMIT, a rank that does not launch is named by the others instead of hanging them."""
     algorithm = Counting(ALGORITHMS[transport]())
@@ -283,8 +339,9 @@ def million_launches(ctx: Context, transport: str, launches: int = LAUNCHES) -> 
     """Replays of graphs of many calls of decode sizes, back to back, with ranks that lag at random in and between them.
 
     Each replay compares all results with the expected bits on the device, and counts itself if all are right. Replays, not
-    launches, are what a wrong result is counted by.
+    launches, are what a wrong result is counted by. Fewer launches where ranks share GPUs.
     """
+    launches = ctx.calls(launches)
     used = subject(transport)
     forms = (Form(), FIRST_SITE)
     problems = [

@@ -9,6 +9,8 @@ from functools import cache, partial
 
 import torch
 
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.all_reduce_rms_norm import transport as registry
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 from tw_compile.kernels.all_reduce_rms_norm.push import Push
@@ -31,12 +33,17 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 "stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
 
 
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""``a [tokens, k]`` and ``b [k, hidden]``, whose product is a message."""
+
+
 class Counting(Algorithm):
-    """Does as ``inner``, and counts its launches, captured ones too."""
+    """Does as ``inner``, and counts its launches, captured ones too, and those of messages that lay in the slot."""
 
     def __init__(self, inner: Algorithm) -> None:
         self._inner = inner
         self.launches = 0
+        self.launches_in_slot = 0
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         return self._inner.obstacle(request, state)
@@ -47,8 +54,12 @@ class Counting(Algorithm):
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         return self._inner.needs(request, world_size)
 
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        self._inner.prepare(request, state, spin_limit)
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         self.launches += 1
+        self.launches_in_slot += "x" in slot.buffers and request.x.data_ptr() == slot.buffers["x"].tensor.data_ptr()
         return self._inner.launch(request, state, slot, spin_limit)
 
 
@@ -64,6 +75,12 @@ class Subject:
             self.transport = P2PTransport("p2p", self._algorithm)
         else:
             self.transport = get_transport(name)
+        # Where operators look for a transport.
+        registry._instances[self._operator_name] = self.transport
+
+    @property
+    def _operator_name(self) -> str:
+        return f"{self.name} under check"
 
     @property
     def algorithm(self) -> Counting:
@@ -76,41 +93,63 @@ class Subject:
         assert isinstance(self.transport, P2PTransport)
         return self.transport._states[request.group_name, request.x.device]
 
-    def start(self, ctx: Context, request: Request) -> Results:
-        """Results of one call, in memory of their own. A failure is recorded if another algorithm or transport served it."""
+    def start(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
+        """Results of one call, in memory of their own. A failure is recorded if another algorithm or transport served it.
+
+        With ``factors`` by the operator that multiplies them, and not from ``request.x``: a failure if the product was not
+        made where peers read it, if this algorithm has such memory.
+        """
         if self._algorithm is None:
-            return finished(self.transport.start(request))
-        launches = self._algorithm.launches
+            return self._results(request, factors)
+        launches, in_slot = self._algorithm.launches, self._algorithm.launches_in_slot
         if self.name == "stream_in_slot":
-            results = self._start_in_slot(ctx, request)
+            results = self._start_in_slot(ctx, request, factors)
         else:
-            results = finished(self.transport.start(request))
+            results = self._results(request, factors)
+        state = self.state(request)
+        if factors is not None and "x" in self._algorithm.needs(request, state.world_size):
+            there = self._algorithm.launches_in_slot == in_slot + 1
+            ctx.expect(there, f"{self.name}: the product {list(request.x.shape)} was not made in the slot's memory")
         if self._algorithm.launches != launches + 1:
-            state = self.state(request)
             reason = state.obstacle or self._algorithm.obstacle(request, state) or "its slot has no room"
             ctx.expect(False, f"{self.name} did not serve {list(request.x.shape)}, another did: {reason}")
         return results
 
-    def call(self, ctx: Context, request: Request) -> Results:
+    def call(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
         """As :meth:`start`, and the memory that the results get is full of NaNs before."""
         with new_memory_is_nan():
-            return self.start(ctx, request)
+            return self.start(ctx, request, factors)
 
-    def _start_in_slot(self, ctx: Context, request: Request) -> Results:
+    def _results(self, request: Request, factors: Factors | None) -> Results:
+        if factors is None:
+            return finished(self.transport.start(request))
+        norm = request.norm
+        hidden, residual = ops.mm_start(
+            *(*factors, request.residual, request.bias, request.weight, norm.eps, norm.weight_offset),
+            *(norm.cast_before_weight, norm.hidden_dtype, norm.residual_dtype, request.residual_sharded),
+            *(request.residual_out, request.group_name, self._operator_name, request.slot, norm.scale),
+            hidden_scale=request.hidden_scale,
+        )
+        ops.wait_(hidden, residual, list(factors), request.group_name, request.slot)
+        return hidden, residual
+
+    def _start_in_slot(self, ctx: Context, request: Request, factors: Factors | None) -> Results:
         """The next call on the slot overwrites the results, so they are copied; what is left of them there is NaN."""
         assert isinstance(self.transport, P2PTransport)
         buffer = self.transport.message_buffer(request)
         if buffer is None:
-            return finished(self.transport.start(request))
-        in_slot = self.transport.start(replace(request, x=buffer.copy_(request.x)))
+            return self._results(request, factors)
+        if factors is None:
+            request = replace(request, x=buffer.copy_(request.x))
+        hidden, residual = self._results(request, factors)
         buffers = self.state(request).slots[request.slot].buffers
-        for name, tensor in (("x", buffer), ("hidden", in_slot.hidden), ("residual", in_slot.residual)):
+        for name, tensor in (("x", buffer), ("hidden", hidden), ("residual", residual)):
             if name != "residual" or request.residual_out == "replicated":
                 there = tensor.data_ptr() == buffers[name].tensor.data_ptr()
                 ctx.expect(there, f"{name} {list(request.x.shape)} is not in the slot's memory")
-        copies = in_slot.hidden.clone(), in_slot.residual.clone()
-        in_slot.hidden.fill_(float("nan"))
-        in_slot.residual.fill_(float("nan"))
+        copies = hidden.clone(), residual.clone()
+        hidden.fill_(float("nan"))
+        residual.fill_(float("nan"))
         return copies
 
 

@@ -1,0 +1,117 @@
+"""Checks of the operator that multiplies matrices first, to where peers read the product, where the transport has such memory.
+
+What it must give are the bits of a matmul followed by the plain operator, whose results are held against float64.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torch
+
+from tw_compile import compat
+from tw_compile.testing.gpu_problems import Context, Form, Problem, make_problem
+from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
+from tw_compile.testing.gpu_transports import Factors, subject
+
+_K = 512
+_FORMS = (Form(), FIRST_SITE, Form(torch.float16, bias=True), Form(out="none", hidden_scale=0.02))
+
+
+@dataclass
+class Product:
+    """``problem.x`` is the matmul of ``factors``, both of which differ by rank."""
+
+    factors: Factors
+    problem: Problem
+
+
+def make_product(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Product:
+    problem = make_problem(ctx, tokens, hidden_size, form, seed)
+    own = ctx.generator(*problem.x.shape, seed, ctx.rank + 1, 1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=own, device=ctx.device) * _K**-0.25).to(form.dtype)
+
+    factors = normal(len(problem.x), _K), normal(_K, problem.x.shape[1]) * (0.5 + ctx.rank)
+    return Product(factors, replace(problem, x=torch.mm(*factors)))
+
+
+def mm_gives_the_same_bits(ctx: Context, transport: str) -> None:
+    """In several forms, float8 among them; with more rows than CTAs and fewer than ranks."""
+    used = subject(transport)
+    for form in _FORMS:
+        for tokens, hidden_size in ((1, 4096), (5, 2880), (63, 4096), (1025, 4096)):
+            product = make_product(ctx, tokens, hidden_size, form)
+            (want,) = expected_results(ctx, used, [product.problem])
+            got = used.call(ctx, product.problem.request(ctx), product.factors)
+            for name, left, right in zip(("hidden", "residual"), got, want, strict=True):
+                equal = torch.equal(left[: len(right)].view(torch.uint8), right.view(torch.uint8))
+                ctx.expect(
+                    equal, f"{name} [{tokens}, {hidden_size}], {form.norm().hidden_dtype}: differs from plain start"
+                )
+
+
+def mm_shapes_in_turn(ctx: Context, transport: str) -> None:
+    """Small and large products and messages that are not, on one slot, back to back, in an order without a pattern."""
+    used = subject(transport)
+    products = [
+        make_product(ctx, tokens, hidden_size, form)
+        for tokens in (1, 7, 300)
+        for hidden_size, form in ((4096, Form()), (1024, FIRST_SITE))
+    ]
+    want = expected_results(ctx, used, [product.problem for product in products])
+    requests = [product.problem.request(ctx) for product in products]
+    order = random.Random(0)
+    wrong = new_counter(ctx)
+    for _ in range(60):
+        burst = [(index, order.random() < 0.6) for index in order.choices(range(len(products)), k=6)]
+        results = [
+            used.start(ctx, requests[index], products[index].factors if multiplied else None)
+            for index, multiplied in burst
+        ]
+        for (index, _multiplied), result in zip(burst, results, strict=True):
+            count_differences(wrong, result, want[index])
+    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
+
+
+def mm_random_skew(ctx: Context, transport: str) -> None:
+    """A rank that is ahead must not multiply into memory from which a rank that lags has yet to read the call before."""
+    used = subject(transport)
+    products = [make_product(ctx, tokens, 4096, Form(), 1) for tokens in (5, 64, 1000)]
+    want = expected_results(ctx, used, [product.problem for product in products])
+    requests = [product.problem.request(ctx) for product in products]
+    skew = random.Random(ctx.rank)
+    wrong = new_counter(ctx)
+    for iteration in range(120):
+        compat.delay_stream(skew.randrange(2_000_000))
+        index = iteration % len(requests)
+        count_differences(wrong, used.call(ctx, requests[index], products[index].factors), want[index])
+    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
+
+
+def mm_captured_and_replayed(ctx: Context, transport: str) -> None:
+    """Replays of products, with other factors and eager calls of another size between them, equal eager plain calls."""
+    used = subject(transport)
+    products = [make_product(ctx, 65, 4096, Form(), seed) for seed in range(4)]
+    other = make_product(ctx, 7, 4096, Form(), 9)
+    want = expected_results(ctx, used, [product.problem for product in products])
+    want_other = expected_results(ctx, used, [other.problem])[0]
+    static = make_product(ctx, 65, 4096, Form(), 5)
+    inputs = (*static.factors, static.problem.residual, static.problem.weight)
+    request = static.problem.request(ctx)
+    used.call(ctx, request, static.factors)
+    graph, results = capture(lambda: [used.start(ctx, request, static.factors) for _ in range(3)])
+    wrong = new_counter(ctx)
+    for iteration in range(40):
+        product = products[iteration % len(products)]
+        values = (*product.factors, product.problem.residual, product.problem.weight)
+        for tensor, value in zip(inputs, values, strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        for result in results:
+            count_differences(wrong, result, want[iteration % len(products)])
+        if iteration % 3 == 0:
+            count_differences(wrong, used.call(ctx, other.problem.request(ctx), other.factors), want_other)
+    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")

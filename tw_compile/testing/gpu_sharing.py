@@ -1,0 +1,27 @@
+"""More ranks than GPUs, for checks of results where there are not enough GPUs.
+
+The driver runs the processes of one GPU in turn, a slice of time each, so kernels that wait for each other do make progress:
+a slice or more for each wait. NCCL refuses two ranks on one GPU, so gloo joins them.
+"""
+
+from __future__ import annotations
+
+import os
+
+from tw_compile.kernels.all_reduce_rms_norm import p2p_group
+
+SHORTENED_BY = 100
+"""What checks of very many calls divide their number by: a call takes milliseconds where ranks share GPUs."""
+
+NEED_NCCL = ("nccl_", "capture_without_room_uses_nccl")
+"""How the names of checks begin that are about NCCL, or capture what gloo would have to do on the host."""
+
+
+def share_gpus() -> None:
+    """From now on the P2P transport of this process serves groups whose ranks share GPUs, as products never may.
+
+    Everything else that rules a group out still does. Before the first group is made.
+    """
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # read at every rendezvous
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whose name may not resolve
+    p2p_group.sharing_obstacle = lambda facts: None
