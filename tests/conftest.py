@@ -16,10 +16,15 @@ from tw_compile.testing import GlooRanks, fake_process_group
 
 @pytest.fixture(scope="session", autouse=True)
 def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Generated code of this run alone, child processes included: what another run left would decide what compiles."""
+    """Generated code of this run alone, child processes included: what another run left would decide what compiles.
+
+    And no thresholds of the user's own.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        patch.delenv("TW_COMPILE_THRESHOLDS", raising=False)
         yield
 
 

@@ -65,6 +65,13 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def default_store() -> dist.Store:
+    """The key-value store that the ranks of the default process group met at."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
 def process_group_facts() -> list[tuple[str, int, int]]:
     """``(name, world_size, hosts)`` of every process group: what a rewrite depends on beyond the graph."""
     from torch.distributed import distributed_c10d
@@ -115,6 +122,21 @@ def tunes_gemms() -> bool:
     from torch._inductor import config
 
     return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def one_shot_all_reduce_bytes() -> int:
+    """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none."""
+    from torch._inductor import config
+
+    return config._collective.one_shot_all_reduce_threshold_bytes if config._collective.auto_select else 0
+
+
+def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
+    """The smallest and the largest value that a size of a graph may have; None when nothing bounds it."""
+    if isinstance(size, int):
+        return size, size
+    bounds = size.node.shape_env.bound_sympy(size.node.expr)
+    return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
 
 
 def is_training_graph() -> bool:

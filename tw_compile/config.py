@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile.gating.facts import BACKENDS, HOSTS
+
 OPTION_PREFIX = "tw_compile."
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
@@ -37,6 +39,11 @@ class Config:
             written to where the other ranks read it. ``auto``: with transports that have such memory (``p2p`` and
             ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
             ``never`` regard neither.
+        thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
+            sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
+        host: Whose all_reduce the fused operator is compared with: ``pytorch``, ``vllm-0.20``, ``vllm-0.24``, ``vllm-0.33``.
+        all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
+        disable_custom_all_reduce: vLLM's setting of that name.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:
@@ -49,13 +56,20 @@ class Config:
     fuse_min_bytes: int = 0
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
+    thresholds: str = "auto"
+    host: str = "pytorch"
+    all_reduce_backend: str = "auto"
+    disable_custom_all_reduce: bool = False
     strict: bool = dataclasses.field(default_factory=_strict_from_environment)
 
     def __post_init__(self) -> None:
-        for name in ("fuse", "strict"):
+        for name in ("fuse", "disable_custom_all_reduce", "strict"):
             self._check_type(name, bool, "True or False")
         self._check_choice("transport", _TRANSPORTS)
         self._check_choice("absorb_mm", _ABSORB_MM)
+        self._check_choice("host", HOSTS)
+        self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
+        self._check_type("thresholds", str, "auto, off or a file")
         self._check_bytes("fuse_min_bytes")
         if self.fuse_max_bytes is not None:
             self._check_bytes("fuse_max_bytes")

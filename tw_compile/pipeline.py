@@ -12,6 +12,7 @@ import torch.fx as fx
 
 from tw_compile import compat, report
 from tw_compile.config import Config
+from tw_compile.gating.current import current_gate
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes import fusion
 
@@ -41,8 +42,9 @@ class TWCompilePass(compat.CustomGraphPass):
             self.before(graph)
         result = report.GraphReport()
         begin = time.perf_counter()
+        gate = current_gate(self.config)  # what is wrong with a user's file is the user's to know
         try:
-            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config)
+            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config, gate)
         except Exception as error:
             if self.config.strict:
                 raise
@@ -57,11 +59,16 @@ class TWCompilePass(compat.CustomGraphPass):
         report.publish(result)
 
     def uuid(self) -> bytes | None:
-        """Identifies everything the result depends on: sources, configuration, groups, and the user's pass.
+        """Identifies everything the result depends on: sources, configuration, thresholds, groups, the user's pass.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
-        parts = [source_digest(), self.config.digest(), repr(compat.process_group_facts())]
+        parts = [
+            source_digest(),
+            self.config.digest(),
+            current_gate(self.config).digest(),
+            repr(compat.process_group_facts()),
+        ]
         if self.before is not None:
             before = self.before.uuid() if isinstance(self.before, compat.CustomGraphPass) else None
             if before is None:

@@ -26,7 +26,8 @@ class Site:
     ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count
     is symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
     refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
-    operator: its own ``mm``, or something other that it is given the result of.
+    operator: its own ``mm``, or something other that it is given the result of. Where thresholds were asked, ``backend`` is
+    what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
     """
 
     index: int
@@ -39,6 +40,9 @@ class Site:
     detail: str = ""
     node: str = ""
     producer: Producer = "other"
+    backend: str = ""
+    entry: str = ""
+    source: str = ""
 
 
 @dataclass

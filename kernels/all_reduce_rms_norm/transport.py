@@ -110,6 +110,12 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
     return obstacle
 
 
+def prefer_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, preferred: str) -> Choice:
+    """``preferred`` where it can serve such messages, else what ``auto`` takes."""
+    choice = choose_transport(facts, hidden_size, dtype, preferred)
+    return choice if choice.name is not None else choose_transport(facts, hidden_size, dtype)
+
+
 def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Choice | None:
     """NCCL, with what keeps the message from going peer to peer; None when nothing does."""
     if facts.hosts > 1:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.config import Config
+from tw_compile.gating import Gate, Verdict
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
 from tw_compile.kernels.all_reduce_rms_norm.transport import (
     WITH_MESSAGE_BUFFERS,
     Choice,
+    GroupFacts,
     choose_transport,
     group_facts,
+    prefer_transport,
 )
 from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
@@ -24,10 +29,13 @@ from tw_compile.report import Decision, Producer, Site
 GATED_BELOW = "below_fuse_min_bytes"
 GATED_ABOVE = "above_fuse_max_bytes"
 GATED_OFF = "fusion_off"
+GATED_FASTER_UNFUSED = "faster_unfused"
 
 
-def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
+def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config, gate: Gate) -> list[Site]:
     """Rewrite ``graph`` in place and say what was decided about each all_reduce, in graph order.
+
+    ``gate`` decides which sizes are fused, for CUDA tensors and where ``config`` doesn't insist on a transport.
 
     An exception leaves the graph as it was.
     """
@@ -35,7 +43,7 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config) -> list[Site]:
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
     for index, entry in enumerate(found):
-        decision = _decide(index, entry, config)
+        decision = _decide(index, entry, config, gate)
         decided.append(decision)
         if isinstance(entry, FusionSite) and decision.transport is not None:
             gemm = entry.gemm if decision.producer == "mm" else None
@@ -66,9 +74,10 @@ def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
     ]
 
 
-def _decide(index: int, entry: FoundSite, config: Config) -> Site:
+def _decide(index: int, entry: FoundSite, config: Config, gate: Gate) -> Site:
     all_reduce = entry.all_reduce
     size = all_reduce.bytes()
+    verdict: Verdict | None = None
 
     def site(
         decision: Decision,
@@ -78,22 +87,34 @@ def _decide(index: int, entry: FoundSite, config: Config) -> Site:
         detail: str = "",
         producer: Producer = "other",
     ) -> Site:
-        node = all_reduce.node.name
-        return Site(index, all_reduce.layer, form, decision, reason, size, transport, detail, node, producer)
+        decided = Site(
+            index, all_reduce.layer, form, decision, reason, size, transport, detail, all_reduce.node.name, producer
+        )
+        if verdict is None:
+            return decided
+        return replace(decided, backend=str(verdict.backend), entry=verdict.entry, source=verdict.source)
 
     if isinstance(entry, RefusedSite):
         return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)
     if isinstance(entry, MergedSite):
-        target = _decide(index, entry.into, config)
+        target = _decide(index, entry.into, config, gate)
         detail = f"travels with {entry.into.all_reduce.node.name}" if target.decision == "fused" else target.detail
-        return site(target.decision, target.reason, f"merged into {target.form}", target.transport, detail)
+        merged = site(target.decision, target.reason, f"merged into {target.form}", target.transport, detail)
+        return replace(merged, backend=target.backend, entry=target.entry, source=target.source)
     if not config.fuse:
         return site("gated", GATED_OFF, entry.form, detail="tw_compile.fuse is False")
     if size is not None and size < config.fuse_min_bytes:
         return site("gated", GATED_BELOW, entry.form, detail=f"{size} < {config.fuse_min_bytes} bytes")
     if size is not None and config.fuse_max_bytes is not None and size > config.fuse_max_bytes:
         return site("gated", GATED_ABOVE, entry.form, detail=f"{size} > {config.fuse_max_bytes} bytes")
-    choice = _transport(entry, config)
+    partial = value(all_reduce.partial)
+    assert partial is not None
+    facts = group_facts(all_reduce.group_name, partial.device.type)
+    if facts.device_type == "cuda" and config.transport == "auto":
+        verdict = _verdict(partial, facts, gate)
+        if not verdict.fused:
+            return site("gated", GATED_FASTER_UNFUSED, entry.form, detail=verdict.reason)
+    choice = _transport(partial, facts, config, verdict)
     if choice.name is None:
         by_size = choice.limited_by == "hidden_size"
         reason = Refusal.HIDDEN_SIZE_NOT_SUPPORTED if by_size else Refusal.TRANSPORT_NOT_AVAILABLE
@@ -109,8 +130,22 @@ def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:
     return config.absorb_mm != "never" and site.gemm is not None
 
 
-def _transport(site: FusionSite, config: Config) -> Choice:
-    partial = value(site.all_reduce.partial)
-    assert partial is not None
-    facts = group_facts(site.all_reduce.group_name, partial.device.type)
-    return choose_transport(facts, int(partial.shape[-1]), partial.dtype, config.transport)
+def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate) -> Verdict:
+    """The gate's, by the bytes of the message, or by their bounds where the token count is symbolic."""
+    hidden_size = int(partial.shape[-1])
+    row_bytes = hidden_size * partial.dtype.itemsize
+    low, high = compat.size_bounds(partial.numel())
+    tokens = (low // hidden_size, None if high is None else high // hidden_size)
+    dtype = str(partial.dtype).removeprefix("torch.")
+    if tokens[0] == tokens[1]:
+        nbytes = tokens[0] * row_bytes
+        return gate.decide(nbytes, world_size=facts.world_size, dtype=dtype, hosts=facts.hosts)
+    return gate.decide_range(tokens, row_bytes, world_size=facts.world_size, dtype=dtype, hosts=facts.hosts)
+
+
+def _transport(partial: torch.Tensor, facts: GroupFacts, config: Config, verdict: Verdict | None) -> Choice:
+    """What the table says, if it was asked and that can serve the message; else what the option says."""
+    hidden_size = int(partial.shape[-1])
+    if verdict is not None and verdict.transport is not None:
+        return prefer_transport(facts, hidden_size, partial.dtype, verdict.transport)
+    return choose_transport(facts, hidden_size, partial.dtype, config.transport)

@@ -51,6 +51,14 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[st
         (["inspect", "--model", "tiny-llama", "--tp", "3"], "--tp", "3"),
         (["inspect", "--model", "tiny-llama", "--layers", "99"], "layers", "99"),
         (["inspect", "--tokens", "0"], "--tokens", "0"),
+        (["explain", "--device", "h200"], "--device", "h200"),
+        (["explain", "--tp", "1"], "--tp", "1"),
+        (["explain", "--hidden", "0"], "--hidden", "0"),
+        (["explain", "--tokens", "a"], "--tokens", "a"),
+        (["explain", "--dtype", "int8"], "--dtype", "int8"),
+        (["explain", "--host", "tgi"], "--host", "tgi"),
+        (["explain", "--backend", "mpi"], "--backend", "mpi"),
+        (["explain", "--thresholds", "nowhere.toml"], "thresholds", "nowhere.toml"),
         (["bench", "passes", "--model", "tiny-llama", "--layers", "2,40"], "--layers", "40"),
     ],
     ids=" ".join,
@@ -164,6 +172,69 @@ def test_doctor_says_which_kernel_serves_which_message(monkeypatch: pytest.Monke
     monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": steps})
     assert machine._kernels("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
     assert machine._kernels("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
+
+
+EXPLAIN = ["explain", "--device", "sm90", "--multicast", "--tp", "8", "--hidden", "2048"]
+
+
+def explained(*args: str) -> list[dict[str, Any]]:
+    result = invoke(*EXPLAIN, *args, "--json", "-")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)["messages"]
+
+
+def test_explain_says_for_each_message_what_happens_and_which_entry_says_so() -> None:
+    args = ["--tokens", "48,64,96,128", "--host", "vllm-0.24"]
+    messages = explained(*args)
+    assert [(one["tokens"], one["bytes"]) for one in messages] == [(n, n * 4096) for n in (48, 64, 96, 128)]
+    assert [one["decision"] for one in messages] == ["fused", "left", "left", "left"]
+    assert [one["transport"] for one in messages] == ["p2p", None, None, None]
+    assert [one["backend"] for one in messages] == ["custom"] + ["multimem"] * 3
+    assert all("sm90-multicast.toml: " in one["entry"] and "44079" in one["source"] for one in messages)
+    lines = invoke(*EXPLAIN, *args).output.splitlines()
+    assert len(lines) == 4
+    for line, message in zip(lines, messages, strict=True):
+        assert line.startswith(f"{message['tokens']} tokens, ")
+        assert all(message[key] in line for key in ("decision", "backend", "entry", "source"))
+
+
+def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    messages = explained("--tokens", "64,96", "--host", "vllm-0.24")
+    assert [(one["backend"], one["decision"]) for one in messages] == [("custom", "fused")] * 2
+    messages = explained("--tokens", "64,96", "--backend", "multimem")
+    assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "left")] * 2
+
+
+def test_explain_tells_the_halves_of_a_message_that_pays_to_be_split() -> None:
+    whole, large = explained("--tokens", "48,20001", "--host", "vllm-0.24")
+    assert (whole["split"], whole["halves"], large["split"]) == (False, [], True)
+    assert [half["bytes"] for half in large["halves"]] == [10001 * 4096, 10000 * 4096]
+    assert (large["backend"], {half["backend"] for half in large["halves"]}) == ("nccl", {"multimem"})
+
+
+def test_explain_names_the_transport_that_can_serve_the_message() -> None:
+    args = ["explain", "--device", "sm90", "--tp", "2", "--tokens", "64", "--json", "-"]
+    transports = [json.loads(invoke(*args, "--hidden", hidden).stdout)["messages"][0] for hidden in ("4096", "4097")]
+    assert [one["transport"] for one in transports] == ["p2p", "nccl"]
+    assert "measured on 2x NVIDIA H200" in transports[0]["source"]
+
+
+def test_doctor_prints_the_layers_of_thresholds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    (tmp_path / "tw_compile").mkdir()
+    user = tmp_path / "tw_compile" / "thresholds.toml"
+    user.write_text('schema_version = 1\ndevice_class = "sm103"\n')
+    result = invoke("doctor", "--json", "-")
+    report = json.loads(result.stdout)["thresholds"]
+    names = [layer["layer"] for layer in report["layers"] if layer["layer"] != "shipped"]
+    assert names == ["user file", "TW_COMPILE_THRESHOLDS", "option"]
+    (own,) = (layer for layer in report["layers"] if layer["layer"] == "user file")
+    assert own["from"] == str(user) and own["state"].startswith("not used: it is about sm103")
+    assert str(user) in result.stderr
+    user.write_text("schema_version = 3\n")
+    result = invoke("doctor")
+    assert result.exit_code == 2 and f"error: {user}: " in result.output
 
 
 def test_unwritable_json_file_is_bad_input(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tw_compile import Config
+from tw_compile.gating import BACKENDS, HOSTS
 
 SIZES = st.integers(0, 1 << 40)
 
@@ -23,6 +24,10 @@ def configs(draw: st.DrawFn) -> Config:
         fuse_min_bytes=low,
         fuse_max_bytes=draw(st.sampled_from([None, high])),
         absorb_mm=draw(st.sampled_from(["auto", "always", "never"])),
+        thresholds=draw(st.sampled_from(["auto", "off", "mine.toml"])),
+        host=draw(st.sampled_from(HOSTS)),
+        all_reduce_backend=draw(st.sampled_from(["auto", *BACKENDS])),
+        disable_custom_all_reduce=draw(st.booleans()),
         strict=draw(st.booleans()),
     )
 
@@ -44,6 +49,10 @@ CHANGED: dict[str, Any] = {
     "fuse_min_bytes": 1,
     "fuse_max_bytes": 1,
     "absorb_mm": "never",
+    "thresholds": "off",
+    "host": "vllm-0.24",
+    "all_reduce_backend": "multimem",
+    "disable_custom_all_reduce": True,
     "strict": True,
 }
 
@@ -77,6 +86,13 @@ def test_digest_changes_with_each_field() -> None:
         ),
         ({"absorb_mm": True}, TypeError, "tw_compile.absorb_mm: expected one of auto, always, never, got True"),
         ({"absorb_mm": "yes"}, ValueError, "tw_compile.absorb_mm: expected one of auto, always, never, got 'yes'"),
+        ({"host": "vllm"}, ValueError, "tw_compile.host: expected one of pytorch, vllm-0.20, .*, got 'vllm'"),
+        (
+            {"all_reduce_backend": "mpi"},
+            ValueError,
+            "tw_compile.all_reduce_backend: expected one of auto, .*, got 'mpi'",
+        ),
+        ({"thresholds": 5}, TypeError, "tw_compile.thresholds: expected auto, off or a file, got 5"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),

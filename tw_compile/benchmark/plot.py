@@ -59,6 +59,11 @@ def plot(report: dict[str, Any], path: str) -> None:
         ha="left",
         fontsize=12,
     )
+    save(figure, path)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure; UsageError when the file can't be written."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:

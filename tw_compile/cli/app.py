@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tw_compile.cli import bench, doctor, inspect, run
+from tw_compile.cli import bench, doctor, explain, inspect, plan, run
 
 app = typer.Typer(
     name="tw-compile",
@@ -16,5 +16,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("inspect")(inspect.inspect)
+app.command("plan")(plan.plan)
+app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

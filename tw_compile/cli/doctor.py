@@ -9,6 +9,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
+from tw_compile.runner.spec import UsageError
 
 if TYPE_CHECKING:
     from tw_compile.runner.machine import Report
@@ -20,7 +21,10 @@ def doctor(json_file: JsonOption = None) -> None:
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
-    report = examine()
+    try:
+        report = examine()
+    except ValueError as error:  # a thresholds file that is wrong
+        raise UsageError(str(error)) from error
     _print(console, report)
     common.write_json(report, json_file)
 
@@ -36,6 +40,10 @@ def _print(console: Console, report: Report) -> None:
     if len(gpus) > 1:
         _matrix(console, report)
     _pairs(console, "symmetric memory", report["symmetric_memory"])
+    thresholds = report["thresholds"]
+    console.print(f"\n[bold]thresholds[/bold] for {thresholds['device_class']}, a later layer wins")
+    for layer in thresholds["layers"]:
+        console.print(f"{layer['layer']:<21}  {layer['from']}: {layer['state']}", markup=False, soft_wrap=True)
     console.print("\n[bold]what would run[/bold]")
     for plan in report["plans"]:
         ranks = f"{plan['world_size']} ranks"
@@ -44,6 +52,8 @@ def _print(console: Console, report: Report) -> None:
             console.print(f"{'':<{len(ranks)}}  kernels: {plan['kernels']}", markup=False)
         unfused = f"unfused all_reduce: {plan['all_reduce'] or 'none'} ({plan['all_reduce_why']})"
         console.print(f"{'':<{len(ranks)}}  {unfused}", markup=False)
+        for line in plan.get("thresholds", ()):
+            console.print(f"{'':<{len(ranks)}}  bf16 {line}", markup=False, soft_wrap=True)
 
 
 def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:

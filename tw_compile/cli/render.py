@@ -104,6 +104,10 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
     for transport, why in sorted({(s["transport"], s["detail"]) for s in report["sites"] if s["transport"]}):
         if not why.startswith("travels with"):
             console.print(f"{transport}: {why}", style="dim", markup=False)
+    for entry, backend, source in dict.fromkeys(
+        (s["entry"], s["backend"], s["source"]) for s in report["sites"] if s["entry"]
+    ):
+        console.print(f"thresholds: {entry}; unfused {backend}; {source}", style="dim", markup=False, soft_wrap=True)
     for site in report["sites"]:
         if site["decision"] != "fused":
             where = "outside of layers" if site["layer"] is None else f"layer {site['layer']}"

@@ -11,6 +11,17 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+# Plans that transformers lacks. gpt_oss: attention only, experts replicated (its experts' output bias is not shardable).
+ADDED_PLANS = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+    }
+}
+
 
 def preset_names() -> list[str]:
     """Names of the configurations shipped in ``configs/models``."""
@@ -44,6 +55,14 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
     return CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
+
+
+def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
+    """Parameter names to styles, as the decoder is sharded; ValueError where transformers has no plan and neither have we."""
+    plan = getattr(config, "base_model_tp_plan", None) or ADDED_PLANS.get(config.model_type)
+    if not plan:
+        raise ValueError(f"config: {config.model_type!r} has no tensor-parallel plan in transformers")
+    return dict(plan)
 
 
 def truncate_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:

@@ -25,21 +25,12 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
+from tw_compile.models.config import ADDED_PLANS
+
 # Styles whose forward is the identity at inference; they only reduce gradients.
 _GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params"}
 # Styles that sum the module's partial output over the ranks.
 _SUM_OUTPUT = {"moe_tp_experts", "all_reduce"}
-
-# Plans that transformers lacks. gpt_oss: attention only, experts replicated (its experts' output bias is not shardable).
-_ADDED_PLANS = {
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-    }
-}
 
 # What an evenly sharded projection counts: a head split over two ranks would compute something else without an error.
 _HEAD_FIELDS = {
@@ -60,7 +51,7 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: s
     world_size = group.size()
     if world_size == 1:
         return set()
-    plan = dict(model.tp_plan or {}) or _ADDED_PLANS.get(model.config.model_type, {})
+    plan = dict(model.tp_plan or {}) or ADDED_PLANS.get(model.config.model_type, {})
     if not plan:
         raise ValueError(f"config: {model.config.model_type!r} has no tensor-parallel plan in transformers")
     _check_heads(model.config, plan, world_size)

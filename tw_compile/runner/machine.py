@@ -11,6 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.gating.current import own_gate
+from tw_compile.gating.facts import Node
+from tw_compile.gating.gate import Gate
+from tw_compile.gating.layers import threshold_layers
+from tw_compile.gating.table import size
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport
 from tw_compile.runner.versions import versions
 
@@ -27,6 +33,9 @@ def examine() -> Report:
     gpus = _gpus()
     nvml = _nvml(len(gpus))
     peers = _peer_access(len(gpus))
+    multicast = compat.multicast_support(0) if gpus else None
+    node = Node(torch.cuda.get_device_capability(0), bool(multicast)) if gpus else Node(None, False)
+    gate = own_gate(Config(), node)
     return {
         "schema_version": 1,
         "command": "doctor",
@@ -44,14 +53,30 @@ def examine() -> Report:
         "nvlinks": nvml["links"],
         "symmetric_memory": {
             "importable": importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
-            "multicast_supported": compat.multicast_support(0) if gpus else None,
+            "multicast_supported": multicast,
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
-        "plans": [_plan(world_size, gpus, peers) for world_size in WORLD_SIZES],
+        "thresholds": _thresholds(gate),
+        "plans": [_plan(world_size, gpus, peers, gate) for world_size in WORLD_SIZES],
     }
 
 
-def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]]) -> Report:
+def _thresholds(gate: Gate) -> Report:
+    """Where the tables come from, the lowest layer first; a higher one wins."""
+    device_class = gate.node.device_class
+    layers = []
+    for layer in threshold_layers("auto", device_class):
+        if layer.table is None:
+            state = "absent" if layer.name == "user file" else "not set"
+        elif layer.table not in gate.tables:
+            state = f"not used: it is about {layer.table.device_class}, this device is {device_class}"
+        else:
+            state = f"{len(layer.table.entries)} ranges"
+        layers.append({"layer": layer.name, "from": layer.file, "state": state})
+    return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
+
+
+def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Gate) -> Report:
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
     if len(gpus) < world_size:
@@ -78,6 +103,11 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]]) -> Repor
         "kernels": _kernels(gpus[0]["name"], world_size) if transport == "p2p" else None,
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
+        "thresholds": [
+            f"from {size(one.nbytes)} {'fused' if one.fused else 'left'}, unfused {one.backend} "
+            f"({one.backend_why}): {one.entry}; {one.source}"
+            for one in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
+        ],
     }
 
 

@@ -1,0 +1,74 @@
+"""Device profiles: data that is complete, and refused with its key when it is not."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from tw_compile.planning import load_profile, profile_names, profile_of_device
+from tw_compile.planning.device import parse_profile
+
+TEXT = (resources.files("tw_compile.configs") / "devices" / "h200.toml").read_text()
+
+
+def test_the_devices_of_the_day_are_shipped() -> None:
+    assert profile_names() == ["B200", "H100", "H200"]
+
+
+@pytest.mark.parametrize("name", ["b200", "h100", "h200"])
+def test_every_shipped_number_has_its_source_beside_it(name: str) -> None:
+    text = (resources.files("tw_compile.configs") / "devices" / f"{name}.toml").read_text()
+    values = [line for line in text.splitlines() if "=" in line.partition("#")[0] and '= "' not in line]
+    numbers = [line for line in values if not line.lstrip().startswith(("{", "ctas", "device_names"))]
+    assert len(numbers) > 15
+    for line in numbers:
+        words = line.partition("#")[2].strip()
+        assert words.startswith(
+            ("data sheet", "measured", "published", "fitted", "estimate", "shapes", "queries", "as for")
+        )
+
+
+def test_names_are_found_in_any_case_and_by_what_cuda_says() -> None:
+    assert load_profile("h200") is load_profile("H200") is profile_of_device("NVIDIA H200")
+    assert profile_of_device("A GPU of tomorrow") is None
+
+
+def test_a_file_of_the_same_form_is_a_profile(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(TEXT.replace('name = "H200"', 'name = "mine"').replace("sms = 132", "sms = 100"))
+    profile = load_profile(str(file))
+    assert (profile.name, profile.sms) == ("mine", 100)
+
+
+def test_unknown_names_are_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"expected one of B200, H100, H200 or the path of a TOML file, got 'A100'"):
+        load_profile("A100")
+    with pytest.raises(ValueError, match=r"kernel: expected one of two_shot, stream \(H200\), got 'beam'"):
+        load_profile("H200").fused_kernel("beam")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("sms = 132 ", "sms = 0 ", "t: sms: expected a positive int, got 0"),
+        ("sms = 132 ", "sms = 1.5 ", "t: sms: expected a positive int, got 1.5"),
+        ("launch_us = 2.0", "launch_us = true", "t: launch_us: expected a positive float, got True"),
+        ("launch_us = 2.0", "launch = 2.0", "t: expected the keys name, device_names, sms, memory_gb_per_s"),
+        ("contention = 1.06", "contention = nan", "t: contention: expected a positive float, got nan"),
+        ("contention = 1.06", "contention = 0.9", "t: contention: expected at least 1, got 0.9"),
+        ("efficiency = 0.85", "speed = 0.85", "t: gemm: tiles[2]: expected the keys rows, columns, efficiency, got 'speed'"),
+        ('traffic = "two_shot"', 'traffic = "ring"', "t: all_reduce.nccl: traffic: expected one of multicast, two_shot"),
+        ("ctas = [4, 8, 16, 32]", "ctas = []", "t: fused.two_shot: ctas: expected a list that is not empty, got []"),
+        ("ctas = [4, 8, 16, 32]", "ctas = [8, 4]", "t: fused.two_shot: ctas: expected ascending numbers, got [8, 4]"),
+        ("ctas = [4, 8, 16, 32]", "ctas = [4, 132]", "t: fused.two_shot: ctas: expected fewer than the 132 SMs, got 132"),
+        ('kernel = "two_shot"', 'kernel = "beam"', "t: kernel: expected one of two_shot, stream, got 'beam'"),
+        ("sms = 132 ", "sms = = ", "t: expected TOML"),
+    ],
+)  # fmt: skip
+def test_a_bad_profile_is_refused_with_the_key(old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(ValueError) as error:
+        parse_profile(TEXT.replace(old, new, 1), "t")
+    assert message in str(error.value)

@@ -1,0 +1,188 @@
+"""``tw-compile plan``: how the tokens of a layer would be split, and what that is predicted to give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tw_compile.cli import common
+from tw_compile.cli.common import JsonOption, ModelOption
+from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning.windows import Window
+from tw_compile.runner.spec import UsageError
+
+SCHEMA_VERSION = 1
+ATTENTION = ("auto", "split", "join")
+_WIDTH = 120
+
+
+@common.one_line_errors
+def plan(
+    model: ModelOption = "llama-3.3-70b",
+    tp: Annotated[int, typer.Option(metavar="N", help="Ranks.")] = 8,
+    tokens: Annotated[
+        str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts; a range doubles.")
+    ] = "512:65536",
+    device_profile: Annotated[
+        str, typer.Option(metavar="NAME|FILE.toml", help="A profile of configs/devices, or a file of that form.")
+    ] = "H200",
+    kernel: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A fused kernel of the profile.", show_default="the profile's")
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences that share the tokens.")] = 1,
+    attention: Annotated[
+        str, typer.Option(metavar="|".join(ATTENTION), help="join: attention of both halves at once.")
+    ] = "auto",
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw speed-ups and one layer's timeline.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Predict how splitting a layer's tokens hides communication: sizes, windows, CTAs, waves, times. Needs no GPU."""
+    common.positive("--tp", tp)
+    common.positive("--batch", batch)
+    common.one_of("--attention", attention, ATTENTION)
+    counts = token_counts(tokens)
+    if batch > min(counts):
+        raise UsageError(f"--batch: expected at most {min(counts)}, the fewest tokens, got {batch}")
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
+        common.writable(option, file)
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import require
+
+        require(plot_file)
+    profile = _profile(device_profile, kernel)
+    layer, layers = _layer(model, tp)
+    plans = [
+        plan_layer(profile, layer, count, kernel=kernel, sequences=sequences(count, batch), attention=attention)
+        for count in counts
+    ]
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "command": "plan",
+        "model": model,
+        "world_size": tp,
+        "layers": layers,
+        "device_profile": profile.name,
+        "kernel": kernel or profile.kernel,
+        "batch": batch,
+        "layer": dataclasses.asdict(layer),
+        "plans": [dataclasses.asdict(one) | {"us": one.us, "gain": one.gain} for one in plans],
+    }
+    _print(common.make_console(json_file), report, plans)
+    common.write_json(report, json_file)
+    if plot_file is not None:
+        from tw_compile.cli.plan_plot import plot
+
+        plot(plans, f"{model}, {tp} x {profile.name}, {report['kernel']}", plot_file)
+
+
+def token_counts(text: str) -> tuple[int, ...]:
+    """``"512:4096"`` -> ``(512, 1024, 2048, 4096)``; ``"1000,1024"`` as it is. A range ends where doubling would pass it."""
+    first, colon, last = text.partition(":")
+    if not colon:
+        return common.numbers("--tokens", text)
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise UsageError(f"--tokens: expected FIRST:LAST, positive and not descending, got {text!r}")
+    counts = [int(first)]
+    while counts[-1] * 2 <= int(last):
+        counts.append(counts[-1] * 2)
+    return tuple(counts)
+
+
+def sequences(tokens: int, batch: int) -> tuple[int, ...]:
+    """``tokens`` dealt out to ``batch`` sequences, the first ones one longer where it doesn't come out even."""
+    length, longer = divmod(tokens, batch)
+    return (length + 1,) * longer + (length,) * (batch - longer)
+
+
+def _profile(name: str, kernel: str | None) -> DeviceProfile:
+    try:
+        profile = load_profile(name)
+    except ValueError as error:
+        raise UsageError(f"--device-profile: {error}") from error
+    try:
+        profile.fused_kernel(kernel)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    return profile
+
+
+def _layer(model: str, tp: int) -> tuple[LayerShape, int]:
+    """The model's layer on one of ``tp`` ranks, and how many layers there are."""
+    from tw_compile.models.config import load_config, tensor_parallel_plan
+
+    try:
+        config = load_config(model)
+        return layer_shape(config, tensor_parallel_plan(config), tp), config.num_hidden_layers
+    except ValueError as error:
+        raise UsageError(f"--model {model} --tp {tp}: {error}") from error
+
+
+def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> None:
+    if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
+        console.width = max(console.width, _WIDTH)
+    console.print(
+        f"{report['model']}, one of {report['layers']} layers on {report['world_size']} x {report['device_profile']}, "
+        f"kernel {report['kernel']}",
+        style="bold",
+        markup=False,
+    )
+    console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
+    _print_summary(console, plans)
+    if any(one.mode is not Mode.OFF for one in plans):
+        console.print()
+        _print_windows(console, plans)
+    for one in plans:
+        if one.off is not None:
+            console.print(f"{one.tokens} tokens: off, {one.off}: {one.reason}", style="yellow", markup=False)
+
+
+def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "as planned"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    for one in plans:
+        predicted = one.predicted
+        whole, first, second = (sum(getattr(gemm, name) for gemm in one.waves) for name in ("whole", "first", "second"))
+        table.add_row(
+            str(one.tokens),
+            one.mode.value + (" in a sequence" if one.cuts_sequence else ""),
+            " + ".join(map(str, one.sizes)) if one.mode is not Mode.OFF else "-",
+            f"{whole} -> {first} + {second}" if one.waves else "-",
+            *(f"{us:.0f}" for us in (predicted.unfused_us, predicted.no_communication_us, predicted.fused_us)),
+            "-" if predicted.split_us is None else f"{predicted.split_us:.0f}",
+            f"{one.gain:.2f}x",
+        )
+    console.print(table)
+
+
+def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("tokens", "window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "window takes"):
+        left = name in ("window", "GEMMs: waves on SMs", "travels")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for one in plans:
+        if one.mode is Mode.OFF:
+            continue
+        for index, window in enumerate(one.windows):
+            table.add_row("" if index else str(one.tokens), *map(escape, _window_cells(window)))
+    console.print(table)
+
+
+def _window_cells(window: Window) -> tuple[str, ...]:
+    gemms = ", ".join(f"{gemm.name} {gemm.waves} on {gemm.sms}" for gemm in window.gemms)
+    travels = ("-", "-", "-")
+    if window.travels is not None:
+        travels = (
+            f"{window.message_bytes / 2**20:.1f} MiB of half {window.travels}",
+            str(window.ctas),
+            f"{window.communication_us:.0f}",
+        )
+    return (f"{window.computes} {window.half}", gemms, f"{window.compute_us:.0f}", *travels, f"{window.us:.0f}")

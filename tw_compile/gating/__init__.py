@@ -1,0 +1,32 @@
+"""Whether a message should be fused: what an unfused all_reduce would use, and tables of bytes that say what is faster.
+
+Nothing here imports torch but :mod:`tw_compile.gating.current`, which asks the process about its device and its group.
+"""
+
+from tw_compile.gating.backend import active_backend
+from tw_compile.gating.facts import BACKENDS, HOSTS, Backend, Node, Settings
+from tw_compile.gating.gate import Gate, Verdict
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file
+from tw_compile.gating.table import ANY, Entry, Source, Split, Table, read_table, table_text
+
+__all__ = [
+    "ANY",
+    "BACKENDS",
+    "HOSTS",
+    "Backend",
+    "Entry",
+    "Gate",
+    "Layer",
+    "Node",
+    "Settings",
+    "Source",
+    "Split",
+    "Table",
+    "Verdict",
+    "active_backend",
+    "read_table",
+    "table_text",
+    "tables_of",
+    "threshold_layers",
+    "user_file",
+]

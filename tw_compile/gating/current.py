@@ -1,0 +1,78 @@
+"""The gate of this process: its device, its host program's settings, its tables, and agreement with the other ranks."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import logging
+import os
+import pickle
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.gating.facts import Node, Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.gating.layers import tables_of, threshold_layers
+
+logger = logging.getLogger("tw_compile")
+
+_agreed: dict[str, tuple[object, Gate]] = {}
+
+
+def current_gate(config: Config) -> Gate:
+    """The gate for graphs that this process compiles with ``config``; the same on all ranks of the process group.
+
+    Until CUDA is in use there is nothing to decide about, and nothing to agree on.
+
+    Raises:
+        ValueError: A thresholds file, or an environment variable, is wrong.
+    """
+    if not torch.cuda.is_initialized():
+        return own_gate(config, Node(None, False))
+    agrees = dist.is_initialized() and dist.get_backend() != "fake"
+    if not agrees:
+        return own_gate(config, current_node())
+    world, key = dist.group.WORLD, config.digest()
+    known = _agreed.get(key)
+    if known is None or known[0] is not world:
+        known = (world, agreed_gate(own_gate(config, current_node()), compat.default_store(), key))
+        _agreed[key] = known
+    return known[1]
+
+
+def own_gate(config: Config, node: Node) -> Gate:
+    """What this process would do if it were alone."""
+    settings = Settings.from_environment(
+        config.host,
+        os.environ,
+        backend=config.all_reduce_backend,
+        one_shot_max_bytes=compat.one_shot_all_reduce_bytes(),
+        disable_custom_all_reduce=config.disable_custom_all_reduce,
+        flashinfer_installed=importlib.util.find_spec("flashinfer") is not None,
+    )
+    return Gate(node, settings, tables_of(threshold_layers(config.thresholds, node.device_class), node.device_class))
+
+
+def current_node() -> Node:
+    device = torch.cuda.current_device()
+    return Node(torch.cuda.get_device_capability(device), bool(compat.multicast_support(device)))
+
+
+def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
+    """The gate of the rank that came here first: user files, variables and devices may differ from host to host.
+
+    Through the store and not by a collective, since ranks need not compile the same number of times: caches are theirs.
+    """
+    text = base64.b64encode(pickle.dumps(own)).decode()
+    gate = pickle.loads(base64.b64decode(store.compare_set(f"tw_compile/gate/{key}", "", text)))
+    if gate != own:
+        logger.warning(
+            "tw_compile: thresholds, device or settings differ between ranks; all use those of the rank that came first "
+            "(%s, %s)",
+            gate.node,
+            ", ".join(table.file for table in gate.tables),
+        )
+    return gate

@@ -1,0 +1,164 @@
+"""The decision: is a message of so many bytes fused, or left to the all_reduce that would carry it otherwise?"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tw_compile.gating.backend import active_backend, backend_bounds
+from tw_compile.gating.facts import Backend, Node, Settings
+from tw_compile.gating.table import ANY, Entry, Key, Split, Table, size
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was decided about a message of ``nbytes``, and why.
+
+    Attributes:
+        backend: What an unfused all_reduce of it would use; ``backend_why`` says by which rule.
+        fused: Whether fusing pays.
+        transport: That of the table, when fused: ``auto``, ``p2p``, ``multimem`` or ``nccl``.
+        entry: The file and the range that said so; ``source``: where that comes from.
+        split_from_bytes: From which size on splitting the message in two halves pays, None where no table says so.
+        note: What there is to say about a message whose size is known by its bounds only.
+    """
+
+    nbytes: int
+    backend: Backend
+    backend_why: str
+    fused: bool
+    transport: str | None
+    entry: str
+    source: str
+    split_from_bytes: int | None
+    note: str = ""
+
+    @property
+    def split(self) -> bool:
+        return self.split_from_bytes is not None and self.nbytes >= self.split_from_bytes
+
+    @property
+    def reason(self) -> str:
+        """One line."""
+        decided = "fused" if self.fused else "left"
+        note = f"; {self.note}" if self.note else ""
+        return f"{size(self.nbytes)}, unfused it would be {self.backend}: {decided} by {self.entry}{note}"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Decides by ``tables``, of which the first that has a range for the world size and backend counts.
+
+    A pure function of values that are equal on all ranks (:mod:`tw_compile.gating.current` sees to it), so that no rank waits
+    in a kernel that another one did not launch. The last table has a range for everything.
+    """
+
+    node: Node
+    settings: Settings
+    tables: tuple[Table, ...]
+
+    def __post_init__(self) -> None:
+        if not self.tables or not self.tables[-1].ranges((ANY, ANY)):
+            raise ValueError("tables: expected ranges for world_size 'any' and backend 'any' in the last one, got none")
+
+    def digest(self) -> str:
+        """Changes exactly when a decision may; part of the compile caches' key."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+    def decide(self, nbytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> Verdict:
+        """About one message of ``nbytes`` per rank; for a half of a split message, the bytes of that half.
+
+        Args:
+            dtype: ``bfloat16``, ``float16`` or ``float32``.
+            hosts: How many hosts the group spans.
+        """
+        active = active_backend(
+            self.node, self.settings, world_size=world_size, dtype=dtype, nbytes=nbytes, hosts=hosts
+        )
+        table, ranges = self._ranges(world_size, active.backend)
+        entry = ranges[bisect_right([one.from_bytes for one in ranges], nbytes) - 1]
+        split = self._split(world_size, active.backend)
+        return Verdict(
+            nbytes,
+            active.backend,
+            active.why,
+            entry.decision == "fused",
+            entry.transport,
+            f"{table.file}: {entry}",
+            str(entry.source),
+            None if split is None else split.from_bytes,
+        )
+
+    def decide_halves(
+        self, tokens: int, row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1
+    ) -> tuple[Verdict, Verdict] | None:
+        """About both halves of a message ``[tokens, row_bytes]``, each by its own bytes; None where splitting doesn't pay."""
+        whole = self.decide(tokens * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
+        if not whole.split or tokens < 2:
+            return None
+        first = (tokens + 1) // 2
+        larger, smaller = (
+            self.decide(rows * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
+            for rows in (first, tokens - first)
+        )
+        return larger, smaller
+
+    def decide_range(
+        self, tokens: tuple[int, int | None], row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1
+    ) -> Verdict:
+        """About a message whose token count is known by its bounds only (inclusive; None: unbounded), as a graph has it.
+
+        One graph serves all sizes, so it is fused if any size of the range is: the fused operator is right at all sizes, and
+        an unfused graph would lose what fusing is for. It is left only where every size is left.
+        """
+        verdicts = [
+            self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
+            for count in self._counts(tokens, row_bytes)
+        ]
+        fused = [one for one in verdicts if one.fused]
+        if len(fused) == len(verdicts):
+            return replace(verdicts[0], note="so are all token counts of the graph")
+        if not fused:
+            return replace(verdicts[0], note="as are all token counts of the graph")
+        left = next(one for one in verdicts if not one.fused)
+        note = f"one graph for all token counts: also where it would be left, e.g. {left.reason}"
+        return replace(fused[0], note=note)
+
+    def crossovers(self, row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> list[Verdict]:
+        """The first size of every stretch of sizes with one backend and one range, for whole rows."""
+        found: list[Verdict] = []
+        for count in self._counts((1, None), row_bytes):
+            verdict = self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
+            if not found or (found[-1].backend, found[-1].entry) != (verdict.backend, verdict.entry):
+                found.append(verdict)
+        return found
+
+    def _counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
+        """Token counts of the range around every size at which a decision may change."""
+        low, high = tokens
+        bounds = backend_bounds(self.settings)
+        for table in self.tables:
+            bounds |= {entry.from_bytes for entry in table.entries}
+        around = {bound // row_bytes + step for bound in bounds for step in (-1, 0, 1, 2)}
+        inside = {count for count in around if low <= count and (high is None or count <= high)}
+        return sorted(inside | {low} | (set() if high is None else {high}))
+
+    def _ranges(self, world_size: int, backend: str) -> tuple[Table, tuple[Entry, ...]]:
+        for table in self.tables:
+            for key in _keys(world_size, backend):
+                if ranges := table.ranges(key):
+                    return table, ranges
+        raise AssertionError("the last table has a range for everything")
+
+    def _split(self, world_size: int, backend: str) -> Split | None:
+        found = (table.split(key) for table in self.tables for key in _keys(world_size, backend))
+        return next((split for split in found if split is not None), None)
+
+
+def _keys(world_size: int, backend: str) -> Iterator[Key]:
+    """What a table may call it, the most exact first."""
+    for ranks in (world_size, ANY):
+        for name in (str(backend), ANY):
+            yield ranks, name

@@ -1,0 +1,88 @@
+"""Where tables come from: what is shipped, the user's file, the environment, an option; the later ones win.
+
+A table of a higher layer replaces the ranges of the world sizes and backends that it has, and no others. One that is about
+another class of devices is read, so that its errors show, and not used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from tw_compile.gating.table import ANY, DEVICE_CLASSES, Entry, Source, Table, read_table
+
+VARIABLE = "TW_COMPILE_THRESHOLDS"
+OFF = "off"
+AUTO = "auto"
+_FILE_NAME = "thresholds.toml"
+
+_OFF_SOURCE = Source("off", "default", ("thresholds are off: everything that can be fused is",))
+_OFF_TABLE = Table("no table", "generic", (Entry(ANY, ANY, 0, None, "fused", AUTO, _OFF_SOURCE),))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One place that tables come from: its name, the file, and the table there, None when there is no file."""
+
+    name: str
+    file: str
+    table: Table | None
+
+
+def user_file(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """``thresholds.toml`` in the user's config folder, which need not exist; None without a home."""
+    if folder := environment.get("XDG_CONFIG_HOME"):
+        return Path(folder, "tw_compile", _FILE_NAME)
+    try:
+        return Path.home() / ".config" / "tw_compile" / _FILE_NAME
+    except RuntimeError:
+        return None
+
+
+def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, str] = os.environ) -> list[Layer]:
+    """All layers, the lowest first.
+
+    Args:
+        chosen: ``auto``, ``off``, or the file that an option names.
+
+    Raises:
+        ValueError: A file cannot be read, or is wrong; the message names it and the key.
+    """
+    layers = [Layer("shipped", f"{name}.toml", _shipped(name)) for name in dict.fromkeys(("generic", device_class))]
+    own = user_file(environment)
+    layers.append(Layer("user file", str(own or "-"), None if own is None or not own.is_file() else _read(own)))
+    for name, value in ((VARIABLE, environment.get(VARIABLE, AUTO)), ("option", chosen)):
+        if value == OFF:
+            layers.append(Layer(name, OFF, _OFF_TABLE))
+        else:
+            layers.append(Layer(name, value, None if value == AUTO else _read(Path(value).expanduser())))
+    return layers
+
+
+def tables_of(layers: list[Layer], device_class: str) -> tuple[Table, ...]:
+    """The tables that count for a device, the one that is asked first first."""
+    fitting = [layer.table for layer in layers if layer.table and layer.table.device_class in (device_class, "generic")]
+    return tuple(reversed(fitting))
+
+
+def shipped_tables() -> dict[str, Table]:
+    """Every table of ``configs/thresholds`` by its device class."""
+    return {name: _shipped(name) for name in DEVICE_CLASSES}
+
+
+@cache
+def _shipped(device_class: str) -> Table:
+    file = resources.files("tw_compile.configs") / "thresholds" / f"{device_class}.toml"
+    return read_table(file.read_text(), f"{device_class}.toml")
+
+
+def _read(path: Path) -> Table:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"thresholds: expected a file that can be read, got {str(path)!r} ({error})") from error
+    return read_table(text, str(path))

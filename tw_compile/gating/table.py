@@ -1,0 +1,294 @@
+"""Tables of ``configs/thresholds``: for a world size and an all_reduce backend, the bytes that fusing pays at.
+
+A table is a TOML file for one class of devices:
+
+    schema_version = 1
+    device_class = "sm90-multicast"
+    [sources.h200]                       # a name that entries refer to
+    kind = "measured"                    # machine, versions, date, command; or "public": table; or "default": why
+    ...
+    [[entries]]
+    world_size = 8                       # or "any"
+    backend = "multimem"                 # what the unfused all_reduce would use, or "any"
+    from_bytes = 0                       # of one rank's message, [tokens, hidden]
+    to_bytes = 262144                    # exclusive; the last range of a world size and backend has none
+    decision = "fused"                   # with a transport, or "left"
+    transport = "p2p"
+    source = "h200"
+    [[splits]]                           # messages of at least so many bytes pay to be split in two halves of tokens
+    world_size = 8
+    backend = "multimem"
+    from_bytes = 50331648
+    source = "h200"
+
+The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tw_compile.gating.facts import BACKENDS
+
+SCHEMA_VERSION = 1
+DEVICE_CLASSES = ("generic", "sm90", "sm90-multicast", "sm100", "sm103")
+TRANSPORTS = ("auto", "multimem", "nccl", "p2p")
+DECISIONS = ("fused", "left")
+ANY = "any"
+SOURCE_KEYS = {"measured": ("machine", "versions", "date", "command"), "public": ("table",), "default": ("why",)}
+
+Key = tuple[int | str, str]
+"""World size (or "any") and backend (or "any")."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an entry comes from; ``values`` are those of ``SOURCE_KEYS[kind]``, in that order."""
+
+    name: str
+    kind: str
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if self.kind == "measured":
+            machine, versions, date, command = self.values
+            return f"measured on {machine}, {versions}, {date}: {command}"
+        return self.values[0]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Messages of ``from_bytes`` to below ``to_bytes`` (None: of any size from there) are fused, or left as they are."""
+
+    world_size: int | str
+    backend: str
+    from_bytes: int
+    to_bytes: int | None
+    decision: Literal["fused", "left"]
+    transport: str | None
+    source: Source
+
+    @property
+    def key(self) -> Key:
+        return self.world_size, self.backend
+
+    def __str__(self) -> str:
+        span = f"from {size(self.from_bytes)}" + ("" if self.to_bytes is None else f" to below {size(self.to_bytes)}")
+        return f"world_size {self.world_size}, {self.backend}, {span}"
+
+
+@dataclass(frozen=True)
+class Split:
+    """Messages of at least ``from_bytes`` pay to be split."""
+
+    world_size: int | str
+    backend: str
+    from_bytes: int
+    source: Source
+
+    @property
+    def key(self) -> Key:
+        return self.world_size, self.backend
+
+
+@dataclass(frozen=True)
+class Table:
+    """One file. The entries of a key (world size and backend) go up in bytes and cover all sizes."""
+
+    file: str
+    device_class: str
+    entries: tuple[Entry, ...]
+    splits: tuple[Split, ...] = ()
+
+    def ranges(self, key: Key) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.key == key)
+
+    def split(self, key: Key) -> Split | None:
+        return next((split for split in self.splits if split.key == key), None)
+
+
+def size(nbytes: int) -> str:
+    """Exact, in the largest unit that it is a whole number of: ``262144`` -> ``"256 KiB"``."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} bytes"
+
+
+def read_table(text: str, file: str) -> Table:
+    """The table that ``text`` holds; ValueError names ``file``, the key, what was expected and what came."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{file}: expected TOML, got {error}") from error
+    _known(values, ("schema_version", "device_class"), ("sources", "entries", "splits"), f"{file}: ")
+    version = _typed(values, "schema_version", int, f"{file}: ")
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}, got {version}")
+    device_class = _choice(values, "device_class", DEVICE_CLASSES, f"{file}: ")
+    sources = {name: _source(name, one, file) for name, one in _tables(values, "sources", dict, file).items()}
+    entries = tuple(
+        _entry(one, f"{file}: entries[{index}].", sources)
+        for index, one in enumerate(_tables(values, "entries", list, file))
+    )
+    splits = tuple(
+        _split(one, f"{file}: splits[{index}].", sources)
+        for index, one in enumerate(_tables(values, "splits", list, file))
+    )
+    _check_ranges(entries, file)
+    for index, split in enumerate(splits):
+        if any(split.key == earlier.key for earlier in splits[:index]):
+            raise ValueError(f"{file}: splits[{index}]: expected one per world_size and backend, got {split.key} again")
+    return Table(file, device_class, entries, splits)
+
+
+def table_text(table: Table, comment: str = "") -> str:
+    """The TOML of a table, as :func:`read_table` reads it."""
+    rows: tuple[Entry | Split, ...] = (*table.entries, *table.splits)
+    sources = {row.source.name: row.source for row in rows}
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines += [f"schema_version = {SCHEMA_VERSION}", f"device_class = {_text(table.device_class)}"]
+    for name, source in sources.items():
+        lines += ["", f"[sources.{_text(name)}]", f"kind = {_text(source.kind)}"]
+        lines += _assignments(zip(SOURCE_KEYS[source.kind], source.values, strict=True))
+    for row in rows:
+        values: dict[str, Any] = {"world_size": row.world_size, "backend": row.backend, "from_bytes": row.from_bytes}
+        if isinstance(row, Entry):
+            values |= {"to_bytes": row.to_bytes, "decision": row.decision, "transport": row.transport}
+        lines += ["", "[[entries]]" if isinstance(row, Entry) else "[[splits]]"]
+        lines += _assignments({**values, "source": row.source.name}.items())
+    return "\n".join(lines) + "\n"
+
+
+def _assignments(values: Iterable[tuple[str, Any]]) -> list[str]:
+    return [
+        f"{key} = {value if isinstance(value, int) else _text(value)}" for key, value in values if value is not None
+    ]
+
+
+def _text(value: str) -> str:
+    # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _check_ranges(entries: tuple[Entry, ...], file: str) -> None:
+    """The ranges of each key follow each other, begin at 0 and end open."""
+    seen: set[Key] = set()
+    for key, group in itertools.groupby(enumerate(entries), key=lambda pair: pair[1].key):
+        end: int | None = 0
+        for index, entry in group:
+            where = f"{file}: entries[{index}].from_bytes"
+            if key in seen:
+                raise ValueError(f"{where}: expected the ranges of {key} to follow each other, got {key} again")
+            if end is None:
+                raise ValueError(f"{where}: expected nothing after the range without to_bytes, got {entry.from_bytes}")
+            if entry.from_bytes != end:
+                problem = "an overlap" if entry.from_bytes < end else "a gap"
+                raise ValueError(
+                    f"{where}: expected {end}, where the range before ends, got {entry.from_bytes}: {problem}"
+                )
+            end = entry.to_bytes
+        seen.add(key)
+        if end is not None:
+            raise ValueError(
+                f"{file}: entries[{index}].to_bytes: expected none in the last range of {key}, got {end}: a gap"
+            )
+
+
+def _entry(values: Any, where: str, sources: dict[str, Source]) -> Entry:
+    required = ("world_size", "backend", "from_bytes", "decision", "source")
+    _known(values, required, ("to_bytes", "transport"), where)
+    begin = _bytes(values, "from_bytes", where)
+    end = _bytes(values, "to_bytes", where) if "to_bytes" in values else None
+    if end is not None and end <= begin:
+        raise ValueError(f"{where}to_bytes: expected more than from_bytes ({begin}), got {end}")
+    decision = _choice(values, "decision", DECISIONS, where)
+    if decision == "left" and "transport" in values:
+        raise ValueError(f"{where}transport: expected none where decision is 'left', got {values['transport']!r}")
+    transport = _choice(values, "transport", TRANSPORTS, where) if decision == "fused" else None
+    world_size, backend = _key(values, where)
+    return Entry(world_size, backend, begin, end, decision, transport, _named_source(values, where, sources))  # type: ignore[arg-type]
+
+
+def _split(values: Any, where: str, sources: dict[str, Source]) -> Split:
+    _known(values, ("world_size", "backend", "from_bytes", "source"), (), where)
+    begin = _bytes(values, "from_bytes", where)
+    return Split(*_key(values, where), begin, _named_source(values, where, sources))
+
+
+def _key(values: dict[str, Any], where: str) -> Key:
+    world_size = values["world_size"]
+    if world_size != ANY and (type(world_size) is not int or world_size < 2):
+        raise ValueError(f"{where}world_size: expected a number of at least 2, or 'any', got {world_size!r}")
+    return world_size, _choice(values, "backend", (*BACKENDS, ANY), where)
+
+
+def _named_source(values: dict[str, Any], where: str, sources: dict[str, Source]) -> Source:
+    return sources[_choice(values, "source", tuple(sources), where)]
+
+
+def _source(name: str, values: Any, file: str) -> Source:
+    where = f"{file}: sources.{name}."
+    if not isinstance(values, dict):
+        raise ValueError(f"{where.rstrip('.')}: expected a table, got {values!r}")
+    kind = _choice(values, "kind", tuple(SOURCE_KEYS), where)
+    _known(values, ("kind", *SOURCE_KEYS[kind]), (), where)
+    texts = tuple(_typed(values, key, str, where) for key in SOURCE_KEYS[kind])
+    for key, text in zip(SOURCE_KEYS[kind], texts, strict=True):
+        if not text.strip():
+            raise ValueError(f"{where}{key}: expected some words, got {text!r}")
+    if kind == "measured":
+        try:
+            datetime.date.fromisoformat(values["date"])
+        except ValueError:
+            raise ValueError(f"{where}date: expected a date like '2026-11-21', got {values['date']!r}") from None
+    return Source(name, kind, texts)
+
+
+def _known(values: Any, required: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
+    """Exactly these keys; ``where`` is what goes before a key in a message: the file and the tables that it is in."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where.rstrip('.: ')}: expected a table, got {values!r}")
+    expected = ", ".join((*required, *optional))
+    for key in values:
+        if key not in required and key not in optional:
+            raise ValueError(f"{where.rstrip('.: ')}: expected the keys {expected}, got {key!r}")
+    for key in required:
+        if key not in values:
+            raise ValueError(f"{where.rstrip('.: ')}: expected the keys {', '.join(required)}, got no {key!r}")
+
+
+def _tables(values: dict[str, Any], key: str, kind: type, file: str) -> Any:
+    found = values.get(key, kind())
+    if not isinstance(found, kind):
+        raise ValueError(
+            f"{file}: {key}: expected {f'[[{key}]]' if kind is list else f'[{key}]'} tables, got {found!r}"
+        )
+    return found
+
+
+def _typed(values: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    value = values.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{where}{key}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _choice(values: dict[str, Any], key: str, choices: tuple[str, ...], where: str) -> str:
+    value = values.get(key)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{where}{key}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def _bytes(values: dict[str, Any], key: str, where: str) -> int:
+    value = values[key]
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{where}{key}: expected a number of bytes, got {value!r}")
+    return value

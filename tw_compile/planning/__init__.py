@@ -1,0 +1,26 @@
+"""Which tokens of a layer to split off, and what each overlap window runs with. Pure arithmetic: imports no torch."""
+
+from __future__ import annotations
+
+from tw_compile.planning.device import DeviceProfile, load_profile, profile_names, profile_of_device
+from tw_compile.planning.gemm import Gemm
+from tw_compile.planning.layer import Attention, LayerShape, layer_shape
+from tw_compile.planning.plan import Mode, Off, Plan, plan_layer
+from tw_compile.planning.windows import GemmPlan, Window
+
+__all__ = [
+    "Attention",
+    "DeviceProfile",
+    "Gemm",
+    "GemmPlan",
+    "LayerShape",
+    "Mode",
+    "Off",
+    "Plan",
+    "Window",
+    "layer_shape",
+    "load_profile",
+    "plan_layer",
+    "profile_names",
+    "profile_of_device",
+]

@@ -1,0 +1,217 @@
+"""What the planner knows about a device: TOML files in ``configs/devices``, each value with its source beside it.
+
+A profile of another device is a file of the same form, given by its path. Times are in microseconds (us), rates in decimal
+units: 10^9 bytes and 10^12 floating-point operations a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+TRAFFIC = ("multicast", "two_shot")
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One shape of a GEMM's output tiles, computed by one CTA on one SM.
+
+    Attributes:
+        efficiency: Its arithmetic rate as a share of ``GemmRates.tflops_per_sm``.
+    """
+
+    rows: int
+    columns: int
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class GemmRates:
+    """Of 16-bit matmuls.
+
+    Attributes:
+        tflops_per_sm: What one SM does while all of them are busy.
+        grouped_efficiency: Rate of grouped GEMMs (mixture of experts) as a share of plain ones.
+        memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
+    """
+
+    tflops_per_sm: float
+    grouped_efficiency: float
+    memory_gb_per_s: float
+    tiles: tuple[Tile, ...]
+
+
+@dataclass(frozen=True)
+class AttentionRates:
+    """Of causal attention on the whole device; ``block_rows`` queries of one head are one CTA's work."""
+
+    tflops: float
+    block_rows: int
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    """An all_reduce without norm: a fixed latency, then its traffic (see :class:`FusedKernel`) at the rate of the links."""
+
+    traffic: str
+    latency_us: float
+    link_gb_per_s: float
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """A kernel that does all_reduce + residual + RMSNorm, and how its rate grows with its CTAs.
+
+    Attributes:
+        traffic: ``two_shot``: 2(N-1)/N bytes cross a link for each of the message's; ``multicast``: (N+1)/N.
+        cta_gb_per_s: What one CTA moves when it is alone.
+        sharpness: How abruptly the CTAs' sum turns into the rate of the links, see :func:`communication.fused_us`.
+        ctas: The numbers of CTAs to choose from, ascending.
+    """
+
+    traffic: str
+    latency_us: float
+    link_gb_per_s: float
+    cta_gb_per_s: float
+    sharpness: float
+    ctas: tuple[int, ...]
+
+    @property
+    def multicast(self) -> bool:
+        return self.traffic == "multicast"
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """One kind of GPU and its links.
+
+    Attributes:
+        device_names: What ``torch.cuda.get_device_name`` says.
+        memory_gb_per_s: What elementwise kernels reach.
+        launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
+        window_us: What it costs that two streams wait for each other.
+        contention: Factor on times of kernels that run beside each other on different SMs; they share power, L2 and memory.
+        kernel: The key of ``fused`` that plans are for unless told otherwise.
+    """
+
+    name: str
+    device_names: tuple[str, ...]
+    sms: int
+    memory_gb_per_s: float
+    launch_us: float
+    window_us: float
+    contention: float
+    kernel: str
+    gemm: GemmRates
+    attention: AttentionRates
+    all_reduce: Mapping[str, AllReduce]
+    fused: Mapping[str, FusedKernel]
+
+    def fused_kernel(self, name: str | None = None) -> FusedKernel:
+        """The kernel called ``name``, or the profile's own choice; ValueError when it has none of that name."""
+        key = name or self.kernel
+        if key not in self.fused:
+            raise ValueError(f"kernel: expected one of {', '.join(self.fused)} ({self.name}), got {key!r}")
+        return self.fused[key]
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles shipped in ``configs/devices``."""
+    return sorted(_shipped())
+
+
+def load_profile(source: str) -> DeviceProfile:
+    """A shipped profile by its name, in any case, or a TOML file by its path. Raises ValueError for anything else."""
+    shipped = {name.lower(): profile for name, profile in _shipped().items()}
+    if source.lower() in shipped:
+        return shipped[source.lower()]
+    path = Path(source)
+    if path.suffix != ".toml" or not path.is_file():
+        raise ValueError(
+            f"device profile: expected one of {', '.join(profile_names())} or the path of a TOML file, got {source!r}"
+        )
+    return parse_profile(path.read_text(), source)
+
+
+def profile_of_device(device_name: str) -> DeviceProfile | None:
+    """The shipped profile of a device by the name that CUDA gives it; None where there is none."""
+    return next((profile for profile in _shipped().values() if device_name in profile.device_names), None)
+
+
+@cache
+def _shipped() -> dict[str, DeviceProfile]:
+    folder = resources.files("tw_compile.configs") / "devices"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    profiles = [parse_profile(file.read_text(), f"configs/devices/{file.name}") for file in files]
+    return {profile.name: profile for profile in profiles}
+
+
+def parse_profile(text: str, source: str) -> DeviceProfile:
+    """A profile from TOML; ValueError names ``source``, the key, what was expected and what came."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: expected TOML, got {error}") from error
+    profile = _part(DeviceProfile, values, source)
+    if profile.kernel not in profile.fused:
+        raise ValueError(f"{source}: kernel: expected one of {', '.join(profile.fused)}, got {profile.kernel!r}")
+    if profile.contention < 1.0:
+        raise ValueError(f"{source}: contention: expected at least 1, got {profile.contention}")
+    for name, kernel in profile.fused.items():
+        if kernel.ctas[-1] >= profile.sms:
+            raise ValueError(
+                f"{source}: fused.{name}: ctas: expected fewer than the {profile.sms} SMs, got {kernel.ctas[-1]}"
+            )
+    return profile
+
+
+def _part(kind: type[Part], values: Any, where: str) -> Part:
+    """``kind`` with every field from the key of its name; no key may be missing or left over."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected a table, got {values!r}")
+    hints = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in (*values.keys() - set(names), *set(names) - values.keys()):
+        raise ValueError(
+            f"{where}: expected the keys {', '.join(names)}, {'got' if name in values else 'not without'} {name!r}"
+        )
+    return kind(**{name: _value(hints[name], values[name], f"{where}: {name}") for name in names})
+
+
+_TUPLES: dict[Any, Any] = {tuple[Tile, ...]: Tile, tuple[int, ...]: int, tuple[str, ...]: str}
+_TABLES: dict[Any, Any] = {Mapping[str, AllReduce]: AllReduce, Mapping[str, FusedKernel]: FusedKernel}
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if hint in _TUPLES:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{where}: expected a list that is not empty, got {value!r}")
+        items = tuple(_value(_TUPLES[hint], item, f"{where}[{index}]") for index, item in enumerate(value))
+        if _TUPLES[hint] is int and any(after <= before for before, after in itertools.pairwise(items)):
+            raise ValueError(f"{where}: expected ascending numbers, got {value!r}")
+        return items
+    if hint in _TABLES:
+        if not isinstance(value, dict) or not value:
+            raise ValueError(f"{where}: expected tables by name, got {value!r}")
+        return {name: _part(_TABLES[hint], table, f"{where}.{name}") for name, table in value.items()}
+    if hint is str:
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{where}: expected text, got {value!r}")
+        if where.endswith(": traffic") and value not in TRAFFIC:
+            raise ValueError(f"{where}: expected one of {', '.join(TRAFFIC)}, got {value!r}")
+        return value
+    if hint in (int, float):
+        allowed = (int,) if hint is int else (int, float)
+        if type(value) not in allowed or not 0 < value < float("inf"):
+            raise ValueError(f"{where}: expected a positive {hint.__name__}, got {value!r}")
+        return hint(value)
+    return _part(hint, value, where)

@@ -1,0 +1,175 @@
+"""One decoder layer of a tensor-parallel model as the planner sees it: GEMMs on one rank, attention, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tw_compile.planning.device import DeviceProfile
+from tw_compile.planning.gemm import ELEMENT_BYTES, Gemm
+
+# What changes a layer's arithmetic in ways that are not modelled: latent attention, experts beside the routed ones.
+_UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+_ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of one rank.
+
+    Attributes:
+        heads: Query heads of the rank.
+        kv_heads: Key and value heads of the rank.
+        windows: Sliding windows in tokens, one for each kind of layer; None is none. Times are the mean over them.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...] = (None,)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """GEMMs, attention and messages of one layer on one rank; all numbers are per rank but ``hidden_size``.
+
+    Attributes:
+        qkv: Projections before attention, as one GEMM.
+        mlp: gate_up and down, in this order; of the experts where there are any.
+        attention_summed: Whether an all_reduce follows o_proj.
+        mlp_summed: Whether an all_reduce follows down.
+        gathered_columns: Columns of the whole model's queries and keys that are gathered before attention, as OLMo2 does
+            to norm them; 0 is no gather.
+    """
+
+    world_size: int
+    hidden_size: int
+    qkv: Gemm
+    attention: Attention
+    o_proj: Gemm
+    mlp: tuple[Gemm, Gemm]
+    attention_summed: bool = True
+    mlp_summed: bool = True
+    gathered_columns: int = 0
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        return (self.qkv, self.o_proj, *self.mlp)
+
+    def message_bytes(self, tokens: int) -> int:
+        """Bytes of one rank's partial sums ``[tokens, hidden]``."""
+        return tokens * self.hidden_size * ELEMENT_BYTES
+
+
+def layer_shape(config: Any, plan: Mapping[str, str], world_size: int) -> LayerShape:
+    """The layer of a transformers configuration, sharded over ``world_size`` ranks by ``plan``.
+
+    ``plan`` is transformers' tensor-parallel plan: parameter names to styles. Raises ValueError for what does not divide by
+    the ranks and for what this model does not describe.
+    """
+    _check_known(config, world_size)
+    styles = {key.removeprefix("layers.*."): style for key, style in plan.items()}
+    attention_summed = styles.get("self_attn.o_proj", "").startswith("rowwise")
+    attention_ranks = world_size if attention_summed else 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = _share(config, "num_attention_heads", attention_ranks)
+    kv_heads = _share(config, "num_key_value_heads", attention_ranks)
+    gathers = styles.get("self_attn.q_proj") == "colwise_gather_output"
+    mlp, mlp_summed = _mlp(config, styles, world_size)
+    return LayerShape(
+        world_size=world_size,
+        hidden_size=config.hidden_size,
+        qkv=Gemm("qkv", (heads + 2 * kv_heads) * head_dim, config.hidden_size),
+        attention=Attention(heads, kv_heads, head_dim, _windows(config)),
+        o_proj=Gemm("o_proj", config.hidden_size, heads * head_dim),
+        mlp=mlp,
+        attention_summed=attention_summed and world_size > 1,
+        mlp_summed=mlp_summed and world_size > 1,
+        gathered_columns=(heads + 2 * kv_heads) * head_dim * world_size if gathers and world_size > 1 else 0,
+    )
+
+
+def _check_known(config: Any, world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size: expected a positive number, got {world_size}")
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ValueError(f"config.{name}: expected a number, got {getattr(config, name, None)!r}")
+    for name in _UNKNOWN:
+        if getattr(config, name, None):
+            raise ValueError(f"config.{name}: expected none, as plans do not know it, got {getattr(config, name)!r}")
+    if getattr(config, "mlp_only_layers", None) or (getattr(config, "decoder_sparse_step", None) or 1) != 1:
+        raise ValueError("config.mlp_only_layers: expected layers of one kind, got some with experts and some without")
+
+
+def _share(config: Any, name: str, ranks: int) -> int:
+    value = getattr(config, name)
+    if value % ranks:
+        raise ValueError(f"config.{name}: expected a multiple of the world size {ranks}, got {value}")
+    return int(value // ranks)
+
+
+def _mlp(config: Any, styles: Mapping[str, str], world_size: int) -> tuple[tuple[Gemm, Gemm], bool]:
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    summed = styles.get("mlp.experts") == "moe_tp_experts" if experts > 1 else False
+    if experts == 1:
+        summed = styles.get("mlp.down_proj", "").startswith("rowwise")
+    field = "moe_intermediate_size" if getattr(config, "moe_intermediate_size", None) else "intermediate_size"
+    width = _share(config, field, world_size if summed else 1)
+    per_token = config.num_experts_per_tok if experts > 1 else 1
+    gate_up = Gemm("gate_up", 2 * width, config.hidden_size, experts, per_token)
+    return (gate_up, Gemm("down", config.hidden_size, width, experts, per_token)), summed
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """One entry for each layer, or one for all when they are equal."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return (window if getattr(config, "use_sliding_window", True) else None,)
+    for kind in kinds:
+        if kind not in _ATTENTION_KINDS:
+            raise ValueError(
+                f"config.layer_types: expected some of {', '.join(_ATTENTION_KINDS)}, as plans know no other, got {kind!r}"
+            )
+    windows = [window if _ATTENTION_KINDS[kind] else None for kind in kinds]
+    return tuple(windows) if len(set(windows)) > 1 else (windows[0],)
+
+
+def attention_us(
+    profile: DeviceProfile, attention: Attention, sequences: Sequence[int], rows: range, sms: int
+) -> float:
+    """Attention of the queries in ``rows`` of a batch of ``sequences`` on ``sms`` SMs.
+
+    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM.
+    """
+    per_sm_us = profile.attention.tflops * 1e6 / profile.sms
+    pair_flops = 4.0 * attention.head_dim
+    total = 0.0
+    kinds = {window: attention.windows.count(window) for window in attention.windows}
+    for window, count in kinds.items():
+        pairs, longest = 0, 0
+        for first, last in _positions(sequences, rows):
+            pairs += _causal_pairs(last, window) - _causal_pairs(first, window)
+            longest = max(longest, min(last, window or last) * min(profile.attention.block_rows, last - first))
+        share = count / len(attention.windows)
+        total += share * max(attention.heads * pairs / sms, longest) * pair_flops / per_sm_us
+    return profile.launch_us + total
+
+
+def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int]]:
+    """First and one past the last position, within their sequence, of the rows of each sequence that has some."""
+    start = 0
+    for length in sequences:
+        first, last = max(rows.start - start, 0), min(rows.stop - start, length)
+        if first < last:
+            yield first, last
+        start += length
+
+
+def _causal_pairs(length: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, for the first ``length`` queries of a sequence."""
+    if window is None or length <= window:
+        return length * (length + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window

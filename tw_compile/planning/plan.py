@@ -1,0 +1,272 @@
+"""The plan of a layer: whether its tokens are split, where, and what each window runs with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tw_compile.planning import communication
+from tw_compile.planning.device import DeviceProfile
+from tw_compile.planning.gemm import full_wave_tokens
+from tw_compile.planning.layer import LayerShape
+from tw_compile.planning.windows import Costs, Window, weave, weave_joined
+
+MIN_GAIN = 0.02
+ROW_MULTIPLE = 16
+MAX_CANDIDATES = 32
+# Predictions that are no further apart say nothing about which split is faster: cut attention is taken before joined, then
+# halves that are more equal.
+RESOLUTION = 0.01
+
+
+class Mode(StrEnum):
+    """``split``: each half has its own attention; ``join``: attention of all tokens between split projections."""
+
+    OFF = "off"
+    SPLIT = "split"
+    JOIN = "join"
+
+
+class Off(StrEnum):
+    """Why tokens are not split."""
+
+    NO_COMMUNICATION = "no_communication"
+    TOO_FEW_TOKENS = "too_few_tokens"
+    ONE_SEQUENCE = "one_sequence"
+    NOT_FASTER = "not_faster"
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Microseconds of one layer in the middle of a model; the split's is the best one found, None where there was none to try.
+
+    Attributes:
+        unfused_us: The fastest all_reduce, then residual add and RMSNorm.
+        no_communication_us: Without the all_reduces, norms kept.
+        fused_us: all_reduce + residual + RMSNorm fused, nothing split.
+        split_us: The weave.
+    """
+
+    unfused_us: float
+    no_communication_us: float
+    fused_us: float
+    split_us: float | None
+
+
+@dataclass(frozen=True)
+class GemmWaves:
+    """Waves of one GEMM: of all tokens on all SMs, and of the two halves on the SMs that their windows leave them."""
+
+    name: str
+    whole: int
+    first: int
+    second: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with a layer of ``tokens`` tokens.
+
+    Attributes:
+        mode: Whether and how tokens are split.
+        sizes: Tokens of each half, or ``(tokens,)``; they add up to ``tokens``, no half is empty.
+        cuts_sequence: Whether half 2 begins within a sequence, and so sees keys of half 1.
+        off: Why not, when the mode is ``off``.
+        reason: The decision in words.
+        fused_ctas: CTAs of the fused kernel where nothing runs beside it: fuse-only layers, prologue and epilogue.
+        windows: Of the weave in its steady state, in order; the best ones found when it is not worth it, too.
+        waves: By GEMM, for the same split as ``windows``.
+        candidates: How many sizes of half 1 were compared.
+    """
+
+    tokens: int
+    mode: Mode
+    sizes: tuple[int, ...]
+    cuts_sequence: bool
+    off: Off | None
+    reason: str
+    fused_ctas: int
+    predicted: Predicted
+    windows: tuple[Window, ...]
+    waves: tuple[GemmWaves, ...]
+    candidates: int
+
+    @property
+    def us(self) -> float:
+        """Predicted time of the layer as planned: split, or the fused operators alone."""
+        if self.mode is Mode.OFF or self.predicted.split_us is None:
+            return self.predicted.fused_us
+        return self.predicted.split_us
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than the unfused layer."""
+        return self.predicted.unfused_us / self.us
+
+
+def plan_layer(
+    profile: DeviceProfile,
+    layer: LayerShape,
+    tokens: int,
+    *,
+    kernel: str | None = None,
+    sequences: Sequence[int] | None = None,
+    attention: str = "auto",
+    cut_sequences: bool = True,
+    row_multiple: int = ROW_MULTIPLE,
+    min_gain: float = MIN_GAIN,
+) -> Plan:
+    """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
+
+    Sizes to compare are where a GEMM's waves are full, the middle, and borders of sequences; not a sweep. A function of its
+    arguments alone: equal on all ranks.
+
+    Args:
+        kernel: A fused kernel of the profile; default: the profile's.
+        sequences: Tokens of each sequence of the batch, in order; default: one sequence.
+        attention: ``auto``, or ``split`` or ``join`` to insist on a mode.
+        cut_sequences: Whether half 2 may begin within a sequence. If not, every border between two may be chosen; if so,
+            half 1 is a multiple of ``row_multiple``.
+        row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
+        min_gain: The split must be predicted faster than every unsplit layer by this share of its time.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+    fused_kernel = profile.fused_kernel(kernel)
+    batch = _checked(tokens, sequences, attention, row_multiple, min_gain)
+    costs = Costs(profile, layer, fused_kernel, batch)
+    unfused, silent, fused, ctas = _unsplit(costs, tokens)
+    starts = _starts(batch)
+    multiple = math.lcm(row_multiple, layer.world_size)
+    candidates: list[int] = []
+    off = None
+    if not (layer.attention_summed or layer.mlp_summed):
+        off = Off.NO_COMMUNICATION
+    else:
+        candidates = _candidates(costs, tokens, starts, multiple if cut_sequences else None)
+        if not candidates:
+            off = Off.TOO_FEW_TOKENS if cut_sequences else Off.ONE_SEQUENCE
+    weaves = [
+        (sum(window.us for window in windows), first, windows)
+        for mode in ((Mode.SPLIT, Mode.JOIN) if attention == "auto" else (Mode(attention),))
+        for first in candidates
+        if (windows := _weave(costs, first, tokens, mode, attention == "auto" and first in starts))
+    ]
+    near = min(us for us, _, _ in weaves) * (1.0 + RESOLUTION) if weaves else 0.0
+    best = next((weave for weave in weaves if weave[0] <= near), None)
+    unsplit = min(unfused, fused)
+    if best is not None and best[0] > unsplit * (1.0 - min_gain):
+        off = Off.NOT_FASTER
+    predicted = Predicted(unfused, silent, fused, best[0] if best else None)
+    windows = best[2] if best else ()
+    mode = Mode.OFF if off or best is None else Mode.JOIN if len(windows) == 5 else Mode.SPLIT
+    first = best[1] if best is not None else tokens
+    return Plan(
+        tokens=tokens,
+        mode=mode,
+        sizes=(tokens,) if mode is Mode.OFF else (first, tokens - first),
+        cuts_sequence=mode is not Mode.OFF and first not in starts,
+        off=off,
+        reason=_reason(off, predicted, min_gain, multiple),
+        fused_ctas=ctas,
+        predicted=predicted,
+        windows=windows,
+        waves=_waves(costs, tokens, windows),
+        candidates=len(candidates),
+    )
+
+
+def _checked(
+    tokens: int,
+    sequences: Sequence[int] | None,
+    attention: str,
+    row_multiple: int,
+    min_gain: float,
+) -> tuple[int, ...]:
+    """The sequences; ValueError for what makes no sense."""
+    if tokens < 1:
+        raise ValueError(f"tokens: expected a positive number, got {tokens}")
+    batch = (tokens,) if sequences is None else tuple(sequences)
+    if not batch or min(batch) < 1 or sum(batch) != tokens:
+        raise ValueError(f"sequences: expected positive lengths that add up to {tokens}, got {sequences!r}")
+    if attention not in ("auto", Mode.SPLIT, Mode.JOIN):
+        raise ValueError(f"attention: expected auto, split or join, got {attention!r}")
+    if row_multiple < 1:
+        raise ValueError(f"row_multiple: expected a positive number, got {row_multiple}")
+    if not 0.0 <= min_gain < 1.0:
+        raise ValueError(f"min_gain: expected a share from 0 to 1, got {min_gain}")
+    return batch
+
+
+def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
+    """Microseconds unfused, without communication and fused, and the CTAs of the latter."""
+    layer, profile = costs.layer, costs.profile
+    compute = costs.alone_us([*costs.attention_part(range(tokens)), *costs.mlp_part(tokens)])
+    nbytes, ranks = layer.message_bytes(tokens), layer.world_size
+    sums = layer.attention_summed + layer.mlp_summed
+    silent = compute + sums * costs.norm_us(tokens)
+    if not sums:
+        return silent, silent, silent, costs.kernel.ctas[0]
+    all_reduce = communication.all_reduce_us(profile, nbytes, ranks, costs.kernel.multicast)
+    ctas, fused = communication.fastest_ctas(costs.kernel, nbytes, ranks)
+    return silent + sums * all_reduce, silent, compute + sums * fused, ctas
+
+
+def _starts(sequences: Sequence[int]) -> frozenset[int]:
+    """Where a sequence begins, the first one's begin left out."""
+    starts, position = [], 0
+    for length in sequences[:-1]:
+        position += length
+        starts.append(position)
+    return frozenset(starts)
+
+
+def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int | None) -> list[int]:
+    """Sizes of half 1 to compare, those next to the middle first; multiples of ``multiple``, or borders of sequences."""
+    middle = tokens // 2
+    if multiple is None:
+        found = set(starts)
+    else:
+        found = {size for size in starts if size % multiple == 0}
+        down = middle // multiple * multiple
+        found |= {down, down + multiple}
+        sms = costs.profile.sms
+        for gemm in costs.layer.gemms:
+            for budget in (sms, *(sms - ctas for ctas in costs.kernel.ctas)):
+                tile = costs.gemm(gemm, middle or 1, budget).tile
+                for size in full_wave_tokens(gemm, tile, budget, middle):
+                    found |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
+    sizes = [size for size in found if 0 < size < tokens]
+    return sorted(sizes, key=lambda size: (abs(2 * size - tokens), size))[:MAX_CANDIDATES]
+
+
+def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[Window, ...]:
+    """Windows of the mode; none for joining what no cut has parted."""
+    if mode is Mode.SPLIT:
+        return weave(costs, first, tokens)
+    return () if whole_sequences else weave_joined(costs, first, tokens)
+
+
+def _waves(costs: Costs, tokens: int, windows: Sequence[Window]) -> tuple[GemmWaves, ...]:
+    result = []
+    for gemm in costs.layer.gemms:
+        halves = [part.waves for window in windows for part in window.gemms if part.name == gemm.name]
+        if halves:
+            result.append(GemmWaves(gemm.name, costs.gemm(gemm, tokens, costs.profile.sms).waves, *halves))
+    return tuple(result)
+
+
+def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int) -> str:
+    if off is Off.NO_COMMUNICATION:
+        return "no all_reduce that could be hidden"
+    if off is Off.TOO_FEW_TOKENS:
+        return f"fewer tokens than two halves need, of which the first is a multiple of {multiple}"
+    if off is Off.ONE_SEQUENCE:
+        return "one sequence, which may not be cut"
+    assert predicted.split_us is not None
+    share = predicted.split_us / min(predicted.unfused_us, predicted.fused_us)
+    text = f"split is predicted to take {share:.1%} of the unsplit layer's time"
+    return f"{text}, more than {1.0 - min_gain:.1%}" if off is Off.NOT_FASTER else text

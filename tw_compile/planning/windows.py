@@ -1,0 +1,212 @@
+"""The weave of one layer in its steady state: windows in which one half computes while the other half's sums travel.
+
+With halves 1 and 2 the compute stream runs attention 1, attention 2, MLP 1, MLP 2 of every layer. The sum that a part ends
+with travels during the next part, and the part after that needs it:
+
+    window       computes                       travels
+    attention 1  qkv, attention, o_proj of 1    the sum behind the previous layer's MLP of 2
+    attention 2  qkv, attention, o_proj of 2    the sum behind o_proj of 1
+    MLP 1        gate_up, down of 1             the sum behind o_proj of 2
+    MLP 2        gate_up, down of 2             the sum behind down of 1
+
+As the next window needs both, a window takes as long as the longer one, and windows don't depend on each other: a layer
+takes the sum over its windows, and the best CTA count can be chosen for each alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tw_compile.planning import communication
+from tw_compile.planning.device import DeviceProfile, FusedKernel
+from tw_compile.planning.gemm import ELEMENT_BYTES, Gemm, GemmTime, gemm_time
+from tw_compile.planning.layer import LayerShape, attention_us
+
+SLACK = 1.1
+"""A sum may be late by this factor without harm where that can be had.
+
+CTAs are chosen by it, and a GEMM that begins when the sum has just arrived still leaves its SMs free: otherwise it would pay
+a whole wave when the sum is late.
+"""
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """One GEMM of a window, to be run on ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give."""
+
+    name: str
+    tokens: int
+    sms: int
+    tile: tuple[int, int]
+    tiles: int
+    waves: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """What runs side by side, and for how long; times in microseconds.
+
+    Attributes:
+        computes: ``attention``, ``mlp``, or in join mode also ``qkv``, ``join`` (qkv of half 2, attention of all tokens,
+            o_proj of half 1) and ``o_proj``.
+        half: The half that computes, 1 or 2.
+        travels: The half whose sum travels; None when none does.
+        message_bytes: Of that sum ``[tokens, hidden]``.
+        ctas: CTAs of the kernel that sums; 0 when none runs.
+    """
+
+    computes: str
+    half: int
+    travels: int | None
+    message_bytes: int
+    ctas: int
+    gemms: tuple[GemmPlan, ...]
+    compute_us: float
+    communication_us: float
+    us: float
+
+
+Step = tuple[Gemm, int] | Callable[[int], float]
+"""A GEMM and its tokens, or a function from SMs to microseconds."""
+
+
+class Costs:
+    """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs."""
+
+    def __init__(
+        self, profile: DeviceProfile, layer: LayerShape, kernel: FusedKernel, sequences: Sequence[int]
+    ) -> None:
+        self.profile = profile
+        self.layer = layer
+        self.kernel = kernel
+        self.sequences = sequences
+        self._gemms: dict[tuple[str, int, int], GemmTime] = {}
+
+    def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
+        key = (gemm.name, tokens, sms)
+        if key not in self._gemms:
+            self._gemms[key] = gemm_time(self.profile, gemm, tokens, sms)
+        return self._gemms[key]
+
+    def qkv(self, tokens: int) -> list[Step]:
+        """The projections, and what is done to queries and keys before attention."""
+        layer, attention = self.layer, self.layer.attention
+        us = self._elementwise(2.0 * tokens * (attention.heads + attention.kv_heads) * attention.head_dim)
+        if layer.gathered_columns:  # a gather is the second half of an all_reduce
+            nbytes = tokens * layer.gathered_columns * ELEMENT_BYTES // 2
+            us += communication.all_reduce_us(self.profile, nbytes, layer.world_size, self.kernel.multicast)
+        return [(layer.qkv, tokens), lambda sms: us]
+
+    def attention(self, rows: range) -> list[Step]:
+        return [lambda sms: attention_us(self.profile, self.layer.attention, self.sequences, rows, sms)]
+
+    def o_proj(self, tokens: int) -> list[Step]:
+        """The projection, and the norm behind it where no sum brings it along."""
+        return [(self.layer.o_proj, tokens), *self._norm(tokens, self.layer.attention_summed)]
+
+    def attention_part(self, rows: range) -> list[Step]:
+        return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
+
+    def mlp_part(self, tokens: int) -> list[Step]:
+        gate_up, down = self.layer.mlp
+        rows = tokens * gate_up.experts_per_token
+        us = self._elementwise(float(rows * (gate_up.columns + down.depth)))
+        if gate_up.experts > 1:  # rows go to their experts and come back weighted
+            us += 2.0 * self._elementwise(float((tokens + rows) * self.layer.hidden_size))
+        return [(gate_up, tokens), lambda sms: us, (down, tokens), *self._norm(tokens, self.layer.mlp_summed)]
+
+    def join(self, tokens: int) -> list[Step]:
+        """Queries, keys and values of both halves copied into one tensor each."""
+        us = self._elementwise(2.0 * tokens * self.layer.qkv.columns)
+        return [lambda sms: us]
+
+    def alone_us(self, steps: Sequence[Step]) -> float:
+        """Steps on all SMs with nothing beside them."""
+        sms = self.profile.sms
+        return sum(self.gemm(*step, sms).us if isinstance(step, tuple) else step(sms) for step in steps)
+
+    def window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0) -> Window:
+        """The window with the CTA count that makes it shortest, with :data:`SLACK`; the fewest CTAs among equals.
+
+        ``message_tokens``: of the other half, whose sum travels; 0 when none does.
+        """
+        if not message_tokens:
+            return self._window(computes, half, steps, 0, 0)
+        options = (self._window(computes, half, steps, message_tokens, ctas) for ctas in self.kernel.ctas)
+        return min(options, key=lambda window: max(window.compute_us, SLACK * window.communication_us))
+
+    def _window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int) -> Window:
+        """While the sum travels, compute has the SMs that are left, and both are slowed down by the contention."""
+        profile = self.profile
+        message = self.layer.message_bytes(message_tokens)
+        communication_us = 0.0
+        if ctas:
+            alone = communication.fused_us(self.kernel, message, self.layer.world_size, ctas)
+            communication_us = profile.contention * alone
+        clock = 0.0
+        gemms = []
+        for step in steps:
+            sms = profile.sms - ctas if clock < SLACK * communication_us else profile.sms
+            if isinstance(step, tuple):
+                time = self.gemm(*step, sms)
+                us = time.us
+                tile = (time.tile.rows, time.tile.columns)
+                gemms.append(GemmPlan(step[0].name, step[1], sms, tile, time.tiles, time.waves, us))
+            else:
+                us = step(sms)
+            beside = min(max(communication_us - clock, 0.0), us * profile.contention)
+            clock += us + beside * (1.0 - 1.0 / profile.contention)
+        return Window(
+            computes=computes,
+            half=half,
+            travels=3 - half if ctas else None,
+            message_bytes=message,
+            ctas=ctas,
+            gemms=tuple(gemms),
+            compute_us=clock,
+            communication_us=communication_us,
+            us=max(clock, communication_us) + profile.window_us,
+        )
+
+    def norm_us(self, tokens: int) -> float:
+        return communication.rms_norm_us(self.profile, self.layer.message_bytes(tokens))
+
+    def _norm(self, tokens: int, summed: bool) -> list[Step]:
+        if summed:
+            return []
+        us = self.norm_us(tokens)
+        return [lambda sms: us]
+
+    def _elementwise(self, elements: float) -> float:
+        return self.profile.launch_us + elements * ELEMENT_BYTES / (self.profile.memory_gb_per_s * 1e3)
+
+
+def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
+    """The four windows of a layer whose half 1 is its first ``first`` tokens."""
+    second = tokens - first
+    layer = costs.layer
+    return (
+        costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second),
+        costs.window("attention", 2, costs.attention_part(range(first, tokens)), layer.attention_summed * first),
+        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second),
+        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first),
+    )
+
+
+def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
+    """The five windows of a layer whose attention runs once for all tokens, between split projections.
+
+    Half 1's o_proj comes right behind it, so that its sum travels during half 2's.
+    """
+    second = tokens - first
+    layer = costs.layer
+    joined = [*costs.qkv(second), *costs.join(tokens), *costs.attention(range(tokens)), *costs.o_proj(first)]
+    return (
+        costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second),
+        costs.window("join", 2, joined),
+        costs.window("o_proj", 2, costs.o_proj(second), layer.attention_summed * first),
+        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second),
+        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first),
+    )
