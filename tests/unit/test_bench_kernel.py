@@ -188,6 +188,12 @@ def test_who_fails_numerics_has_no_speedup_and_is_nobodys_best_peer() -> None:
     assert rows["tw-nccl"].speedup is None
 
 
+def test_who_moves_fewer_bytes_than_the_peers_has_no_speedup() -> None:
+    ours = replace(row("tw-push-two-shot-fp8", "ours", 20.0), quantises=True)
+    found = completed(ours, row("nccl+norm", "peer", 30.0))["tw-push-two-shot-fp8"]
+    assert found.speedup is None and found.share_of_bound is not None
+
+
 def test_without_a_peer_there_is_no_speedup() -> None:
     assert completed(row("tw-p2p", "ours", 20.0))["tw-p2p"].speedup is None
 
@@ -304,7 +310,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 7, "peer": 5, "bound": 1}
+    assert kinds == {"ours": 8, "peer": 5, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(Size(tokens, 8192, "bfloat16"), 4)

@@ -32,6 +32,8 @@ from tw_compile.testing.gpu_problems import EPS, Form, Problem
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 Kind = Literal["ours", "peer", "bound"]
 
+FP8_SCALE = 0.02
+"""Few of the products of normal numbers that the norm gives here are beyond 448 times this."""
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
 
@@ -41,6 +43,7 @@ class Contender(ABC):
     Attributes:
         kind: "ours", "peer", or "bound" for what is no way to do it but a limit.
         residual_sharded: Residual in and out are this rank's rows, in float32; else all rows, in the message's dtype.
+        hidden_scale: Of float8 results; None where they have the message's dtype.
         reduces: False for a bound that leaves the communication out, whose result is no result.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the CTAs that it may have; None if it can't.
     """
@@ -48,6 +51,7 @@ class Contender(ABC):
     label: str
     kind: ClassVar[Kind] = "peer"
     residual_sharded: bool = False
+    hidden_scale: float | None = None
     reduces: ClassVar[bool] = True
     algorithm: str | None = None
     max_sms: int | None = None
@@ -69,11 +73,11 @@ class Contender(ABC):
         return None
 
 
-def form(dtype: torch.dtype, sharded: bool) -> Form:
+def form(dtype: torch.dtype, sharded: bool, hidden_scale: float | None = None) -> Form:
     """The operator's form between two fused sites: as Hugging Face Llama's norm, residual in and out laid out alike."""
     if sharded:
-        return Form(dtype, residual="sharded", out="sharded", residual_dtype=torch.float32)
-    return Form(dtype)
+        return Form(dtype, residual="sharded", out="sharded", residual_dtype=torch.float32, hidden_scale=hidden_scale)
+    return Form(dtype, hidden_scale=hidden_scale)
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Variant:
         sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
         most_sms: How many it can have.
         algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
+        hidden_scale: See :attr:`Contender.hidden_scale`.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there.
     """
 
@@ -96,6 +101,7 @@ class Variant:
     most_sms: int = 0
     algorithm: str | None = None
     in_slot: bool = False
+    hidden_scale: float | None = None
 
 
 class Operator(Contender):
@@ -105,7 +111,7 @@ class Operator(Contender):
 
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
-        self.residual_sharded = variant.sharded
+        self.residual_sharded, self.hidden_scale = variant.sharded, variant.hidden_scale
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -120,7 +126,7 @@ class Operator(Contender):
         return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
-        own_form = form(problem.x.dtype, self.residual_sharded)
+        own_form = form(problem.x.dtype, self.residual_sharded, self.hidden_scale)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         transport = self._transport
@@ -275,6 +281,14 @@ OURS = (
     Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
     Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream"),
     Variant("tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True),
+    Variant(
+        "tw-push-two-shot-fp8",
+        _only(partial(_push, one_shot=False)),
+        sharded=True,
+        sms=128,
+        most_sms=128,
+        hidden_scale=FP8_SCALE,
+    ),
     Variant("tw-nccl", _named("nccl"), sharded=False),
 )
 OURS_ON_CPU = (Variant("tw-gloo", _named("gloo"), sharded=False),)

@@ -28,9 +28,10 @@ class Row:
         p50_us: Median microseconds a call, of the slowest rank; p20 and p80 likewise. None without a time.
         bus_gb_per_s: 2 (N-1)/N of the message by the median time.
         share_of_bound: The links' two-shot time by the median time.
-        speedup: The best peer's median time by this one's; ours only.
+        speedup: The best peer's median time by this one's; ours only, where it gives what the peers give.
         best_peer: Which one that is.
-        algorithm: The kernel that a table can name for it, and the CTAs that it may have; None where it can't.
+        algorithm: The kernel that a table can name for it, and the SMs that it may have; None where it can't.
+        quantises: The normalised rows are float8: fewer bytes than the peers', so it has no speed-up.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Row:
     best_peer: str | None = None
     algorithm: str | None = None
     max_sms: int | None = None
+    quantises: bool = False
 
 
 def best_peer(rows: Iterable[Row]) -> Row | None:
@@ -75,7 +77,8 @@ def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
             continue
         row.bus_gb_per_s = bus_bytes(size.nbytes, spec.world_size) / row.p50_us / 1e3
         row.share_of_bound = bounds[TWO_SHOT_BOUND] / row.p50_us
-        if row.kind == "ours" and row.numerics == "ok" and peer is not None and peer.p50_us is not None:
+        comparable = row.kind == "ours" and row.numerics == "ok" and not row.quantises
+        if comparable and peer is not None and peer.p50_us is not None:
             row.speedup, row.best_peer = peer.p50_us / row.p50_us, peer.label
     return rows + [
         Row(

@@ -30,6 +30,7 @@ from tw_compile.testing.gpu_problems import (
     expect_same_on_all_ranks,
     expect_within_budget,
     make_problem,
+    quantised,
     unfused,
 )
 
@@ -177,7 +178,12 @@ def _failure(
     if contender.residual_sharded:
         begin, end = row_range(size.tokens, ctx.world_size, ctx.rank)
         residual, want_h, base_h = residual[: end - begin], want_h[begin:end], base_h[begin:end]
-    expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden)
+    if contender.hidden_scale is None:
+        expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden)
+    else:
+        base_hidden = quantised(base_hidden, contender.hidden_scale)
+        values = (tensor.float() * contender.hidden_scale for tensor in (hidden, base_hidden))
+        expect_within_budget(checked, "hidden", *values, want_hidden)
     expect_within_budget(checked, "residual", residual, base_h, want_h)
     if contender.kind == "ours":
         expect_same_on_all_ranks(checked, "hidden", hidden)
@@ -218,6 +224,7 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
         p80_us=p80,
         algorithm=contender.algorithm,
         max_sms=contender.max_sms,
+        quantises=contender.hidden_scale is not None,
     )
 
 

@@ -159,9 +159,14 @@ def exact(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
 def unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` by all_reduce and eager operators, each of which rounds to its dtype; float8 is quantised last."""
     hidden, h = _unfused(ctx, problem)
-    if (scale := problem.request(ctx).hidden_scale) is not None:
-        hidden = (hidden.float() * scale.reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return hidden, h
+    return (hidden if problem.form.hidden_scale is None else quantised(hidden, problem.form.hidden_scale)), h
+
+
+def quantised(hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    """float8, saturating, as operators of its own do it."""
+    return (
+        (hidden.float() * hidden.new_tensor(scale, dtype=torch.float32).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    )
 
 
 def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
