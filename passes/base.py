@@ -1,4 +1,4 @@
-"""What passes share: named refusals."""
+"""What passes share: named refusals, and named reasons why the halves of a split graph meet."""
 
 from __future__ import annotations
 
@@ -35,4 +35,36 @@ class Refused:
     """A refusal and the words that explain it for this one site."""
 
     reason: Refusal
+    detail: str
+
+
+class JoinReason(StrEnum):
+    """Why an operator of a split graph reads both halves. Stable names, as those of :class:`Refusal`."""
+
+    ATTENTION = "attention"
+    CONTRACTS_TOKENS = "contracts_tokens"
+    REDUCES_TOKENS = "reduces_tokens"
+    SELECTS_TOKENS = "selects_tokens"
+    RESHAPES_TOKENS = "reshapes_tokens"
+    OPERANDS_DISAGREE = "operands_disagree"
+    ROUTING_NOT_UNDONE = "routing_not_undone"
+    RESIDUAL_SHARDS = "residual_shards"
+    UNKNOWN_OPERATOR = "unknown_operator"
+
+
+class SplitRefusal(StrEnum):
+    """Why a graph was not split at all."""
+
+    NO_TOKEN_AXIS = "no_token_axis"
+    TOO_FEW_TOKENS = "too_few_tokens"
+    NOTHING_TO_SPLIT = "nothing_to_split"
+    TOKENS_MUTATED = "tokens_mutated"
+    STRIDES_READ = "strides_read"
+
+
+@dataclass(frozen=True)
+class SplitRefused:
+    """A refusal of the token split and the words that explain it for this one graph."""
+
+    reason: SplitRefusal
     detail: str

@@ -1,0 +1,133 @@
+"""Post-grad graphs of decoders for the token split, and a way to run them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from families import FAMILIES
+from graph_builder import copy_of
+
+from tw_compile.config import Config
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
+from tw_compile.models import build_decoder
+from tw_compile.models.config import config_from_dict
+from tw_compile.pipeline import TWCompilePass
+from tw_compile.testing.capture import capture_graphs
+
+WORLD_SIZE = 2
+FUSED = Config(strict=True, transport="gloo")
+UNFUSED = Config(strict=True, fuse=False)
+SPLIT_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "mixtral", "qwen3_moe", "gpt_oss")
+
+_c10d = torch.ops._c10d_functional
+
+
+def family_graph(
+    family: str,
+    batch: int,
+    seq: int,
+    *,
+    dynamic: bool | None = False,
+    config: Config = FUSED,
+    dtype: torch.dtype = torch.float32,
+    **fields: Any,
+) -> fx.Graph:
+    """The graph that the fusion pass leaves of two tiny layers; call it inside a fake process group.
+
+    ``fields`` override the family's configuration.
+    """
+    seen: list[fx.Graph] = []
+    fuse = TWCompilePass(config)
+
+    def record(graph: fx.Graph) -> None:
+        fuse(graph)
+        seen.append(copy_of(graph))
+
+    torch.manual_seed(0)
+    decoder = build_decoder(config_from_dict({**FAMILIES[family], **fields}), device="cpu", dtype=dtype)
+    capture_graphs(decoder, (torch.zeros(batch, seq, dtype=torch.long),), pass_=record, dynamic=dynamic)
+    (graph,) = seen
+    return graph
+
+
+def random_values(graph: fx.Graph, sizes: dict[str, int] | None = None, seed: int = 0) -> list[Any]:
+    """Values for the placeholders; ``sizes`` gives those of symbols, by name. Scalars are positive, as scales and eps are."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        return int(expr.subs({symbol: (sizes or {})[str(symbol)] for symbol in expr.free_symbols}))
+
+    values: list[Any] = []
+    for node in graph.find_nodes(op="placeholder"):
+        fake = node.meta["val"]
+        if not isinstance(fake, torch.Tensor):
+            values.append(number(fake))
+            continue
+        shape = [number(size) for size in fake.shape]
+        if not fake.is_floating_point():
+            values.append(torch.randint(0, 120, shape, generator=generator, dtype=fake.dtype))
+        elif fake.dim() == 1:
+            values.append((torch.rand(shape, generator=generator) + 0.5).to(fake.dtype))
+        elif fake.dim() == 0:
+            values.append((torch.rand(shape, generator=generator) * 0.5 + 0.1).to(fake.dtype))
+        else:
+            values.append((torch.randn(shape, generator=generator) * 0.1).to(fake.dtype))
+    return values
+
+
+def run_alone(graph: fx.Graph, values: list[Any]) -> list[torch.Tensor]:
+    """Interpret a graph as if every rank held the same: sums are multiples, gathers are repetitions."""
+    values = [one.clone() if isinstance(one, torch.Tensor) else one for one in values]
+    with torch.no_grad():
+        return list(_Alone(torch.nn.Module(), graph=graph).run(*values))
+
+
+class _Alone(fx.Interpreter):
+    """A rank's shard of the residual has the shape that it would have; the whole is remembered beside it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whole: dict[int, torch.Tensor] = {}
+        self._kept: list[torch.Tensor] = []
+        self._in_flight: dict[int, int] = {}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        handlers: dict[Any, Callable[..., Any]] = {
+            _c10d.all_reduce.default: lambda x, op, group: x * WORLD_SIZE,
+            _c10d.wait_tensor.default: lambda x: x,
+            _c10d.all_gather_into_tensor.default: lambda x, size, group: torch.cat([x] * size),
+            ops.start: self._start,
+            ops.mm_start: lambda a, b, *rest, **named: self._start(a @ b, *rest, **named),
+            ops.wait_: self._wait,
+        }
+        handler = handlers.get(target)
+        return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
+
+    def _start(self, x: Any, residual: Any, bias: Any, weight: Any, *rest: Any) -> Any:
+        eps, offset, cast, dtype, residual_dtype, sharded, out, _, _, slot, *more = rest
+        scale = more[0] if more else 1.0
+        if len(more) > 2 and more[2] is not None:
+            eps = float(more[2])
+        assert slot not in self._in_flight, f"slot {slot} is in flight"
+        if sharded:
+            assert residual.shape[0] == -(-x.shape[0] // WORLD_SIZE)
+            residual = self._whole[id(residual)]
+        norm = NormSpec(eps, offset, cast, dtype, residual_dtype, scale)
+        hidden, h = add_rms_norm(x * WORLD_SIZE, residual, bias, weight, norm)
+        rows = {"none": 0, "sharded": -(-x.shape[0] // WORLD_SIZE), "replicated": x.shape[0]}[out]
+        given = h[:rows].clone()
+        self._whole[id(given)] = h
+        self._kept.append(given)
+        self._in_flight[slot] = id(hidden)
+        return hidden, given
+
+    def _wait(self, hidden: Any, residual: Any, keep: Any, group: Any, slot: int) -> None:
+        assert self._in_flight.pop(slot) == id(hidden)

@@ -1,0 +1,219 @@
+"""The split graph computes what the unsplit one does, for whole decoders."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+import pytest
+import torch
+import torch.fx as fx
+from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_metadata, run_graph
+from split_graphs import SPLIT_FAMILIES, UNFUSED, WORLD_SIZE, family_graph, random_values, run_alone
+
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.base import SplitRefusal, SplitRefused
+from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
+from tw_compile.passes.split.token_axis import TokenAxis, Unit
+from tw_compile.testing.capture import fake_process_group
+from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
+
+FEW = ("llama", "gemma2", "olmo2", "mixtral", "gpt_oss")
+
+
+@functools.cache
+def captured(
+    family: str, batch: int, seq: int, dynamic: bool = False, fuse: bool = True, dtype: torch.dtype = torch.float32
+) -> fx.Graph:
+    config = {"config": UNFUSED} if not fuse else {}
+    window = {"sliding_window": 16} if family == "mistral" else {}
+    with fake_process_group(WORLD_SIZE):
+        return family_graph(family, batch, seq, dynamic=dynamic, dtype=dtype, **config, **window)
+
+
+def split(graph: fx.Graph, first: int | fx.Node, unit: Unit = "token") -> tuple[fx.Graph, SplitReport]:
+    """A split copy."""
+    copied = copy_of(graph)
+    with fake_process_group(WORLD_SIZE):
+        report = split_tokens(copied, first, unit=unit)
+    assert isinstance(report, SplitReport), report
+    copied.lint()
+    return copied, report
+
+
+def assert_same_results(before: fx.Graph, after: fx.Graph, sizes: dict[str, int] | None = None) -> None:
+    values = random_values(before, sizes)
+    for expected, found in zip(run_alone(before, values), run_alone(after, values), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_one_request_of_63_tokens(family: str) -> None:
+    graph = captured(family, 1, 63)
+    for first in (1, 32, 62):
+        after, report = split(graph, first)
+        assert_same_results(graph, after)
+        assert set(report.joins) == {"contracts_tokens" if family in ("gemma2", "gpt_oss") else "attention"} or (
+            family == "mistral"
+        )
+        assert report.duplicated > report.joined
+
+
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_symbolic_token_count(family: str) -> None:
+    graph = copy_of(captured(family, 1, 63, dynamic=True))
+    seq = next(node for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        first = graph.call_function(operator.floordiv, (seq, 2))
+    first.meta["val"] = seq.meta["val"] // 2
+    before = copy_of(graph)
+    with fake_process_group(WORLD_SIZE):
+        assert isinstance(split_tokens(graph, first), SplitReport)
+    by_number, _ = split(before, 40)
+    symbol = str(seq.meta["val"])
+    assert_same_results(before, graph, {symbol: 63})
+    assert_same_results(before, by_number, {symbol: 1000})
+    assert_same_results(before, graph, {symbol: 1025})
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_half_may_end_inside_of_a_request(family: str) -> None:
+    graph = captured(family, 3, 21)
+    for first in (1, 40):
+        after, _ = split(graph, first)
+        assert_same_results(graph, after)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_whole_requests_have_no_join(family: str) -> None:
+    graph = captured(family, 3, 21)
+    for first in (1, 2):
+        after, report = split(graph, first, "request")
+        assert_same_results(graph, after)
+        assert report.joins == {}
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "olmo2"])
+def test_unfused_all_reduces_are_split(family: str) -> None:
+    graph = captured(family, 1, 63, fuse=False)
+    after, _ = split(graph, 20)
+    assert_same_results(graph, after)
+    reduces = len(find_ops(graph, "all_reduce"))
+    assert len(find_ops(after, "all_reduce")) == 2 * reduces > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_bfloat16_is_no_further_from_float32_than_the_unsplit_graph(family: str) -> None:
+    graph = captured(family, 1, 63, dtype=torch.bfloat16)
+    after, _ = split(graph, 24)
+    values = random_values(graph)
+    exact = [one.float() if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in values]
+    reference = run_alone(captured(family, 1, 63), exact)
+    for want, plain, halves in zip(reference, run_alone(graph, values), run_alone(after, values), strict=True):
+        assert (halves.float() - want).norm() <= 1.1 * (plain.float() - want).norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_metadata_of_the_halves_is_what_running_them_gives(family: str) -> None:
+    after, _ = split(captured(family, 1, 63), 20)
+    with fake_process_group(WORLD_SIZE):
+        assert metadata(after) == propagated_metadata(after)
+
+
+def test_both_halves_have_a_slot_of_their_own() -> None:
+    after, _ = split(captured("llama", 1, 63), 20)
+    starts = [node for node in after.nodes if node.target in (ops.start, ops.mm_start)]
+    by_half = {half: [node for node in starts if annotation(node)["split"] == half] for half in (1, 2)}  # type: ignore[index]
+    assert len(by_half[1]) == len(by_half[2]) == 5
+    for half, nodes in by_half.items():
+        assert all(node.args[13] == half - 1 for node in nodes)
+        assert all(node.meta["val"][0].shape[0] == (20, 43)[half - 1] for node in nodes)
+
+
+def test_every_operator_says_which_half_it_belongs_to() -> None:
+    after, report = split(captured("llama", 1, 63), 20)
+    parts = [annotation(node)["split"] for node in after.nodes if node.op == "call_function"]  # type: ignore[index]
+    assert set(parts) == {1, 2, "joined", "shared"}
+    assert parts.count(1) == parts.count(2) == report.duplicated + report.slices
+    attention = find_ops(after, "_scaled_dot_product_flash_attention_for_cpu")
+    assert len(attention) == 2
+    assert_annotation(attention[0], split="joined", reason="attention")
+
+
+def test_positions_and_weights_are_computed_once() -> None:
+    after, _ = split(captured("llama", 1, 63), 20)
+    assert len(find_ops(after, "aten.cos.default")) == 1
+    assert len(find_ops(after, "aten.mm.default")) == 2 * 14
+
+
+def test_one_token_is_refused() -> None:
+    graph = captured("llama", 1, 1)
+    count = len(graph.nodes)
+    with fake_process_group(WORLD_SIZE):
+        refused = split_tokens(graph, 1)
+    assert isinstance(refused, SplitRefused) and refused.reason is SplitRefusal.TOO_FEW_TOKENS
+    assert len(graph.nodes) == count
+
+
+@pytest.mark.parametrize("first", [0, 63, -1])
+def test_an_empty_half_is_bad_input(first: int) -> None:
+    with pytest.raises(ValueError, match="first: expected 1 to 62 tokens, got"):
+        split_tokens(copy_of(captured("llama", 1, 63)), first)
+
+
+def test_an_error_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tw_compile.passes.split import duplicate
+
+    graph = copy_of(captured("llama", 1, 63))
+    before = str(graph)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(duplicate._Duplicator, "_joined", fail)
+    with fake_process_group(WORLD_SIZE), pytest.raises(RuntimeError, match="late"):
+        split_tokens(graph, 20)
+    assert str(graph) == before
+
+
+def split_by_hand(b: GraphBuilder, first: int, *outputs: fx.Node) -> SplitReport | SplitRefused:
+    b.finish(*outputs)
+    axis = find_token_axis(b.graph, tokens=6)
+    assert isinstance(axis, TokenAxis), axis
+    return split_tokens(b.graph, first, axis=axis)
+
+
+def test_an_operator_that_writes_to_a_split_value_is_refused() -> None:
+    b = GraphBuilder()
+    h = b.call(aten.relu.default, b.input(6, 4))
+    refused = split_by_hand(b, 2, b.call(aten.add_.Tensor, h, 1.0))
+    assert isinstance(refused, SplitRefused) and refused.reason is SplitRefusal.TOKENS_MUTATED
+
+
+def test_strides_of_a_token_dependent_value_are_not_relied_upon() -> None:
+    b = GraphBuilder()
+    h = b.call(aten.relu.default, b.input(6, 4))
+    refused = split_by_hand(b, 2, b.call(aten.as_strided.default, h, [4, 6], [1, 4]))
+    assert isinstance(refused, SplitRefused) and refused.reason is SplitRefusal.STRIDES_READ
+
+
+def test_after_a_join_the_next_matmul_is_split_again() -> None:
+    b = GraphBuilder()
+    x, w = b.input(6, 4), b.input(4, 4)
+    flipped = b.call(aten.flip.default, b.call(aten.relu.default, x), [0])
+    out = b.call(aten.mm.default, flipped, w)
+    before = copy_of_finished(b, out)
+    report = split_by_hand(b, 2, out)
+    assert isinstance(report, SplitReport) and report.joins == {"selects_tokens": 1}
+    assert len(find_ops(b.graph, "aten.mm.default")) == 2 and len(find_ops(b.graph, "flip")) == 1
+    values = [torch.randn(6, 4), torch.randn(4, 4)]
+    torch.testing.assert_close(run_graph(b.graph, values), run_graph(before, values))
+
+
+def copy_of_finished(b: GraphBuilder, *outputs: fx.Node) -> fx.Graph:
+    copied = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    copied.graph_copy(b.graph, mapping)
+    copied.output([mapping[node] for node in outputs])
+    return copied
