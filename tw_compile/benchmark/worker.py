@@ -182,8 +182,8 @@ def _failure(
         expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden)
     else:
         base_hidden = quantised(base_hidden, contender.hidden_scale)
-        values = (tensor.float() * contender.hidden_scale for tensor in (hidden, base_hidden))
-        expect_within_budget(checked, "hidden", *values, want_hidden)
+        got, base = (tensor.float() * contender.hidden_scale for tensor in (hidden, base_hidden))
+        expect_within_budget(checked, "hidden", got, base, want_hidden)
     expect_within_budget(checked, "residual", residual, base_h, want_h)
     if contender.kind == "ours":
         expect_same_on_all_ranks(checked, "hidden", hidden)
