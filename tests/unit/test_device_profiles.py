@@ -37,15 +37,15 @@ def test_names_are_found_in_any_case_and_by_what_cuda_says() -> None:
 
 def test_a_file_of_the_same_form_is_a_profile(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text(TEXT.replace('name = "H200"', 'name = "mine"').replace("sms = 132", "sms = 100"))
+    file.write_text(TEXT.replace('name = "H200"', 'name = "mine"').replace("sms = 132", "sms = 130"))
     profile = load_profile(str(file))
-    assert (profile.name, profile.sms) == ("mine", 100)
+    assert (profile.name, profile.sms) == ("mine", 130)
 
 
 def test_unknown_names_are_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"expected one of B200, H100, H200 or the path of a TOML file, got 'A100'"):
         load_profile("A100")
-    with pytest.raises(ValueError, match=r"kernel: expected one of two_shot, stream \(H200\), got 'beam'"):
+    with pytest.raises(ValueError, match=r"kernel: expected one of two_shot, push, stream \(H200\), got 'beam'"):
         load_profile("H200").fused_kernel("beam")
 
 
@@ -63,7 +63,7 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
         ("ctas = [4, 8, 16, 32]", "ctas = []", "t: fused.two_shot: ctas: expected a list that is not empty, got []"),
         ("ctas = [4, 8, 16, 32]", "ctas = [8, 4]", "t: fused.two_shot: ctas: expected ascending numbers, got [8, 4]"),
         ("ctas = [4, 8, 16, 32]", "ctas = [4, 132]", "t: fused.two_shot: ctas: expected fewer than the 132 SMs, got 132"),
-        ('kernel = "two_shot"', 'kernel = "beam"', "t: kernel: expected one of two_shot, stream, got 'beam'"),
+        ('kernel = "stream"', 'kernel = "beam"', "t: kernel: expected one of two_shot, push, stream, got 'beam'"),
         ("sms = 132 ", "sms = = ", "t: expected TOML"),
     ],
 )  # fmt: skip
