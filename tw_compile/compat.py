@@ -124,6 +124,23 @@ def tunes_gemms() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
+@contextlib.contextmanager
+def sm_carveout(reserved: int) -> Iterator[None]:
+    """Matmuls enqueued meanwhile are planned for all but ``reserved`` SMs, by cuBLASLt; 0 changes nothing."""
+    if reserved == 0:
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    library = torch.backends.cuda.preferred_blas_library()
+    try:
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+        torch._C._set_sm_carveout_experimental(reserved)
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(before)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
 def one_shot_all_reduce_bytes() -> int:
     """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none."""
     from torch._inductor import config

@@ -91,6 +91,7 @@ ALONE = (
     gpu_stress.capture_without_room_uses_nccl,
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
+    gpu_producer.mm_leaving_sms_is_a_matmul,
 )
 
 

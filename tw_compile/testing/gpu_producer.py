@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from tw_compile import compat
-from tw_compile.testing.gpu_problems import Context, Form, Problem, make_problem
+from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.testing.gpu_problems import Context, Form, Problem, expect_within_budget, make_problem
 from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
 from tw_compile.testing.gpu_transports import Factors, subject
 
@@ -51,6 +52,23 @@ def mm_gives_the_same_bits(ctx: Context, transport: str) -> None:
                 ctx.expect(
                     equal, f"{name} [{tokens}, {hidden_size}], {form.norm().hidden_dtype}: differs from plain start"
                 )
+
+
+def mm_leaving_sms_is_a_matmul(ctx: Context) -> None:
+    """Plain and in a CUDA graph: as near to float64 as torch's matmul, and the process's settings are as before."""
+    for tokens in (1, 63, 1024):
+        factors = make_product(ctx, tokens, 4096, Form()).factors
+        want, base = torch.mm(*(factor.double() for factor in factors)), torch.mm(*factors)
+        for reserved_sms in (0, 16, 100):
+            label = f"[{tokens}, {_K}] x [{_K}, 4096], {reserved_sms} SMs left"
+            expect_within_budget(ctx, label, mm_leaving_sms(*factors, reserved_sms), base, want)
+            captured = torch.full_like(base, float("nan"))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured.copy_(mm_leaving_sms(*factors, reserved_sms))
+            graph.replay()
+            expect_within_budget(ctx, f"{label}, captured", captured, base, want)
+        ctx.expect(torch.equal(torch.mm(*factors), base), f"[{tokens}, {_K}]: torch.mm is another after it")
 
 
 def mm_shapes_in_turn(ctx: Context, transport: str) -> None:

@@ -1,0 +1,85 @@
+"""The matmul that leaves SMs to others: what it computes, and what it tells cuBLAS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels import mm_leaving_sms as module
+from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str]]:
+    """``(SMs reserved, library)`` at each matmul; the process's settings are those of this fixture."""
+    state: dict[str, object] = {"reserved": None, "library": "cublas"}
+    seen: list[tuple[int | None, str]] = []
+
+    def library(name: str | None = None) -> object:
+        if name is not None:
+            state["library"] = name
+        return state["library"]
+
+    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        seen.append((state["reserved"], state["library"]))  # type: ignore[arg-type]
+        if a.isnan().any():
+            raise RuntimeError("no such GEMM")
+        return a @ b
+
+    monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: state["reserved"])
+    monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", lambda count: state.update(reserved=count))
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", library)
+    monkeypatch.setattr(torch, "mm", mm)
+    return seen
+
+
+def factors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(5, 3), torch.randn(3, 7)
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_it_is_a_matmul(reserved_sms: int) -> None:
+    a, b = factors()
+    assert torch.equal(mm_leaving_sms(a, b, reserved_sms), torch.mm(a, b))
+
+
+def test_fake_tensors_have_its_shape() -> None:
+    with torch.device("meta"):
+        result = mm_leaving_sms(*factors(), 16)
+    assert result.shape == (5, 7)
+
+
+def test_it_is_kept_in_compiled_graphs() -> None:
+    a, b = factors()
+    found = torch.compile(lambda a, b: mm_leaving_sms(a, b, 8) + 1, fullgraph=True)(a, b)
+    torch.testing.assert_close(found, a @ b + 1)
+
+
+def test_a_negative_number_of_sms_is_refused() -> None:
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        mm_leaving_sms(*factors(), -1)
+
+
+def test_the_gemm_is_planned_without_the_reserved_sms(settings: list[tuple[int | None, str]]) -> None:
+    a, b = factors()
+    module._cuda(a, b, 16)
+    module._cuda(a, b, 0)
+    assert settings == [(16, "cublaslt"), (None, "cublas")], "and others are as before"
+
+
+def test_an_error_leaves_the_settings_as_they_were(settings: list[tuple[int | None, str]]) -> None:
+    a, b = factors()
+    with pytest.raises(RuntimeError, match="no such GEMM"):
+        module._cuda(a * float("nan"), b, 16)
+    module._cuda(a, b, 0)
+    assert settings[-1] == (None, "cublas")
+
+
+def test_torch_has_the_settings() -> None:
+    """In 2.11 to 2.15; without a device they can be set and read all the same."""
+    before = torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()
+    with compat.sm_carveout(8):
+        assert torch._C._get_sm_carveout_experimental() == 8
+        assert "cublaslt" in str(torch.backends.cuda.preferred_blas_library()).lower()
+    assert (torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()) == before
