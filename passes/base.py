@@ -53,13 +53,19 @@ class JoinReason(StrEnum):
 
 
 class SplitRefusal(StrEnum):
-    """Why a graph was not split at all."""
+    """Why a graph was not split at all; beside these there are the planner's own (:class:`tw_compile.planning.Off`)."""
 
     NO_TOKEN_AXIS = "no_token_axis"
     TOO_FEW_TOKENS = "too_few_tokens"
     NOTHING_TO_SPLIT = "nothing_to_split"
     TOKENS_MUTATED = "tokens_mutated"
     STRIDES_READ = "strides_read"
+    TOKEN_COUNT_UNKNOWN = "token_count_unknown"
+    NO_DEVICE_PROFILE = "no_device_profile"
+    LAYER_NOT_RECOGNISED = "layer_not_recognised"
+    TRANSPORT_NOT_PLANNED = "transport_not_planned"
+    FUSION_FAILED = "fusion_failed"
+    SPLIT_FAILED = "split_failed"
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ class Config:
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, ``vllm-0.20``, ``vllm-0.24``, ``vllm-0.33``.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
         disable_custom_all_reduce: vLLM's setting of that name.
+        split: Whether the tokens of a graph are split into two halves: ``off``, ``auto`` (where and whether is the planner's
+            to say), or the number of tokens in the first half, as ``512``.
+        device_profile: What ``auto`` plans for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
+            (``tw_compile.planning``), whatever the device and the transport are.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:
@@ -60,6 +64,8 @@ class Config:
     host: str = "pytorch"
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
+    split: str = "off"
+    device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=_strict_from_environment)
 
     def __post_init__(self) -> None:
@@ -70,6 +76,8 @@ class Config:
         self._check_choice("host", HOSTS)
         self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
         self._check_type("thresholds", str, "auto, off or a file")
+        self._check_type("device_profile", str, "auto, the name of a profile or a TOML file")
+        self._check_split()
         self._check_bytes("fuse_min_bytes")
         if self.fuse_max_bytes is not None:
             self._check_bytes("fuse_max_bytes")
@@ -90,6 +98,18 @@ class Config:
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{OPTION_PREFIX}{name}: expected {wording}, got {value!r}")
+
+    def _check_split(self) -> None:
+        wording = "off, auto or a number of tokens as '512'"
+        self._check_type("split", str, wording)
+        if self.split not in ("off", "auto") and self.split_tokens is None:
+            raise ValueError(f"{OPTION_PREFIX}split: expected {wording}, got {self.split!r}")
+
+    @property
+    def split_tokens(self) -> int | None:
+        """The tokens of half 1 that ``split`` asks for; None where it names no number."""
+        is_number = self.split.isascii() and self.split.isdecimal() and int(self.split) > 0
+        return int(self.split) if is_number else None
 
     def _check_bytes(self, name: str) -> None:
         value = getattr(self, name)

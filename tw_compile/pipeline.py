@@ -14,7 +14,9 @@ from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.passes import fusion
+from tw_compile.passes import fusion, split
+from tw_compile.passes.base import SplitRefusal
+from tw_compile.planning import DeviceProfile
 
 logger = logging.getLogger("tw_compile")
 
@@ -42,7 +44,8 @@ class TWCompilePass(compat.CustomGraphPass):
             self.before(graph)
         result = report.GraphReport()
         begin = time.perf_counter()
-        gate = current_gate(self.config)  # what is wrong with a user's file is the user's to know
+        # What is wrong with a user's file is the user's to know.
+        gate, profile = current_gate(self.config), split.current_profile(self.config)
         try:
             result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config, gate)
         except Exception as error:
@@ -51,15 +54,37 @@ class TWCompilePass(compat.CustomGraphPass):
             result.warning = f"{type(error).__name__}: {error}"
             result.sites = fusion.failed_sites(graph, result.warning)
             logger.warning("tw_compile left a graph as it was: %s", result.warning, exc_info=True)
-        result.seconds = time.perf_counter() - begin
         counts = result.counts
         level = logging.INFO if counts["fused"] else logging.DEBUG
         message = "tw_compile: %d of %d all_reduces fused %s"
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
+        if self.config.split != "off":
+            result.split = self._split(graph, profile, result)
+        result.seconds = time.perf_counter() - begin
         report.publish(result)
 
+    def _split(self, graph: fx.Graph, profile: DeviceProfile | None, result: report.GraphReport) -> report.Split:
+        """Split what fusing has left; the fused graph stays if that is refused or fails."""
+        asked = self.config.split
+        if result.warning:
+            done = report.Split(asked, "off", SplitRefusal.FUSION_FAILED, result.warning)
+        else:
+            try:
+                done = split.split_graph(graph, self.config, profile)
+            except Exception as error:
+                if self.config.strict:
+                    raise
+                result.warning = f"{type(error).__name__}: {error}"
+                done = report.Split(asked, "off", SplitRefusal.SPLIT_FAILED, result.warning)
+                logger.warning("tw_compile did not split a graph: %s", result.warning, exc_info=True)
+        if done.mode == "off":
+            logger.info("tw_compile: tokens not split, %s: %s", done.reason, done.detail)
+        else:
+            logger.info("tw_compile: %ss split %s + %s, joins %s", done.unit, *done.sizes, done.joins or "none")
+        return done
+
     def uuid(self) -> bytes | None:
-        """Identifies everything the result depends on: sources, configuration, thresholds, groups, the user's pass.
+        """Identifies everything the result depends on: sources, configuration, thresholds, device profile, groups, user's pass.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
@@ -67,6 +92,7 @@ class TWCompilePass(compat.CustomGraphPass):
             source_digest(),
             self.config.digest(),
             current_gate(self.config).digest(),
+            repr(split.current_profile(self.config)),
             repr(compat.process_group_facts()),
         ]
         if self.before is not None:

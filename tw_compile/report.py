@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from tw_compile.planning.plan import Plan
+
 SCHEMA_VERSION = 1
 
 Decision = Literal["fused", "refused", "gated"]
@@ -45,11 +47,57 @@ class Site:
     source: str = ""
 
 
+SplitMode = Literal["off", "split", "join"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What became of the tokens of one graph, where option ``split`` is not ``off``.
+
+    Attributes:
+        asked: The option.
+        mode: ``off``; ``split``: each half has its own attention; ``join``: attention of all tokens between split projections.
+        reason: Why not, when the mode is ``off``: a name of :class:`tw_compile.passes.base.SplitRefusal` or
+            :class:`tw_compile.planning.Off`; ``detail`` in words.
+        unit: What is counted: ``token`` or ``request``.
+        sizes: Of both halves in that unit; expressions where the token count is symbolic.
+        duplicated, shared, joined, slices, cats: See :class:`tw_compile.passes.split.SplitReport`.
+        joins: How many operators join the halves, by reason; ``join_details`` names them.
+        plan: What was predicted; of one token count of several where that is symbolic. ``device_profile`` is what it is for.
+    """
+
+    asked: str
+    mode: SplitMode
+    reason: str = ""
+    detail: str = ""
+    unit: str = ""
+    sizes: tuple[int | str, ...] = ()
+    duplicated: int = 0
+    shared: int = 0
+    joined: int = 0
+    slices: int = 0
+    cats: int = 0
+    joins: dict[str, int] = field(default_factory=dict)
+    join_details: tuple[str, ...] = ()
+    device_profile: str = ""
+    plan: Plan | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        result = asdict(self)
+        if self.plan is not None:
+            result["plan"] |= {"us": self.plan.us, "gain": self.plan.gain}
+        return result
+
+
 @dataclass
 class GraphReport:
-    """What the pipeline did to one graph; ``seconds`` is the time all passes took together."""
+    """What the pipeline did to one graph; ``seconds`` is the time all passes took together.
+
+    ``split`` is None where that option is off.
+    """
 
     sites: list[Site] = field(default_factory=list)
+    split: Split | None = None
     seconds: float = 0.0
     warning: str = ""
 
@@ -69,7 +117,12 @@ class GraphReport:
         return dict(Counter(site.reason for site in self.sites if site.reason).most_common())
 
     def as_dict(self) -> dict[str, Any]:
-        return {"sites": [asdict(site) for site in self.sites], "counts": self.counts, "seconds": self.seconds}
+        return {
+            "sites": [asdict(site) for site in self.sites],
+            "counts": self.counts,
+            "split": None if self.split is None else self.split.as_dict(),
+            "seconds": self.seconds,
+        }
 
 
 _collectors: list[list[GraphReport]] = []

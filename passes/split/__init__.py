@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from tw_compile.passes.split.apply import split_graph
+from tw_compile.passes.split.choose import Choice, NotSplit, choose_split
 from tw_compile.passes.split.duplicate import SplitReport, split_tokens
+from tw_compile.passes.split.layer import GraphLayer, layer_of_graph
 from tw_compile.passes.split.layout import HalfCall, HalfIndex, HalfSize, Join, Local, Rows, RowWise, Slice, Verdict
+from tw_compile.passes.split.profile import current_profile
 from tw_compile.passes.split.registry import Call, token_rule
 from tw_compile.passes.split.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 
 __all__ = [
     "Analysis",
     "Call",
+    "Choice",
+    "GraphLayer",
     "HalfCall",
     "HalfIndex",
     "HalfSize",
     "Join",
     "Local",
+    "NotSplit",
     "RowWise",
     "Rows",
     "Slice",
@@ -22,7 +29,11 @@ __all__ = [
     "TokenAxis",
     "Verdict",
     "analyse",
+    "choose_split",
+    "current_profile",
     "find_token_axis",
+    "layer_of_graph",
+    "split_graph",
     "split_tokens",
     "token_rule",
 ]

@@ -272,7 +272,7 @@ def lookup(call: Call) -> Verdict:
     return call.join(JoinReason.SELECTS_TOKENS)
 
 
-_SDPA = (
+SDPA = (
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
@@ -282,7 +282,7 @@ _SDPA = (
 )
 
 
-@token_rule(*_SDPA)
+@token_rule(*SDPA)
 def _attention(call: Call) -> Verdict:
     """Requests do not see each other; within one the tokens do. ``[batch, heads, seq, head_dim]``."""
     query, key, value = call.args[:3]

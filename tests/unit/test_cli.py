@@ -22,6 +22,8 @@ from tw_compile.runner.numerics import Comparison, digest, worst
 
 INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
 
+PLAN_70B = ["plan", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--device-profile", "H200"]
+
 
 def invoke(*args: str) -> Result:
     return CliRunner().invoke(app, list(args))
@@ -51,6 +53,9 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[st
         (["inspect", "--model", "tiny-llama", "--tp", "3"], "--tp", "3"),
         (["inspect", "--model", "tiny-llama", "--layers", "99"], "layers", "99"),
         (["inspect", "--tokens", "0"], "--tokens", "0"),
+        (["inspect", "--split", "half"], "--split", "half"),
+        (["inspect", "--split", "auto", "--device-profile", "H2"], "--device-profile", "H2"),
+        (["run", "--device", "cpu", "--split", "0"], "--split", "0"),
         (["explain", "--device", "h200"], "--device", "h200"),
         (["explain", "--tp", "1"], "--tp", "1"),
         (["explain", "--hidden", "0"], "--hidden", "0"),
@@ -137,6 +142,38 @@ def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str
     assert any(line.startswith("+ fused_wait") for line in lines)
     assert sum(line.startswith("+ fused_mm_start") for line in lines) == 2
     assert sum(line.startswith("- mm") for line in lines) == 2
+
+
+def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
+    files = tmp_path / "report.json", tmp_path / "page.html"
+    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--layers", "1", "--split", "auto"]
+    result = invoke(*args, "--device-profile", "h200", "--json", str(files[0]), "--html", str(files[1]))
+    assert result.exit_code == 0, result.output
+    (split,) = json.loads(files[0].read_text())["splits"]
+    planned = json.loads(invoke(*PLAN_70B, "--attention", "join", "--json", "-").stdout)["plans"][0]
+    assert split["plan"] == planned
+    assert (split["mode"], split["unit"], split["sizes"]) == ("join", "token", planned["sizes"])
+    assert split["joins"] == {"attention": 1} and split["duplicated"] > 30
+    decision = f"token split {split['sizes'][0]} + {split['sizes'][1]} tokens, attention of all tokens"
+    for text in (result.output, files[1].read_text()):
+        assert decision in text and "joins: 1 attention" in text
+        assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1: computes") == 1
+
+
+@pytest.mark.slow
+def test_inspect_splits_all_layers_as_planned() -> None:
+    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--split", "auto"]
+    (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]
+    planned = json.loads(invoke(*PLAN_70B, "--attention", "join", "--json", "-").stdout)["plans"][0]
+    assert split["plan"] == planned and split["sizes"] == planned["sizes"]
+    assert split["joins"] == {"attention": 80}
+
+
+def test_inspect_says_why_nothing_is_split() -> None:
+    (split,) = json.loads(invoke(*INSPECT, "--split", "auto", "--json", "-").stdout)["splits"]
+    assert (split["mode"], split["reason"]) == ("off", "no_device_profile")
+    result = invoke(*INSPECT, "--split", "auto", "--device-profile", "H200")
+    assert "token split off, " in result.output and "predicted for H200, 24 tokens" in result.output
 
 
 def test_inspect_names_a_refused_site_and_why() -> None:
@@ -312,6 +349,7 @@ def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
         "versions": {"torch": "2", "transformers": "5"},
         "sites": [],
         "counts": {"all_reduce": 1, "fused": 1, "refused": 0, "gated": 0},
+        "splits": [],
         "numerics": row | {"passed": passed and identical, "by_tokens": [row | {"tokens": 8}]},
         "compile_seconds": {"baseline": 1.0, "tw_compile": 1.1, "passes": 0.01},
         "prefill_seconds": {"baseline": [0.002], "tw_compile": [0.001]},

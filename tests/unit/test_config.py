@@ -28,6 +28,8 @@ def configs(draw: st.DrawFn) -> Config:
         host=draw(st.sampled_from(HOSTS)),
         all_reduce_backend=draw(st.sampled_from(["auto", *BACKENDS])),
         disable_custom_all_reduce=draw(st.booleans()),
+        split=draw(st.sampled_from(["off", "auto", "1", "512"])),
+        device_profile=draw(st.sampled_from(["auto", "H200", "mine.toml"])),
         strict=draw(st.booleans()),
     )
 
@@ -53,6 +55,8 @@ CHANGED: dict[str, Any] = {
     "host": "vllm-0.24",
     "all_reduce_backend": "multimem",
     "disable_custom_all_reduce": True,
+    "split": "512",
+    "device_profile": "H200",
     "strict": True,
 }
 
@@ -93,6 +97,11 @@ def test_digest_changes_with_each_field() -> None:
             "tw_compile.all_reduce_backend: expected one of auto, .*, got 'mpi'",
         ),
         ({"thresholds": 5}, TypeError, "tw_compile.thresholds: expected auto, off or a file, got 5"),
+        ({"split": 512}, TypeError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 512"),
+        ({"split": "on"}, ValueError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 'on'"),
+        ({"split": "0"}, ValueError, "tw_compile.split: expected off, auto or .*, got '0'"),
+        ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
+        ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),

@@ -33,6 +33,21 @@ LayersOption = Annotated[
 TransportOption = Annotated[
     str, typer.Option("--transport", metavar="|".join(TRANSPORTS), help="How the ranks exchange rows.")
 ]
+SplitOption = Annotated[
+    str,
+    typer.Option(
+        "--split", metavar="off|auto|N", help="Split the tokens into two halves: as planned, or N tokens and the rest."
+    ),
+]
+DeviceProfileOption = Annotated[
+    str,
+    typer.Option(
+        "--device-profile",
+        metavar="NAME|FILE.toml",
+        help="What --split auto plans for.",
+        show_default="that of the device",
+    ),
+]
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -73,6 +88,20 @@ def positive(option: str, value: int | None) -> None:
 def one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def splitting(split: str, device_profile: str) -> None:
+    """Refuse values of the two options that the passes would refuse, before a model is built."""
+    from tw_compile.config import OPTION_PREFIX, Config
+    from tw_compile.planning import load_profile
+
+    try:
+        Config(split=split)
+        if device_profile != "auto":
+            load_profile(device_profile)
+    except ValueError as error:
+        text = str(error).replace(f"{OPTION_PREFIX}split", "--split").replace("device profile", "--device-profile")
+        raise UsageError(text) from None
 
 
 def make_console(json_file: str | None) -> Console:

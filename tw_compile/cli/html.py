@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from tw_compile.cli.drawing import draw
 from tw_compile.cli.render import absorbed, device, duration, group_sites, size
+from tw_compile.cli.render_split import split_lines
 from tw_compile.graph import text
 
 
@@ -35,7 +36,7 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
         counts=_counts(report),
         drawing=drawn,
         groups=_groups(report),
-        refused=_not_fused(report),
+        refused=_not_fused(report) + _splits(report),
         sites=_sites(report),
         footer=html.escape(
             f"tw_compile {versions['tw_compile']}, torch {versions['torch']}, transformers {versions['transformers']}; "
@@ -102,6 +103,12 @@ def _not_fused(report: dict[str, Any]) -> str:
         for site in sites
     )
     return f"<h3>Why not</h3><ul>{lines}</ul>"
+
+
+def _splits(report: dict[str, Any]) -> str:
+    paragraphs = ("<br>".join(map(html.escape, split_lines(split))) for split in report["splits"])
+    text = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+    return f"<h3>Token split</h3>{text}" if text else ""
 
 
 def _sites(report: dict[str, Any]) -> str:

@@ -9,7 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from tw_compile.cli import common
-from tw_compile.cli.common import JsonOption, LayersOption, ModelOption, TransportOption
+from tw_compile.cli.common import (
+    DeviceProfileOption,
+    JsonOption,
+    LayersOption,
+    ModelOption,
+    SplitOption,
+    TransportOption,
+)
 from tw_compile.runner.spec import DTYPES, RunSpec
 
 if TYPE_CHECKING:
@@ -27,6 +34,8 @@ def inspect(
     layers: LayersOption = None,
     transport: TransportOption = "auto",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
+    split: SplitOption = "off",
+    device_profile: DeviceProfileOption = "auto",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML page.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -35,7 +44,8 @@ def inspect(
     common.one_of("--transport", transport, common.TRANSPORTS)
     for option, value in (("--tp", tp), ("--tokens", tokens), ("--layers", layers)):
         common.positive(option, value)
-    spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport)
+    common.splitting(split, device_profile)
+    spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:
         progress("importing torch and transformers")
@@ -46,9 +56,11 @@ def inspect(
     report = as_report(spec, inspection)
 
     from tw_compile.cli.render import print_header, print_sites
+    from tw_compile.cli.render_split import print_splits
 
     print_header(console, report)
     print_sites(console, report)
+    print_splits(console, report["splits"])
     layer = shown_layer(report)
     if layer is not None:
         _print_layer(console, layer, layer_diff(inspection, layer))

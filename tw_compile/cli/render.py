@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from tw_compile.cli.render_split import print_splits
+
 STYLES = {"fused": "green", "refused": "yellow", "gated": "cyan"}
 GROUP_KEYS = ("form", "bytes", "transport", "decision", "reason", "producer")
 
@@ -126,6 +128,7 @@ def print_run(console: Console, report: dict[str, Any]) -> None:
     """Everything that ``tw-compile run`` found, the verdict last."""
     print_header(console, report)
     print_sites(console, report)
+    print_splits(console, report["splits"])
     _print_numerics(console, report["numerics"])
     _print_times(console, report)
     console.print()

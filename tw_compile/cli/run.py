@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Annotated, Any
 
@@ -9,7 +10,14 @@ import typer
 from rich.console import Console
 
 from tw_compile.cli import common
-from tw_compile.cli.common import JsonOption, LayersOption, ModelOption, TransportOption
+from tw_compile.cli.common import (
+    DeviceProfileOption,
+    JsonOption,
+    LayersOption,
+    ModelOption,
+    SplitOption,
+    TransportOption,
+)
 from tw_compile.leave import leave
 from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
 
@@ -36,6 +44,8 @@ def run(
     transport: TransportOption = "auto",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
     mode: Annotated[str, typer.Option(metavar="|".join(MODES), help="torch.compile's mode.")] = "default",
+    split: SplitOption = "off",
+    device_profile: DeviceProfileOption = "auto",
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1800.0,
     json_file: JsonOption = None,
 ) -> None:
@@ -46,7 +56,9 @@ def run(
     """
     from tw_compile.runner.launch import run_in_process_group, spawn_ranks, torchrun_world_size
 
+    common.splitting(split, device_profile)
     spec = resolve(model, tp, device, tokens, layers, transport, dtype, mode, timeout)
+    spec = dataclasses.replace(spec, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     if torchrun_world_size() is not None:
         report = _join(spec, console)

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import pickle
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from tw_compile.gating.layers import tables_of, threshold_layers
 logger = logging.getLogger("tw_compile")
 
 _agreed: dict[str, tuple[object, Gate]] = {}
+
+Agreed = TypeVar("Agreed")
 
 
 def current_gate(config: Config) -> Gate:
@@ -62,12 +65,8 @@ def current_node() -> Node:
 
 
 def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
-    """The gate of the rank that came here first: user files, variables and devices may differ from host to host.
-
-    Through the store and not by a collective, since ranks need not compile the same number of times: caches are theirs.
-    """
-    text = base64.b64encode(pickle.dumps(own)).decode()
-    gate = pickle.loads(base64.b64decode(store.compare_set(f"tw_compile/gate/{key}", "", text)))
+    """The gate of the rank that came here first: user files, variables and devices may differ from host to host."""
+    gate = agreed(own, store, f"gate/{key}")
     if gate != own:
         logger.warning(
             "tw_compile: thresholds, device or settings differ between ranks; all use those of the rank that came first "
@@ -76,3 +75,13 @@ def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
             ", ".join(table.file for table in gate.tables),
         )
     return gate
+
+
+def agreed(own: Agreed, store: dist.Store, key: str) -> Agreed:
+    """The value of the rank that came here first with ``key``.
+
+    Through the store and not by a collective, since ranks need not compile the same number of times: caches are theirs.
+    """
+    text = base64.b64encode(pickle.dumps(own)).decode()
+    first: Agreed = pickle.loads(base64.b64decode(store.compare_set(f"tw_compile/{key}", "", text)))
+    return first

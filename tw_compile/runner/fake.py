@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile import Config
 from tw_compile.models import build_decoder, load_config
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.spec import RunSpec, UsageError
@@ -45,7 +44,7 @@ def inspect_model(spec: RunSpec) -> Inspection:
             raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
         ids = torch.zeros(1, spec.tokens[0], dtype=torch.long, device="cuda")
         built = time.perf_counter()
-        seen = rewrite(decoder, (ids,), world_size=spec.world_size, config=Config(transport=spec.transport))
+        seen = rewrite(decoder, (ids,), world_size=spec.world_size, config=spec.config)
     end = time.perf_counter()
     layers = decoder.config.num_hidden_layers
     return Inspection(seen.before.graph, seen.after.graph, seen.report, layers, built - begin, end - built)
@@ -67,6 +66,7 @@ def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
         "warnings": [result.warning] if result.warning else [],
         "sites": [asdict(site) for site in result.sites],
         "counts": result.counts,
+        "splits": [result.split.as_dict()] if result.split else [],
         "seconds": {
             "build": inspection.build_seconds,
             "compile_to_passes": inspection.compile_seconds,

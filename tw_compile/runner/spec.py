@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tw_compile.config import Config
+
 DTYPES = ("bfloat16", "float16", "float32")
 MODES = ("default", "reduce-overhead")
 
@@ -40,6 +42,7 @@ class RunSpec:
         layers: Keep only so many layers; None keeps all.
         transport: See :class:`tw_compile.Config`.
         mode: torch.compile's mode, for both models.
+        split: See :class:`tw_compile.Config`; so is ``device_profile``.
         timeout: Seconds after which the run, or one collective of it, has failed.
     """
 
@@ -52,3 +55,10 @@ class RunSpec:
     transport: str = "auto"
     mode: str = "default"
     timeout: float = 1800.0
+    split: str = "off"
+    device_profile: str = "auto"
+
+    @property
+    def config(self) -> Config:
+        """The options of the passes."""
+        return Config(transport=self.transport, split=self.split, device_profile=self.device_profile)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tw_compile import Config, collect_reports, compat
+from tw_compile import collect_reports, compat
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
@@ -91,7 +91,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     eager = [_run(decoder, one) for one in ids]
 
     mode = compat.mode_options(spec.mode)
-    ours = {**Config(transport=spec.transport).as_options(), **mode}
+    ours = {**spec.config.as_options(), **mode}
     with compat.cold_compile(scratch / "warm_up"):
         progress("starting the compiler")
         _start_compiler(ids[0].device)
@@ -120,6 +120,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),
         "sites": [asdict(site) for site in fused.sites],
         "counts": counts,
+        "splits": [report.split.as_dict() for report in fused.reports if report.split],
         "numerics": _numerics(spec, reference, eager, baseline.outputs, fused.outputs),
         "compile_seconds": {
             "baseline": _slowest(baseline.compile_seconds),

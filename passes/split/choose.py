@@ -1,0 +1,156 @@
+"""Whether the tokens of a graph are split, and where: a pure function of graph, options and device profile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.split.layer import GraphLayer, layer_of_graph
+from tw_compile.passes.split.token_axis import TokenAxis, analyse, find_token_axis
+from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+
+_CUT = "the token count is symbolic, and cutting inside of a request would guard the graph on it"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Half 1 gets ``first`` of the axis's units. ``plan`` is what said so; None where an option did."""
+
+    axis: TokenAxis
+    first: int
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class NotSplit:
+    """The name of the reason, and the words that explain it; the plan, if one was made."""
+
+    reason: str
+    detail: str
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Plans for one way to split one layer, at any number of tokens that it may have."""
+
+    axis: TokenAxis
+    batch: int
+    profile: DeviceProfile
+    layer: GraphLayer
+    kernel: str
+    attention: Mode
+
+    def plan(self, tokens: int) -> Plan:
+        return plan_layer(
+            self.profile,
+            self.layer.shape,
+            tokens,
+            kernel=self.kernel,
+            sequences=(tokens // self.batch,) * self.batch,
+            attention=self.attention,
+            cut_sequences=self.axis.unit == "token",
+        )
+
+    def first(self, plan: Plan) -> int:
+        """Half 1 of ``plan`` in units of the axis."""
+        return plan.sizes[0] if self.axis.unit == "token" else plan.sizes[0] * self.batch // plan.tokens
+
+
+def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
+    """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
+
+    Args:
+        profile: What ``auto`` plans for, see :func:`tw_compile.passes.split.current_profile`.
+    """
+    axis = find_token_axis(graph)
+    if isinstance(axis, SplitRefused):
+        return NotSplit(axis.reason, axis.detail)
+    if config.split_tokens is not None:
+        return _as_asked(axis, config.split_tokens)
+    if profile is None:
+        return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+    layer = layer_of_graph(graph, axis)
+    if isinstance(layer, SplitRefused):
+        return NotSplit(layer.reason, layer.detail)
+    kernel = _kernel(profile, layer.transport, config)
+    if kernel is None:
+        detail = f"{profile.name}'s profile has no kernel for the transport {layer.transport}"
+        return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+    if not isinstance(axis.batch, int):
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
+    axes = [axis]
+    if axis.batch > 1:
+        requests = find_token_axis(graph, unit="request")
+        if isinstance(requests, TokenAxis):
+            axes.insert(0, requests)
+    planners = [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one)) for one in axes]
+    if isinstance(axis.tokens, int):
+        return _planned(planners, axis.tokens)
+    if planners[0].axis.unit == "token":
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
+    return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+
+
+def _as_asked(axis: TokenAxis, first: int) -> Choice | NotSplit:
+    if not isinstance(axis.tokens, int):
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
+    if first < axis.tokens:
+        return Choice(axis, first)
+    return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {axis.tokens} tokens")
+
+
+def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | None:
+    """The profile's kernel for a transport; its own choice where the profile was named, and not found by the device."""
+    if config.device_profile != "auto" and transport != "multimem":
+        return profile.kernel
+    if transport not in ("p2p", "multimem"):
+        return None
+    multicast = transport == "multimem"
+    names = sorted(profile.fused, key=lambda name: name != profile.kernel)
+    return next((name for name in names if profile.fused[name].multicast == multicast), None)
+
+
+def _attention(graph: fx.Graph, axis: TokenAxis) -> Mode:
+    """The mode that the split graph will be of: the rules decide whether attention joins, the planner has to follow."""
+    return Mode.JOIN if JoinReason.ATTENTION in analyse(graph, axis).joins else Mode.SPLIT
+
+
+def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
+    """The faster of the ways to split a known number of tokens."""
+    plans = [(planner, planner.plan(tokens)) for planner in planners]
+    chosen = [one for one in plans if one[1].mode is not Mode.OFF]
+    if chosen:
+        planner, plan = min(chosen, key=lambda one: one[1].us)
+        return Choice(planner.axis, planner.first(plan), plan)
+    return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
+
+
+def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
+    """One graph for ``low`` to ``high`` tokens is split if that pays at both ends and wherever ``low`` has doubled."""
+    if high is None:
+        detail = f"one graph for {low} and any more tokens; bound it, as by torch._dynamo.mark_dynamic(min=, max=)"
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail)
+    counts = [max(low, 1)]
+    while counts[-1] * 2 < high:
+        counts.append(counts[-1] * 2)
+    plans = [planner.plan(tokens) for tokens in dict.fromkeys((*counts, high))]
+    off = [plan for plan in plans if plan.mode is Mode.OFF]
+    if len(off) == len(plans):
+        return _off(off[0])
+    if off:
+        tokens, why = ", ".join(str(plan.tokens) for plan in off), off[0].off
+        detail = f"one graph for {low} to {high} tokens, and at {tokens} it would be off ({why})"
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, off[0])
+    plan = plans[len(plans) // 2]
+    return Choice(planner.axis, planner.first(plan), plan)
+
+
+def _off(plan: Plan) -> NotSplit:
+    assert plan.off is not None
+    return NotSplit(plan.off, plan.reason, plan)

@@ -1,0 +1,233 @@
+"""The layer that a graph repeats, as the planner wants it: read off the graph, no model's configuration is known.
+
+    sum | q, k, v GEMMs, attention, o_proj GEMM | sum | gate, up GEMMs, down GEMM | sum | ...
+
+What lies between two sums over ranks is one part of a layer: with an attention operator it is the attention part, else the MLP.
+All layers must be alike, and nothing may be there that the planner does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, same_size, value
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.all_reduce_rms_norm.transport import group_facts
+from tw_compile.passes.base import SplitRefusal, SplitRefused
+from tw_compile.passes.split.registry import registered
+from tw_compile.passes.split.rules_compute import SDPA
+from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.planning import Attention, Gemm, LayerShape
+
+_c10d = torch.ops._c10d_functional
+
+_MATRIX = {aten.mm.default: 1, aten.addmm.default: 2, ops.mm_start: 1}
+"""Plain GEMMs, and which argument holds the weight ``[depth, columns]``."""
+
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_UNCOUNTED = frozenset({aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default})
+_UNCOUNTED_NAMESPACES = ("_c10d_functional", "c10d_functional")
+
+
+@dataclass(frozen=True)
+class GraphLayer:
+    """One layer, and the transport of its fused sums."""
+
+    shape: LayerShape
+    transport: str
+
+
+class _NotRecognisedError(Exception):
+    """What about the graph is not a layer that the planner knows; never leaves this module."""
+
+
+@dataclass
+class _Part:
+    """What lies between two sums: GEMMs in order, and how many of them come before attention."""
+
+    gemms: list[Gemm] = field(default_factory=list)
+    attention: Attention | None = None
+    before_attention: int = 0
+    uncounted: str = ""
+
+
+def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
+    """The layer that ``graph``, as the fusion pass leaves it, repeats. ``graph`` is not changed."""
+    try:
+        parts, sums = _parts(graph, axis)
+        return _layer(parts, sums)
+    except _NotRecognisedError as error:
+        return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
+
+
+def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]]:
+    """The parts that have GEMMs, and the sum that each ends with. What follows the last sum belongs to no layer."""
+    parts, sums = [], []
+    part = _Part()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _MATRIX:
+            part.gemms.append(_plain(node, axis))
+        elif isinstance(node.target, compat.OpOverload) and node.target.name().partition(".")[0] in _GROUPED:
+            part.gemms.append(_grouped(node, axis))
+        elif is_call(node, *SDPA):
+            if part.attention is not None:
+                raise _NotRecognisedError(f"{node.name} is the second attention between two sums")
+            part.attention, part.before_attention = _attention(node, axis), len(part.gemms)
+        elif _is_uncounted(node):
+            part.uncounted = part.uncounted or node.name
+        if is_call(node, ops.start, ops.mm_start, _c10d.all_reduce.default):
+            if part.gemms:
+                parts.append(part)
+                sums.append(node)
+            part = _Part()
+    return parts, sums
+
+
+def _is_uncounted(node: fx.Node) -> bool:
+    """What may take long and is in no formula of the planner's: other matmuls, other collectives, what no rule knows."""
+    if is_call(node, _c10d.all_reduce.default, _c10d.wait_tensor.default, ops.start, ops.wait_):
+        return False
+    if node.target in _UNCOUNTED or isinstance(node.target, torch._ops.HigherOrderOperator):
+        return True
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    if node.target.namespace in _UNCOUNTED_NAMESPACES:
+        return True
+    return registered(node.target) is None and any(value(one) is not None for one in node.all_input_nodes)
+
+
+def _plain(node: fx.Node, axis: TokenAxis) -> Gemm:
+    place = _MATRIX[node.target]  # type: ignore[index]
+    rows, weight = (_shape(node.args[index]) for index in (place - 1, place))
+    if not same_size(rows[0], axis.tokens):
+        raise _NotRecognisedError(f"{node.name} has {rows[0]} rows, not one for each of {axis.tokens} tokens")
+    return Gemm(node.name, _number(weight[1], node), _number(weight[0], node))
+
+
+def _grouped(node: fx.Node, axis: TokenAxis) -> Gemm:
+    rows, weight = (_shape(node.args[index]) for index in (0, 1))
+    if len(rows) != 2 or len(weight) != 3:
+        raise _NotRecognisedError(f"{node.name} multiplies {list(rows)} by {list(weight)}")
+    experts, depth, columns = (_number(size, node) for size in weight)
+    per_token = next((count for count in range(1, experts + 1) if same_size(rows[0], count * axis.tokens)), None)
+    if per_token is None or experts < 2:
+        raise _NotRecognisedError(f"{node.name} has {rows[0]} rows of {axis.tokens} tokens for {experts} experts")
+    return Gemm(node.name, columns, depth, experts, per_token)
+
+
+def _attention(node: fx.Node, axis: TokenAxis) -> Attention:
+    """Heads of the query; the planner finds those of keys and values by the columns of their projections."""
+    query, key = (_shape(node.args[index]) for index in (0, 1))
+    if len(query) != 4 or not (same_size(query[0], axis.batch) and same_size(query[0] * query[2], axis.tokens)):
+        raise _NotRecognisedError(f"{node.name} has queries {list(query)} of {axis.tokens} tokens")
+    if not same_size(query[2], key[2]):
+        raise _NotRecognisedError(f"{node.name} has {query[2]} queries and {key[2]} keys a request")
+    arguments = _arguments(node)
+    if arguments.get("is_causal") is not True or any(
+        arguments.get(name) is not None for name in ("attn_mask", "attn_bias")
+    ):
+        raise _NotRecognisedError(f"{node.name} is not causal, or has a mask, which may be a sliding window")
+    heads, head_dim = _number(query[1], node), _number(query[3], node)
+    return Attention(heads, heads, head_dim)
+
+
+def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
+    if not parts:
+        raise _NotRecognisedError("no GEMM before a sum over ranks")
+    for part, node in zip(parts, sums, strict=True):
+        if part.uncounted:
+            raise _NotRecognisedError(f"{part.uncounted}, before {node.name}, is not in the planner's formulas")
+        if not is_call(node, ops.start, ops.mm_start):
+            raise _NotRecognisedError(f"{node.name} is not fused")
+    attention_first = [part.attention is not None for part in parts]
+    if len(parts) % 2 or attention_first != [True, False] * (len(parts) // 2):
+        raise _NotRecognisedError("sums behind attention and behind MLP do not take turns")
+    messages = {_message(node) for node in sums}
+    if len(messages) > 1:
+        raise _NotRecognisedError("sums differ in columns, dtype, ranks or transport")
+    hidden_size, dtype, world_size, transport = messages.pop()
+    if dtype.itemsize != 2:
+        raise _NotRecognisedError(f"{dtype}: plans are for 16 bits")
+    layers = {
+        LayerShape(world_size, hidden_size, *_attention_part(first, hidden_size), _mlp_part(second, hidden_size))
+        for first, second in zip(parts[::2], parts[1::2], strict=True)
+    }
+    if len(layers) > 1:
+        raise _NotRecognisedError(f"layers are of {len(layers)} kinds")
+    return GraphLayer(layers.pop(), transport)
+
+
+def _message(node: fx.Node) -> tuple[int, torch.dtype, int, str]:
+    """Columns, dtype, ranks and transport of a fused sum."""
+    arguments = _arguments(node)
+    last: Any = arguments["b" if is_call(node, ops.mm_start) else "x"].meta["val"]
+    facts = group_facts(arguments["group_name"], last.device.type)
+    return _number(last.shape[-1], node), last.dtype, facts.world_size, arguments["transport"]
+
+
+def _attention_part(part: _Part, hidden_size: int) -> tuple[Gemm, Attention, Gemm]:
+    assert part.attention is not None
+    before, after = part.gemms[: part.before_attention], part.gemms[part.before_attention :]
+    heads, head_dim = part.attention.heads, part.attention.head_dim
+    if len(after) != 1 or (after[0].columns, after[0].depth) != (hidden_size, heads * head_dim):
+        names = ", ".join(one.name for one in after) or "nothing"
+        raise _NotRecognisedError(
+            f"{names} between attention and its sum, not one GEMM of {heads} x {head_dim} columns"
+        )
+    columns = _joined(before, hidden_size)
+    kv_heads, rest = divmod(columns - heads * head_dim, 2 * head_dim)
+    if rest or not 1 <= kv_heads <= heads:
+        raise _NotRecognisedError(
+            f"{columns} columns before attention are not those of {heads} heads and their keys and values"
+        )
+    attention = Attention(heads, kv_heads, head_dim)
+    return Gemm("qkv", columns, hidden_size), attention, Gemm("o_proj", hidden_size, heads * head_dim)
+
+
+def _mlp_part(part: _Part, hidden_size: int) -> tuple[Gemm, Gemm]:
+    grouped = [one for one in part.gemms if one.experts > 1]
+    *first, down = grouped or part.gemms
+    # The router's GEMM is as wide as there are experts, and too small to count.
+    others = [one for one in part.gemms if grouped and one.experts == 1 and one.columns != down.experts]
+    if (
+        others
+        or down.columns != hidden_size
+        or len({(one.experts, one.experts_per_token) for one in (*first, down)}) > 1
+    ):
+        names = ", ".join(one.name for one in part.gemms)
+        raise _NotRecognisedError(f"{names} are not the GEMMs of one MLP")
+    gate_up = Gemm("gate_up", _joined(first, hidden_size), hidden_size, down.experts, down.experts_per_token)
+    return gate_up, Gemm("down", hidden_size, down.depth, down.experts, down.experts_per_token)
+
+
+def _joined(gemms: list[Gemm], hidden_size: int) -> int:
+    """Columns of GEMMs that read the same hidden states, as one GEMM."""
+    if not gemms or any(one.depth != hidden_size for one in gemms):
+        names = ", ".join(one.name for one in gemms) or "no GEMM"
+        raise _NotRecognisedError(f"{names} where GEMMs of hidden states [tokens, {hidden_size}] are expected")
+    return sum(one.columns for one in gemms)
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """What an operator is given, by name, defaults included."""
+    declared = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {one.name: argument for one, argument in zip(declared, node.args, strict=False)}
+    defaults = {one.name: one.default_value for one in declared if one.has_default_value()}
+    return defaults | given | node.kwargs
+
+
+def _shape(operand: Any) -> tuple[Any, ...]:
+    return tuple(operand.meta["val"].shape)
+
+
+def _number(size: Any, node: fx.Node) -> int:
+    if not isinstance(size, int):
+        raise _NotRecognisedError(f"{node.name} has a weight of symbolic size {size}")
+    return size

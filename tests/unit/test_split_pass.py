@@ -1,0 +1,218 @@
+"""The token split as part of the passes: what is chosen, what is left alone, what is reported."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+from graph_builder import copy_of
+from split_graphs import family_graph
+
+from tw_compile import Config, TWCompilePass, collect_reports
+from tw_compile.graph.snapshot import snapshot
+from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.passes.base import SplitRefusal
+from tw_compile.passes.split import layer_of_graph, profile
+from tw_compile.passes.split.duplicate import _Duplicator
+from tw_compile.passes.split.layer import GraphLayer
+from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
+from tw_compile.planning import layer_shape, load_profile
+from tw_compile.report import GraphReport, Split
+from tw_compile.testing import fake_cuda, fake_process_group, rewrite
+
+WORLD_SIZE = 2
+H200 = load_profile("H200")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with fake_process_group(WORLD_SIZE):
+        yield
+
+
+def inspected(
+    model: str = "llama-3.1-8b", batch: int = 1, seq: int = 4096, bounds: tuple[int, int] | None = None, **options: Any
+) -> tuple[Split, fx.Graph]:
+    """What the passes make of one layer on fake GPUs; ``bounds`` are those of a symbolic ``seq``."""
+    with fake_cuda():
+        decoder = build_decoder(load_config(model), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        ids = torch.zeros(batch, seq, dtype=torch.long, device="cuda")
+        if bounds is not None:
+            torch._dynamo.mark_dynamic(ids, 1, min=bounds[0], max=bounds[1])
+        config = Config(**{"split": "auto", "device_profile": "H200", "strict": True, **options})
+        seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=config)
+    assert seen.report.split is not None
+    return seen.report.split, seen.after.graph
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "mixtral-8x22b"])
+def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
+    _, graph = inspected(model, split="999999")
+    axis = find_token_axis(graph)
+    assert isinstance(axis, TokenAxis)
+    config = load_config(model)
+    expected = layer_shape(config, tensor_parallel_plan(config), WORLD_SIZE)
+    assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
+
+
+def test_plan_of_one_request_joins_attention_as_the_graph_does() -> None:
+    split, _ = inspected()
+    assert split.plan is not None and split.mode == split.plan.mode == "join"
+    assert split.sizes == split.plan.sizes and sum(split.plan.sizes) == 4096
+    assert split.joins == {"attention": 1} and len(split.join_details) == 1
+
+
+def test_several_requests_are_split_between_them() -> None:
+    split, _ = inspected(batch=4, seq=1024)
+    assert (split.mode, split.unit, split.sizes, split.joins) == ("split", "request", (2, 2), {})
+    assert split.plan is not None and split.plan.sizes == (2048, 2048)
+
+
+def test_plan_says_why_a_graph_is_left() -> None:
+    split, graph = inspected(seq=64)
+    assert (split.mode, split.reason) == ("off", "not_faster")
+    assert split.plan is not None and split.plan.predicted.split_us is not None and split.detail == split.plan.reason
+    with fake_cuda():
+        decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+        fused = rewrite(decoder, (ids,), world_size=WORLD_SIZE).after.graph
+    assert snapshot(graph) == snapshot(fused)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"model": "gemma-2-9b", "seq": 64}, SplitRefusal.LAYER_NOT_RECOGNISED),
+        ({"fuse": False}, SplitRefusal.LAYER_NOT_RECOGNISED),
+        ({"transport": "nccl"}, SplitRefusal.TRANSPORT_NOT_PLANNED),
+        ({"device_profile": "auto"}, SplitRefusal.NO_DEVICE_PROFILE),
+        ({"split": "4096"}, SplitRefusal.TOO_FEW_TOKENS),
+        ({"split": "600", "bounds": (600, 8192)}, SplitRefusal.TOKEN_COUNT_UNKNOWN),
+        ({"bounds": (16, 8192)}, SplitRefusal.TOKEN_COUNT_UNKNOWN),
+    ],
+    ids=str,
+)
+def test_graph_that_cannot_be_planned_is_left(
+    options: dict[str, Any], reason: SplitRefusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options.get("transport") == "nccl":  # with a profile that was found by the device, not named
+        monkeypatch.setattr(profile, "current_profile", lambda config: H200)
+        monkeypatch.setattr("tw_compile.passes.split.current_profile", lambda config: H200)
+        options = {**options, "device_profile": "auto"}
+    split, _ = inspected(**options)
+    assert (split.mode, split.reason) == ("off", reason), split.detail
+
+
+def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:
+    split, _ = inspected(batch=4, seq=1024, bounds=(512, 2048))
+    assert (split.mode, split.unit, split.sizes) == ("split", "request", (2, 2))
+
+
+def compiled_passes(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[GraphReport, str, str]:
+    """Report, the fused graph, and the graph that the passes left."""
+    fused = family_graph("llama", 1, 64)
+    graph = copy_of(fused)
+    monkeypatch.setattr("tw_compile.pipeline.fusion.fuse_all_reduce_rms_norm", lambda *args: [])
+    with collect_reports() as reports:
+        TWCompilePass(config)(graph)
+    return reports[0], snapshot(fused), snapshot(graph)
+
+
+def failing(self: _Duplicator, node: fx.Node, verdict: object) -> None:
+    if self.report.duplicated == 5:
+        raise RuntimeError("no more")
+    _duplicate(self, node, verdict)  # type: ignore[arg-type]
+
+
+_duplicate = _Duplicator._duplicate
+
+
+def test_exception_leaves_the_fused_graph_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_Duplicator, "_duplicate", failing)
+    report, before, after = compiled_passes(Config(split="20", strict=False), monkeypatch)
+    assert before == after
+    assert report.split is not None and (report.split.mode, report.split.reason) == ("off", "split_failed")
+    assert report.warning == "RuntimeError: no more"
+    warnings = [record for record in tw_log.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "RuntimeError: no more" in warnings[0].message
+
+
+def test_exception_raises_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Duplicator, "_duplicate", failing)
+    with pytest.raises(RuntimeError, match="no more"):
+        compiled_passes(Config(split="20", strict=True), monkeypatch)
+
+
+def test_refusal_leaves_the_fused_graph_and_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
+) -> None:
+    report, before, after = compiled_passes(Config(split="64", strict=True), monkeypatch)
+    assert before == after and not report.warning
+    lines = [record.getMessage() for record in tw_log.records if "not split" in record.getMessage()]
+    assert lines == ["tw_compile: tokens not split, too_few_tokens: a first half of 64 leaves none of 64 tokens"]
+
+
+def test_graph_that_could_not_be_fused_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = family_graph("llama", 1, 64)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr("tw_compile.pipeline.fusion.fuse_all_reduce_rms_norm", fail)
+    before = snapshot(graph)
+    with collect_reports() as reports:
+        TWCompilePass(Config(split="20", strict=False))(graph)
+    assert snapshot(graph) == before
+    assert reports[0].split is not None and reports[0].split.reason == "fusion_failed"
+
+
+def test_nothing_is_split_or_reported_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    report, before, after = compiled_passes(Config(), monkeypatch)
+    assert report.split is None and report.as_dict()["split"] is None and before == after
+
+
+def test_report_survives_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    split, _ = inspected()
+    found = json.loads(json.dumps(GraphReport(split=split).as_dict()))["split"]
+    assert (tuple(found["sizes"]), found["mode"], found["joins"]) == (split.sizes, split.mode, split.joins)
+    assert split.plan is not None
+    assert (found["plan"]["us"], found["plan"]["gain"]) == (split.plan.us, split.plan.gain)
+    assert found["plan"]["predicted"]["no_communication_us"] == split.plan.predicted.no_communication_us
+    assert [window["ctas"] for window in found["plan"]["windows"]] == [one.ctas for one in split.plan.windows]
+
+
+def test_profile_that_is_none_names_its_option() -> None:
+    with pytest.raises(ValueError, match=r"tw_compile.device_profile: device profile: expected one of B200, .*'H2'"):
+        TWCompilePass(Config(split="auto", device_profile="H2"))(fx.Graph())
+
+
+def test_identity_of_the_pass_covers_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = TWCompilePass(Config(split="auto", device_profile="H200"))
+    before = passes.uuid()
+    monkeypatch.setattr(profile, "load_profile", lambda name: load_profile("H100"))
+    assert passes.uuid() != before
+
+
+def test_ranks_plan_for_the_profile_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
+) -> None:
+    config = Config(split="auto", device_profile="H100")
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr("tw_compile.passes.split.profile.compat.default_store", lambda: store)
+    found = []
+    for name in ("H200", "H100"):
+        monkeypatch.setattr(profile, "_agreed", {})
+        monkeypatch.setattr(profile, "_own", lambda config, name=name: load_profile(name))
+        found.append(profile.current_profile(config))
+    assert [one.name for one in found if one] == ["H200", "H200"]
+    assert "device profiles differ between ranks" in tw_log.text
