@@ -66,6 +66,9 @@ class SplitRefusal(StrEnum):
     TRANSPORT_NOT_PLANNED = "transport_not_planned"
     FUSION_FAILED = "fusion_failed"
     SPLIT_FAILED = "split_failed"
+    NO_COMMUNICATION = "no_communication"
+    CALL_WITHOUT_START = "call_without_start"
+    SLOT_IN_FLIGHT_TWICE = "slot_in_flight_twice"
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ class _Alone(fx.Interpreter):
         handler = handlers.get(target)
         return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
 
-    def _start(self, x: Any, residual: Any, bias: Any, weight: Any, *rest: Any) -> Any:
+    def _start(self, x: Any, residual: Any, bias: Any, weight: Any, *rest: Any, overlap_sms: int = 0) -> Any:
         eps, offset, cast, dtype, residual_dtype, sharded, out, _, _, slot, *more = rest
         scale = more[0] if more else 1.0
         if len(more) > 2 and more[2] is not None:

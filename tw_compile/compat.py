@@ -181,6 +181,31 @@ def graph_fake_mode(graph: fx.Graph) -> Any:
     return None
 
 
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, fake ones included, as long as both are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a node's target takes functions or graphs, and so has no schema that says what it writes."""
+    from torch._ops import HigherOrderOperator
+
+    return isinstance(target, HigherOrderOperator)
+
+
+def order_after(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
+    """Make Inductor run each node after the tensors that ``after`` gives for it, though it doesn't read them.
+
+    The nodes are replaced by calls of the operator ``control_deps``, whose subgraph is the node; the graph must belong to a
+    module. Only kernels of their own can be ordered so: a pointwise operator has no kernel yet when Inductor looks for it, and
+    on 2.11 an operator without result, or a tuple, is ignored where it is given as a dependence.
+    """
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    preserve_node_ordering(graph, {node: OrderedSet(tensors) for node, tensors in after.items()})
+
+
 @contextlib.contextmanager
 def tracing_fake_mode(fake_mode: Any) -> Iterator[None]:
     """Run operators on fake tensors of ``fake_mode``; with None the tensors at hand are used as they are."""
@@ -446,8 +471,10 @@ def _presented_h100() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cold_compile(cache_folder: Any) -> Iterator[None]:
+def cold_compile(cache_folder: Any | None) -> Iterator[None]:
     """Compile as if for the first time: Dynamo and in-memory caches empty, FX graph caches off, kernels in ``cache_folder``.
+
+    None leaves the kernels where they always are, built once for the machine.
 
     Processes that give the same folder build each kernel once. The precompiled C++ headers are the machine's.
     """
@@ -456,7 +483,10 @@ def cold_compile(cache_folder: Any) -> Iterator[None]:
     from torch._inductor import config
     from torch._inductor.utils import clear_caches
 
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache_folder), "TRITON_CACHE_DIR": os.path.join(cache_folder, "triton")}
+    folders: dict[str, str] = {}
+    if cache_folder is not None:
+        folders["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder)
+        folders["TRITON_CACHE_DIR"] = os.path.join(cache_folder, "triton")
     torch._dynamo.reset()
     clear_caches()
     try:

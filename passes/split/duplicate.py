@@ -123,7 +123,7 @@ def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
             continue
         if node.target in _READ_STRIDES and node in analysis.token_dependent:
             return SplitRefused(SplitRefusal.STRIDES_READ, f"{node.name} depends on the strides of its operand")
-        for operand in _mutated(node):
+        for operand in mutated(node):
             if analysis.layouts.get(operand) is not None:
                 return SplitRefused(
                     SplitRefusal.TOKENS_MUTATED, f"{node.name} writes to {operand.name}, which is split"
@@ -131,7 +131,7 @@ def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
     return None
 
 
-def _mutated(node: fx.Node) -> list[fx.Node]:
+def mutated(node: fx.Node) -> list[fx.Node]:
     """The operands that an operator writes to."""
     if not isinstance(node.target, compat.OpOverload):
         return []

@@ -397,16 +397,16 @@ def test_ranks_are_the_gpus_that_are_there(
     gpus: int, tp: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "_gpus", lambda: gpus)
-    assert bench._world_size(tp, "cuda") == ranks
+    assert bench.ranks_here("bench kernel", tp, "cuda") == ranks
 
 
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "_gpus", lambda: 1)
     with pytest.raises(UsageError, match="--device: expected cpu"):
-        bench._world_size(None, "cuda")
+        bench.ranks_here("bench kernel", None, "cuda")
     monkeypatch.setattr(bench, "_gpus", lambda: 4)
     with pytest.raises(UsageError, match="--tp: expected at most 4"):
-        bench._world_size(8, "cuda")
+        bench.ranks_here("bench kernel", 8, "cuda")
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception) -> Any:

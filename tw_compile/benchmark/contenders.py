@@ -154,14 +154,25 @@ class Operator(Contender):
         transport = self._transport
         if not isinstance(transport, P2PTransport):
             return None
-        state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
-        if state.obstacle is not None:
-            return f"fell back to NCCL: {state.obstacle}"
+        obstacle = fallback(ranks, transport)
+        if obstacle is not None:
+            return obstacle
         assert self._request is not None
+        state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
         self._algorithm = state.selector.choose(self._request, state)
         if transport.algorithm is None or transport.algorithm is self._algorithm:
             return None
         return f"fell back to another kernel: {transport.algorithm.obstacle(self._request, state)}"
+
+
+def fallback(ranks: Ranks, transport: Transport) -> str | None:
+    """That the P2P transport has given up and NCCL runs instead; None when that is not so."""
+    from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+    if not isinstance(transport, P2PTransport):
+        return None
+    obstacle = transport._states[ranks.ctx.group_name, ranks.ctx.device].obstacle
+    return None if obstacle is None else f"fell back to NCCL: {obstacle}"
 
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

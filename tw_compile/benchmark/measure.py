@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contenders import Call
+from tw_compile.benchmark.ranks import Ranks
 
+WARM_UP_ROUNDS = 3
 # About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
 _HEAD_START_CYCLES = 500_000
 
@@ -77,6 +79,18 @@ class LoopTimer:
         for index in range(self._count):
             self._calls[index % len(self._calls)]()
         return (time.perf_counter() - begin) * 1e6 / self._count
+
+
+def interleaved(ranks: Ranks, timers: Mapping[str, Timer], repeats: int) -> dict[str, list[float]]:
+    """Microseconds a call by label, one number a repeat: the slowest rank's."""
+    own: dict[str, list[float]] = {label: [] for label in timers}
+    for number, label in round_robin(list(timers), WARM_UP_ROUNDS + repeats):
+        ranks.barrier()
+        microseconds = timers[label].run()
+        if number >= WARM_UP_ROUNDS:
+            own[label].append(microseconds)
+    by_rank = ranks.gather(own)
+    return {label: slowest([times[label] for times in by_rank]) for label in timers}
 
 
 def round_robin(labels: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.results import Measured, rows_of
 from tw_compile.benchmark.spec import ONE_SHOT_BOUND, TWO_SHOT_BOUND
 from tw_compile.runner.spec import UsageError
 
@@ -42,17 +42,17 @@ def plot(report: dict[str, Any], path: str) -> None:
     axes = figure.subplots(len(hidden_sizes), 2, squeeze=False)
     for (left, right), hidden in zip(axes, hidden_sizes, strict=True):
         own = [row for row in rows if row.hidden == hidden]
-        _panel(left, own, "p50_us")
+        draw_lines(left, own, "p50_us")
         left.set(yscale="log", ylabel="µs a call (median, slowest rank; band: p20 to p80)")
-        _panel(right, own, "share_of_bound")
+        draw_lines(right, own, "share_of_bound")
         right.set(ylim=(0, 1), ylabel=f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s")
         right.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
         for panel in (left, right):
-            _tokens_axis(panel, sorted({row.tokens for row in own}))
+            tokens_axis(panel, sorted({row.tokens for row in own}))
             panel.set_title(f"hidden {hidden}, {report['dtype']}", loc="left", fontsize=10)
         figure.canvas.draw()  # settles the limits that the labels are placed by
         for panel in (left, right):
-            _label_ends(panel)
+            label_ends(panel)
     figure.suptitle(
         f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}",
         x=0.01,
@@ -70,7 +70,7 @@ def save(figure: Any, path: str) -> None:
         raise UsageError(f"--plot: expected a file that can be written, got {path!r} ({error.strerror})") from error
 
 
-def _panel(panel: Any, rows: Sequence[Row], field: str) -> None:
+def draw_lines(panel: Any, rows: Sequence[Measured], field: str) -> None:
     """A line for every contender that has the number; bounds are thin and without colour."""
     styles = _styles(rows)
     for label, style in styles.items():
@@ -90,11 +90,11 @@ def _panel(panel: Any, rows: Sequence[Row], field: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _numbers(rows: Sequence[Row], field: str) -> list[float]:
+def _numbers(rows: Sequence[Measured], field: str) -> list[float]:
     return [math.nan if getattr(row, field) is None else getattr(row, field) for row in rows]
 
 
-def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+def _styles(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
     """By label: ours thick and solid, peers thinner and dashed, bounds grey."""
     styles: dict[str, dict[str, Any]] = {}
     number = 0
@@ -116,14 +116,14 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def _tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
+def tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
     panel.set_xscale("log", base=2)
     panel.set_xticks(tokens, [str(count) for count in tokens])
     panel.minorticks_off()
     panel.set_xlabel("tokens")
 
 
-def _label_ends(panel: Any) -> None:
+def label_ends(panel: Any) -> None:
     """Every line's name right of the panel, at the height of its last point or as near as the others leave room."""
     lines = [line for line in panel.get_lines() if len(line.get_xdata())]
     to_axes = panel.transData + panel.transAxes.inverted()

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, Size, bounds_us, bus_bytes
 
@@ -57,7 +57,21 @@ class Row:
     quantises: bool = False
 
 
-def best_peer(rows: Iterable[Row]) -> Row | None:
+class Measured(Protocol):
+    """What a row of any benchmark has."""
+
+    label: str
+    kind: str
+    tokens: int
+    outcome: Outcome
+    numerics: str
+    p50_us: float | None
+
+
+AnyRow = TypeVar("AnyRow", bound=Measured)
+
+
+def best_peer(rows: Iterable[AnyRow]) -> AnyRow | None:
     """The fastest peer whose numerics are good; None when there is none."""
     timed = [row for row in rows if row.kind == "peer" and row.numerics == "ok" and row.p50_us is not None]
     return min(timed, key=lambda row: row.p50_us or 0.0, default=None)
@@ -99,7 +113,7 @@ def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
     ]
 
 
-def failures(rows: Iterable[Row]) -> list[Row]:
+def failures(rows: Iterable[AnyRow]) -> list[AnyRow]:
     """Those of ours that should have run and did not, or were wrong."""
     return [row for row in rows if row.kind == "ours" and row.outcome in ("error", "numerics failed")]
 

@@ -9,20 +9,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tw_compile.benchmark.results import Row, failures, rows_of
+from tw_compile.benchmark.results import Measured, Row, failures, rows_of
 
 COLUMNS = ("", "p50 us", "p20 - p80 us", "GB/s", "of bound", "SMs", "speed-up", "residual", "numerics")
 _NUMBERS = COLUMNS[1:7]
-_WIDTH = 100
+WIDTH = 100
 SMOKE_TEST = "gloo ranks on a CPU, a smoke test: these times say nothing about speed"
-_STYLES = {"ours": "bold", "bound": "dim"}
+STYLES = {"ours": "bold", "bound": "dim"}
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Header, one table a size, and who failed."""
     versions = report["versions"]
     if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
-        console.width = max(console.width, _WIDTH)
+        console.width = max(console.width, WIDTH)
     console.print(
         f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}, {report['dtype']}, "
         f"torch {versions['torch']}",
@@ -55,12 +55,12 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
 
 
 def _print_size(console: Console, hidden: int, tokens: int, rows: list[Row]) -> None:
-    title = f"{tokens} tokens x {hidden}, {_mebibytes(rows[0].nbytes)}, input sets: {max(row.sets for row in rows)}"
+    title = f"{tokens} tokens x {hidden}, {mebibytes(rows[0].nbytes)}, input sets: {max(row.sets for row in rows)}"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*map(escape, _cells(row)), style=_STYLES.get(row.kind))
+        table.add_row(*map(escape, _cells(row)), style=STYLES.get(row.kind))
     console.print(table)
     peers = sorted({row.best_peer for row in rows if row.best_peer is not None})
     if peers:
@@ -74,26 +74,26 @@ def _cells(row: Row) -> tuple[str, ...]:
     span = "-" if row.p20_us is None else f"{row.p20_us:.1f} - {row.p80_us:.1f}"
     return (
         row.label,
-        _number(row.p50_us, ".1f"),
+        number(row.p50_us, ".1f"),
         span,
-        _number(row.bus_gb_per_s, ".1f"),
-        _number(row.share_of_bound, ".1%"),
-        _number(row.num_sms, "d"),
-        _number(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
+        number(row.bus_gb_per_s, ".1f"),
+        number(row.share_of_bound, ".1%"),
+        number(row.num_sms, "d"),
+        number(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
         row.residual_form.partition(" ")[0] or "-",
-        _verdict(row),
+        verdict(row),
     )
 
 
-def _verdict(row: Row) -> str:
+def verdict(row: Measured) -> str:
     if row.kind == "bound" and row.outcome in ("timed", "computed"):
         return row.outcome
     return row.numerics if row.outcome in ("timed", "numerics failed") else row.outcome
 
 
-def _number(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _mebibytes(count: int) -> str:
+def mebibytes(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

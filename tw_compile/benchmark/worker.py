@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contenders import Contender, contenders
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, percentiles, round_robin, slowest
+from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.benchmark.ranks import Ranks, UnavailableError
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
@@ -36,7 +36,6 @@ from tw_compile.testing.gpu_problems import (
 
 Progress = Callable[[str], None]
 
-WARM_UP_ROUNDS = 3
 CPU_CACHE_BYTES = 32 * 2**20
 
 
@@ -117,7 +116,9 @@ def bench_size(
         entries.append(_admit(spec, ranks, contender, size, problems, reference))
     del reference
     progress(f"{where} timing")
-    times = _time(spec, ranks, {entry.contender.label: entry.timer for entry in entries if entry.timer is not None})
+    times = interleaved(
+        ranks, {entry.contender.label: entry.timer for entry in entries if entry.timer is not None}, spec.repeats
+    )
     rows = [_row(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
     if spec.device == "cuda":
         # Peers are done with this size's buffers before any of them is freed.
@@ -190,18 +191,6 @@ def _failure(
         if not contender.residual_sharded:
             expect_same_on_all_ranks(checked, "residual", residual)
     return ranks.agree("; ".join(checked.failures) or None)
-
-
-def _time(spec: BenchSpec, ranks: Ranks, timers: dict[str, Timer]) -> dict[str, list[float]]:
-    """Microseconds a call by label, one number a repeat: the slowest rank's."""
-    own: dict[str, list[float]] = {label: [] for label in timers}
-    for number, label in round_robin(list(timers), WARM_UP_ROUNDS + spec.repeats):
-        ranks.barrier()
-        microseconds = timers[label].run()
-        if number >= WARM_UP_ROUNDS:
-            own[label].append(microseconds)
-    by_rank = ranks.gather(own)
-    return {label: slowest([times[label] for times in by_rank]) for label in timers}
 
 
 def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float] | None) -> Row:

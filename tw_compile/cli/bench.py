@@ -48,7 +48,7 @@ def passes(
         from tw_compile.runner.versions import versions
 
         deepest = RunSpec(model, tp, "cuda", (TOKENS,), "bfloat16", counts[-1])
-        _check_depth(deepest)
+        check_depth(deepest)
         progress("warming up on one layer")
         inspect_model(_with_layers(deepest, 1))
         rows = []
@@ -156,7 +156,7 @@ def kernel(
         from tw_compile.benchmark.plot import require
 
         require(plot_file)
-    report = _bench_kernel(dataclasses.replace(spec, world_size=_world_size(tp, device)), json_file)
+    report = _bench_kernel(dataclasses.replace(spec, world_size=ranks_here("bench kernel", tp, device)), json_file)
     _write_files(report, csv_file, plot_file, table_file)
 
 
@@ -193,12 +193,17 @@ def _write_files(report: dict[str, Any], csv_file: str | None, plot_file: str | 
         raise typer.Exit(common.EXIT_FAILED)
 
 
-def _world_size(tp: int | None, device: str) -> int:
+def ranks_here(command: str, tp: int | None, device: str) -> int:
+    """``--tp`` where this machine has the GPUs for it, or what it has them for.
+
+    Raises:
+        UsageError: It has not, or these are the ranks of a launcher.
+    """
     from tw_compile.runner.launch import torchrun_world_size
 
     if torchrun_world_size() is not None:
         raise UsageError(
-            "bench kernel: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
+            f"{command}: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
         )
     if tp == 1:
         raise UsageError("--tp: expected at least 2 ranks, got 1")
@@ -222,7 +227,7 @@ def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
     return dataclasses.replace(spec, layers=layers)
 
 
-def _check_depth(spec: RunSpec) -> None:
+def check_depth(spec: RunSpec) -> None:
     from tw_compile.models import load_config
 
     try:

@@ -20,10 +20,13 @@ class RankError(RuntimeError):
 
 
 class RanksSpec(Protocol):
-    """What starting ranks needs to know: how many, and after how many seconds they have failed."""
+    """What starting ranks needs to know: how many, on ``cuda`` or ``cpu``, and after how many seconds they have failed."""
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
 
     @property
     def timeout(self) -> float: ...

@@ -26,7 +26,7 @@ from tw_compile import collect_reports, compat
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.spec import RanksSpec, RunSpec, UsageError
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
@@ -39,7 +39,7 @@ ITERATIONS = 20
 
 
 @contextlib.contextmanager
-def process_group(spec: RunSpec, rank: int, local_rank: int, init_method: str) -> Iterator[None]:
+def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str) -> Iterator[None]:
     """Join the default process group and take this rank's device."""
     options: dict[str, Any] = {}
     if spec.device == "cuda":
@@ -82,7 +82,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     Raises:
         UsageError: The model can't be built as asked.
     """
-    _silence_known_warnings()
+    silence_known_warnings()
     decoder = _build(spec, progress)
     ids = _prompts(spec, decoder)
     progress("float64 reference")
@@ -134,7 +134,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     }
 
 
-def _silence_known_warnings() -> None:
+def silence_known_warnings() -> None:
     """Two that this module asks for: it disables the caches, and compiles on machines without a GPU."""
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -1,0 +1,142 @@
+"""``tw-compile bench layer`` on gloo ranks, and variants that fail on one rank or compute nonsense."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from tw_compile import compat
+from tw_compile.benchmark.layer import worker
+from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.variants import Variant
+from tw_compile.benchmark.layer.worker import Entry, Outputs, Run, Stack, bench_tokens, build_stack
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.cli.app import app
+from tw_compile.models import to_double
+from tw_compile.report import GraphReport
+from tw_compile.testing import GlooRanks
+from tw_compile.testing.gpu_problems import Context
+
+SPEC = LayerSpec("tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
+
+
+@pytest.mark.timeout(400)
+def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json")}
+    args = ["--device", "cpu", "--repeats", "20", "--only", "fused,no-communication"]
+    args += [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    result = CliRunner().invoke(app, ["bench", "layer", *args])
+    assert result.exit_code == 0, result.output
+    assert "say nothing about speed" in result.output and "PASSED" in result.output
+    assert "7/7 8 tokens: timing" in result.output
+    report = json.loads(files["json"].read_text())
+    assert (report["world_size"], report["layers"], report["tokens"]) == (2, 1, [8])
+    fused, alone = report["rows"]
+    assert (fused["label"], fused["all_reduces"], fused["fused"], fused["numerics"]) == ("fused", 2, 2, "ok")
+    assert (alone["label"], alone["all_reduces"], alone["numerics"]) == ("no-communication", 2, "not checked")
+    assert all(0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in report["rows"])
+    assert fused["speedup"] is None and 1e-4 < fused["hidden_error"] < 1e-1
+    lines = list(csv.DictReader(files["csv"].open()))
+    assert [float(line["p50_us"]) for line in lines] == [row["p50_us"] for row in report["rows"]]
+
+
+def _on_ranks(rank: int, check: Callable[[Ranks], Any]) -> Any:
+    world = dist.group.WORLD
+    assert world is not None
+    with torch.no_grad():
+        return check(Ranks(Context(rank, 2, torch.device("cpu"), compat.group_name(world)), world))
+
+
+LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good")
+
+
+def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
+    def compiled(variant: Variant, stack: Stack, residual: torch.Tensor) -> tuple[Run, int]:
+        label, runs = variant.label, iter(range(1000))
+
+        def forward(x: torch.Tensor) -> Outputs:
+            hidden, h = stack(x)
+            is_bad = rank == 1 and (label != "wrong later" or next(runs) > 5)
+            if is_bad and label == "raises":
+                raise RuntimeError("lost\nwith all its hands")
+            if is_bad and label in ("wrong", "wrong later"):
+                hidden[-1, -1, -1] += 10
+            if is_bad and label == "unequal":
+                hidden[-1, -1, -1] *= 1 + 2**-7
+            if is_bad and label == "not finite":
+                h[0, 0, 0] = float("nan")
+            return hidden, h
+
+        run = Run(forward, residual)
+        run()
+        return run, 0 if label == "no graph" else 2
+
+    return compiled
+
+
+def _bench_broken(ranks: Ranks) -> list[dict[str, Any]]:
+    stack = build_stack(SPEC, torch.device("cpu"))
+    double = Stack(to_double(stack.decoder))
+    everyone = [Variant(label, "peer") for label in LABELS]
+    with mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)):
+        rows = bench_tokens(SPEC, ranks, everyone, (stack, double), 6, lambda what: None)
+    return [vars(row) for row in rows]
+
+
+def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: GlooRanks) -> None:
+    results = gloo_ranks.run(_on_ranks, _bench_broken)
+    assert results[0] == results[1]
+    rows = {row["label"]: row for row in results[0]}
+    outcomes = {label: (row["outcome"], row["numerics"], row["p50_us"] is not None) for label, row in rows.items()}
+    failed = ("numerics failed", "failed", False)
+    assert outcomes == {
+        "raises": ("error", "not checked", False),
+        "wrong": failed,
+        "unequal": failed,
+        "wrong later": failed,
+        "not finite": failed,
+        "no graph": ("error", "not checked", False),
+        "good": ("timed", "ok", True),
+    }
+    assert rows["raises"]["reason"] == "rank 1: RuntimeError: lost"
+    assert rows["wrong"]["reason"].startswith("hidden: error ")
+    assert "differs from rank 0" in rows["unequal"]["reason"]
+    assert rows["not finite"]["residual_error"] is None
+    assert rows["good"]["reason"] is None and rows["good"]["hidden_error"] > 0
+
+
+def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
+    stack = build_stack(SPEC, torch.device("cpu"))
+
+    def forward(stack: Any, inputs: torch.Tensor) -> Outputs:
+        raise torch.OutOfMemoryError("out of memory")
+
+    steps: list[str] = []
+    with mock.patch.object(worker, "reference_forward", forward):
+        rows = bench_tokens(SPEC, ranks, [Variant("fused", "ours")], (stack, stack), 6, steps.append)
+    assert len(steps) == 3
+    return [(row.outcome, row.reason) for row in rows]
+
+
+def test_what_cannot_be_checked_is_not_timed(gloo_ranks: GlooRanks) -> None:
+    row = ("error", "no reference: OutOfMemoryError: out of memory")
+    assert gloo_ranks.run(_on_ranks, _without_reference) == [[row], [row]]
+
+
+def _deviations(ranks: Ranks) -> list[str | None]:
+    entry = Entry(Variant("fused", "ours"), worker.LayerRow("fused", "ours", 6, 96, "timed"))
+    return [worker._deviation(ranks, entry, reports) for reports in ([], [GraphReport()])]
+
+
+def test_graph_without_all_reduces_is_not_what_was_asked_for(gloo_ranks: GlooRanks) -> None:
+    reason = "the graph that was compiled has no all_reduce"
+    assert gloo_ranks.run(_on_ranks, _deviations) == [[reason, reason]] * 2

@@ -1,0 +1,318 @@
+"""``tw-compile bench layer`` without its ranks: variants, graphs, arithmetic, files and refusals."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tw_compile import Config
+from tw_compile.benchmark.layer import plot as layer_plot
+from tw_compile.benchmark.layer import run as layer_run
+from tw_compile.benchmark.layer import symmetric
+from tw_compile.benchmark.layer import variants as layer_variants
+from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of
+from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
+from tw_compile.benchmark.layer.table import print_report
+from tw_compile.benchmark.layer.variants import variants
+from tw_compile.benchmark.results import Outcome
+from tw_compile.benchmark.table import SMOKE_TEST
+from tw_compile.cli import bench
+from tw_compile.cli.app import app
+from tw_compile.models import reference, reference_forward
+from tw_compile.runner.spec import UsageError
+from tw_compile.testing import fake_process_group
+from tw_compile.testing.capture import capture_graphs
+
+SPEC = LayerSpec("llama-3.3-70b", 4, "cuda", "bfloat16", (1024, 4096))
+MIB = 2**20
+
+
+def row(
+    label: str, kind: str, p50: float | None, tokens: int = 1024, outcome: Outcome = "timed", reason: str | None = None
+) -> LayerRow:
+    numerics = "failed" if outcome == "numerics failed" else "not checked" if kind == "bound" else "ok"
+    times = {} if p50 is None else {"p20_us": 0.9 * p50, "p50_us": p50, "p80_us": 1.2 * p50}
+    return LayerRow(label, kind, tokens, tokens * 2**14, outcome, reason, numerics, 8, 8, 1e-3, 1e-4, MIB, **times)
+
+
+def measured(tokens: int = 1024) -> list[LayerRow]:
+    rows = [
+        row("fused", "ours", 800.0, tokens),
+        row("inductor+nccl", "peer", 1000.0, tokens),
+        row("inductor+symm-one-shot", "peer", None, tokens, "not served", "messages too large"),
+        row("inductor+symm-two-shot", "peer", 900.0, tokens),
+        row("no-communication", "bound", 700.0, tokens),
+    ]
+    return complete(rows, "cuda")
+
+
+def report_of(rows: list[LayerRow], device: str = "cuda") -> dict[str, Any]:
+    return {
+        "machine": "x86_64 64 cpus",
+        "model": "llama-3.3-70b",
+        "device": device,
+        "device_name": "NVIDIA H200",
+        "world_size": 4,
+        "dtype": "bfloat16",
+        "batch": 2,
+        "layers": 4,
+        "repeats": 50,
+        "seed": 0,
+        "environment": {"NCCL_NVLS_ENABLE": "0"},
+        "rows": [asdict(one) for one in rows],
+        "versions": {"torch": "2.11.0", "nccl": "2.28.9", "commit": "unknown"},
+    }
+
+
+def printed(report: dict[str, Any]) -> str:
+    text = io.StringIO()
+    print_report(Console(file=text, highlight=False), report)
+    return text.getvalue()
+
+
+def test_speedup_and_share_hidden_are_against_the_best_unfused_variant() -> None:
+    by_label = {one.label: one for one in measured()}
+    fused = by_label["fused"]
+    assert (fused.speedup, fused.best_peer) == (900 / 800, "inductor+symm-two-shot")
+    assert fused.communication_hidden == (900 - 800) / (900 - 700)
+    others = [one for one in by_label.values() if one is not fused]
+    assert all(one.speedup is None and one.communication_hidden is None for one in others)
+
+
+def test_wrong_results_have_no_speedup_and_are_nobodys_baseline() -> None:
+    wrong = row("inductor+symm-two-shot", "peer", 1.0, outcome="numerics failed")
+    unequal = row("fused", "ours", 1.0, outcome="numerics failed")
+    rows = complete([unequal, row("split", "ours", 500.0), wrong, row("inductor+nccl", "peer", 1000.0)], "cuda")
+    assert (rows[0].speedup, rows[1].speedup, rows[1].best_peer) == (None, 2.0, "inductor+nccl")
+
+
+def test_nothing_is_hidden_where_communication_costs_nothing() -> None:
+    rows = [row("fused", "ours", 90.0), row("inductor+nccl", "peer", 99.0), row("no-communication", "bound", 100.0)]
+    fused = complete(rows, "cuda")[0]
+    assert (fused.speedup, fused.communication_hidden) == (99 / 90, None)
+
+
+def test_gloo_ranks_have_no_speedup() -> None:
+    rows = complete([row("fused", "ours", 1.0), row("inductor+gloo", "peer", 2.0)], "cpu")
+    assert rows[0].speedup is None
+    text = printed(report_of(rows, "cpu"))
+    assert SMOKE_TEST in text and "2.00x" not in text
+
+
+def test_who_takes_part() -> None:
+    unfused = ["inductor+nccl", "inductor+symm-one-shot", "inductor+symm-two-shot", "no-communication"]
+    labels = [one.label for one in variants(SPEC)]
+    assert labels[0] == "fused" and labels[-4:] == unfused
+    assert [one.label for one in variants(dataclasses.replace(SPEC, device="cpu"))][-2:] == [
+        "inductor+gloo",
+        "no-communication",
+    ]
+    only = dataclasses.replace(SPEC, only=("inductor+nccl", "fused"))
+    assert [one.label for one in variants(only)] == ["fused", "inductor+nccl"]
+    with pytest.raises(UsageError, match=r"--only: expected some of fused, .*, got 'fuse'"):
+        variants(dataclasses.replace(SPEC, only=("fuse",)))
+
+
+def test_split_is_offered_where_the_passes_can_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    def labels(config: Any) -> set[str]:
+        monkeypatch.setattr(layer_variants, "Config", config)
+        return {one.label for one in variants(SPEC)} & {"split", "fused+split"}
+
+    assert labels(dataclasses.make_dataclass("Config", [("fuse", bool)])) == set()
+    assert labels(dataclasses.make_dataclass("Config", [("fuse", bool), ("split", str)])) == {"split", "fused+split"}
+
+
+def test_options_of_ours_are_options_that_there_are() -> None:
+    for one in variants(SPEC):
+        Config(**one.config)
+
+
+def test_symmetric_memory_serves_what_torch_has_kernels_for() -> None:
+    by_label = {one.label: one for one in variants(SPEC)}
+    one_shot, two_shot = by_label["inductor+symm-one-shot"], by_label["inductor+symm-two-shot"]
+    assert one_shot.obstacle(32 * MIB, "bfloat16") is None
+    assert "up to 32 MiB" in str(one_shot.obstacle(32 * MIB + 2, "bfloat16"))
+    assert two_shot.obstacle(512 * MIB, "bfloat16") is None
+    assert "bfloat16 and float32 only" in str(two_shot.obstacle(1, "float16"))
+    assert all(one.obstacle(512 * MIB, "float16") is None for one in by_label.values() if not one.symmetric)
+
+
+def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """An all_reduce of a matmul, through a view, and one of something else."""
+    partial = (x.reshape(-1, 8) @ a).reshape(x.shape)
+    dist.all_reduce(partial)
+    h = x + partial
+    gated = (h @ b).relu()
+    dist.all_reduce(gated)
+    return h + gated
+
+
+def graph_of(pass_: Any) -> torch.fx.Graph:
+    inputs = (torch.randn(2, 3, 8), torch.randn(8, 8), torch.randn(8, 8))
+    with fake_process_group(2):
+        (captured,) = capture_graphs(layer, inputs, pass_=pass_, dynamic=False)
+    return captured.graph
+
+
+def calls(graph: torch.fx.Graph) -> Counter[str]:
+    return Counter(str(node.target) for node in graph.nodes if "all_reduce" in str(node.target))
+
+
+def test_graph_with_symmetric_memory_has_matmuls_that_write_there() -> None:
+    pass_ = UseSymmetricMemory("two_shot")
+    graph = graph_of(pass_)
+    found = {"tw_compile_bench.mm_all_reduce.default": 1, "tw_compile_bench.all_reduce.default": 1}
+    assert pass_.seen == 2 and calls(graph) == found
+    sites = [node.args[-3:] for node in graph.nodes if "tw_compile_bench" in str(node.target)]
+    assert [(kind, site) for kind, _, site in sites] == [("two_shot", 0), ("two_shot", 1)]
+    assert not [node for node in graph.nodes if "wait_tensor" in str(node.target)]
+
+
+def test_graph_without_communication_keeps_everything_else() -> None:
+    baseline, pass_ = CountAllReduces(), DropAllReduces()
+    before, after = graph_of(baseline), graph_of(pass_)
+    assert (baseline.seen, pass_.seen) == (2, 2)
+    assert calls(after) == {} and calls(before) == {"_c10d_functional.all_reduce_.default": 2}
+    assert len(before.nodes) - len(after.nodes) == 4
+
+
+class _OwnMemory(Slots):
+    """Slots of plain memory."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._buffers = {
+            (kind, site): (torch.empty(capacity, dtype=torch.uint8), None) for kind in "ab" for site in (0, 1)
+        }
+
+
+def test_operators_write_the_message_to_the_slot_of_their_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def reduce(slot: torch.Tensor, kind: str, group_name: str) -> torch.Tensor:
+        seen.append((slot.data_ptr(), group_name))
+        return slot * 2
+
+    slots = _OwnMemory(4 * 8 * 4)
+    monkeypatch.setattr(symmetric, "_reduce", reduce)
+    monkeypatch.setitem(symmetric._slots, "group", slots)
+    a, b, x = torch.randn(4, 3), torch.randn(3, 8), torch.randn(2, 2, 8)
+    torch.testing.assert_close(symmetric.mm_all_reduce(a, b, "a", "group", 0), 2 * (a @ b))
+    torch.testing.assert_close(symmetric.all_reduce(x, "a", "group", 1), 2 * x)
+    assert seen == [(slots._buffers["a", site][0].data_ptr(), "group") for site in (0, 1)]
+    with pytest.raises(ValueError, match=r"shape: expected at most 128 bytes, got \[5, 8\]"):
+        symmetric.mm_all_reduce(torch.randn(5, 3), b, "a", "group", 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_reference_attention_head_by_head_is_the_same(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    query, keys, values = (torch.randn(2, heads, 5, 4, generator=generator).double() for heads in (6, 2, 2))
+    mask = torch.randn(2, 1, 5, 5, generator=generator).double() if masked else None
+
+    def attention(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.scaled_dot_product_attention(
+            x, keys, values, attn_mask=mask, is_causal=not masked, enable_gqa=True, scale=0.3
+        ), x
+
+    whole, _ = reference_forward(attention, query)
+    shapes: list[tuple[int, ...]] = []
+    real = F.scaled_dot_product_attention
+    score_bytes = reference._score_bytes
+    monkeypatch.setattr(reference, "MOST_SCORE_BYTES", 0)
+    monkeypatch.setattr(reference, "_score_bytes", lambda q, k: shapes.append(tuple(q.shape)) or score_bytes(q, k))
+    by_heads, _ = reference_forward(attention, query)
+    assert real is F.scaled_dot_product_attention and shapes == [(2, 6, 5, 4)]
+    torch.testing.assert_close(by_heads, whole, rtol=1e-13, atol=1e-13)
+
+
+def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
+    text = printed(report_of(measured()))
+    assert "1.12x" in text and "50%" in text and "8 of 8" in text and "PASSED" in text
+    assert "1024 tokens in 2 sequences, messages of 16.0 MiB" in text
+    assert "against inductor+symm-two-shot, the best unfused here" in text
+    assert "inductor+symm-one-shot: messages too large" in text
+    failed = row("fused", "ours", None, outcome="numerics failed", reason="hidden: error 2")
+    text = printed(report_of([failed, *measured()[1:]]))
+    assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
+
+
+def test_csv_has_a_line_for_each_row() -> None:
+    report = report_of([*measured(), *measured(4096)])
+    lines = list(csv.DictReader(io.StringIO(as_csv(report))))
+    assert [(line["label"], int(line["tokens"])) for line in lines] == [
+        (one.label, one.tokens) for one in rows_of(report)
+    ]
+    assert {(line["model"], line["layers"], line["torch"]) for line in lines} == {("llama-3.3-70b", "4", "2.11.0")}
+
+
+def test_plot_is_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "layer.svg"
+    layer_plot.plot(report_of([*measured(), *measured(4096)]), str(file))
+    assert "<svg" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "named", "came"),
+    [
+        (["--tokens", "1,1"], "--tokens", "'1,1'"),
+        (["--tokens", "8,9", "--batch", "2"], "--tokens", "got 9"),
+        (["--batch", "0"], "--batch", "0"),
+        (["--layers", "0"], "--layers", "0"),
+        (["--layers", "99"], "--layers", "99"),
+        (["--model", "llama-9"], "--model llama-9", "'llama-9'"),
+        (["--repeats", "3"], "--repeats", "3"),
+        (["--seed", "-1"], "--seed", "-1"),
+        (["--timeout", "0"], "--timeout", "0"),
+        (["--tp", "1"], "--tp", "1"),
+        (["--device", "tpu"], "--device", "'tpu'"),
+        (["--dtype", "int8"], "--dtype", "'int8'"),
+        (["--only", "nobody"], "--only", "'nobody'"),
+        (["--csv", "/nowhere/rows.csv"], "--csv", "/nowhere/rows.csv"),
+        (["--plot", "layer.gif"], "--plot", "layer.gif"),
+    ],
+)
+def test_bad_input_is_one_line(args: list[str], named: str, came: str) -> None:
+    device = [] if "--device" in args else ["--device", "cpu"]
+    result = CliRunner().invoke(app, ["bench", "layer", *device, *args])
+    lines = result.output.strip().splitlines()
+    assert result.exit_code == 2
+    assert len(lines) == 1 and named in lines[0] and "expected" in lines[0] and came in lines[0]
+
+
+def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow]) -> tuple[Any, LayerSpec]:
+    specs: list[LayerSpec] = []
+
+    def run(spec: LayerSpec, progress: Any) -> dict[str, Any]:
+        specs.append(spec)
+        for number in range(layer_run.steps(spec)):
+            progress(f"step {number}")
+        return report_of(rows)
+
+    monkeypatch.setattr(layer_run, "run", run)
+    monkeypatch.setattr(bench, "_gpus", lambda: 4)
+    return CliRunner().invoke(app, ["bench", "layer", "--tokens", "1024,4096", "--batch", "2"]), specs[0]
+
+
+def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, spec = _bench(monkeypatch, measured())
+    assert result.exit_code == 0 and "PASSED" in result.output
+    steps = 3 + 2 * (2 + len(variants(spec)))
+    assert f"{steps}/{steps} step {steps - 1}" in result.output
+    assert (spec.model, spec.world_size, spec.layers, spec.batch) == ("llama-3.3-70b", 4, 4, 2)
+    wrong = row("fused", "ours", None, outcome="numerics failed", reason="hidden: not finite")
+    assert _bench(monkeypatch, [wrong])[0].exit_code == 1

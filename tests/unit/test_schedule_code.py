@@ -1,0 +1,198 @@
+"""What Inductor makes of a schedule: nothing else. Code for an H100, generated without one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+
+from tw_compile import Config, TWCompilePass, compat
+from tw_compile.models import build_decoder, load_config
+from tw_compile.passes.split import SplitReport, split_tokens
+from tw_compile.passes.split.lock import Lock, lock_order
+from tw_compile.passes.split.schedule import Schedule, schedule
+from tw_compile.testing import fake_cuda, fake_process_group
+
+START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\((.*)\)")
+WAIT = re.compile(r"all_reduce_rms_norm_wait_\.default\((\w+), (\w+), \[([^]]*)\]")
+BUFFER = re.compile(r"\bbuf\d+\b")
+
+FORMS: dict[str, dict[str, Any]] = {
+    "attention joins": {"batch": 1, "first": 32},
+    "unequal halves": {"batch": 1, "first": 48, "layers": 1},
+    "requests": {"batch": 2, "first": 1},
+    "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
+    "dynamic": {"batch": 1, "first": 32, "layers": 1, "dynamic": True},
+    "all_reduce": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, fuse=False)},
+}
+FUSED = [form for form in FORMS if form != "all_reduce"]
+
+
+@dataclass
+class Generated:
+    """``scheduled`` is the order of calls in the graph, before anything was locked."""
+
+    lines: list[str]
+    scheduled: list[str]
+    schedule: Schedule | None = None
+    locks: list[Lock] = field(default_factory=list)
+
+
+@cache
+def generated(form: str, lock: bool = True) -> Generated:
+    """Two layers where not said otherwise, 64 tokens a request."""
+    given = {"config": Config(strict=True), "layers": 2, "dynamic": False, **FORMS[form]}
+    fuse = TWCompilePass(given["config"])
+    found = Generated([], [])
+
+    def passes(graph: fx.Graph) -> None:
+        fuse(graph)
+        report = split_tokens(graph, given["first"], unit="request" if given["batch"] > 1 else "token")
+        assert isinstance(report, SplitReport)
+        result = schedule(graph)
+        assert isinstance(result, Schedule)
+        found.schedule = result
+        found.scheduled += [call for node in graph.nodes if (call := in_graph(node)) is not None]
+        if lock:
+            found.locks.append(lock_order(graph))
+            graph.lint()
+
+    with fake_process_group(4), fake_cuda():
+        decoder = build_decoder(
+            load_config("tiny-llama"), device="cuda", dtype=torch.bfloat16, num_layers=given["layers"]
+        )
+        ids = torch.zeros(given["batch"], 64, dtype=torch.long, device="cuda")
+        if given["dynamic"]:
+            torch._dynamo.mark_dynamic(ids, 1)
+        code = compat.inductor_code(decoder, (ids,), passes, "cuda", None, {})
+    body = code[code.index("def call(") :]
+    found.lines = body[: body.index("return (")].splitlines()
+    return found
+
+
+def in_graph(node: fx.Node) -> str | None:
+    """A call as text that the generated code has too: the operator, and its slot or its weight."""
+    name = str(node.target)
+    if "rms_norm_start" in name:
+        return f"start {node.args[-2]} {weight(node.args[1]) if 'mm_' in name else ''}".strip()
+    if "rms_norm_wait_" in name:
+        return f"wait {node.args[-1]}"
+    if name == "aten.mm.default":
+        return f"mm {weight(node.args[1])}"
+    for known in ("all_reduce.default", "wait_tensor.default", "attention.default"):
+        if name.endswith(known):
+            return known.partition(".")[0]
+    return None
+
+
+def weight(node: Any) -> str:
+    while node.op != "placeholder":
+        (node,) = node.all_input_nodes
+    return node.name
+
+
+def in_code(line: str) -> str | None:
+    start, wait = START.search(line), WAIT.search(line)
+    if start is not None:
+        absorbed = re.search(r"\barg\w+", start.group(2)) if "mm_all_reduce" in line else None
+        return f"start {line.split(', ')[-2]} {absorbed.group() if absorbed else ''}".strip()
+    if wait is not None:
+        return f"wait {line.rstrip(')').split(', ')[-1]}"
+    if "extern_kernels.mm(" in line:
+        return f"mm {re.findall(r'arg[0-9_]+', line)[0]}"
+    for known in ("all_reduce_.default(", "wait_tensor.default(", "attention.default("):
+        if known in line:
+            return known.rstrip("(").partition(".")[0].rstrip("_")
+    return None
+
+
+def calls(lines: list[str]) -> list[str]:
+    lines = [line for line in lines if "assert_" not in line]
+    return [call for line in lines if (call := in_code(line)) is not None]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_and_matmuls_keep_their_order(form: str) -> None:
+    found = generated(form)
+    order = calls(found.lines)
+    assert [one for one in order if one != "attention"] == [one for one in found.scheduled if "attention" not in one]
+    assert len(order) > 15
+
+
+@pytest.mark.parametrize("form", ["requests", "all_reduce"])
+def test_without_the_lock_inductor_undoes_the_schedule(form: str) -> None:
+    found = generated(form, False)
+    assert calls(found.lines) != found.scheduled
+
+
+def flights(lines: list[str]) -> list[tuple[int, int, set[str]]]:
+    """For each call the lines of its start and its wait, and the buffers of its inputs and outputs."""
+    found = []
+    for begin, line in enumerate(lines):
+        start = START.search(line)
+        if start is None:
+            continue
+        items = {
+            item.group(1)
+            for text in lines
+            if (item := re.match(rf"\s*(\w+) = {start.group(1)}\[\d\]", text)) is not None
+        }
+        (end,) = (number for number, text in enumerate(lines) if (wait := WAIT.search(text)) and wait.group(1) in items)
+        found.append((begin, end, items | set(BUFFER.findall(start.group(2)))))
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("form", FUSED)
+def test_memory_of_a_call_in_flight_is_neither_written_nor_given_away(form: str) -> None:
+    lines = generated(form).lines
+    for begin, end, buffers in flights(lines):
+        wait = WAIT.search(lines[end])
+        assert wait is not None and buffers <= set(BUFFER.findall(wait.group())), lines[end]
+        for line in lines[begin + 1 : end]:
+            for buffer in buffers & set(BUFFER.findall(line)):
+                read = re.match(rf"\s*({buffer} = \w+\[\d\]|assert_\w+\({buffer}\b)", line)
+                kept = WAIT.search(line)
+                another = START.search(line)
+                only_read = kept is not None and buffer not in kept.group(1, 2)
+                assert read or only_read or another, line
+                assert not re.search(rf"\bdel {buffer}\b", line), line
+
+
+@pytest.mark.parametrize("form", ["requests", "gemms stay"])
+def test_no_kernel_computes_for_both_halves_before_the_last_wait(form: str) -> None:
+    lines = generated(form).lines
+    tainted: dict[str, set[int]] = {}
+    last = max(number for number, line in enumerate(lines) if WAIT.search(line))
+    both = []
+    for number, line in enumerate(lines):
+        start = START.search(line)
+        if start is not None:
+            tainted[start.group(1)] = {int(line.split(", ")[-2])}
+        elif (item := re.match(r"\s*(buf\d+) = (buf\d+)\[\d\]", line)) is not None:
+            tainted[item.group(1)] = tainted.get(item.group(2), set())
+        elif (renamed := re.match(r"\s*(buf\d+) = \w*\(?buf\d+.*# reuse", line)) is not None:
+            tainted[renamed.group(1)] = set()
+        elif ".run(" in line or "extern_kernels" in line or ".default(" in line:
+            if WAIT.search(line):
+                continue
+            named = BUFFER.findall(line)
+            halves = set().union(*(tainted.get(one, set()) for one in named))
+            both += [number] if len(halves) == 2 else []
+            for one in named:
+                tainted[one] = tainted.get(one, set()) | halves
+    assert both and min(both) > last, "what puts the results together is found"
+
+
+def test_what_is_loose_is_pointwise_and_reads_something_whole() -> None:
+    """A limit: lookups of embeddings, and copies out of a joined value, may run before the start that they belong behind."""
+    joined, requests = generated("attention joins").locks[0], generated("requests").locks[0]
+    assert not [one for one in joined.loose if "mm" in one or "attention" in one]
+    assert [one for one in joined.loose if one not in requests.loose] == ["clone_default_1", "clone_default_3"]
+    assert joined.cloned == 4 and requests.cloned == 0
+    assert requests.ordered <= 4

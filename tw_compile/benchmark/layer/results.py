@@ -1,0 +1,85 @@
+"""Rows of the report: what was measured, and what follows from it."""
+
+from __future__ import annotations
+
+import csv
+import io
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from tw_compile.benchmark.layer.variants import NO_COMMUNICATION
+from tw_compile.benchmark.results import Outcome, best_peer
+
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class LayerRow:
+    """One variant at one number of tokens.
+
+    Attributes:
+        kind: "ours", "peer" or "bound".
+        nbytes: Of one rank's message.
+        all_reduces: Of the stack's graph; ``fused`` is how many of them a fused operator does.
+        reason: Why there is no time.
+        numerics: "ok", "failed", or "not checked" when it did not come to that.
+        hidden_error: Of the normalised output against float64, relative, the worst rank's; ``residual_error`` that of the
+            residual stream.
+        peak_bytes: What one run allocates beyond weights and input at its peak; without symmetric memory, which is
+            allocated once.
+        p50_us: Median microseconds a layer, of the slowest rank; p20 and p80 likewise. None without a time.
+        speedup: The best peer's median time by this one's; ours only.
+        best_peer: Which one that is.
+        communication_hidden: Which share of the best peer's time beyond that without communication is gone; ours only.
+    """
+
+    label: str
+    kind: str
+    tokens: int
+    nbytes: int
+    outcome: Outcome
+    reason: str | None = None
+    numerics: str = "not checked"
+    all_reduces: int | None = None
+    fused: int | None = None
+    hidden_error: float | None = None
+    residual_error: float | None = None
+    peak_bytes: int | None = None
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    speedup: float | None = None
+    best_peer: str | None = None
+    communication_hidden: float | None = None
+
+
+def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
+    """The rows of one number of tokens with everything that follows from their times.
+
+    Times of gloo ranks on a CPU say nothing about speed: nothing follows from them.
+    """
+    peer = best_peer(rows)
+    if device != "cuda" or peer is None or peer.p50_us is None:
+        return rows
+    alone = next((row.p50_us for row in rows if row.label == NO_COMMUNICATION), None)
+    for row in rows:
+        if row.kind == "ours" and row.numerics == "ok" and row.p50_us is not None:
+            row.speedup, row.best_peer = peer.p50_us / row.p50_us, peer.label
+            if alone is not None and alone < peer.p50_us:
+                row.communication_hidden = (peer.p50_us - row.p50_us) / (peer.p50_us - alone)
+    return rows
+
+
+def rows_of(report: dict[str, Any]) -> list[LayerRow]:
+    return [LayerRow(**row) for row in report["rows"]]
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    """One line a variant and number of tokens, each with the machine and the versions it was measured with."""
+    names = ("machine", "device", "device_name", "model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
+    made_with = {name: report[name] for name in names} | report["versions"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(LayerRow)] + list(made_with), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) | made_with for row in rows_of(report))
+    return text.getvalue()

@@ -1,0 +1,174 @@
+"""torch's all_reduces over symmetric memory in a compiled graph: what an unfused model could have without our kernels.
+
+Inductor of torch 2.11 lowers to the one-shot kernel alone, and gives the buffers of different graphs the same allocation id.
+So the graph is rewritten here, to operators that do as it would: the matmul writes its partial sums to symmetric memory
+without a copy, and two-shot sums are read where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+from torch.library import Library
+
+from tw_compile import compat
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.graph.predicates import aten, is_call, is_view
+
+Kind = Literal["one_shot", "two_shot"]
+
+_c10d = torch.ops._c10d_functional
+_library = Library("tw_compile_bench", "DEF")
+_library.define("all_reduce(Tensor x, str kind, str group_name, int site) -> Tensor")
+_library.define("mm_all_reduce(Tensor a, Tensor b, str kind, str group_name, int site) -> Tensor")
+
+
+class Slots:
+    """Symmetric memory of one group: for each all_reduce of a graph a buffer of ``capacity`` bytes.
+
+    A two-shot sum stays in its buffer, which the graph takes for a tensor of its own until the next run of the graph. So no
+    two all_reduces of a graph share one, and neither do graphs of the two kinds.
+    """
+
+    def __init__(self, ranks: Ranks, capacity: int) -> None:
+        self.capacity = capacity
+        self._ranks = ranks
+        # Never given back: a pool hands freed blocks out again in an order that ranks need not share.
+        self._buffers: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+
+    def view(self, kind: str, site: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        """The first bytes of a buffer as ``shape`` in the dtype of ``like``. Collective where the buffer is new."""
+        nbytes = math.prod(shape) * like.element_size()
+        if nbytes > self.capacity:
+            raise ValueError(f"shape: expected at most {self.capacity} bytes, got {list(shape)} of {like.dtype}")
+        if (kind, site) not in self._buffers:
+            # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
+            buffer = self._ranks.together(lambda: compat.symm_mem_empty(self.capacity, like.device))
+            handle, *_ = compat.symm_mem_rendezvous(buffer, self._ranks.ctx.group_name)
+            self._buffers[kind, site] = buffer, handle
+        buffer, _ = self._buffers[kind, site]
+        return buffer[:nbytes].view(like.dtype).view(shape)
+
+
+_slots: dict[str, Slots] = {}
+
+
+def reserve(ranks: Ranks, capacity: int) -> None:
+    """From now on the group of ``ranks`` has slots of ``capacity`` bytes for the operators here."""
+    _slots[ranks.ctx.group_name] = Slots(ranks, capacity)
+
+
+def _reduce(slot: torch.Tensor, kind: str, group_name: str) -> torch.Tensor:
+    if kind == "one_shot":
+        return torch.ops.symm_mem.one_shot_all_reduce(slot, "sum", group_name)
+    return torch.ops.symm_mem.two_shot_all_reduce_(slot, "sum", group_name)
+
+
+def _all_reduce(x: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
+    slot = _slots[group_name].view(kind, site, tuple(x.shape), x)
+    return _reduce(slot.copy_(x), kind, group_name)
+
+
+def _mm_all_reduce(a: torch.Tensor, b: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
+    slot = _slots[group_name].view(kind, site, (a.shape[0], b.shape[1]), a)
+    return _reduce(torch.mm(a, b, out=slot), kind, group_name)
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("all_reduce", _all_reduce, _key)
+    _library.impl("mm_all_reduce", _mm_all_reduce, _key)
+
+
+@torch.library.register_fake("tw_compile_bench::all_reduce", lib=_library)
+def _all_reduce_fake(x: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("tw_compile_bench::mm_all_reduce", lib=_library)
+def _mm_all_reduce_fake(a: torch.Tensor, b: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+all_reduce = torch.ops.tw_compile_bench.all_reduce.default
+mm_all_reduce = torch.ops.tw_compile_bench.mm_all_reduce.default
+
+
+class UseSymmetricMemory(compat.CustomGraphPass):
+    """Replace every all_reduce, and the matmul before it, by the operators here. For graphs of static sizes.
+
+    ``seen``, here and in the passes below, is how many all_reduces there were in the graphs of one model.
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.seen = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in [one for one in graph.nodes if is_call(one, _c10d.all_reduce.default)]:
+            operands: tuple[Any, ...] = node.args
+            message, operation, group_name = operands
+            if operation != "sum":
+                raise ValueError(f"all_reduce: expected a sum, as symmetric memory has no other, got {operation!r}")
+            where = (self.kind, group_name, self.seen)
+            gemm = _gemm_of(message)
+            with graph.inserting_before(node):
+                if gemm is None:
+                    reduced = graph.call_function(all_reduce, (message, *where))
+                else:
+                    reduced = graph.call_function(mm_all_reduce, (*gemm.args, *where))
+                    reduced = graph.call_function(aten.reshape.default, (reduced, list(message.meta["val"].shape)))
+            _replace(graph, node, reduced)
+            self.seen += 1
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> None:
+        """Not cached."""
+
+
+class DropAllReduces(compat.CustomGraphPass):
+    """Take every partial sum for the sum: the graph without communication. What it computes is no result."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in [one for one in graph.nodes if is_call(one, _c10d.all_reduce.default)]:
+            _replace(graph, node, node.args[0])
+            self.seen += 1
+        graph.eliminate_dead_code()
+
+    def uuid(self) -> None:
+        """Not cached."""
+
+
+class CountAllReduces(compat.CustomGraphPass):
+    """Change nothing."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen += sum(is_call(node, _c10d.all_reduce.default) for node in graph.nodes)
+
+    def uuid(self) -> None:
+        """Not cached."""
+
+
+def _gemm_of(message: fx.Node) -> fx.Node | None:
+    """The ``mm`` that makes the message, when nothing else reads it or what lies between."""
+    node = message
+    while is_view(node) and len(node.users) == 1:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if is_call(node, aten.mm.default) and len(node.users) == 1 else None
+
+
+def _replace(graph: fx.Graph, node: fx.Node, by: Any) -> None:
+    for wait in list(node.users):
+        if not is_call(wait, _c10d.wait_tensor.default):
+            raise ValueError(f"all_reduce: expected to be read by wait_tensor alone, got {wait.format_node()}")
+        wait.replace_all_uses_with(by)
+        graph.erase_node(wait)
+    graph.erase_node(node)

@@ -1,0 +1,88 @@
+"""The ways to compile a stack of layers that are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tw_compile import Config
+from tw_compile.benchmark.contenders import SYMM_MEM_ONE_SHOT_MAX_BYTES, Kind
+from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
+from tw_compile.runner.spec import UsageError
+
+SYMM_MEM_DTYPES = ("bfloat16", "float32")
+NO_COMMUNICATION = "no-communication"
+
+GraphPass = CountAllReduces | DropAllReduces | UseSymmetricMemory
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compile the stack.
+
+    Attributes:
+        kind: "ours", "peer" (unfused), or "bound" for what is no way to do it but a limit.
+        make_pass: What Inductor's graph goes through, for those that are not ours.
+        config: What the passes of ours may do.
+        symmetric: It reduces by torch's symmetric memory, if need be messages of up to ``most_bytes``.
+    """
+
+    label: str
+    kind: Kind
+    make_pass: Callable[[], GraphPass] = CountAllReduces
+    config: dict[str, Any] = field(default_factory=dict)
+    symmetric: bool = False
+    most_bytes: int | None = None
+
+    @property
+    def reduces(self) -> bool:
+        return self.kind != "bound"
+
+    def obstacle(self, nbytes: int, dtype: str) -> str | None:
+        """Why it does not serve messages of ``nbytes``; None when it does."""
+        if self.most_bytes is not None and nbytes > self.most_bytes:
+            return f"every rank would read all messages whole: tried up to {self.most_bytes // 2**20} MiB"
+        if self.symmetric and dtype not in SYMM_MEM_DTYPES:
+            return f"torch's kernels add up {' and '.join(SYMM_MEM_DTYPES)} only"
+        return None
+
+
+FUSED = Variant("fused", "ours")
+SPLIT = (
+    Variant("split", "ours", config={"fuse": False, "split": "auto"}),
+    Variant("fused+split", "ours", config={"split": "auto"}),
+)
+SYMMETRIC = (
+    Variant(
+        "inductor+symm-one-shot",
+        "peer",
+        partial(UseSymmetricMemory, "one_shot"),
+        symmetric=True,
+        most_bytes=SYMM_MEM_ONE_SHOT_MAX_BYTES,
+    ),
+    Variant("inductor+symm-two-shot", "peer", partial(UseSymmetricMemory, "two_shot"), symmetric=True),
+)
+
+
+def variants(spec: LayerSpec) -> list[Variant]:
+    """Who takes part, in the order of the report.
+
+    Raises:
+        UsageError: ``--only`` names nobody.
+    """
+    has_split = "split" in {one.name for one in dataclasses.fields(Config)}
+    known = [FUSED, *(SPLIT if has_split else ())]
+    if spec.device == "cuda":
+        known += [Variant("inductor+nccl", "peer"), *SYMMETRIC]
+    else:
+        known += [Variant("inductor+gloo", "peer")]
+    known += [Variant(NO_COMMUNICATION, "bound", DropAllReduces)]
+    labels = [one.label for one in known]
+    for label in spec.only:
+        if label not in labels:
+            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
+    return [one for one in known if not spec.only or one.label in spec.only]
