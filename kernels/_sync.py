@@ -43,12 +43,25 @@ slot to be ordered on one stream (or by events), and none needs equal grids.
 **CUDA graphs.** Nothing of this lives on the host: a replay reads the epoch that the previous launch left in memory,
 eager or replayed. Required: all ranks replay and launch in the same order.
 
+Progress
+--------
+A CTA waits for CTAs of its own index, of the same call, on other ranks, and for nothing else; kernels without peers always end.
+GPUs hand out CTAs in order of their index. So a call ends if on every rank one CTA of it at a time can be resident: the lowest
+one that has not ended is, everywhere. Of calls that run at once, one may be as large as it likes if all CTAs of the others are
+resident beside it and leave it that place: it ends, and then the others go on. Hence calls beside other work have half of
+the SMs, all in flight together, and each CTA counts for one SM (``ops._check_room``); the other half is for the one call of the
+current stream, and for what that stream computes. Calls of several current streams at once must be that small, too.
+
+All ranks start their calls in the same order. In a CUDA graph, calls beside each other are branches, which may share a
+stream of the graph's own: then one follows the other, on all ranks the same, as equal graphs are laid out equally.
+
 Bounded spins
 -------------
 With ``SPIN_LIMIT > 0`` a CTA polls at most that many times; then it writes the barrier's
 number within the launch (1, 2, ...) to ``status[b, p]`` for each silent peer ``p`` and goes on, so a lost peer ends
 as an error on the host (``raise_if_peer_missing``) and not as a hang. The results of such a launch, and the slot, are
-not usable afterwards. 0 waits for ever.
+not usable afterwards. 0 waits for ever. Beside other work a peer's CTA may wait for an SM as long as a GEMM's CTA runs: the
+limit must be longer than that, and than the ranks' skew.
 """
 
 from __future__ import annotations

@@ -11,6 +11,10 @@ Only an operator can do that: memory that outlives the graph must never be seen 
 call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
 is in flight: a start completes the one before it.
 
+With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
+many SMs (see ``beside.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the current
+stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul).
+
 ``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
 
 Registered with ``torch.library.Library`` (less overhead a call than ``custom_op``). This module imports neither Triton
@@ -31,6 +35,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     Request,
     ResidualOut,
     check_hidden_scale,
+    check_overlap_sms,
     rows_per_rank,
 )
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
@@ -42,7 +47,7 @@ _library = Library(NAMESPACE, "DEF")
 _REQUEST = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
-    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None) -> "
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0) -> "
     "(Tensor, Tensor)"
 )
 _library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}")
@@ -67,8 +72,8 @@ def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
     # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
     absent = a.new_empty(1).expand(a.shape[0], b.shape[1])
     transport, request = _request(absent, *rest)
-    # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, and
-    # ends only when all peers have read (see kernels/_sync.py), so a GEMM that is enqueued after it may overwrite it.
+    # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
+    # stream waits for it, and it ends only when all peers have read (see kernels/_sync.py): the GEMM may overwrite it.
     _complete_earlier(request)
     buffer = transport.message_buffer(request)
     x = torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
@@ -103,8 +108,10 @@ def _request(
     scale: float = 1.0,
     hidden_scale: torch.Tensor | None = None,
     eps_tensor: torch.Tensor | None = None,
+    overlap_sms: int = 0,
 ) -> tuple[Transport, Request]:
     check_hidden_scale(hidden_dtype, hidden_scale)
+    check_overlap_sms(overlap_sms)
     _check_eps_tensor(eps_tensor)
     if eps_tensor is not None:
         eps = float(eps_tensor)
@@ -120,6 +127,7 @@ def _request(
         group_name,
         slot,
         hidden_scale,
+        overlap_sms,
     )
     return get_transport(transport), request
 
@@ -146,7 +154,25 @@ def _complete_earlier(request: Request) -> None:
         _completed_early.add((*slot, earlier.hidden.data_ptr()))
 
 
+def _check_room(request: Request) -> None:
+    """ValueError where the calls beside other work would have more than half of the device's SMs.
+
+    They must all run at once, and the other half is for a call that is not beside other work (see ``kernels/_sync.py``).
+    """
+    device = request.x.device
+    if not request.overlap_sms or device.type != "cuda":
+        return
+    taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
+    room = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    if taken + request.overlap_sms > room:
+        raise ValueError(
+            f"overlap_sms: expected at most {room} SMs, half of {device}, for all calls in flight together, "
+            f"got {request.overlap_sms} and {taken} of calls that have not been waited for"
+        )
+
+
 def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_room(request)
     started = transport.start(request)
     _in_flight[(request.group_name, request.slot)] = started
     return started.hidden, started.residual
@@ -170,8 +196,10 @@ def _start_fake(
     scale: float = 1.0,
     hidden_scale: torch.Tensor | None = None,
     eps_tensor: torch.Tensor | None = None,
+    overlap_sms: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_hidden_scale(hidden_dtype, hidden_scale)
+    check_overlap_sms(overlap_sms)
     _check_eps_tensor(eps_tensor)
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(group_name).size()

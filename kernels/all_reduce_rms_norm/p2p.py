@@ -2,7 +2,7 @@
 
 A slot belongs to (group, slot index, device) and owns everything that a launch needs: buffers, pads and epochs (see
 ``tw_compile.kernels._sync``), so calls on different slots or groups may run at once, on different streams. Calls on
-one slot must follow each other: on one stream, or ordered by events.
+one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`beside`).
 
 What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
 or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the NCCL transport.
@@ -14,7 +14,8 @@ have a multicast address. Nothing here asks for one: torch makes it by itself, u
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.beside import start_beside
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import variant_of
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, steps_for
@@ -61,6 +63,9 @@ class P2PTransport(Transport):
         if slot is None:
             return get_transport("nccl").start(request)
         with torch.cuda.device(state.device):
+            if request.overlap_sms:
+                launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
+                return start_beside(request, state.world_size, launch)
             return algorithm.launch(request, state, slot, self._spin_limit)
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
@@ -80,26 +85,31 @@ class P2PTransport(Transport):
         hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
         _require_supported(x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
         state = self._state(request.group_name, x.device)
-        if state.selector.alternatives and (variant := variant_of(request)) not in state.prepared:
-            self._prepare(request, state, variant)
-        return state, state.selector.choose(request, state)
+        chosen = state.selector.choose(request, state)
+        # Beside other work one kernel serves messages of all sizes.
+        self._prepare(request, state, (chosen,) if request.overlap_sms else state.selector.alternatives)
+        return state, chosen
 
-    def _prepare(self, request: Request, state: GroupState, variant: Hashable) -> None:
+    def _prepare(self, request: Request, state: GroupState, alternatives: Sequence[Algorithm]) -> None:
         """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
 
         In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
         """
-        if torch.cuda.is_current_stream_capturing():
+        if not alternatives:
+            return
+        variant = (variant_of(request), request.overlap_sms > 0)
+        if variant in state.prepared or torch.cuda.is_current_stream_capturing():
             return
         if state.obstacle is None:
             with torch.cuda.device(state.device):
-                for algorithm in state.selector.alternatives:
+                for algorithm in alternatives:
                     algorithm.prepare(request, state, self._spin_limit)
         state.prepared.add(variant)
 
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
         for state in self._states.values():
+            torch.cuda.synchronize(state.device)  # calls beside other work are on streams of their own
             for index, slot in state.slots.items():
                 raise_if_peer_missing(slot.status, state.rank, _where(state, index))
 

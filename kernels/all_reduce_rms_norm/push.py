@@ -63,9 +63,9 @@ def ctas_per_sm(threads: int) -> int:
 class Push(Algorithm):
     """Rows go to the peers' inboxes and say of themselves that they have arrived; CTAs for at most ``max_sms`` SMs.
 
-    Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all their CTAs
-    must be, on every rank: choose ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` are done
-    in several launches.
+    Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all CTAs of
+    all but one of them must be, on every rank (``kernels/_sync.py``): choose ``max_sms`` for that. Messages that would need
+    more than :data:`MOST_INBOX_BYTES` are done in several launches.
     """
 
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
@@ -75,6 +75,8 @@ class Push(Algorithm):
         self._kernels: dict[Hashable, Kernel] = {}
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
+        if self._one_shot and request.overlap_sms:
+            return "one-shot is for messages that are over before others could run beside them"
         if self._one_shot and request.residual_sharded and _whole_residual(request, state) is None:
             return "one-shot needs all rows of the residual"
         return row_obstacle(request)
@@ -174,10 +176,10 @@ class Push(Algorithm):
             kernel.launch(
                 params,
                 stream=torch.cuda.current_stream(state.device).cuda_stream,
-                grid=min(end - begin, self._max_sms * ctas_per_sm(threads)),
+                grid=min(end - begin, request.limited(self._max_sms) * ctas_per_sm(threads)),
                 block=threads,
                 shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
-                programmatic=True,
+                programmatic=not request.overlap_sms,
             )
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:

@@ -11,6 +11,8 @@ A table is a TOML file, written by ``tw-compile bench kernel --table``:
 
 The steps of a world size go up in bytes; the last one also serves all larger messages. Without a table, or where its
 algorithm cannot serve a message, there is the two-shot kernel, which serves everything.
+
+Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, Request
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 
 if TYPE_CHECKING:
@@ -59,14 +61,19 @@ def make_algorithm(name: str, sms: int) -> Algorithm:
 
 
 class Selector:
-    """Chooses by bytes; a function of what all ranks share.
+    """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share.
 
-    ``alternatives``: all that may serve a message of some size; none where there is no choice.
+    ``alternatives``: all that may serve a message of some size, not beside other work; none where there is no choice.
     """
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
         two_shot = TwoShot()
+        self._beside: tuple[Algorithm, ...] = (
+            make_algorithm("stream", MAX_OVERLAP_SMS),
+            make_algorithm("push_two_shot", MAX_OVERLAP_SMS),
+            two_shot,
+        )
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = make_algorithm(step.algorithm, step.sms)
@@ -78,8 +85,10 @@ class Selector:
         self.alternatives = tuple(dict.fromkeys(itertools.chain(*self._candidates))) if steps else ()
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
-        step = min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)
-        return next(one for one in self._candidates[step] if one.obstacle(request, state) is None)
+        candidates = self._beside
+        if not request.overlap_sms:
+            candidates = self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
+        return next(one for one in candidates if one.obstacle(request, state) is None)
 
 
 class Insist:

@@ -13,6 +13,9 @@ SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
+MAX_OVERLAP_SMS = 32
+"""SMs of a call beside other work: what the kernels with barriers have CTAs for (``MAX_CTAS`` of ``kernels/_sync.py``)."""
+
 
 def rows_per_rank(tokens: Any, world_size: int) -> Any:
     """Rows of a shard: ``ceil(tokens / world_size)``; works on SymInts. The last shards may hold fewer valid rows."""
@@ -63,13 +66,23 @@ def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | N
         raise ValueError(f"hidden_scale: expected a float32 tensor [1], got {got}")
 
 
+def check_overlap_sms(overlap_sms: int) -> None:
+    """ValueError unless it is 0 or a number of SMs that a call beside other work can have."""
+    if not 0 <= overlap_sms <= MAX_OVERLAP_SMS:
+        raise ValueError(
+            f"overlap_sms: expected 0 (not beside other work) or 1 to {MAX_OVERLAP_SMS} SMs, got {overlap_sms}"
+        )
+
+
 @dataclass(frozen=True)
 class Request:
     """One call: ``x [tokens, hidden]`` is this rank's partial sum; tensors are contiguous.
 
     ``residual`` is ``[tokens, hidden]``, or ``[rows_per_rank, hidden]`` (this rank's rows) when ``residual_sharded``.
     ``bias`` and ``weight`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
-    ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only.
+    ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
+    may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
+    ``outputs`` is what :meth:`allocate` gives, where it has been called before.
     """
 
     x: torch.Tensor
@@ -82,9 +95,17 @@ class Request:
     group_name: str
     slot: int
     hidden_scale: torch.Tensor | None = None
+    overlap_sms: int = 0
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def limited(self, sms: int) -> int:
+        """``sms``, or as many of them as the call may use."""
+        return min(sms, self.overlap_sms) if self.overlap_sms else sms
 
     def allocate(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""
+        if self.outputs is not None:
+            return self.outputs
         tokens, hidden_size = self.x.shape
         rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
         hidden = self.x.new_empty((tokens, hidden_size), dtype=self.norm.hidden_dtype)

@@ -179,10 +179,10 @@ class Stream(Algorithm):
         kernel.launch(
             params,
             stream=torch.cuda.current_stream(state.device).cuda_stream,
-            grid=self.sms(x.shape[0], state.world_size),
+            grid=request.limited(self.sms(x.shape[0], state.world_size)),
             block=shape.block,
             shared_bytes=_SHARED_BYTES,
-            programmatic=True,
+            programmatic=not request.overlap_sms,
         )
         return Started(hidden, residual)
 

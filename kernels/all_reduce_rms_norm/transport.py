@@ -30,11 +30,15 @@ NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements 
 
 @dataclass
 class Started:
-    """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do."""
+    """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do.
+
+    ``overlap_sms``: SMs that the call's kernel may hold beside what the current stream does before ``finish``.
+    """
 
     hidden: torch.Tensor
     residual: torch.Tensor
     finish: Callable[[], None] | None = None
+    overlap_sms: int = 0
 
 
 class Transport(ABC):
@@ -44,7 +48,11 @@ class Transport(ABC):
 
     @abstractmethod
     def start(self, request: Request) -> Started:
-        """Begin the call on the current stream; must not wait on the host for a peer."""
+        """Begin the call on the current stream; must not wait on the host for a peer.
+
+        The slot's earlier call has been completed by its ``finish``. With ``request.overlap_sms`` the communication may run
+        beside what the current stream does before ``finish``.
+        """
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """Memory ``[tokens, hidden]`` for the request's ``x``, of which only shape, dtype and device matter here.

@@ -71,7 +71,7 @@ class TwoShot(Algorithm):
         hidden, residual = request.allocate(state.world_size)
         primitives = self._primitives(request, state)
         staging = slot.buffers["x"]
-        grid = self.sms(tokens, state.world_size)
+        grid = request.limited(self.sms(tokens, state.world_size))
         all_reduce_rms_norm_kernel[(grid,)](
             x,
             request.residual,

@@ -23,9 +23,9 @@ from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 from tw_compile.kernels.cuda import launch
-from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_producer, gpu_stress
+from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_overlap, gpu_producer, gpu_stress
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, make_problem
-from tw_compile.testing.gpu_transports import Factors, Subject, finished
+from tw_compile.testing.gpu_transports import Factors, Subject, Work, finished
 
 ACCURACY: dict[str, dict[str, Any]] = {
     "accuracy_of_hidden_size": {"hidden_size": 328, "tokens": (1, 5)},
@@ -46,27 +46,38 @@ PRODUCER: dict[str, dict[str, Any]] = {
     "mm_random_skew": {},
     "mm_captured_and_replayed": {},
 }
-MODULES = {gpu_accuracy: ACCURACY, gpu_stress: STRESS, gpu_producer: PRODUCER, gpu_checks: {"sanitizer_small": {}}}
+OVERLAP: dict[str, dict[str, Any]] = {check.__name__: {} for check in gpu_checks.OF_OVERLAPPED}
+MODULES = {
+    gpu_accuracy: ACCURACY,
+    gpu_stress: STRESS,
+    gpu_producer: PRODUCER,
+    gpu_overlap: OVERLAP,
+    gpu_checks: {"sanitizer_small": {}},
+}
 
 
 class OnGloo(Subject):
     """The gloo transport; ``fault`` spoils results in one way from the call number ``begin`` on.
 
-    "product" spoils those of calls that multiply.
+    "product" spoils those of calls that multiply, "overlap" those of calls beside other work, "plain" the others,
+    and "gemms" what is multiplied beside calls.
     """
 
     def __init__(self, fault: str | None, begin: int) -> None:
         super().__init__("gloo")
         self._fault, self._begin, self._calls = fault, begin, 0
         self._last: dict[torch.Size, torch.Tensor] = {}
+        self.gemms: Any = None
 
     @property
     def algorithm(self) -> Any:
         return SimpleNamespace(launches=self._calls)
 
-    def start(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
+    def start(
+        self, ctx: Context, request: Request, factors: Factors | None = None, beside: Work | None = None
+    ) -> Results:
         self._calls += 1
-        hidden, residual = super().start(ctx, request, factors)
+        hidden, residual = super().start(ctx, request, factors, beside)
         stale = self._last.get(hidden.shape, hidden)
         self._last[hidden.shape] = hidden.clone()
         if self._calls >= self._begin:
@@ -82,6 +93,10 @@ class OnGloo(Subject):
                 residual[0] += 1
             elif self._fault == "product" and factors is not None:
                 hidden[0] = 0
+            elif self._fault == "gemms" and self.gemms is not None:
+                self.gemms.b.zero_()
+            elif self._fault == ("overlap" if request.overlap_sms else "plain"):
+                hidden[-1] = 0
             elif self._fault == "stale":
                 hidden.copy_(stale)
         return hidden, residual
@@ -110,17 +125,25 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
 
         return SimpleNamespace(replay=replay), results
 
+    def make_gemms(ctx: Context) -> Any:
+        subject.gemms = real_gemms(ctx)
+        return subject.gemms
+
+    real_gemms = gpu_overlap.make_gemms
+
     def small_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Problem:
         return make_problem(ctx, min(tokens, 70), max(hidden_size // 32, 128), form, seed)
 
     with ExitStack() as stack:
-        for module in (gpu_accuracy, gpu_stress, gpu_producer):
+        for module in (gpu_accuracy, gpu_stress, gpu_producer, gpu_overlap):
             stack.enter_context(mock.patch.object(module, "subject", lambda _: subject))
-        for module in (gpu_stress, gpu_producer):
+        for module in (gpu_stress, gpu_producer, gpu_overlap):
             stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
             stack.enter_context(mock.patch.object(module, "new_counter", new_counter))
             stack.enter_context(mock.patch.object(module, "capture", capture))
         stack.enter_context(mock.patch.object(gpu_stress, "_CALLS_PER_REPLAY", 20))
+        stack.enter_context(mock.patch.object(gpu_overlap, "_GEMM", 16))
+        stack.enter_context(mock.patch.object(gpu_overlap, "make_gemms", make_gemms))
         stack.enter_context(mock.patch.object(compat, "delay_stream"))
         for what in ("synchronize", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, what))
@@ -171,10 +194,19 @@ def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
         ("mm_random_skew", "product", 50, "wrong elements"),
         ("mm_captured_and_replayed", "stale", 20, "wrong elements"),
         ("mm_captured_and_replayed", "product", 20, "wrong elements"),
+        ("overlap_gives_the_same_bits", "overlap", 0, "hidden [63, 2880], torch.float16, 8 SMs: differs"),
+        ("overlap_random_skew", "overlap", 50, "wrong elements"),
+        ("overlap_captured_and_replayed", "overlap", 20, "wrong elements"),
+        ("overlap_captured_and_replayed", "plain", 20, "wrong elements"),
+        ("overlap_two_slots", "overlap", 20, "wrong elements"),
+        ("overlap_two_slots", "plain", 20, "wrong elements"),
+        ("overlap_mixed_on_one_slot", "overlap", 20, "wrong elements"),
+        ("overlap_mixed_on_one_slot", "plain", 20, "wrong elements"),
+        *((name, "gemms", 20, "wrong elements of matmuls") for name in OVERLAP),
     ],
 )
 def test_wrong_results_fail(gloo_ranks: GlooRanks, name: str, fault: str, begin: int, message: str) -> None:
-    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS | PRODUCER)[name], fault, begin)
+    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS | PRODUCER | OVERLAP)[name], fault, begin)
     assert any(message in failure for ctx in contexts for failure in ctx.failures), contexts
     if name == "million_launches":
         assert all(0 < ctx.counts["verified"] < ctx.counts["launches"] == 120 for ctx in contexts)

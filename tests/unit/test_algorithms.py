@@ -485,7 +485,7 @@ class FakeTritonKernel:
     function = packed_metadata = None
 
     def __init__(self) -> None:
-        self.loaded, self.launches = False, 0
+        self.loaded, self.launches, self.grids = False, 0, []
 
     def _init_handles(self) -> None:
         self.loaded = True
@@ -495,6 +495,7 @@ class FakeTritonKernel:
 
     def run(self, *arguments: Any) -> None:
         self.launches += 1
+        self.grids.append(arguments[0])
 
 
 @pytest.fixture
@@ -547,6 +548,27 @@ def test_two_shot_loads_what_its_launches_look_for(
         for x in (asked.x, in_slot):
             algorithm.launch(replace(asked, x=x), state, slot, 7)
     assert [kernel.launches for kernel in triton_kernels] == [2, 2]
+
+
+@pytest.mark.parametrize(("overlap_sms", "ctas"), [(0, 25), (3, 3), (32, 25)])
+def test_beside_other_work_all_have_the_sms_of_the_request(
+    kernels: list[FakeKernel], triton_kernels: list[FakeTritonKernel], overlap_sms: int, ctas: int
+) -> None:
+    asked = replace(request(100), overlap_sms=overlap_sms)  # 25 rows a rank
+    asked = replace(asked, outputs=asked.allocate(WORLD_SIZE))
+    for algorithm in (Push(False), Stream(32), TwoShot()):
+        started = algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 0)
+        assert (started.hidden, started.residual) == asked.outputs
+    launches = [keywords for kernel in kernels for _, keywords in kernel.launches]
+    two_an_sm = min(25, 2 * ctas)
+    assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas]
+    assert [keywords["programmatic"] for keywords in launches] == 2 * [not overlap_sms]
+    assert [kernel.grids for kernel in triton_kernels] == [[ctas]]
+
+
+def test_one_shot_is_not_for_calls_beside_other_work(kernels: list[FakeKernel]) -> None:
+    asked = replace(request(residual_sharded=False), overlap_sms=1)
+    assert Push(True).obstacle(asked, group()) and not Push(False).obstacle(asked, group())
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "bias", "weight"])

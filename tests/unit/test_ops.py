@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, _instances, get_transport
 from tw_compile.testing import fake_process_group
 
@@ -45,6 +46,7 @@ def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any,
         "scale": 1.0,
         "hidden_scale": None,
         "eps_tensor": None,
+        "overlap_sms": 0,
     }
     assert set(changed) <= set(args)
     return tuple((args | changed).values())
@@ -72,6 +74,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "residual taken in sharded": {"residual": torch.randn(3, H), "residual_sharded": True, "residual_out": "sharded"},
     "fp8": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "dtype": torch.bfloat16},
     "fp8 sharded": {"hidden_dtype": FP8, "hidden_scale": torch.tensor([0.02]), "residual_out": "sharded"},
+    "beside other work": {"overlap_sms": 8},
     "eps is an input": {"eps_tensor": torch.tensor(0.5, dtype=torch.float64)},
     "not contiguous": {"x": torch.randn(H, T).t(), "residual": torch.randn(H, T).t()},
 }
@@ -256,6 +259,83 @@ def test_factors_that_cannot_be_multiplied(a: torch.Tensor, b: torch.Tensor, mes
         with FakeTensorMode() as mode:
             ops.mm_start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
     assert not ops._in_flight
+
+
+@pytest.mark.parametrize("start", [ops.start, ops.mm_start])
+def test_graphs_without_the_newest_argument_mean_what_they_meant(start: Any) -> None:
+    newest = start._schema.arguments[-1]
+    assert (newest.name, newest.default_value) == ("overlap_sms", 0)
+    a, b = torch.randn(T, H), torch.eye(H)
+    message, rest = ((a, b) if start is ops.mm_start else (a,)), start_args(residual=None)[1:]
+    older = start(*message, *rest[:-1])
+    ops.wait_(*older, [], "0", 0)
+    newer = start(*message, *rest[:-1], overlap_sms=4)
+    ops.wait_(*newer, [], "0", 0)
+    assert all(torch.equal(one, other) for one, other in zip(older, newer, strict=True))
+
+
+@pytest.mark.parametrize("start", [ops.start, ops.mm_start])
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("overlap_sms", [-1, 33])
+def test_numbers_of_sms_are_checked(start: Any, overlap_sms: int, fake: bool) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = start_args(overlap_sms=overlap_sms)
+    args = mm_start_args(*factors(), overlap_sms=overlap_sms) if start is ops.mm_start else args
+    message = rf"overlap_sms: expected 0 \(not beside other work\) or 1 to 32 SMs, got {overlap_sms}"
+    with pytest.raises(ValueError, match=message):
+        if not fake:
+            start(*args)
+        with FakeTensorMode() as mode:
+            start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
+    assert not ops._in_flight
+
+
+def test_sms_of_a_call_are_no_more_than_a_kernel_with_barriers_can_have() -> None:
+    from tw_compile.kernels._sync import MAX_CTAS
+
+    assert MAX_OVERLAP_SMS <= MAX_CTAS
+
+
+def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 42 SMs of one device; those of a call are free again when it is waited for, or completed by the next on its slot."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=42 + device.index)
+    )
+    began: list[Request] = []
+
+    class Beside(Transport):
+        def start(self, request: Request) -> Started:
+            began.append(request)
+            return Started(*request.allocate(RANKS), lambda: None, overlap_sms=request.overlap_sms)
+
+    with FakeTensorMode():
+
+        def begin(slot: int, overlap_sms: int, index: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+            x = torch.empty(T, H, device=torch.device("cuda", index))
+            norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
+            asked = Request(x, None, None, None, norm, False, "none", "0", slot, overlap_sms=overlap_sms)
+            ops._complete_earlier(asked)
+            return ops._begin(Beside(), asked)
+
+        monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", torch.Tensor.__hash__, raising=False)
+        begin(0, 11)
+        (hidden, residual) = begin(1, 10)
+        begin(2, 0)
+        begin(3, 21, index=1)
+        refused = (
+            "at most 21 SMs, half of cuda:0, for all calls in flight together, got 1 and 21 of calls that have not"
+        )
+        with pytest.raises(ValueError, match=refused):
+            begin(4, 1)
+        ops._wait_(hidden, residual, [], "0", 1)
+        with pytest.raises(ValueError, match="got 11 and 11 of calls"):
+            begin(4, 11)
+        begin(4, 10)
+        begin(0, 11)  # in the place of the slot's own
+    assert [request.slot for request in began] == [0, 1, 2, 3, 4, 0]
 
 
 def test_wait_without_start() -> None:

@@ -248,6 +248,31 @@ def test_all_kernels_are_loaded_when_a_variant_is_first_seen(
     assert len(prepared) == 6
 
 
+def test_the_kernel_for_calls_beside_other_work_is_loaded_at_the_first_of_them(
+    transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
+) -> None:
+    transport._choose(message_of(7))
+    first = message_of(7, overlap_sms=4)
+    for request in (first, message_of(3000, overlap_sms=8), message_of(7)):
+        transport._choose(request)
+    assert prepared[2:] == [(first, 5)]
+
+
+def test_a_check_waits_for_all_streams_before_it_looks(
+    host: SimpleNamespace, transport: p2p.P2PTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slot = transport._slot(host.state, 0, {"x": 10})
+    transport._states["g", DEVICE] = host.state
+    assert slot is not None
+
+    def give_up(device: torch.device) -> None:
+        slot.status[3, 2] = 1
+
+    monkeypatch.setattr("torch.cuda.synchronize", give_up)
+    with pytest.raises(RuntimeError, match="CTA 3 gave up waiting for rank 2"):
+        transport.check()
+
+
 def test_in_capture_nothing_is_loaded_that_is_not_needed(
     host: SimpleNamespace, transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
 ) -> None:

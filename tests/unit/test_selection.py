@@ -29,8 +29,8 @@ STEPS = (Step(4, 100, "push_one_shot", 8), Step(4, 1000, "push_two_shot", 16), S
 STATE: Any = SimpleNamespace(world_size=4, rank=1)
 
 
-def message(nbytes: int) -> Any:
-    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes))
+def message(nbytes: int, overlap_sms: int = 0) -> Any:
+    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes), overlap_sms=overlap_sms)
 
 
 @pytest.fixture
@@ -64,6 +64,18 @@ def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algor
     for nbytes in (1, 500, 5000):
         assert isinstance(Selector(STEPS).choose(message(nbytes), STATE), TwoShot)
     assert isinstance(Insist(Stream()).choose(message(1), STATE), TwoShot)
+
+
+@pytest.mark.parametrize("steps", [(), STEPS])
+def test_beside_other_work_the_first_that_can_serves_all_sizes(
+    refused: set[type[Algorithm]], steps: tuple[Step, ...]
+) -> None:
+    selector = Selector(steps)
+    for kind in (Stream, Push, TwoShot):
+        chosen = {selector.choose(message(nbytes, overlap_sms=8), STATE) for nbytes in (1, 500, 10**9)}
+        assert [type(one) for one in chosen] == [kind], "more than one kernel to load before capture"
+        assert all(one.sms(10**6, 4) == 32 for one in chosen), "a limit of its own below that of the request"
+        refused.add(kind)
 
 
 def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +150,6 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     selector = Selector(STEPS)
     x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16, device="cuda:0")
-    request: Any = SimpleNamespace(x=x, residual=None, bias=None, weight=None, residual_sharded=False)
+    request: Any = SimpleNamespace(x=x, residual=None, bias=None, weight=None, residual_sharded=False, overlap_sms=0)
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1

@@ -54,7 +54,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tw_compile import compat
-from tw_compile.testing import gpu_accuracy, gpu_producer, gpu_stress
+from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_problems import Context, Form
 from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
@@ -82,12 +82,22 @@ OF_EVERY_ALGORITHM = (
     gpu_producer.mm_captured_and_replayed,
     gpu_stress.lost_peer_is_reported,
 )
+OVERLAPPED = ("p2p", "emulated_multicast", "push_two_shot", "stream", "nccl")
+"""Transports whose calls may be beside other work; "stream_in_slot" may, too, but leaves results where the next call writes."""
+OF_OVERLAPPED = (
+    gpu_overlap.overlap_gives_the_same_bits,
+    gpu_overlap.overlap_random_skew,
+    gpu_overlap.overlap_captured_and_replayed,
+    gpu_overlap.overlap_two_slots,
+    gpu_overlap.overlap_mixed_on_one_slot,
+)
 ALONE = (
     gpu_accuracy.new_memory_holds_nan,
     gpu_accuracy.through_the_operators,
     gpu_accuracy.empty_message,
     gpu_accuracy.unsupported_messages_are_refused,
     gpu_accuracy.plain_shard_makes_one_shot_fall_back,
+    gpu_overlap.overlap_by_default,
     gpu_stress.capture_without_room_uses_nccl,
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
@@ -114,6 +124,9 @@ def default_checks() -> dict[str, Check]:
         )
     checks["nccl_form_replicated"] = partial(accuracy_of_form, transport="nccl", form=Form(), hidden_sizes=(2880, 4096))
     checks["nccl_chain_of_sharded_residuals"] = partial(gpu_accuracy.chain_of_sharded_residuals, transport="nccl")
+    for name in OVERLAPPED:
+        for overlap_check in OF_OVERLAPPED:
+            checks[f"{name}_{overlap_check.__name__}"] = partial(overlap_check, transport=name)
     return checks | {check.__name__: check for check in ALONE}
 
 

@@ -36,6 +36,9 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 Factors = tuple[torch.Tensor, torch.Tensor]
 """``a [tokens, k]`` and ``b [k, hidden]``, whose product is a message."""
 
+Work = Callable[[], object]
+"""Enqueues something on the current stream."""
+
 
 class Counting(Algorithm):
     """Does as ``inner``, and counts its launches, captured ones too, and those of messages that lay in the slot."""
@@ -93,19 +96,34 @@ class Subject:
         assert isinstance(self.transport, P2PTransport)
         return self.transport._states[request.group_name, request.x.device]
 
-    def start(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
+    def start(
+        self, ctx: Context, request: Request, factors: Factors | None = None, beside: Work | None = None
+    ) -> Results:
         """Results of one call, in memory of their own. A failure is recorded if another algorithm or transport served it.
 
         With ``factors`` by the operator that multiplies them, and not from ``request.x``: a failure if the product was not
-        made where peers read it, if this algorithm has such memory.
+        made where peers read it, if this algorithm has such memory. ``beside`` is enqueued between the operators
+        ``start`` and ``wait_``; it may make calls, too.
         """
         if self._algorithm is None:
-            return self._results(request, factors)
+            return self._results(request, factors, beside)
         launches, in_slot = self._algorithm.launches, self._algorithm.launches_in_slot
         if self.name == "stream_in_slot":
+            assert beside is None, "calls inside of it may overwrite its results"
             results = self._start_in_slot(ctx, request, factors)
-        else:
+        elif beside is None:
             results = self._results(request, factors)
+        else:
+            counting, inside = self._algorithm, beside
+
+            def uncounted() -> None:
+                nonlocal launches, in_slot
+                before = counting.launches, counting.launches_in_slot
+                inside()
+                launches += counting.launches - before[0]
+                in_slot += counting.launches_in_slot - before[1]
+
+            results = self._results(request, factors, uncounted)
         state = self.state(request)
         if factors is not None and "x" in self._algorithm.needs(request, state.world_size):
             there = self._algorithm.launches_in_slot == in_slot + 1
@@ -115,22 +133,27 @@ class Subject:
             ctx.expect(False, f"{self.name} did not serve {list(request.x.shape)}, another did: {reason}")
         return results
 
-    def call(self, ctx: Context, request: Request, factors: Factors | None = None) -> Results:
+    def call(
+        self, ctx: Context, request: Request, factors: Factors | None = None, beside: Work | None = None
+    ) -> Results:
         """As :meth:`start`, and the memory that the results get is full of NaNs before."""
         with new_memory_is_nan():
-            return self.start(ctx, request, factors)
+            return self.start(ctx, request, factors, beside)
 
-    def _results(self, request: Request, factors: Factors | None) -> Results:
-        if factors is None:
+    def _results(self, request: Request, factors: Factors | None, beside: Work | None = None) -> Results:
+        if factors is None and beside is None:
             return finished(self.transport.start(request))
-        norm = request.norm
-        hidden, residual = ops.mm_start(
-            *(*factors, request.residual, request.bias, request.weight, norm.eps, norm.weight_offset),
+        norm, message = request.norm, factors or (request.x,)
+        hidden, residual = (ops.mm_start if factors else ops.start)(
+            *(*message, request.residual, request.bias, request.weight, norm.eps, norm.weight_offset),
             *(norm.cast_before_weight, norm.hidden_dtype, norm.residual_dtype, request.residual_sharded),
             *(request.residual_out, request.group_name, self._operator_name, request.slot, norm.scale),
             hidden_scale=request.hidden_scale,
+            overlap_sms=request.overlap_sms,
         )
-        ops.wait_(hidden, residual, list(factors), request.group_name, request.slot)
+        if beside is not None:
+            beside()
+        ops.wait_(hidden, residual, list(message), request.group_name, request.slot)
         return hidden, residual
 
     def _start_in_slot(self, ctx: Context, request: Request, factors: Factors | None) -> Results:

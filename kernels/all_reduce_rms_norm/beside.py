@@ -1,0 +1,76 @@
+"""Calls beside other work: a kernel on a stream of its own, so that the current stream goes on until the call is waited for.
+
+    current:  ... x is made | fork | other work ...                  | join | readers of the results ...
+    side:                          \\-> wait | kernel (few SMs) | done --/
+
+Fork and join are events, which CUDA-graph capture turns into the edges of a graph. Both are in the same capture, or in none.
+
+**Order.** The side stream does nothing before a fork and the current stream nothing after a join that the other one has not
+reached. So with respect to everything before ``start`` and everything after ``finish`` a call beside other work is where a call
+on the current stream would be, and the arguments of ``kernels/_sync.py`` hold for slots whose calls are of both kinds. A slot's
+next call, or the GEMM that writes its message, comes after the ``finish`` of the one before it: ``ops._complete_earlier`` sees
+to that where ``wait_`` has not run.
+
+**Memory.** Outputs are allocated on the current stream, before the fork. What had their memory before was enqueued on that
+stream before, so the kernel comes after it. Inputs and outputs belong to the current stream's pool and may be given back to it
+only after the join; until then ``finish`` holds them, and contiguous copies of inputs, which nobody else knows. What is given
+back is reused by work that the current stream does after the join. So no ``record_stream``, which delays reuse and which CUDA
+graphs do not replay. What a launch allocates for itself while the side stream is current comes from the side stream's pool,
+is read by that stream alone, and is reused in its order.
+
+**Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
+CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/_sync.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+
+
+@cache
+def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
+    """Of high priority: the GPU's next free SM is the kernel's, and not that of a GEMM with thousands of CTAs to go.
+
+    Groups share it. Their calls follow each other in the order of the program, as on the current stream.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def start_beside(request: Request, world_size: int, launch: Callable[[Request], Started]) -> Started:
+    """``launch(request)`` on the side stream of the request's slot; ``finish`` makes the then current stream wait for it.
+
+    The device is current.
+    """
+    device = request.x.device
+    current, side = torch.cuda.current_stream(device), side_stream(device, request.slot)
+    request = replace(request, outputs=request.allocate(world_size))
+    captured = torch.cuda.is_current_stream_capturing()
+    side.wait_event(current.record_event())
+    try:
+        with torch.cuda.stream(side):
+            started = launch(request)
+    except BaseException:
+        # Some of it may run, and memory is given back to the current stream now.
+        current.wait_event(side.record_event())
+        raise
+    done = side.record_event()
+
+    def finish() -> None:  # keeps the request, and with it inputs and outputs
+        capturing = torch.cuda.is_current_stream_capturing()
+        if captured and not capturing:
+            return  # the capture ended without the join: it made no graph, and the kernel will never run
+        if capturing and not captured:
+            raise RuntimeError(
+                f"all_reduce_rms_norm: a call on group {request.group_name!r}, slot {request.slot} was started before "
+                "CUDA-graph capture and not waited for: a graph can't wait for what is not in it"
+            )
+        torch.cuda.current_stream(device).wait_event(done)
+
+    return replace(started, finish=finish, overlap_sms=request.overlap_sms)
