@@ -51,6 +51,26 @@ SplitMode = Literal["off", "split", "join"]
 
 
 @dataclass(frozen=True)
+class Overlap:
+    """How the halves of a split graph hide each other's communication.
+
+    Attributes:
+        overlap_sms: That a hidden call's communication may have.
+        calls: How many there are; ``exposed`` counts, by reason, those beside which nothing of the other half computes.
+        windows: Stretches of operators beside the same calls.
+        loose: Operators that the compiler may move in front of the call they belong behind.
+        refused: Why the order is not that of the weave; empty where it is.
+    """
+
+    overlap_sms: int = 0
+    calls: int = 0
+    windows: int = 0
+    exposed: dict[str, int] = field(default_factory=dict)
+    loose: tuple[str, ...] = ()
+    refused: str = ""
+
+
+@dataclass(frozen=True)
 class Split:
     """What became of the tokens of one graph, where option ``split`` is not ``off``.
 
@@ -64,6 +84,7 @@ class Split:
         duplicated, shared, joined, slices, cats: See :class:`tw_compile.passes.split.SplitReport`.
         joins: How many operators join the halves, by reason; ``join_details`` names them.
         plan: What was predicted; of one token count of several where that is symbolic. ``device_profile`` is what it is for.
+        overlap: How the halves are ordered; None when the mode is ``off``.
     """
 
     asked: str
@@ -81,6 +102,7 @@ class Split:
     join_details: tuple[str, ...] = ()
     device_profile: str = ""
     plan: Plan | None = None
+    overlap: Overlap | None = None
 
     def as_dict(self) -> dict[str, Any]:
         result = asdict(self)

@@ -26,14 +26,27 @@ def split_lines(split: dict[str, Any]) -> Iterator[str]:
     else:
         first, second = split["sizes"]
         attention = "attention of all tokens" if split["mode"] == "join" else "attention of each half"
-        yield f"token split {first} + {second} {split['unit']}s, {attention}; one after the other, nothing overlaps yet"
+        yield f"token split {first} + {second} {split['unit']}s, {attention}"
         joins = ", ".join(f"{count} {reason}" for reason, count in split["joins"].items()) or "none"
         yield (
             f"{split['duplicated']} operators run once for each half, {split['joined']} for both, {split['shared']} are "
             f"shared; joins: {joins}; {split['slices']} values sliced, {split['cats']} put together"
         )
+    if split["overlap"] is not None:
+        yield _overlap_line(split["overlap"])
     if split["plan"] is not None:
         yield from _plan_lines(split["plan"], split["device_profile"])
+
+
+def _overlap_line(overlap: dict[str, Any]) -> str:
+    if overlap["refused"]:
+        return f"halves one after the other, nothing overlaps, {overlap['refused']}"
+    exposed = sum(overlap["exposed"].values())
+    reasons = "".join(f", {count} {reason}" for reason, count in overlap["exposed"].items())
+    return (
+        f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel on {overlap['overlap_sms']} SMs while the other half "
+        f"computes{reasons}; {overlap['windows']} windows"
+    )
 
 
 def _plan_lines(plan: dict[str, Any], device_profile: str) -> Iterator[str]:
