@@ -96,11 +96,18 @@ def weight(node: Any) -> str:
     return node.name
 
 
+def slot_of(line: str) -> int:
+    """The slot of a start; it follows the transport."""
+    found = re.search(r"'(?:p2p|nccl)', (\d+)", line)
+    assert found is not None, line
+    return int(found.group(1))
+
+
 def in_code(line: str) -> str | None:
     start, wait = START.search(line), WAIT.search(line)
     if start is not None:
         absorbed = re.search(r"\barg\w+", start.group(2)) if "mm_all_reduce" in line else None
-        return f"start {line.split(', ')[-2]} {absorbed.group() if absorbed else ''}".strip()
+        return f"start {slot_of(line)} {absorbed.group() if absorbed else ''}".strip()
     if wait is not None:
         return f"wait {line.rstrip(')').split(', ')[-1]}"
     if "extern_kernels.mm(" in line:
@@ -173,7 +180,7 @@ def test_no_kernel_computes_for_both_halves_before_the_last_wait(form: str) -> N
     for number, line in enumerate(lines):
         start = START.search(line)
         if start is not None:
-            tainted[start.group(1)] = {int(line.split(", ")[-2])}
+            tainted[start.group(1)] = {slot_of(line)}
         elif (item := re.match(r"\s*(buf\d+) = (buf\d+)\[\d\]", line)) is not None:
             tainted[item.group(1)] = tainted.get(item.group(2), set())
         elif (renamed := re.match(r"\s*(buf\d+) = \w*\(?buf\d+.*# reuse", line)) is not None:
