@@ -90,5 +90,11 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def tensor_addresses(request: Request, hidden: torch.Tensor, residual_out: torch.Tensor) -> tuple[int | None, ...]:
+    """The tensors that the parameters of all kernels begin with, in their order."""
+    inputs = (request.x, request.residual, request.bias, request.weight, request.hidden_scale)
+    return tuple(address(tensor) for tensor in (*inputs, hidden, residual_out))
+
+
 def _type_name(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else _TYPE_NAMES[tensor.dtype]

@@ -16,6 +16,7 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     aligned,
     row_defines,
     row_obstacle,
+    tensor_addresses,
     variant_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.slot import INBOX, GroupState, Slot
@@ -154,13 +155,7 @@ class Push(Algorithm):
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             params = PushParams(
-                address(request.x),
-                address(request.residual),
-                address(request.bias),
-                address(request.weight),
-                address(request.hidden_scale),
-                address(hidden),
-                address(residual),
+                *tensor_addresses(request, hidden, residual),
                 address(inbox.table),
                 address(inbox.state),
                 address(slot.status),

@@ -38,7 +38,7 @@ ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
 
 @dataclass(frozen=True)
 class Step:
-    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``sms`` CTAs."""
+    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``sms`` SMs."""
 
     world_size: int
     up_to_bytes: int
@@ -47,7 +47,7 @@ class Step:
 
 
 def make_algorithm(name: str, sms: int) -> Algorithm:
-    """The algorithm called ``name``; ValueError for a number of CTAs that it cannot have. two_shot has its own number."""
+    """The algorithm called ``name``; ValueError for a number of SMs that it cannot have. two_shot has its own number."""
     from tw_compile.kernels.all_reduce_rms_norm.push import Push
     from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 

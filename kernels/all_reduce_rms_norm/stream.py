@@ -17,6 +17,7 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     aligned,
     row_defines,
     row_obstacle,
+    tensor_addresses,
     variant_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
@@ -157,13 +158,7 @@ class Stream(Algorithm):
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
         kernel, shape = self._kernel(request, state, spin_limit, staged)
         params = StreamParams(
-            address(x),
-            address(request.residual),
-            address(request.bias),
-            address(request.weight),
-            address(request.hidden_scale),
-            address(hidden),
-            address(residual),
+            *tensor_addresses(request, hidden, residual),
             address(slot.buffers["x"].table),
             address(slot.buffers["hidden"].table),
             address(slot.buffers["residual"].table) if request.residual_out == "replicated" else None,

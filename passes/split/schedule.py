@@ -15,9 +15,8 @@ import heapq
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import torch.fx as fx
 
@@ -77,9 +76,6 @@ class Schedule:
     def exposures(self) -> dict[str, int]:
         """How many calls are exposed, by reason, most frequent first."""
         return dict(Counter(str(one.reason) for one in self.exposed).most_common())
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "exposures": self.exposures}
 
 
 OverlapSMs = int | Callable[[Window], int]

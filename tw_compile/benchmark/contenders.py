@@ -45,7 +45,7 @@ class Contender(ABC):
         residual_sharded: Residual in and out are this rank's rows, in float32; else all rows, in the message's dtype.
         hidden_scale: Of float8 results; None where they have the message's dtype.
         reduces: False for a bound that leaves the communication out, whose result is no result.
-        algorithm: What a table of ``configs/kernels`` calls its kernel, and the CTAs that it may have; None if it can't.
+        algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
     """
 
     label: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -43,13 +44,15 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for (hidden, tokens), group in groupby(rows, key=lambda row: (row.hidden, row.tokens)):
         console.print()
         _print_size(console, hidden, tokens, list(group))
+    print_verdict(console, [(row, f"[{row.tokens}, {row.hidden}]") for row in failures(rows)])
+
+
+def print_verdict(console: Console, bad: Sequence[tuple[Any, str]]) -> None:
+    """``bad``: rows of ours that failed, each with the size at which it did."""
     console.print()
-    bad = failures(rows)
-    for row in bad:
-        where = f"[{row.tokens}, {row.hidden}]"
-        console.print(
-            f"FAILED  {row.label} at {where}: {row.outcome}: {row.reason}", style="red", markup=False, soft_wrap=True
-        )
+    for row, where in bad:
+        line = f"FAILED  {row.label} at {where}: {row.outcome}: {row.reason}"
+        console.print(line, style="red", markup=False, soft_wrap=True)
     if not bad:
         console.print("PASSED  ours: error budget and equal bits on all ranks, at every size", style="green")
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tw_compile.benchmark.layer.results import LayerRow, rows_of
 from tw_compile.benchmark.results import failures
-from tw_compile.benchmark.table import SMOKE_TEST, STYLES, WIDTH, mebibytes, number, verdict
+from tw_compile.benchmark.table import SMOKE_TEST, STYLES, WIDTH, mebibytes, number, print_verdict, verdict
 
 COLUMNS = ("", "us a layer", "p20 - p80", "speed-up", "hidden", "peak memory", "fused", "numerics")
 _NUMBERS = COLUMNS[1:7]
@@ -42,17 +42,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for tokens, group in groupby(rows, key=lambda row: row.tokens):
         console.print()
         _print_tokens(console, tokens, report["batch"], list(group))
-    console.print()
-    bad = failures(rows)
-    for row in bad:
-        console.print(
-            f"FAILED  {row.label} at {row.tokens} tokens: {row.outcome}: {row.reason}",
-            style="red",
-            markup=False,
-            soft_wrap=True,
-        )
-    if not bad:
-        console.print("PASSED  ours: error budget and equal bits on all ranks, at every size", style="green")
+    print_verdict(console, [(row, f"{row.tokens} tokens") for row in failures(rows)])
 
 
 def _print_tokens(console: Console, tokens: int, batch: int, rows: list[LayerRow]) -> None:
