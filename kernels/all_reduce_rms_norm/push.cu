@@ -23,8 +23,9 @@
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
 // that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
 //
-// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, THREADS, ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT,
-// SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank computes all rows: its residual is not sharded.
+// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
+// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank
+// computes all rows: its residual is not sharded.
 
 #include "rms_norm_row.cuh"
 
@@ -61,6 +62,14 @@ using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
 inline constexpr int PEERS = WORLD_SIZE - 1;
+inline constexpr int AHEAD = 1;                 // turns from sending a row until it is computed
+inline constexpr int BEHIND = ONE_SHOT ? 0 : 1;  // turns from there until the peers' rows of that number are taken
+
+// Of an inbox, for each turn of a CTA.
+inline constexpr uint32_t TURN_BYTES =
+    PEERS * HIDDEN *
+    (sizeof(X_TYPE) + (ONE_SHOT ? 0 : sizeof(HIDDEN_TYPE) + (RESIDUAL_OUT == ALL_ROWS ? sizeof(RESIDUAL_OUT_TYPE) : 0)));
+inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // vectors a thread
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
@@ -135,7 +144,7 @@ DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> 
   }
 }
 
-KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
+KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   float* const partials = (float*)dynamic_shared();  // [2, WARPS]: rows take turns
   grid_dependency_wait();
 
@@ -153,8 +162,8 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
   const Sections<HIDDEN_TYPE> normalised{sums.end(), ONE_SHOT ? 0 : rows};
   const Sections<RESIDUAL_OUT_TYPE> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
-  // Send partial sums: all rows to all, or each row to its owner.
-  for (int local = first; local < p.end; local += stride) {
+  // Sends partial sums: a row to all, or the peers' rows of this number to their owners.
+  const auto send = [&](int local) {
     for (int step = 0; step < PEERS; ++step) {
       const int owner = peer_after(rank, step);
       if (!ONE_SHOT && local >= call.rows_of(owner)) continue;
@@ -166,74 +175,89 @@ KERNEL(THREADS) push(GRID_CONSTANT PushParams p) {
         call.push(sums, step, local - p.begin, column, own[v]);
       });
     }
-  }
+  };
 
-  // Clear what the call before this one has read.
-  const uint32_t previous = (call.part + 2) % 3;
-  const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
-  for (uint32_t unit = blockIdx.x * THREADS + thread; unit < p.state->used[previous]; unit += stride * THREADS)
-    store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
+  // Takes the rows of this number that the peers computed.
+  [[maybe_unused]] const auto take = [&](int local) {
+    const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
+    const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
+    Row::each(thread, [&](int v, uint32_t column) {
+      Eight<HIDDEN_TYPE> got[PEERS];
+      call.receive(got, normalised, local - p.begin, column, 2, computed);
+      for (int section = 0; section < PEERS; ++section)
+        if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, got[section]);
+      if constexpr (RESIDUAL_OUT == ALL_ROWS) {
+        Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
+        call.receive(kept, residuals, local - p.begin, column, 3, computed);
+        for (int section = 0; section < PEERS; ++section)
+          if (computed(section)) store(p.residual_out + row_of(section) * HIDDEN + column, kept[section]);
+      }
+    });
+  };
 
-  // Compute: all rows, or the own ones.
+  // Clears `count` more vectors a thread of what the call before this one has read.
+  const uint32_t previous = (call.part + 2) % 3, used = p.state->used[previous];
+  uint32_t unit = blockIdx.x * THREADS + thread;
+  const auto clear = [&](uint32_t count) {
+    const uint32_t cleared[4] = {NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED, NOT_ARRIVED};
+    for (; count > 0 && unit < used; --count, unit += stride * THREADS)
+      store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
+  };
+
+  // A CTA sends, computes and takes rows in turn, so that the links have something to carry all the time. What a turn waits
+  // for was sent by the peers in that turn or before.
   const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+  const int computed_end = smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank));
   int parity = 0;
-  for (int local = first; local < smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank)); local += stride) {
+  for (int ahead = first; ahead < p.end + (AHEAD + BEHIND) * stride; ahead += stride) {
+    const int local = ahead - AHEAD * stride;
+    const bool computes = first <= local && local < computed_end;
     const uint64_t row = ONE_SHOT ? local : rank * per_rank + local;
     Eight<X_TYPE> own[VECTORS];
-    Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
     Loaded<THREADS, RESIDUAL_TYPE> residual;
-    residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
     Loaded<THREADS, WEIGHT_TYPE> weight;
-    weight.fetch(p.weight, thread);
-
-    float h[VECTORS][8];
-    Row::each(thread, [&](int v, uint32_t column) {
-      Eight<X_TYPE> got[PEERS];
-      call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
-      add_up(h[v], own[v], got, rank);
-    });
-    const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
-    const float factor = inverse_rms(group_sum<WARPS>(squares, partials + parity * WARPS, thread, 0), p.eps);
-    parity ^= 1;
-
-    Row::each(thread, [&](int v, uint32_t column) {
-      if constexpr (RESIDUAL_OUT != NO_ROWS) {
-        Eight<RESIDUAL_OUT_TYPE> kept;
-        pack(kept, h[v]);
-        drop_negative_zeros(kept);
-        if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
-        if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
-        if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
-          for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local - p.begin, column, kept);
-      }
-      Eight<HIDDEN_TYPE> result;
-      normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
-      drop_negative_zeros(result);
-      store(p.hidden + row * HIDDEN + column, result);
-      if constexpr (!ONE_SHOT)
-        for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, result);
-    });
-  }
-
-  // Two-shot: take the rows that the peers computed.
-  if constexpr (!ONE_SHOT) {
-    for (int local = first; local < p.end; local += stride) {
-      const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
-      const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
+    if (computes) {
+      Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
+      residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
+      weight.fetch(p.weight, thread);
+    }
+    if (ahead < p.end) send(ahead);
+    if (computes) {
+      clear(CLEARED_A_TURN);  // while sums are under way
+      float h[VECTORS][8];
       Row::each(thread, [&](int v, uint32_t column) {
-        Eight<HIDDEN_TYPE> got[PEERS];
-        call.receive(got, normalised, local - p.begin, column, 2, computed);
-        for (int section = 0; section < PEERS; ++section)
-          if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, got[section]);
-        if constexpr (RESIDUAL_OUT == ALL_ROWS) {
-          Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
-          call.receive(kept, residuals, local - p.begin, column, 3, computed);
-          for (int section = 0; section < PEERS; ++section)
-            if (computed(section)) store(p.residual_out + row_of(section) * HIDDEN + column, kept[section]);
+        Eight<X_TYPE> got[PEERS];
+        call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
+        add_up(h[v], own[v], got, rank);
+      });
+      const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
+      const float factor = inverse_rms(group_sum<WARPS>(squares, partials + parity * WARPS, thread, 0), p.eps);
+      parity ^= 1;
+
+      Row::each(thread, [&](int v, uint32_t column) {
+        if constexpr (RESIDUAL_OUT != NO_ROWS) {
+          Eight<RESIDUAL_OUT_TYPE> kept;
+          pack(kept, h[v]);
+          drop_negative_zeros(kept);
+          if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
+          if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
+          if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
+            for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local - p.begin, column, kept);
         }
+        Eight<HIDDEN_TYPE> result;
+        normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+        drop_negative_zeros(result);
+        store(p.hidden + row * HIDDEN + column, result);
+        if constexpr (!ONE_SHOT)
+          for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, result);
       });
     }
+    if constexpr (!ONE_SHOT) {
+      const int behind = local - BEHIND * stride;
+      if (behind >= first && behind < p.end) take(behind);
+    }
   }
+  clear(used);  // of a larger call
 
   // The next kernel may take the SMs now, and not before: its CTAs wait for this kernel's end, and if they held SMs that CTAs
   // of a call on another slot need, ranks could wait for each other.

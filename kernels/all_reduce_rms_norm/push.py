@@ -29,7 +29,6 @@ PARTS = 3
 MOST_INBOX_BYTES = 256 * 2**20
 MOST_SMS = 128
 _PART_ALIGNMENT = 128
-_MAX_THREADS = 1024
 
 
 class PushParams(Structure):
@@ -49,16 +48,23 @@ def part_bytes(capacity: int) -> int:
     return capacity // PARTS // _PART_ALIGNMENT * _PART_ALIGNMENT
 
 
-def threads_for(hidden_size: int) -> int:
-    """Threads of a CTA, which holds one row: a vector each, as far as a CTA can have so many threads."""
+def threads_for(hidden_size: int, world_size: int) -> int:
+    """Threads of a CTA, which holds one row: a vector each, as far as a CTA can have so many threads.
+
+    A thread holds a vector of each peer: where there are many, half as many threads have twice the registers.
+    """
     vectors = hidden_size // VECTOR
-    each = -(-vectors // _MAX_THREADS)
+    each = -(-vectors // _max_threads(world_size))
     return -(-vectors // (32 * each)) * 32
 
 
-def ctas_per_sm(threads: int) -> int:
-    """CTAs of short rows share an SM, two at most: each has one row under way."""
-    return min(2, _MAX_THREADS // threads)
+def ctas_per_sm(threads: int, world_size: int) -> int:
+    """CTAs of short rows share an SM, two at most."""
+    return min(2, _max_threads(world_size) // threads)
+
+
+def _max_threads(world_size: int) -> int:
+    return 1024 if world_size <= 4 else 512
 
 
 class Push(Algorithm):
@@ -150,7 +156,7 @@ class Push(Algorithm):
         kernel = self._kernel(request, state, spin_limit)
         inbox = slot.buffers[INBOX]
         assert inbox.state is not None
-        threads, tokens = threads_for(request.x.shape[1]), request.x.shape[0]
+        threads, tokens = threads_for(request.x.shape[1], state.world_size), request.x.shape[0]
         rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
@@ -171,7 +177,7 @@ class Push(Algorithm):
             kernel.launch(
                 params,
                 stream=torch.cuda.current_stream(state.device).cuda_stream,
-                grid=min(end - begin, request.limited(self._max_sms) * ctas_per_sm(threads)),
+                grid=min(end - begin, request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)),
                 block=threads,
                 shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
                 programmatic=not request.overlap_sms,
@@ -187,7 +193,9 @@ class Push(Algorithm):
 
     def _prepare(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         defines = row_defines(request, state.world_size, spin_limit)
-        defines |= {"ONE_SHOT": int(self._one_shot), "THREADS": threads_for(request.x.shape[1])}
+        threads = threads_for(request.x.shape[1], state.world_size)
+        ctas = ctas_per_sm(threads, state.world_size)
+        defines |= {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
         arch = arch_of(torch.cuda.get_device_capability(state.device))
         return prepare(Program(SOURCES / "push.cu", PushParams, arch, tuple(defines.items())), state.device.index)
 

@@ -282,7 +282,7 @@ struct Cta {
   }
 };
 
-KERNEL(BLOCK) stream(GRID_CONSTANT StreamParams p) {
+KERNEL(BLOCK, 1) stream(GRID_CONSTANT StreamParams p) {
   uint8_t* const memory = dynamic_shared();
   Shared& shared = *(Shared*)memory;
   const uint32_t thread = threadIdx.x;

@@ -13,7 +13,7 @@ using int64_t = long long;
 #else
 
 #define DEVICE __device__ __forceinline__
-#define KERNEL(threads) extern "C" __global__ void __launch_bounds__(threads, 1)
+#define KERNEL(threads, ctas_per_sm) extern "C" __global__ void __launch_bounds__(threads, ctas_per_sm)
 #define GRID_CONSTANT const __grid_constant__
 
 // --- global memory: weak accesses, for data that no other thread of the system touches meanwhile -------------------

@@ -3,7 +3,7 @@
 #pragma once
 
 #define DEVICE inline
-#define KERNEL(threads)                                                                              \
+#define KERNEL(threads, ctas_per_sm)                                                                 \
   static_assert((threads) >= 32 && (threads) <= 1024 && (threads) % 32 == 0, "threads of a launch"); \
   extern "C" void
 #define GRID_CONSTANT const

@@ -52,7 +52,7 @@ DEVICE void exchange_flags(const Params& p, uint32_t value) {
 
 // Sum over the ranks of `input`, float [grid, block, 4]; rows are stored over sentinels, which the receiver puts back a
 // launch later. Two buffers are too few: the sentinels of a launch and its rows reach a peer in any order.
-KERNEL(1024) push(GRID_CONSTANT Params p) {
+KERNEL(1024, 1) push(GRID_CONSTANT Params p) {
   const uint32_t mine = (blockIdx.x * blockDim.x + threadIdx.x) * 16, row = gridDim.x * blockDim.x * 16;
   const uint32_t buffers = p.broken == TOO_FEW_BUFFERS ? 2 : 3;
   const uint32_t buffer = p.launch % buffers, before = (p.launch + buffers - 1) % buffers;
@@ -78,7 +78,7 @@ KERNEL(1024) push(GRID_CONSTANT Params p) {
 
 // The same sum, then scaled, with one flag a CTA after the rows and one before they are overwritten. An mbarrier orders
 // the rows before the flag.
-KERNEL(1024) flags(GRID_CONSTANT Params p) {
+KERNEL(1024, 1) flags(GRID_CONSTANT Params p) {
   const uint32_t mine = (blockIdx.x * blockDim.x + threadIdx.x) * 16, row = gridDim.x * blockDim.x * 16;
   uint64_t* stored = reinterpret_cast<uint64_t*>(dynamic_shared());
   if (threadIdx.x == 0) mbarrier_init(stored, blockDim.x);
@@ -122,7 +122,7 @@ struct Shared {
   uint64_t full[STAGES], empty[STAGES];
 };
 
-KERNEL(CONSUMERS + 32) relay(GRID_CONSTANT Params p) {
+KERNEL(CONSUMERS + 32, 1) relay(GRID_CONSTANT Params p) {
   Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
   const uint32_t thread = threadIdx.x, first = p.rank + p.world_size * blockIdx.x, step = p.world_size * gridDim.x;
   if (thread == CONSUMERS) {
@@ -200,7 +200,7 @@ KERNEL(CONSUMERS + 32) relay(GRID_CONSTANT Params p) {
 }
 
 // `input` float [grid * block, 2] as pairs of bf16, fp16, e4m3, and its first fp16 widened; uint32 [grid * block, 4].
-KERNEL(1024) convert(GRID_CONSTANT Params p) {
+KERNEL(1024, 1) convert(GRID_CONSTANT Params p) {
   const uint32_t index = blockIdx.x * blockDim.x + threadIdx.x;
   uint32_t pair[2];
   load_global(pair, at(p.input, index * 8));
@@ -211,7 +211,7 @@ KERNEL(1024) convert(GRID_CONSTANT Params p) {
 }
 
 // Counts CTAs in `buffers`; number `rows` writes that, followed by what shared memory held at its start.
-KERNEL(64) tickets(GRID_CONSTANT Params p) {
+KERNEL(64, 1) tickets(GRID_CONSTANT Params p) {
   uint32_t* counter = reinterpret_cast<uint32_t*>(p.buffers[p.rank]);
   uint32_t w[4];
   load_shared(w, dynamic_shared());

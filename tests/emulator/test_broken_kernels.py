@@ -46,7 +46,8 @@ PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
 
 PUSH: dict[str, tuple[Run, str, str]] = {
     "clears the part that comes next": (TWO_SHOT, "(call.part + 2) % 3", "(call.part + 1) % 3"),
-    "clears nothing": (ONE_SHOT, "unit < p.state->used[previous]", "unit < 0"),
+    "clears nothing": (ONE_SHOT, "unit < used", "unit < 0"),
+    "clears only while it computes": (TWO_SHOT, "  clear(used);", ""),
     "clears too little": (TWO_SHOT, "(uint32_t)(residuals.end() / 16)", "(uint32_t)(sums.end() / 16)"),
     "sections end off 16 bytes": (
         partial(run_push, one_shot=False, world_size=2, form=Form(hidden_dtype=FP8)),

@@ -128,7 +128,7 @@ def test_push_calls_of_several_launches(one_shot: bool) -> None:
 
 
 def test_kernels_run_in_the_shapes_that_the_host_chooses() -> None:
-    machine = push(2, 1048, WHOLE, False, 0, threads=threads_for(1048))
+    machine = push(2, 1048, WHOLE, False, 0, threads=threads_for(1048, 2))
     random_calls(machine, 0, 3)
     machine.run()
     chosen = shape_for(1008, 2, 2, 2, 2)
