@@ -73,7 +73,8 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
         if node.op != "call_function":
             continue
         if node.target in _MATRIX:
-            part.gemms.append(_plain(node, axis))
+            if not _is_outer_product(node):
+                part.gemms.append(_plain(node, axis))
         elif isinstance(node.target, compat.OpOverload) and node.target.name().partition(".")[0] in _GROUPED:
             part.gemms.append(_grouped(node, axis))
         elif is_call(node, *SDPA):
@@ -101,6 +102,12 @@ def _is_uncounted(node: fx.Node) -> bool:
     if node.target.namespace in _UNCOUNTED_NAMESPACES:
         return True
     return registered(node.target) is None and any(value(one) is not None for one in node.all_input_nodes)
+
+
+def _is_outer_product(node: fx.Node) -> bool:
+    """Depth 1, as angles of rotary embeddings are made: no more work than a pointwise operator's."""
+    depth = _shape(node.args[_MATRIX[node.target]])[0]  # type: ignore[index]
+    return isinstance(depth, int) and depth == 1
 
 
 def _plain(node: fx.Node, axis: TokenAxis) -> Gemm:

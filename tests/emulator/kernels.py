@@ -269,7 +269,11 @@ class PushMachine(Machine):
         sources: Path = SOURCES,
         **options: Any,
     ) -> None:
-        self.one_shot, self.threads, self.most_rows = one_shot, threads or threads_for(hidden_size, world_size), most_rows
+        self.one_shot, self.threads, self.most_rows = (
+            one_shot,
+            threads or threads_for(hidden_size, world_size),
+            most_rows,
+        )
         example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
         defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1}

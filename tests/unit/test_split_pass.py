@@ -62,6 +62,19 @@ def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
     assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
 
 
+def test_outer_products_are_no_gemms_of_a_layer() -> None:
+    _, graph = inspected(split="999999")
+    axis = find_token_axis(graph)
+    assert isinstance(axis, TokenAxis)
+    before = layer_of_graph(graph, axis)
+    with graph.inserting_before(next(node for node in graph.nodes if node.op == "call_function")):
+        frequencies, positions = (graph.call_function(torch.ops.aten.empty.memory_format, (size,)) for size in (64, 1))
+        product = graph.call_function(torch.ops.aten.mm.default, (frequencies, positions))
+    for node, size in ((frequencies, (64, 1)), (positions, (1, 4096)), (product, (64, 4096))):
+        node.meta["val"] = torch.empty(size, device="meta")
+    assert isinstance(before, GraphLayer) and layer_of_graph(graph, axis) == before
+
+
 def test_plan_of_one_request_joins_attention_as_the_graph_does() -> None:
     split, _ = inspected()
     assert split.plan is not None and split.mode == split.plan.mode == "join"
