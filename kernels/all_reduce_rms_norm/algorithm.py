@@ -13,7 +13,12 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """One way to do the operator over peer memory. All answers depend on what all ranks share."""
+    """One way to do the operator over peer memory. All answers depend on what all ranks share.
+
+    ``name``: what tables of ``configs/kernels`` call it.
+    """
+
+    name: str
 
     @abstractmethod
     def obstacle(self, request: Request, state: GroupState) -> str | None:

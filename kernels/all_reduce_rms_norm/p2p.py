@@ -132,10 +132,11 @@ class P2PTransport(Transport):
                 )
             multimem = self.name == "multimem"
             device_name = torch.cuda.get_device_name(device)
-            selector = Insist(self.algorithm) if self.algorithm else Selector(steps_for(device_name, group.size()))
+            steps = () if self.algorithm else steps_for(device_name, group.size())
+            selector = Insist(self.algorithm) if self.algorithm else Selector(steps)
             state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), selector, multimem)
             obstacle = outside_pools(device, lambda: group_obstacle(group, device))
-            obstacle = obstacle or outside_pools(device, lambda: agree(group, None, device_name))
+            obstacle = obstacle or outside_pools(device, lambda: agree(group, None, (device_name, steps)))
             if obstacle is not None:
                 state.give_up(obstacle)
             self._states[group_name, device] = state

@@ -78,6 +78,7 @@ class Push(Algorithm):
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
         if not 1 <= max_sms <= MOST_SMS:
             raise ValueError(f"max_sms: expected 1 to {MOST_SMS}, got {max_sms}")
+        self.name = "push_one_shot" if one_shot else "push_two_shot"
         self._one_shot, self._max_sms = one_shot, max_sms
         self._kernels: dict[Hashable, Kernel] = {}
 

@@ -1,6 +1,7 @@
 """Which kernel of the P2P transport serves a message: measured per device and world size, as data in ``configs/kernels``.
 
-A table is a TOML file, written by ``tw-compile bench kernel --table``:
+A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``kernels.toml`` in the user's config folder by
+``tw-compile tune``, which comes before what is shipped for the world sizes that it has:
 
     device = "NVIDIA H200"          # as torch.cuda.get_device_name says
     [[steps]]
@@ -26,6 +27,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from tw_compile.gating.layers import user_file
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, Request
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
@@ -33,6 +35,7 @@ from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 if TYPE_CHECKING:
     from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState
 
+USER_FILE = "kernels.toml"
 ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
 
 
@@ -105,12 +108,18 @@ class Insist:
 
 def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
     """The device and the steps of a table; ValueError names ``source``, the key, what was expected and what came."""
-    table = tomllib.loads(text)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: expected TOML, got {error}") from error
     unknown = sorted(table.keys() - {"device", "steps"})
     if unknown:
         raise ValueError(f"{source}: expected the keys device and steps, got {unknown[0]!r}")
     device = _typed(table, "device", str, source)
-    steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(table.get("steps", [])))
+    entries = table.get("steps", [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{source}: steps: expected [[steps]] tables, got {entries!r}")
+    steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(entries))
     for before, after in itertools.pairwise(steps):
         if (after.world_size, after.up_to_bytes) <= (before.world_size, before.up_to_bytes):
             raise ValueError(
@@ -122,7 +131,7 @@ def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
 
 def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
     """The TOML of a table, as :func:`steps_of` reads it; ``comment`` says where the figures come from."""
-    lines = [f"# {line}" for line in comment.splitlines()]
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines.append(f'device = "{device}"')
     for step in steps:
         lines += ["", "[[steps]]", f"world_size = {step.world_size}", f"up_to_bytes = {step.up_to_bytes}"]
@@ -131,8 +140,37 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
 
 
 def steps_for(device_name: str, world_size: int) -> tuple[Step, ...]:
-    """What the shipped table of this device says; nothing where none has been measured."""
-    return tuple(step for step in _shipped().get(device_name, ()) if step.world_size == world_size)
+    """What the user's table of this device says, else the shipped one; nothing where none has been measured.
+
+    Raises:
+        ValueError: The user's file is wrong, or cannot be read.
+    """
+    return _steps(user_table(), device_name, world_size) or shipped_steps(device_name, world_size)
+
+
+def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
+    """The one of a world size's steps that serves a message; None without steps."""
+    return next((step for step in steps if nbytes <= step.up_to_bytes), steps[-1] if steps else None)
+
+
+def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
+    return _steps(_shipped(), device_name, world_size)
+
+
+def user_table() -> dict[str, tuple[Step, ...]]:
+    """The steps of the user's own file by device; empty where there is no file."""
+    file = user_file(name=USER_FILE)
+    if file is None or not file.is_file():
+        return {}
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"kernels: expected a file that can be read, got {str(file)!r} ({error})") from error
+    return dict([steps_of(text, str(file))])
+
+
+def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int) -> tuple[Step, ...]:
+    return tuple(step for step in tables.get(device_name, ()) if step.world_size == world_size)
 
 
 @cache
@@ -151,7 +189,9 @@ def _typed(table: dict[str, Any], key: str, kind: type, where: str) -> Any:
     return value
 
 
-def _step(entry: dict[str, Any], where: str) -> Step:
+def _step(entry: Any, where: str) -> Step:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected a table, got {entry!r}")
     names = [field.name for field in fields(Step)]
     unknown = sorted(entry.keys() - set(names))
     if unknown:

@@ -114,6 +114,8 @@ class Stream(Algorithm):
     on the slot overwrites: peers write there directly, and nothing is copied afterwards.
     """
 
+    name = "stream"
+
     def __init__(self, max_sms: int = 16, private_output: bool = True) -> None:
         if not 1 <= max_sms <= MAX_CTAS:
             raise ValueError(f"max_sms: expected 1 to {MAX_CTAS}, got {max_sms}")

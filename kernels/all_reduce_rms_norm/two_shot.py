@@ -27,6 +27,8 @@ class TwoShot(Algorithm):
     ``emulate_multimem``, for tests: all groups do as with multicast, with loops in the place of its instructions.
     """
 
+    name = "two_shot"
+
     def __init__(self, emulate_multimem: bool = False) -> None:
         self._emulate_multimem = emulate_multimem
 

@@ -27,8 +27,8 @@ SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
 
 @pytest.mark.timeout(120)
 def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
-    files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json")}
-    args = ["--device", "cpu", "--hidden", "64", "--tokens", "1,5", "--repeats", "20", "--calls", "3"]
+    files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json", "regret")}
+    args = ["--device", "cpu", "--hidden", "64", "--tokens", "1,5", "--repeats", "20", "--calls", "3", "--gated"]
     args += [part for name, file in files.items() for part in (f"--{name}", str(file))]
     result = CliRunner().invoke(app, ["bench", "kernel", *args])
     assert result.exit_code == 0, result.output
@@ -38,10 +38,19 @@ def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
     assert (report["schema_version"], report["world_size"], report["tokens"]) == (1, 2, [1, 5])
     rows = report["rows"]
     assert [(row["label"], row["tokens"]) for row in rows] == [
-        (label, tokens) for tokens in (1, 5) for label in ("tw-gloo", "gloo+norm")
+        (label, tokens) for tokens in (1, 5) for label in ("tw-gloo", "gloo+norm", "gated")
     ]
     assert all(row["numerics"] == "ok" and 0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in rows)
     assert all(row["speedup"] is None and row["residual_form"] == "replicated bfloat16" for row in rows)
+    assert {row["chosen"] for row in rows if row["label"] != "gated"} == {None}
+    assert all(row["chosen"].startswith("tw-gloo by generic.toml: ") for row in rows if row["label"] == "gated")
+    regrets = list(csv.DictReader(files["regret"].open()))
+    # Gloo ranks say nothing about speed, so nothing about regret.
+    assert [(line["tokens"], line["outcome"], line["regret"]) for line in regrets] == [
+        ("1", "timed", ""),
+        ("5", "timed", ""),
+    ]
+    assert "gated: no regret" in result.output
     lines = list(csv.DictReader(files["csv"].open()))
     assert [float(line["p50_us"]) for line in lines] == [row["p50_us"] for row in rows]
     assert {line["torch"] for line in lines} == {torch.__version__}

@@ -473,6 +473,25 @@ def test_a_table_spends_ctas_and_changes_kernels_for_more_than_noise() -> None:
     assert steps_from(rows, 2) == [Step(2, 2**22, "stream", 8)]
 
 
+def test_a_shipped_choice_that_is_as_good_stays_with_its_bound() -> None:
+    shipped = (Step(2, 1_500_000, "push_one_shot", 64), Step(2, 2**22, "push_two_shot", 64))
+    rows = [
+        timed("push_one_shot", 64, 2**20, 10.1),
+        timed("stream", 8, 2**20, 10.0),
+        timed("push_two_shot", 64, 2**21, 20.0),
+        timed("stream", 8, 2**21, 20.1),
+        timed("push_two_shot", 64, 2**24, 90.0),
+        timed("stream", 8, 2**24, 80.0),
+    ]
+    half_way = 5_931_641  # between 2 and 16 MiB, in the logarithm
+    assert steps_from(rows, 2, shipped) == [
+        *shipped[:1],
+        Step(2, half_way, "push_two_shot", 64),
+        Step(2, 2**24, "stream", 8),
+    ]
+    assert steps_from(rows, 2) == [Step(2, 2**24, "stream", 8)]
+
+
 def test_a_table_weighs_hidden_sizes_of_the_same_bytes_alike() -> None:
     rows = [
         timed("stream", 8, 2**20, 10.0, hidden=4096),

@@ -72,6 +72,10 @@ class Contender(ABC):
         """What ran instead of what the label says; None when nothing did. Asked after the first call."""
         return None
 
+    def choice(self) -> str | None:
+        """What it chose to run at this size, and why; None where it has no choice. Asked after the first call."""
+        return None
+
 
 def form(dtype: torch.dtype, sharded: bool, hidden_scale: float | None = None) -> Form:
     """The operator's form between two fused sites: as Hugging Face Llama's norm, residual in and out laid out alike."""
@@ -117,6 +121,7 @@ class Operator(Contender):
         self._slots = itertools.count()
         self._request: Request | None = None
         self._algorithm: Algorithm | None = None
+        self._overlap_sms = 0
 
     @functools.cached_property
     def _transport(self) -> Transport:
@@ -129,6 +134,8 @@ class Operator(Contender):
         own_form = form(problem.x.dtype, self.residual_sharded, self.hidden_scale)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
+        request = replace(request, overlap_sms=self._overlap_sms)
+        meanwhile = self.meanwhile(problem)
         transport = self._transport
         if self._variant.in_slot:
             request = self._in_slot(transport, request)
@@ -136,11 +143,20 @@ class Operator(Contender):
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             started = transport.start(request)
+            meanwhile()
             if started.finish is not None:
                 started.finish()
             return started.hidden, started.residual
 
         return call
+
+    def meanwhile(self, problem: Problem) -> Callable[[], None]:
+        """What the current stream does between start and finish of a call."""
+        return lambda: None
+
+    def kernel_name(self) -> str | None:
+        """The kernel that the P2P transport took; None before it has, and of other transports."""
+        return None if self._algorithm is None else self._algorithm.name
 
     def _in_slot(self, transport: Transport, request: Request) -> Request:
         """Each input set has a slot of its own."""
@@ -311,8 +327,13 @@ def contenders(spec: BenchSpec) -> list[Contender]:
     Raises:
         UsageError: ``--only`` names nobody, or ``--sms`` is for nobody.
     """
+    gated: list[Contender] = []
+    if spec.gated:
+        from tw_compile.benchmark.gated import Gated
+
+        gated.append(Gated())
     if spec.device == "cpu":
-        return select(spec, OURS_ON_CPU, [AllReduce("gloo+norm")])
+        return select(spec, OURS_ON_CPU, [AllReduce("gloo+norm")]) + gated
     from tw_compile.benchmark.flashinfer_peers import FlashInfer
 
     others = [
@@ -323,7 +344,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         FlashInfer("flashinfer-two-shot", one_shot=False, most_tokens=max(spec.tokens)),
         NoCommunication(),
     ]
-    return select(spec, OURS, others)
+    return select(spec, OURS, others) + gated
 
 
 def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]) -> list[Contender]:

@@ -32,6 +32,8 @@ class Row:
         best_peer: Which one that is.
         algorithm: The kernel that a table can name for it, and the SMs that it may have; None where it can't.
         quantises: The normalised rows are float8: fewer bytes than the peers', so it has no speed-up.
+        chosen: What the gated contender ran, and the table that says so; others chose nothing.
+        regret: Its median time by that of ``best``, the fastest of all who do the same work, less 1.
     """
 
     label: str
@@ -55,6 +57,9 @@ class Row:
     algorithm: str | None = None
     max_sms: int | None = None
     quantises: bool = False
+    chosen: str | None = None
+    regret: float | None = None
+    best: str | None = None
 
 
 class Measured(Protocol):

@@ -39,6 +39,7 @@ class BenchSpec:
         rotate_from: Messages of at least so many bytes rotate over input sets, see :func:`input_sets`.
         only: Labels of the contenders that take part; empty means all.
         sms: SM counts to try for contenders of ours that take one.
+        gated: Whether what the gate chooses takes part, see :mod:`tw_compile.benchmark.gated`.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -54,6 +55,7 @@ class BenchSpec:
     sms: tuple[int, ...] = ()
     seed: int = 0
     timeout: float = 1200.0
+    gated: bool = False
 
     def sizes(self) -> Iterator[Size]:
         for hidden in self.hidden:

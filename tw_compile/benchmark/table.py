@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tw_compile.benchmark.gated import LABEL, regret_line
 from tw_compile.benchmark.results import Measured, Row, failures, rows_of
 
 COLUMNS = ("", "p50 us", "p20 - p80 us", "GB/s", "of bound", "SMs", "speed-up", "residual", "numerics")
@@ -44,6 +45,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for (hidden, tokens), group in groupby(rows, key=lambda row: (row.hidden, row.tokens)):
         console.print()
         _print_size(console, hidden, tokens, list(group))
+    if any(row.label == LABEL for row in rows):
+        console.print()
+        console.print(regret_line(report), style="bold", markup=False, soft_wrap=True)
     print_verdict(console, [(row, f"[{row.tokens}, {row.hidden}]") for row in failures(rows)])
 
 
@@ -69,6 +73,9 @@ def _print_size(console: Console, hidden: int, tokens: int, rows: list[Row]) -> 
     if peers:
         console.print(f"  speed-up: against {', '.join(peers)}, the best peer here", style="dim", markup=False)
     for row in rows:
+        if row.chosen is not None:
+            regret = "" if row.regret is None else f"; regret {row.regret:.1%}, best {row.best}"
+            console.print(f"  {row.label}: {row.chosen}{regret}", style="dim", markup=False, soft_wrap=True)
         if row.reason is not None:
             console.print(f"  {row.label}: {row.reason}", style="dim", markup=False, soft_wrap=True)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isqrt
 from typing import Any
 
 from tw_compile.benchmark.results import Row, rows_of
-from tw_compile.kernels.all_reduce_rms_norm.selection import Step, table_text
+from tw_compile.kernels.all_reduce_rms_norm.selection import Step, step_for, table_text
 
 SLACK = 1.02
 """A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""
@@ -33,8 +33,11 @@ def table_of(report: dict[str, Any]) -> str:
     return table_text(report["device_name"], steps, comment)
 
 
-def steps_from(rows: Iterable[Row], world_size: int) -> list[Step]:
-    """One step for each run of sizes with the same best kernel; steps meet half way, in the logarithm, between two sizes."""
+def steps_from(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = ()) -> list[Step]:
+    """One step for each run of sizes with the same best kernel; steps meet half way, in the logarithm, between two sizes.
+
+    A choice of ``shipped`` that is as good as the best stays, and so does the size at which it ends.
+    """
     slowdown: dict[int, dict[Choice, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
@@ -50,9 +53,14 @@ def steps_from(rows: Iterable[Row], world_size: int) -> list[Step]:
     for index, nbytes in enumerate(sizes):
         mean = {choice: sum(ratios) / len(ratios) for choice, ratios in slowdown[nbytes].items()}
         good = {choice for choice, ratio in mean.items() if ratio <= SLACK * min(mean.values())}
-        best = before if before in good else min(good, key=lambda choice: (choice[1], mean[choice]))
+        usual = step_for(shipped, nbytes)
+        preferred = [choice for choice in ((usual.algorithm, usual.sms) if usual else None, before) if choice in good]
+        best = preferred[0] if preferred else min(good, key=lambda choice: (choice[1], mean[choice]))
         assert best is not None
         up_to = nbytes if index + 1 == len(sizes) else isqrt(nbytes * sizes[index + 1])
+        # The last step of a table ends nowhere: it serves all larger messages too.
+        if usual and usual is not shipped[-1] and best == (usual.algorithm, usual.sms) and index + 1 < len(sizes):
+            up_to = usual.up_to_bytes if nbytes <= usual.up_to_bytes < sizes[index + 1] else up_to
         if best == before:
             steps.pop()
         steps.append(Step(world_size, up_to, *best))

@@ -16,10 +16,12 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contenders import Contender, contenders
+from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.benchmark.ranks import Ranks, UnavailableError
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
+from tw_compile.gating.current import current_node
 from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
 from tw_compile.runner.launch import report_to_parent
 from tw_compile.testing.gpu_problems import (
@@ -45,7 +47,13 @@ def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection)
     report_to_parent(messages, lambda progress: run_rank(spec, rank, f"file://{scratch}/store", progress))
 
 
-def run_rank(spec: BenchSpec, rank: int, init_method: str, progress: Progress) -> dict[str, Any]:
+def run_rank(
+    spec: BenchSpec,
+    rank: int,
+    init_method: str,
+    progress: Progress,
+    take_part: Callable[[BenchSpec], list[Contender]] = contenders,
+) -> dict[str, Any]:
     """Everything one rank does; the rows are complete on every rank. Calls ``progress`` ``steps`` times, see ``run.py``."""
     progress("joining")
     timeout = datetime.timedelta(seconds=spec.timeout)
@@ -69,14 +77,20 @@ def run_rank(spec: BenchSpec, rank: int, init_method: str, progress: Progress) -
     assert dist.group.WORLD is not None
     context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
     ranks = Ranks(context, dist.new_group(backend="gloo", timeout=timeout))
-    everyone = contenders(spec)
+    everyone = take_part(spec)
     rows: list[Row] = []
     with torch.no_grad():
         for size in spec.sizes():
             rows += bench_size(spec, ranks, everyone, size, cache_bytes, progress)
+    device_class = current_node().device_class if spec.device == "cuda" else "generic"
     # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
     dist.destroy_process_group()
-    return {"device_name": device_name, "cache_bytes": cache_bytes, "rows": [asdict(row) for row in rows]}
+    return {
+        "device_name": device_name,
+        "device_class": device_class,
+        "cache_bytes": cache_bytes,
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 @dataclass
@@ -127,6 +141,8 @@ def bench_size(
         del entries, problems
         gc.collect()
         torch.cuda.empty_cache()
+    if spec.device == "cuda":
+        set_regret(rows)
     return complete(rows, size, spec)
 
 
@@ -214,6 +230,7 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
         algorithm=contender.algorithm,
         max_sms=contender.max_sms,
         quantises=contender.hidden_scale is not None,
+        chosen=contender.choice(),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tw_compile.cli import bench, bench_layer, doctor, explain, inspect, plan, run
+from tw_compile.cli import bench, bench_layer, doctor, explain, inspect, plan, run, tune
 
 app = typer.Typer(
     name="tw-compile",
@@ -19,5 +19,6 @@ app.command("inspect")(inspect.inspect)
 app.command("plan")(plan.plan)
 app.command("explain")(explain.explain)
 app.command("doctor")(doctor.doctor)
+app.command("tune")(tune.tune)
 bench.app.command("layer")(bench_layer.layer)
 app.add_typer(bench.app, name="bench")

@@ -76,6 +76,7 @@ def passes(
 
 CUDA_SIZES = ("8192", "1,4,16,64,256,1024,4096,16384")
 CPU_SIZES = ("512", "1,16,63")
+GATED_HIDDEN = "2048,4096,8192"
 CUDA_RANKS = (8, 4, 2)
 MIN_REPEATS = 20
 
@@ -106,6 +107,13 @@ def kernel(
         int, typer.Option(metavar="BYTES", help="Messages from this size on rotate over more inputs than L2 holds.")
     ] = 2**20,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random inputs.")] = 0,
+    gated: Annotated[
+        bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
+    ] = False,
+    regret_file: Annotated[
+        str | None,
+        typer.Option("--regret", metavar="FILE.csv", help="With --gated: write how far its choices are from the best."),
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1200.0,
     csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
     plot_file: Annotated[
@@ -135,7 +143,11 @@ def kernel(
             raise UsageError(f"{option}: expected 0 or more, got {number}")
     if timeout <= 0:
         raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    if regret_file is not None and not gated:
+        raise UsageError(f"--regret: expected --gated with it, got {regret_file!r} alone")
     default_hidden, default_tokens = CUDA_SIZES if device == "cuda" else CPU_SIZES
+    if gated and device == "cuda":
+        default_hidden = GATED_HIDDEN
     spec = BenchSpec(
         world_size=0,
         device=device,
@@ -149,15 +161,23 @@ def kernel(
         sms=common.numbers("--sms", sms) if sms else (),
         seed=seed,
         timeout=timeout,
+        gated=gated,
     )
-    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file), ("--table", table_file)):
+    files = {
+        "--csv": csv_file,
+        "--json": json_file,
+        "--plot": plot_file,
+        "--table": table_file,
+        "--regret": regret_file,
+    }
+    for option, file in files.items():
         common.writable(option, file)
     if plot_file is not None:
         from tw_compile.benchmark.plot import require
 
         require(plot_file)
     report = _bench_kernel(dataclasses.replace(spec, world_size=ranks_here("bench kernel", tp, device)), json_file)
-    _write_files(report, csv_file, plot_file, table_file)
+    _write_files(report, csv_file, plot_file, table_file, regret_file)
 
 
 def _bench_kernel(spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
@@ -172,12 +192,22 @@ def _bench_kernel(spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
     return report
 
 
-def _write_files(report: dict[str, Any], csv_file: str | None, plot_file: str | None, table_file: str | None) -> None:
+def _write_files(
+    report: dict[str, Any],
+    csv_file: str | None,
+    plot_file: str | None,
+    table_file: str | None,
+    regret_file: str | None,
+) -> None:
     """What was asked for beside the JSON; then exits with 1 when one of ours failed."""
     from tw_compile.benchmark.results import as_csv, failures, rows_of
 
     if csv_file is not None:
         common.write_file("--csv", csv_file, as_csv(report))
+    if regret_file is not None:
+        from tw_compile.benchmark.gated import regret_csv
+
+        common.write_file("--regret", regret_file, regret_csv(report))
     if table_file is not None:
         from tw_compile.benchmark.tune import table_of
 

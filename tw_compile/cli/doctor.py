@@ -41,9 +41,15 @@ def _print(console: Console, report: Report) -> None:
         _matrix(console, report)
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
-    console.print(f"\n[bold]thresholds[/bold] for {thresholds['device_class']}, a later layer wins")
-    for layer in thresholds["layers"]:
-        console.print(f"{layer['layer']:<21}  {layer['from']}: {layer['state']}", markup=False, soft_wrap=True)
+    console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
+    for title, layers in (
+        (f"thresholds for {thresholds['device_class']}", thresholds["layers"]),
+        ("kernels", report["kernel_tables"]["layers"]),
+        ("device profile", report["device_profile"]["layers"]),
+    ):
+        console.print(title, markup=False)
+        for layer in layers:
+            console.print(f"  {layer['layer']:<21}  {layer['from']}: {layer['state']}", markup=False, soft_wrap=True)
     console.print("\n[bold]what would run[/bold]")
     for plan in report["plans"]:
         ranks = f"{plan['world_size']} ranks"

@@ -6,7 +6,7 @@ Nothing here imports torch but :mod:`tw_compile.gating.current`, which asks the 
 from tw_compile.gating.backend import active_backend
 from tw_compile.gating.facts import BACKENDS, HOSTS, Backend, Node, Settings
 from tw_compile.gating.gate import Gate, Verdict
-from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file, user_folder
 from tw_compile.gating.table import ANY, Entry, Source, Split, Table, read_table, table_text
 
 __all__ = [
@@ -29,4 +29,5 @@ __all__ = [
     "tables_of",
     "threshold_layers",
     "user_file",
+    "user_folder",
 ]

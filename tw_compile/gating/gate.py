@@ -135,6 +135,10 @@ class Gate:
                 found.append(verdict)
         return found
 
+    def entries(self, world_size: int, backend: str) -> tuple[Entry, ...]:
+        """The ranges that count for a world size and backend; they go up in bytes and cover all sizes."""
+        return self._ranges(world_size, backend)[1]
+
     def _counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
         """Token counts of the range around every size at which a decision may change."""
         low, high = tokens

@@ -33,14 +33,20 @@ class Layer:
     table: Table | None
 
 
-def user_file(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """``thresholds.toml`` in the user's config folder, which need not exist; None without a home."""
+def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where ``tw-compile tune`` writes what it measured; it need not exist. None without a home."""
     if folder := environment.get("XDG_CONFIG_HOME"):
-        return Path(folder, "tw_compile", _FILE_NAME)
+        return Path(folder, "tw_compile")
     try:
-        return Path.home() / ".config" / "tw_compile" / _FILE_NAME
+        return Path.home() / ".config" / "tw_compile"
     except RuntimeError:
         return None
+
+
+def user_file(environment: Mapping[str, str] = os.environ, name: str = _FILE_NAME) -> Path | None:
+    """The file called ``name`` in the user's config folder, which need not exist; None without a home."""
+    folder = user_folder(environment)
+    return None if folder is None else folder / name
 
 
 def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, str] = os.environ) -> list[Layer]:

@@ -1,7 +1,8 @@
 """What the planner knows about a device: TOML files in ``configs/devices``, each value with its source beside it.
 
-A profile of another device is a file of the same form, given by its path. Times are in microseconds (us), rates in decimal
-units: 10^9 bytes and 10^12 floating-point operations a second.
+A profile of another device is a file of the same form, given by its path. ``device.toml`` in the user's config folder, which
+``tw-compile tune`` writes, comes before the shipped profile of the devices that it names. Times are in microseconds (us), rates
+in decimal units: 10^9 bytes and 10^12 floating-point operations a second.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from tw_compile.gating.layers import user_file
+
+USER_FILE = "device.toml"
 TRAFFIC = ("multicast", "two_shot")
 
 Part = TypeVar("Part")
@@ -143,7 +147,28 @@ def load_profile(source: str) -> DeviceProfile:
 
 
 def profile_of_device(device_name: str) -> DeviceProfile | None:
-    """The shipped profile of a device by the name that CUDA gives it; None where there is none."""
+    """The profile of a device by the name that CUDA gives it, the user's own before a shipped one; None where there is none.
+
+    Raises:
+        ValueError: The user's file is wrong, or cannot be read.
+    """
+    own = user_profile()
+    return own if own is not None and device_name in own.device_names else shipped_profile(device_name)
+
+
+def user_profile() -> DeviceProfile | None:
+    """That of the user's own file; None where there is no file."""
+    file = user_file(name=USER_FILE)
+    if file is None or not file.is_file():
+        return None
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"device profile: expected a file that can be read, got {str(file)!r} ({error})") from error
+    return parse_profile(text, str(file))
+
+
+def shipped_profile(device_name: str) -> DeviceProfile | None:
     return next((profile for profile in _shipped().values() if device_name in profile.device_names), None)
 
 

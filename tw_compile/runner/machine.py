@@ -15,9 +15,11 @@ from tw_compile.config import Config
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import threshold_layers
+from tw_compile.gating.layers import threshold_layers, user_file
 from tw_compile.gating.table import size
 from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport
+from tw_compile.planning.device import USER_FILE as PROFILE_FILE
+from tw_compile.planning.device import shipped_profile, user_profile
 from tw_compile.runner.versions import versions
 
 Report = dict[str, Any]
@@ -57,6 +59,8 @@ def examine() -> Report:
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
         "thresholds": _thresholds(gate),
+        "kernel_tables": _kernel_tables(gpus),
+        "device_profile": _device_profile(gpus),
         "plans": [_plan(world_size, gpus, peers, gate) for world_size in WORLD_SIZES],
     }
 
@@ -74,6 +78,46 @@ def _thresholds(gate: Gate) -> Report:
             state = f"{len(layer.table.entries)} ranges"
         layers.append({"layer": layer.name, "from": layer.file, "state": state})
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
+
+
+def _kernel_tables(gpus: list[Report]) -> Report:
+    """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
+    from tw_compile.kernels.all_reduce_rms_norm import selection
+
+    file, table = user_file(name=selection.USER_FILE), selection.user_table()
+    name = gpus[0]["name"] if gpus else None
+    own = sorted({step.world_size for step in table.get(name or "", ())})
+    state = f"{_ranks(own)}" if own else f"not used: it is about {', '.join(table)}" if table else "absent"
+    measured = sorted({n for n in WORLD_SIZES if name and selection.shipped_steps(name, n)})
+    shipped = {"layer": "shipped", "from": "configs/kernels", "state": _ranks(measured)}
+    return {"layers": [shipped, {"layer": "user file", "from": str(file or "-"), "state": state}]}
+
+
+def _ranks(world_sizes: list[int]) -> str:
+    return f"{', '.join(map(str, world_sizes))} ranks" if world_sizes else "none for this device"
+
+
+def _device_profile(gpus: list[Report]) -> Report:
+    """Where the planner's profile comes from, the lowest layer first; the option is that of a compile."""
+    name = gpus[0]["name"] if gpus else None
+    shipped, own = shipped_profile(name) if name else None, user_profile()
+    if own is None:
+        state = "absent"
+    elif name in own.device_names:
+        state = own.name
+    else:
+        state = f"not used: it is about {', '.join(own.device_names)}"
+    return {
+        "layers": [
+            {
+                "layer": "shipped",
+                "from": "configs/devices",
+                "state": shipped.name if shipped else "none for this device",
+            },
+            {"layer": "user file", "from": str(user_file(name=PROFILE_FILE) or "-"), "state": state},
+            {"layer": "option", "from": "tw_compile.device_profile", "state": "not set"},
+        ]
+    }
 
 
 def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Gate) -> Report:

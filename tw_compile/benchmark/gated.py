@@ -1,0 +1,170 @@
+"""What the gate chooses, as a contender: the row that says what a wrong table costs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from tw_compile.benchmark.contenders import (
+    OURS,
+    OURS_ON_CPU,
+    AllReduce,
+    Call,
+    Contender,
+    Operator,
+    SymmetricMemory,
+)
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.spec import Size
+from tw_compile.config import Config
+from tw_compile.gating.current import current_gate
+from tw_compile.gating.facts import Backend
+from tw_compile.gating.gate import Verdict
+from tw_compile.kernels.all_reduce_rms_norm.selection import step_for, steps_for
+from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, prefer_transport
+from tw_compile.testing.gpu_problems import Problem
+
+LABEL = "gated"
+GOOD_REGRET = 0.02
+
+
+class Gated(Contender):
+    """Runs what the gate decides for a size: the unfused way of its backend, or the operator by its transport.
+
+    The P2P transport chooses the kernel as it does in a model, by the device's table. The residual has the form that is
+    natural to the step which that table has for the size: whole for one-shot, sharded for the others.
+    """
+
+    label = LABEL
+    kind = "ours"
+
+    def __init__(self) -> None:
+        self._chosen: dict[str, Contender] = {}
+        self._now: Contender | None = None
+        self._why = ""
+
+    def obstacle(self, size: Size, world_size: int) -> str | None:
+        self._now = None
+        cuda = torch.cuda.is_initialized()
+        verdict = current_gate(Config()).decide(size.nbytes, world_size=world_size, dtype=size.dtype)
+        found = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
+        if isinstance(found, str):
+            return found
+        # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
+        self._now = self._chosen.setdefault(found.label, found)
+        self.residual_sharded = self._now.residual_sharded
+        self._why = verdict.entry
+        return self._now.obstacle(size, world_size)
+
+    def num_sms(self, size: Size, world_size: int) -> int | None:
+        return None if self._now is None else self._now.num_sms(size, world_size)
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        assert self._now is not None, "obstacle chooses"
+        return self._now.prepare(ranks, problem)
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        assert self._now is not None, "obstacle chooses"
+        return self._now.deviation(ranks)
+
+    def choice(self) -> str | None:
+        if self._now is None:
+            return None
+        kernel = self._now.kernel_name() if isinstance(self._now, Operator) else None
+        return f"{self._now.label}{'' if kernel is None else f' ({kernel})'} by {self._why}"
+
+
+def fused_way(verdict: Verdict, size: Size, world_size: int, cuda: bool) -> Contender | str:
+    """The operator by the transport that the verdict asks for, or why it is not here."""
+    facts = GroupFacts("cuda" if cuda else "cpu", world_size, hosts=1)
+    choice = prefer_transport(facts, size.hidden, getattr(torch, size.dtype), verdict.transport or "auto")
+    known = {variant.label: variant for variant in (OURS if cuda else OURS_ON_CPU)}
+    label = f"tw-{choice.name}"
+    if choice.name == "p2p":
+        step = step_for(steps_for(torch.cuda.get_device_name(), world_size), size.nbytes)
+        label = "tw-p2p-replicated" if step is not None and step.algorithm == "push_one_shot" else "tw-p2p"
+    if label not in known:
+        return f"fused by {choice.name} ({choice.reason}), which this benchmark does not run"
+    return Operator(known[label])
+
+
+def unfused_way(verdict: Verdict) -> Contender | str:
+    """The all_reduce of the verdict's backend and a norm, or why it is not here."""
+    if verdict.backend is Backend.NCCL:
+        return AllReduce("nccl+norm")
+    if verdict.backend in (Backend.SYMM_MEM_ONE_SHOT, Backend.SYMM_MEM_TWO_SHOT):
+        one_shot = verdict.backend is Backend.SYMM_MEM_ONE_SHOT
+        return SymmetricMemory(f"symm-{'one' if one_shot else 'two'}-shot+norm", one_shot)
+    return f"left to {verdict.backend}, which this benchmark does not run"
+
+
+def set_regret(rows: Iterable[Row]) -> None:
+    """Of one size: the gated row's time by that of the best of all who do the same work, less 1; in place."""
+    timed = [
+        row
+        for row in rows
+        if row.kind in ("ours", "peer") and row.numerics == "ok" and row.p50_us is not None and not row.quantises
+    ]
+    best = min(timed, key=lambda row: row.p50_us or 0.0, default=None)
+    for row in timed:
+        if row.label == LABEL and row.p50_us is not None and best is not None and best.p50_us is not None:
+            row.regret, row.best = row.p50_us / best.p50_us - 1.0, best.label
+
+
+@dataclass(frozen=True)
+class Regret:
+    """One line of the regret table: the gated row of a size, and the best of that run."""
+
+    world_size: int
+    tokens: int
+    hidden: int
+    nbytes: int
+    chosen: str | None
+    outcome: str
+    gated_us: float | None
+    best: str | None
+    best_us: float | None
+    regret: float | None
+
+
+def regrets(report: dict[str, Any]) -> list[Regret]:
+    """One a size, in the report's order."""
+    found = []
+    for _, group in groupby(rows_of(report), key=lambda row: (row.hidden, row.tokens)):
+        by_label = {row.label: row for row in group}
+        if LABEL in by_label:
+            row = by_label[LABEL]
+            best_us = by_label[row.best].p50_us if row.best is not None else None
+            size = (report["world_size"], row.tokens, row.hidden, row.nbytes)
+            found.append(Regret(*size, row.chosen, row.outcome, row.p50_us, row.best, best_us, row.regret))
+    return found
+
+
+def regret_line(report: dict[str, Any]) -> str:
+    """The summary in one line."""
+    known = [one.regret for one in regrets(report) if one.regret is not None]
+    if not known:
+        return "gated: no regret, as nothing was measured that says something about speed"
+    good = sum(regret <= GOOD_REGRET for regret in known)
+    sizes = len(regrets(report))
+    missing = "" if len(known) == sizes else f" ({sizes - len(known)} of {sizes} sizes have no gated time)"
+    return f"gated: within {GOOD_REGRET:.0%} at {good} of {len(known)} points, worst {max(known):.1%}{missing}"
+
+
+def regret_csv(report: dict[str, Any]) -> str:
+    """One line a size, each with what it was measured with."""
+    made_with = {name: report[name] for name in ("machine", "device", "device_name", "dtype", "repeats")}
+    made_with |= report["versions"]
+    text = io.StringIO()
+    names = [*Regret.__dataclass_fields__, *made_with]
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(one) | made_with for one in regrets(report))
+    return text.getvalue()

@@ -1,0 +1,211 @@
+"""``tw-compile tune``: measure this node, and write tables and a device profile of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tw_compile.cli import common
+from tw_compile.cli.common import JsonOption
+from tw_compile.runner.spec import UsageError
+
+WORLD_SIZES = "2,4"
+RESULTS = {"cuda": "tune.json", "cpu": "tune-cpu.json"}
+
+
+@common.one_line_errors
+def tune(
+    tp: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Ranks.", show_default=f"those of {WORLD_SIZES} that fit, 2 on CPU"),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks; it writes no table.")
+    ] = "cuda",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Go on where an interrupted tuning stopped, or begin anew.")
+    ] = True,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where the files go.", show_default="the user's config folder")
+    ] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up a stage after so long.")] = 600.0,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw fused by unfused time, and crossovers.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Measure every unfused all_reduce and every kernel of ours here, alone and beside GEMMs, and write tables from it.
+
+    Files: thresholds.toml, kernels.toml, device.toml, and tune.json with all that was measured. Exit code: 0 done, 1 one of
+    ours failed or a rank did, 2 bad input or a GPU that is busy.
+    """
+    common.one_of("--device", device, tuple(RESULTS))
+    if timeout <= 0:
+        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    for option, file in (("--json", json_file), ("--plot", plot_file)):
+        common.writable(option, file)
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import require
+
+        if device == "cpu":
+            raise UsageError(
+                f"--plot: expected --device cuda with it, as a smoke test has no crossovers, got {plot_file!r}"
+            )
+        require(plot_file)
+    folder = _folder(out)
+    asked = common.numbers("--tp", tp) if tp is not None else None
+    from tw_compile.tuning.show import print_grid
+    from tw_compile.tuning.spec import TuneSpec
+
+    console = common.make_console(json_file)
+    spec = TuneSpec(_world_sizes(asked, device, dry_run), device, timeout)
+    if dry_run:
+        print_grid(console, spec)
+        console.print(f"would write to {folder}", markup=False, soft_wrap=True)
+        common.write_json(
+            {"schema_version": 1, "command": "tune", "dry_run": True, "stages": spec.options()}, json_file
+        )
+        return
+    report, derived = _measure(spec, folder, resume, json_file)
+    failed = _finish(report, derived, folder, plot_file, json_file)
+    raise typer.Exit(common.EXIT_FAILED if failed else 0)
+
+
+def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tuple[dict[str, Any], Any]:
+    from tw_compile.tuning.run import PARTIAL, earlier_stages, key_of, steps, tune
+    from tw_compile.tuning.tables import derive
+
+    console = common.make_console(json_file)
+    devices = _ready(spec, folder)
+    key = key_of(spec, devices)
+    if not resume:
+        (folder / PARTIAL).unlink(missing_ok=True)
+    stages = earlier_stages(folder, key)
+    if stages:
+        console.print(f"resumed, done before: {', '.join(stages)}", markup=False, soft_wrap=True)
+    total = sum(steps(stage) for stage in spec.stages() if stage.name not in stages)
+    with common.stages(console, total) as progress:
+        report = tune(spec, key, stages, folder, progress)
+    return report, derive(report) if spec.device == "cuda" else None
+
+
+def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
+    """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
+    from tw_compile.benchmark.results import failures, rows_of
+    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.tuning.show import plot, print_report
+    from tw_compile.tuning.tables import command_of, write
+
+    console = common.make_console(json_file)
+    print_report(console, report, derived)
+    failed = [row for stage in report["stages"].values() for row in failures(rows_of(stage))]
+    wrong = any(row.outcome == "numerics failed" for row in failed)
+    results = folder / RESULTS[report["device"]]
+    write_whole(results, json.dumps(report, indent=1) + "\n")
+    written = [results]
+    if derived is not None and not wrong:
+        versions = report["versions"]
+        comment = (
+            f"Written by {command_of(report)} on {versions['date']}: {derived.device_name}, {report['machine']}, torch "
+            f"{versions['torch']}, NCCL {versions['nccl']}, FlashInfer {versions['flashinfer'] or '-'}, "
+            f"tw_compile {versions['commit']}"
+        )
+        written += write(folder, derived, comment)
+        if derived.profile is None:
+            console.print(
+                f"no device profile: none is shipped for {derived.device_name}, and what compute takes is not measured here",
+                markup=False,
+                soft_wrap=True,
+            )
+        _say_if_not_used(console, derived.table.device_class)
+    elif wrong:
+        console.print("no table is written, as numerics of ours failed", style="red")
+    (folder / PARTIAL).unlink(missing_ok=True)
+    for file in written:
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+    if plot_file is not None:
+        plot(derived, plot_file)
+    common.write_json(report, json_file)
+    return bool(failed)
+
+
+def _folder(out: str | None) -> Path:
+    if out is not None:
+        path = Path(out).expanduser()
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"--out: expected a folder, got {out!r}")
+        return path
+    from tw_compile.gating.layers import user_folder
+
+    folder = user_folder()
+    if folder is None:
+        raise UsageError("--out: expected a folder, as this user has no home, got none")
+    return folder
+
+
+def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
+    """Those of ``--tp``, or what fits."""
+    from tw_compile.runner.launch import torchrun_world_size
+
+    if torchrun_world_size() is not None:
+        raise UsageError("tune: expected to start the ranks itself, got RANK of a launcher; run it without torchrun")
+    if asked is not None and min(asked) < 2:
+        raise UsageError(f"--tp: expected at least 2 ranks, got {min(asked)}")
+    if device == "cpu":
+        return asked or (2,)
+    gpus = _gpus()
+    usual = common.numbers("--tp", WORLD_SIZES)
+    if dry_run and gpus < 2:
+        return asked or usual
+    if gpus < 2:
+        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
+    if asked is not None and max(asked) > gpus:
+        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {max(asked)}")
+    return asked or tuple(ranks for ranks in usual if ranks <= gpus)
+
+
+def _ready(spec: Any, folder: Path) -> list[str]:
+    """The names of the devices; refuses where they have other work, and where the folder is about other ones."""
+    if spec.device == "cpu":
+        return []
+    import torch
+
+    from tw_compile.benchmark.run import multicast_off
+    from tw_compile.gating.current import current_node
+    from tw_compile.tuning.busy import obstacles, usages
+    from tw_compile.tuning.tables import check_folder
+
+    count = max(spec.world_sizes)
+    busy = obstacles(usages(count))
+    if busy:
+        raise UsageError(f"tune: expected idle GPUs, got {'; '.join(busy)}")
+    names = [torch.cuda.get_device_name(index) for index in range(count)]
+    if len(set(names)) > 1:
+        raise UsageError(f"--tp: expected GPUs of one kind, got {', '.join(sorted(set(names)))}")
+    with multicast_off():
+        check_folder(folder, current_node().device_class, names[0])
+    return names
+
+
+def _say_if_not_used(console: Any, device_class: str) -> None:
+    from tw_compile.gating.current import current_node
+
+    own = current_node().device_class
+    if own != device_class:
+        console.print(
+            f"measured with NVLink multicast off, so the thresholds are about {device_class}: this device is {own} unless "
+            "TORCH_SYMM_MEM_DISABLE_MULTICAST=1 is set, and does not use them",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,184 @@
+"""Our kernels beside a GEMM: what the pair costs, by the SMs that the kernel gets and by whether the GEMM leaves them to it."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from tw_compile.benchmark.contenders import OURS, OURS_ON_CPU, Call, Contender, Operator, Variant
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.results import Row
+from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.benchmark.worker import run_rank
+from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.runner.launch import report_to_parent
+from tw_compile.testing.gpu_problems import Problem
+
+KERNELS = ("tw-stream", "tw-push-two-shot")
+_TOLERANCE = 2**-6
+"""Of a product's root mean square: cuBLAS may add up in another order when it plans for fewer SMs."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A matmul of a rank of a Llama-3.3-70B layer, in multiples of hidden: ``[tokens, inner] @ [inner, columns]``."""
+
+    name: str
+    inner: float
+    columns: float
+
+    def operands(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For messages like ``x [tokens, hidden]``; the same tensors for all contenders."""
+        tokens, hidden = x.shape
+        return _operands(x.device, x.dtype, tokens, int(self.inner * hidden), int(self.columns * hidden))
+
+
+@functools.lru_cache(maxsize=4)
+def _operands(
+    device: torch.device, dtype: torch.dtype, tokens: int, inner: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        for shape in ((tokens, inner), (inner, columns))
+    )
+    return a, b
+
+
+def gemms(world_size: int) -> tuple[Gemm, ...]:
+    """The shortest and the longest of a layer."""
+    return Gemm("o_proj", 1 / world_size, 1), Gemm("gate_up", 1, 7 / world_size)
+
+
+class GemmAlone(Contender):
+    """The GEMM by itself, planned for all but ``reserved`` SMs."""
+
+    kind = "bound"
+    reduces = False
+
+    def __init__(self, gemm: Gemm, reserved: int) -> None:
+        self.label = gemm.name + (f" leaving {reserved}" if reserved else "")
+        self._gemm, self._reserved = gemm, reserved
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        a, b = self._gemm.operands(problem.x)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            product = mm_leaving_sms(a, b, self._reserved)
+            return product, product
+
+        return call
+
+
+class Beside(Operator):
+    """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies."""
+
+    def __init__(self, variant: Variant, sms: int, gemm: Gemm, reserved: int) -> None:
+        super().__init__(variant, sms if variant.sms is not None else None)
+        self.label = f"{variant.label} on {sms}, {gemm.name}" + (f" leaving {reserved}" if reserved else "")
+        self.algorithm = None  # of no use to a table for messages that travel alone
+        self._overlap_sms, self._gemm, self._reserved = sms, gemm, reserved
+        self._product: torch.Tensor | None = None
+
+    def meanwhile(self, problem: Problem) -> Callable[[], None]:
+        a, b = self._gemm.operands(problem.x)
+
+        def multiply() -> None:
+            self._product = mm_leaving_sms(a, b, self._reserved)
+
+        self._expected = functools.partial(torch.mm, a, b)
+        return multiply
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        assert self._product is not None
+        want = self._expected().float()
+        worst = float((self._product.float() - want).abs().max() / want.square().mean().sqrt())
+        if not worst <= _TOLERANCE * max(1.0, float(want.abs().max() / want.square().mean().sqrt())):
+            return f"the product beside it is off by {worst:.2g} of its root mean square"
+        return super().deviation(ranks)
+
+
+def beside_contenders(spec: BenchSpec) -> list[Contender]:
+    """Each kernel and GEMM alone, and each pair, for all ``spec.sms``."""
+    variants = [one for one in OURS if one.label in KERNELS] if spec.device == "cuda" else list(OURS_ON_CPU)
+    pairs: list[Contender] = []
+    alone: list[Contender] = []
+    for variant in variants:
+        counts: Sequence[int | None] = spec.sms if variant.sms is not None else (None,)
+        alone += [Operator(variant, sms) for sms in counts]
+    for gemm in gemms(spec.world_size):
+        alone += [GemmAlone(gemm, reserved) for reserved in (0, *spec.sms)]
+        pairs += [
+            Beside(variant, sms, gemm, reserved) for variant in variants for sms in spec.sms for reserved in (0, sms)
+        ]
+    return alone + pairs
+
+
+def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank."""
+    import os
+
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
+
+    def work(progress: Callable[[str], None]) -> dict[str, Any]:
+        return run_rank(spec, rank, f"file://{scratch}/store", progress, beside_contenders)
+
+    report_to_parent(messages, work)
+
+
+@dataclass(frozen=True)
+class PairCost:
+    """What a kernel beside a GEMM costs at one size; microseconds.
+
+    Attributes:
+        alone_us: One after the other.
+        best_us: The longer of the two, the GEMM as fast as on all SMs.
+        plain_us, leaving_us: Both at once, the GEMM planned for all SMs, and for those that the kernel leaves.
+        contention: ``leaving_us`` by the longer of the two alone, the GEMM planned as in the pair.
+    """
+
+    world_size: int
+    tokens: int
+    kernel: str
+    sms: int
+    gemm: str
+    alone_us: float
+    best_us: float
+    plain_us: float
+    leaving_us: float
+    contention: float
+
+
+def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
+    """Every pair of which all parts were timed."""
+    times = {(row.label, row.tokens): row.p50_us for row in rows if row.p50_us is not None}
+    found = []
+    for tokens in spec.tokens:
+        for variant in KERNELS if spec.device == "cuda" else [one.label for one in OURS_ON_CPU]:
+            for sms in spec.sms:
+                for gemm in gemms(spec.world_size):
+                    pair = f"{variant} on {sms}, {gemm.name}"
+                    labels = (
+                        f"{variant}-{sms}sm" if spec.device == "cuda" else variant,
+                        gemm.name,
+                        f"{gemm.name} leaving {sms}",
+                        pair,
+                        f"{pair} leaving {sms}",
+                    )
+                    if any((label, tokens) not in times for label in labels):
+                        continue
+                    kernel, whole, fewer, plain, leaving = (times[label, tokens] or 0.0 for label in labels)
+                    costs = (kernel + whole, max(kernel, whole), plain, leaving, leaving / max(kernel, fewer))
+                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
+    return found
+
+
+def contention(costs: Sequence[PairCost]) -> float | None:
+    """The median over pairs of at least 1; None without pairs."""
+    return statistics.median([max(1.0, one.contention) for one in costs]) if costs else None

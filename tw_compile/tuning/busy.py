@@ -1,0 +1,72 @@
+"""Whether GPUs have other work: times measured beside it would say nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+MOST_UTILISATION = 5
+"""Percent."""
+MOST_BYTES = 3 * 2**30
+"""Of memory in use: what the driver and a context of this process hold is less."""
+_SAMPLES = 3
+_SAMPLE_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one GPU. ``utilisation`` in percent, None where nobody says; ``processes``: ids of others on it."""
+
+    index: int
+    used_bytes: int
+    utilisation: int | None = None
+    processes: tuple[int, ...] = ()
+
+
+def obstacles(usages: Sequence[Usage]) -> list[str]:
+    """What keeps the GPUs from being measured, one line each; empty where they are idle."""
+    found = []
+    for usage in usages:
+        if usage.processes:
+            found.append(f"GPU {usage.index} has processes {', '.join(map(str, usage.processes))}")
+        if usage.utilisation is not None and usage.utilisation > MOST_UTILISATION:
+            found.append(f"GPU {usage.index} is {usage.utilisation}% busy")
+        if usage.used_bytes > MOST_BYTES:
+            found.append(f"GPU {usage.index} has {usage.used_bytes / 2**30:.1f} GiB in use")
+    return found
+
+
+def usages(count: int) -> list[Usage]:
+    """Of the first ``count`` GPUs that this process sees: by nvidia-ml-py where it is installed, else by free memory alone."""
+    if importlib.util.find_spec("pynvml") is not None:
+        import pynvml
+
+        try:
+            pynvml.nvmlInit()
+            try:
+                return [_usage_by_nvml(index) for index in range(count)]
+            finally:
+                pynvml.nvmlShutdown()
+        except pynvml.NVMLError:
+            pass  # no permission, or a driver that does not answer
+    memory = [torch.cuda.mem_get_info(index) for index in range(count)]
+    return [Usage(index, total - free) for index, (free, total) in enumerate(memory)]
+
+
+def _usage_by_nvml(index: int) -> Usage:
+    import pynvml
+
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+    samples = []
+    for number in range(_SAMPLES):
+        if number:
+            time.sleep(_SAMPLE_SECONDS)
+        samples.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+    processes = sorted({one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()})
+    used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    return Usage(index, used, max(samples), tuple(processes))

@@ -1,0 +1,218 @@
+"""From measured times to ranges of bytes: a pure function, so that what a table says can be checked without a GPU.
+
+At a size, one way against another is a band: the logarithm of the ratio of their times, its middle by the medians, its ends by
+the 20th and 80th percentiles that are farthest apart, and never narrower than what two runs differ by. Between two sizes
+that were measured, middle and ends are interpolated in the logarithm of the bytes; beyond them, and where two sizes are
+farther apart than ``MOST_APART``, nothing is known.
+
+A way takes the place of the one that the default table has only where its whole band is below 0. So a difference inside the
+noise, and what was not measured, keep the default, and a crossover lies where the difference is sure.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tw_compile.gating.facts import Backend
+from tw_compile.gating.table import Entry, Source
+from tw_compile.tuning.measured import AT_LEAST, LEFT, Timing
+
+NOISE = 0.02
+"""Medians of two runs differ by up to so much, whatever the repeats of one run say (``benchmarks/thresholds-notes.md``)."""
+MOST_APART = 16
+"""Two neighbours in the grid with a larger ratio of bytes say nothing about the sizes between them."""
+
+Pair = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Band:
+    """Logarithms of a ratio of times, at the logarithms of bytes; ascending in bytes."""
+
+    nbytes: tuple[int, ...]
+    low: tuple[float, ...]
+    middle: tuple[float, ...]
+    high: tuple[float, ...]
+
+    def at(self, nbytes: int, values: Sequence[float]) -> float | None:
+        """One of the three, interpolated; None where nothing is known."""
+        after = bisect_left(self.nbytes, nbytes)
+        if after < len(self.nbytes) and self.nbytes[after] == nbytes:
+            return values[after]
+        if after in (0, len(self.nbytes)):
+            return None
+        begin, end = self.nbytes[after - 1 : after + 1]
+        if end > MOST_APART * begin:
+            return None
+        share = math.log(nbytes / begin) / math.log(end / begin)
+        return values[after - 1] + share * (values[after] - values[after - 1])
+
+    def below(self, nbytes: int) -> bool:
+        """Whether the ratio is surely below 1."""
+        high = self.at(nbytes, self.high)
+        return high is not None and high < 0
+
+
+def band(timings: Iterable[Timing], way: str, other: str) -> Band:
+    """``way`` against ``other``, where both were timed at the same size in the same run.
+
+    Several hidden sizes or runs of the same bytes make one band around all of them.
+    """
+    times: dict[tuple[int, int, int], dict[str, Timing]] = defaultdict(dict)
+    for one in timings:
+        times[one.nbytes, one.hidden, one.run][one.way] = one
+    points: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+    for (nbytes, _, _), ways in times.items():
+        if way in ways and other in ways:
+            points[nbytes].append(_ratio(ways[way], ways[other]))
+    sizes = sorted(points)
+    return Band(
+        tuple(sizes),
+        tuple(min(low for low, _, _ in points[nbytes]) for nbytes in sizes),
+        tuple(sum(middle for _, middle, _ in points[nbytes]) / len(points[nbytes]) for nbytes in sizes),
+        tuple(max(high for _, _, high in points[nbytes]) for nbytes in sizes),
+    )
+
+
+def _ratio(own: Timing, other: Timing) -> tuple[float, float, float]:
+    middle, noise = math.log(own.p50_us / other.p50_us), math.log1p(NOISE)
+    low = min(math.log(own.p20_us / other.p80_us), middle - noise)
+    return low, middle, max(math.log(own.p80_us / other.p20_us), middle + noise)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """At one size: the default's entry, the way that is taken, and why: whether measurements show that it is right.
+
+    Attributes:
+        known: Whether the default was measured against leaving the message alone.
+    """
+
+    default: Entry
+    way: str
+    sure: bool
+    known: bool
+
+
+class Chooser:
+    """Decides about sizes, for one world size and backend.
+
+    Args:
+        timings: Of ``LEFT`` and of transports, see :func:`tw_compile.tuning.measured.timings`.
+        default: The ranges that count where nothing else is sure; they cover all sizes.
+    """
+
+    def __init__(self, backend: Backend, timings: Sequence[Timing], default: Sequence[Entry]) -> None:
+        self._default, self._begins = tuple(default), [entry.from_bytes for entry in default]
+        self._ways = sorted({one.way for one in timings})
+        self._can_be_left = backend not in AT_LEAST
+        self.bands = {(way, other): band(timings, way, other) for way, other in itertools.permutations(self._ways, 2)}
+
+    def choose(self, nbytes: int) -> Chosen:
+        default = self._default[bisect_right(self._begins, nbytes) - 1]
+        usual = self._way_of(default)
+        faster = [
+            way
+            for way in self._ways
+            if (way, usual) in self.bands
+            and self.bands[way, usual].below(nbytes)
+            and (way != LEFT or self._can_be_left)
+        ]
+        way = min(faster, key=lambda one: (self._middle(one, usual, nbytes), one)) if faster else usual
+        return Chosen(default, way, self._sure(way, nbytes), self._known(usual, nbytes))
+
+    def _known(self, usual: str, nbytes: int) -> bool:
+        return any(
+            one.at(nbytes, one.middle) is not None
+            for (way, other), one in self.bands.items()
+            if LEFT in (way, other) and usual in (way, other)
+        )
+
+    def _middle(self, way: str, other: str, nbytes: int) -> float:
+        one = self.bands[way, other]
+        return one.at(nbytes, one.middle) or 0.0
+
+    def _way_of(self, entry: Entry) -> str:
+        """What the entry means in measured ways; ``auto`` is peer to peer where that is possible."""
+        if entry.decision == "left":
+            return LEFT
+        if entry.transport == "auto":
+            return "p2p" if "p2p" in self._ways else "nccl"
+        return str(entry.transport)
+
+    def _sure(self, way: str, nbytes: int) -> bool:
+        """Whether fusing is surely faster than leaving the message alone, or leaving it than every way to fuse it."""
+        others = [LEFT] if way != LEFT else [other for other in self._ways if other != LEFT]
+        bands = [self.bands.get((way, other)) for other in others]
+        return bool(bands) and all(one is not None and one.below(nbytes) for one in bands)
+
+    def changes(self) -> list[int]:
+        """Every size at which :meth:`choose` may answer otherwise than one byte before; ascending, from 0."""
+        knots = {0, *self._begins}
+        for one in self.bands.values():
+            knots.update(one.nbytes)
+            knots.update(nbytes + 1 for nbytes in one.nbytes)
+        found = set(knots)
+        for begin, end in itertools.pairwise(sorted(knots)):
+            # No band has a knot between the two, so each is a straight line there and crosses 0, or another, once at most.
+            found.update(_flip(one.below, begin, end) for one in self.bands.values())
+            for (way, other), (rival, same) in itertools.combinations(self.bands, 2):
+                if other == same:
+                    found.add(_flip(functools.partial(self._before, way, rival, other), begin, end))
+        return sorted(found)
+
+    def _before(self, way: str, rival: str, other: str, nbytes: int) -> bool:
+        return (self._middle(way, other, nbytes), way) < (self._middle(rival, other, nbytes), rival)
+
+
+def _flip(predicate: Callable[[int], bool], begin: int, end: int) -> int:
+    """The first size from ``begin`` to ``end`` at which the answer is not that of ``begin``; ``end`` if it stays."""
+    first = predicate(begin)
+    return bisect_left(range(begin, end), True, key=lambda nbytes: predicate(nbytes) != first) + begin
+
+
+def entries_from(
+    world_size: int, backend: Backend, timings: Sequence[Timing], default: Sequence[Entry], source: Source
+) -> list[Entry]:
+    """The ranges of a table of thresholds for one world size and backend, ascending and without gaps.
+
+    What measurements show has ``source``; what they leave open is as in ``default``, and says why.
+    """
+    chooser = Chooser(backend, timings, default)
+    entries: list[Entry] = []
+    for nbytes in chooser.changes():
+        entry = _entry(world_size, backend, nbytes, chooser.choose(nbytes), source)
+        if entries and _same(entries[-1], entry):
+            continue
+        if entries:
+            entries[-1] = replace(entries[-1], to_bytes=nbytes)
+        entries.append(entry)
+    return entries
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    return (one.decision, one.transport, one.source) == (other.decision, other.transport, other.source)
+
+
+def _entry(world_size: int, backend: Backend, nbytes: int, chosen: Chosen, source: Source) -> Entry:
+    if chosen.sure:
+        left = chosen.way == LEFT
+        decision, transport = ("left", None) if left else ("fused", chosen.way)
+        return Entry(world_size, str(backend), nbytes, None, decision, transport, source)  # type: ignore[arg-type]
+    if not chosen.known:
+        word, why = "unmeasured", "these sizes were not measured"
+    elif backend in AT_LEAST:
+        word, why = "bound", "ours is not below what was measured, a lower bound of the backend's time"
+    else:
+        word, why = "noise", "the difference is inside the noise"
+    name = f"{chosen.default.source.name}_{word}_tp{world_size}"
+    kept = Source(name, "default", (f"{source.values[0]}: {why}; kept: {chosen.default.source}",))
+    return replace(
+        chosen.default, world_size=world_size, backend=str(backend), from_bytes=nbytes, to_bytes=None, source=kept
+    )

@@ -1,0 +1,148 @@
+"""A device profile from measured times: the shipped one of the device, with what was measured in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tw_compile.benchmark.results import Row
+from tw_compile.planning.communication import traffic_bytes
+from tw_compile.planning.device import AllReduce, DeviceProfile, FusedKernel
+from tw_compile.tuning.measured import Run
+
+ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
+"""Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
+KERNELS = {"push": "push_two_shot", "stream": "stream"}
+"""Keys of a profile's ``fused``, and what tables of kernels call them."""
+_NORM_ALONE = "no-communication"
+_MIN_POINTS = 3
+
+
+def fitted(
+    base: DeviceProfile, kernel_runs: Sequence[Run], beside_runs: Sequence[Run], contention: float | None
+) -> tuple[DeviceProfile, frozenset[str]]:
+    """The profile, and the dotted names of the values that are measured; all others are those of ``base``.
+
+    An all_reduce is its row less the norm alone. Latency and rate are the least squares of relative errors; a fit without
+    a positive latency and rate is not one, and leaves the value alone.
+    """
+    measured: set[str] = set()
+    all_reduce, fused = dict(base.all_reduce), dict(base.fused)
+    for name, label in ALL_REDUCES.items():
+        if name in all_reduce and (fit := _latency_and_rate(_without_norm(kernel_runs, label, all_reduce[name]))):
+            all_reduce[name] = replace(all_reduce[name], latency_us=fit[0], link_gb_per_s=fit[1])
+            measured |= {f"all_reduce.{name}.latency_us", f"all_reduce.{name}.link_gb_per_s"}
+    for name, algorithm in KERNELS.items():
+        if name in fused:
+            fused[name], found = _fitted_kernel(fused[name], algorithm, kernel_runs, beside_runs)
+            measured |= {f"fused.{name}.{key}" for key in found}
+    if contention is not None:
+        measured.add("contention")
+    profile = replace(
+        base,
+        name=f"{base.name}, tuned",
+        contention=base.contention if contention is None else round(contention, 3),
+        all_reduce=all_reduce,
+        fused=fused,
+    )
+    return profile, frozenset(measured)
+
+
+def _fitted_kernel(
+    kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[Run], beside_runs: Sequence[Run]
+) -> tuple[FusedKernel, set[str]]:
+    """Latency from the grid; rates of links and of a CTA from how the rate grows with SMs, where several were tried."""
+    rows = list(_rows((*kernel_runs, *beside_runs), algorithm))
+    points = [(traffic_bytes(kernel.traffic, row.nbytes, ranks), us, sms) for ranks, row, us, sms in rows]
+    if not points:
+        return kernel, set()
+    usual = statistics.mode(sms for *_, sms in points)  # that of the grid, which has more sizes than the pairs
+    fit = _latency_and_rate([(traffic, us) for traffic, us, sms in points if sms == usual])
+    if fit is None:
+        return kernel, set()
+    latency, rate = fit
+    kernel, found = replace(kernel, latency_us=latency), {"latency_us"}
+    # rate^-p = link^-p + (ctas * cta)^-p is linear in the unknowns. By large messages alone, whose latency is small.
+    large = [(traffic / ((us - latency) * 1e3), sms) for traffic, us, sms in points if us > 5 * latency]
+    if len({sms for _, sms in large}) >= 2:
+        power = kernel.sharpness
+        left = np.array([[1.0, float(sms) ** -power] for _, sms in large])
+        right = np.array([float(one) ** -power for one, _ in large])
+        inverse = np.linalg.lstsq(left / right[:, None], np.ones(len(large)), rcond=None)[0]
+        if (inverse > 0).all():
+            link, cta = (round(float(one) ** (-1 / power), 1) for one in inverse)
+            return replace(kernel, link_gb_per_s=link, cta_gb_per_s=cta), found | {"link_gb_per_s", "cta_gb_per_s"}
+    rest = rate**-kernel.sharpness - (usual * kernel.cta_gb_per_s) ** -kernel.sharpness
+    if rest > 0:
+        return replace(kernel, link_gb_per_s=round(rest ** (-1 / kernel.sharpness), 1)), found | {"link_gb_per_s"}
+    return kernel, found
+
+
+def _rows(runs: Iterable[Run], algorithm: str) -> Iterator[tuple[int, Row, float, int]]:
+    for run in runs:
+        for row in run.rows:
+            if row.algorithm == algorithm and row.numerics == "ok" and row.p50_us and row.max_sms:
+                yield run.world_size, row, row.p50_us, row.max_sms
+
+
+def _without_norm(runs: Sequence[Run], label: str, kind: AllReduce) -> list[tuple[float, float]]:
+    """Traffic and microseconds of an all_reduce alone."""
+    found = []
+    for run in runs:
+        norm = {(row.tokens, row.hidden): row.p50_us for row in run.rows if row.label == _NORM_ALONE}
+        for row in run.rows:
+            alone = norm.get((row.tokens, row.hidden))
+            if row.label == label and row.numerics == "ok" and row.p50_us and alone and row.p50_us > alone:
+                found.append((traffic_bytes(kind.traffic, row.nbytes, run.world_size), row.p50_us - alone))
+    return found
+
+
+def _latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+    """Microseconds and 10^9 bytes a second of ``us = latency + traffic / rate``; None where no such line fits."""
+    if len({traffic for traffic, _ in points}) < _MIN_POINTS:
+        return None
+    traffic, us = (np.array(column) for column in zip(*points, strict=True))
+    left = np.stack([1 / us, traffic / us], axis=1)
+    scale = np.linalg.norm(left, axis=0)
+    latency, per_byte = np.linalg.lstsq(left / scale, np.ones(len(points)), rcond=None)[0] / scale
+    if latency <= 0 or per_byte <= 0:
+        return None
+    return round(float(latency), 2), round(float(1 / per_byte) / 1e3, 1)
+
+
+def profile_text(profile: DeviceProfile, measured: frozenset[str], comment: str) -> str:
+    """The TOML of a profile, as :func:`tw_compile.planning.device.parse_profile` reads it, each value with its origin."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    return "\n".join([*lines, *_table(profile, "", measured)]) + "\n"
+
+
+def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
+    """Plain values first, then tables."""
+    values = part if isinstance(part, Mapping) else {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    lines, tables = [], []
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            for inner, one in value.items():
+                tables += ["", f"[{name}.{inner}]", *_table(one, f"{name}.{inner}.", measured)]
+        elif dataclasses.is_dataclass(value):
+            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured)]
+        else:
+            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else 'as shipped'}")
+    return lines + tables
+
+
+def _value(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(_value(one) for one in value)}]"
+    if dataclasses.is_dataclass(value):
+        return (
+            "{ " + ", ".join(f"{f.name} = {_value(getattr(value, f.name))}" for f in dataclasses.fields(value)) + " }"
+        )
+    return repr(value)

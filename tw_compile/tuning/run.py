@@ -1,0 +1,119 @@
+"""Measure stage by stage; what is done survives an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tw_compile.benchmark.contenders import contenders
+from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
+from tw_compile.benchmark.worker import rank_process
+from tw_compile.runner.launch import spawn_ranks
+from tw_compile.runner.machine import installed_version, nccl_version
+from tw_compile.runner.spec import UsageError
+from tw_compile.runner.versions import versions
+from tw_compile.tuning import beside
+from tw_compile.tuning.spec import Stage, TuneSpec
+
+SCHEMA_VERSION = 1
+PARTIAL = "tune-partial.json"
+_UNKEYED = ("date", "commit")
+"""Versions that may change between two parts of one tuning; the sources' digest is what counts."""
+
+Report = dict[str, Any]
+
+
+def contender_count(stage: Stage) -> int:
+    return len(contenders(stage.bench) if stage.kind == "kernel" else beside.beside_contenders(stage.bench))
+
+
+def steps(stage: Stage) -> int:
+    """How often a stage calls ``progress``."""
+    return 2 + len(list(stage.bench.sizes())) * (2 + contender_count(stage))
+
+
+def all_versions(device: str) -> dict[str, Any]:
+    return {
+        **versions(),
+        "triton": installed_version("triton"),
+        "nccl": nccl_version() if device == "cuda" else None,
+        "flashinfer": installed_version("flashinfer-python"),
+    }
+
+
+def key_of(spec: TuneSpec, devices: list[str]) -> Report:
+    """What must not change between two parts of one tuning."""
+    made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
+    machine = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
+    switches = {name: os.environ.get(name) for name in MULTICAST_OFF}
+    # As JSON has it: tuples are lists there.
+    key: Report = json.loads(json.dumps({**machine, **made_with, **switches, "stages": spec.options()}))
+    return key
+
+
+def earlier_stages(folder: Path, key: Report) -> Report:
+    """The stages that an interrupted tuning with the same key has left; UsageError where the key is another."""
+    file = folder / PARTIAL
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        theirs, stages = found["key"], found["stages"]
+        stages.keys(), theirs.keys()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"--resume: expected partial results in {file}, got {error!r}; --fresh begins anew") from error
+    for name in sorted(key.keys() | theirs.keys()):
+        if key.get(name) != theirs.get(name):
+            shown = "" if name == "stages" else f" ({theirs.get(name)}, now {key.get(name)})"
+            what = "options" if name == "stages" else name
+            raise UsageError(
+                f"--resume: expected partial results of this machine, these versions and options, got others in {file}: "
+                f"{what} differ{shown}; --fresh begins anew"
+            )
+    return dict(stages)
+
+
+def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Callable[[str], None]) -> Report:
+    """Measures the stages that ``stages`` lacks; each is kept in ``folder`` once it is done. The whole report.
+
+    Raises:
+        RankError: A rank failed, died or did not finish in time.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for stage in spec.stages():
+        if stage.name in stages:
+            continue
+        begin = time.monotonic()
+        progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
+        entry = rank_process if stage.kind == "kernel" else beside.rank_process
+        with multicast_off():
+            environment = {name: os.environ[name] for name in MULTICAST_OFF}
+            found = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
+        done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}
+        stages = {**stages, stage.name: done | found | {"seconds": time.monotonic() - begin}}
+        write_whole(folder / PARTIAL, json.dumps({"key": key, "stages": stages}))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "tune",
+        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "device": spec.device,
+        "world_sizes": list(spec.world_sizes),
+        "stages": stages,
+        "versions": all_versions(spec.device),
+    }
+
+
+def _prefixed(progress: Callable[[str], None], name: str) -> Callable[[str], None]:
+    return lambda what: progress(f"{name}: {what}")
+
+
+def write_whole(file: Path, text: str) -> None:
+    """All of it or nothing: an interruption leaves what was there."""
+    other = file.with_name(f".{file.name}.{os.getpid()}")
+    other.write_text(text)
+    other.replace(file)

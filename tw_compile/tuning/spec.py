@@ -1,0 +1,112 @@
+"""What one tuning measures, in which order, and how long that takes. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tw_compile.benchmark.spec import BenchSpec, bus_bytes
+
+CUDA_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
+CUDA_HIDDEN = (4096, 8192)
+"""Together each size of message is twice the one before."""
+CUDA_CONTENDERS = (
+    "tw-p2p",
+    "tw-push-one-shot",
+    "tw-push-two-shot",
+    "tw-stream",
+    "tw-nccl",
+    "nccl+norm",
+    "symm-one-shot+norm",
+    "symm-two-shot+norm",
+    "flashinfer-one-shot",
+    "flashinfer-two-shot",
+    "no-communication",
+)
+BESIDE_TOKENS = (1024, 4096)
+BESIDE_SMS = (8, 16, 32)
+CPU_TOKENS, CPU_HIDDEN, CPU_BESIDE_SMS = (1, 16), (256,), (4,)
+REPEATS = 20
+
+# Estimates, of what a stage takes beside the timed calls: processes, NCCL and first kernels; a contender's check and capture.
+_START_SECONDS = 20.0
+_CONTENDER_SECONDS = 0.25
+_CALL_US = 15.0
+_GB_PER_S = 300.0
+_GEMM_TFLOPS = 600.0
+_WARM_UP_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One start of the ranks. ``kernel``: every way to do the operator at every size; ``beside``: ours beside a GEMM."""
+
+    kind: Literal["kernel", "beside"]
+    bench: BenchSpec
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} tp{self.bench.world_size}"
+
+
+@dataclass(frozen=True)
+class TuneSpec:
+    """One tuning. ``device``: ``cuda``, or ``cpu`` for a smoke test on gloo ranks. ``timeout``: seconds of each stage."""
+
+    world_sizes: tuple[int, ...]
+    device: str = "cuda"
+    timeout: float = 600.0
+
+    def stages(self) -> Iterator[Stage]:
+        for world_size in self.world_sizes:
+            yield Stage("kernel", self._kernel(world_size))
+            yield Stage("beside", self._beside(world_size))
+
+    def options(self) -> dict[str, Any]:
+        """What decides what is measured, as plain values; part of the key of partial results."""
+        stages = {stage.name: asdict(stage.bench) for stage in self.stages()}
+        for bench in stages.values():
+            del bench["timeout"]
+        return stages
+
+    def _kernel(self, world_size: int) -> BenchSpec:
+        cuda = self.device == "cuda"
+        tokens, hidden = (CUDA_TOKENS, CUDA_HIDDEN) if cuda else (CPU_TOKENS, CPU_HIDDEN)
+        return BenchSpec(
+            world_size,
+            self.device,
+            "bfloat16",
+            hidden,
+            tokens,
+            calls=20 if cuda else 3,
+            repeats=REPEATS,
+            only=CUDA_CONTENDERS if cuda else (),
+            timeout=self.timeout,
+        )
+
+    def _beside(self, world_size: int) -> BenchSpec:
+        cuda = self.device == "cuda"
+        return BenchSpec(
+            world_size,
+            self.device,
+            "bfloat16",
+            (CUDA_HIDDEN if cuda else CPU_HIDDEN)[-1:],
+            BESIDE_TOKENS if cuda else CPU_TOKENS[-1:],
+            calls=5 if cuda else 3,
+            repeats=REPEATS,
+            sms=BESIDE_SMS if cuda else CPU_BESIDE_SMS,
+            timeout=self.timeout,
+        )
+
+
+def seconds(stage: Stage, contenders: int) -> float:
+    """An estimate, rough: the figures above are guesses for an H200."""
+    bench = stage.bench
+    timed = 0.0
+    for size in bench.sizes():
+        us = _CALL_US + bus_bytes(size.nbytes, bench.world_size) / (_GB_PER_S * 1e3)
+        if stage.kind == "beside":
+            us += 2 * size.tokens * size.hidden * 7 * size.hidden / bench.world_size / (_GEMM_TFLOPS * 1e6)
+        timed += us * 1e-6 * bench.calls * (_WARM_UP_ROUNDS + bench.repeats) * contenders
+    return _START_SECONDS + len(list(bench.sizes())) * contenders * _CONTENDER_SECONDS + timed

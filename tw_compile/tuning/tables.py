@@ -1,0 +1,238 @@
+"""From a report of ``tw-compile tune`` to the files of the user's config folder, and to what they change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tw_compile.benchmark.results import rows_of
+from tw_compile.benchmark.table import mebibytes
+from tw_compile.gating.facts import Backend, Node, Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.gating.layers import shipped_tables
+from tw_compile.gating.table import Entry, Source, Split, Table, read_table, table_text
+from tw_compile.kernels.all_reduce_rms_norm import selection
+from tw_compile.kernels.all_reduce_rms_norm.selection import Step, shipped_steps, steps_of
+from tw_compile.planning.device import USER_FILE as PROFILE_FILE
+from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
+from tw_compile.runner.spec import UsageError
+from tw_compile.tuning.beside import PairCost, contention, pair_costs
+from tw_compile.tuning.decide import Band, Chooser, entries_from
+from tw_compile.tuning.measured import LEFT, UNFUSED, Run, measured_steps, run_of_report, timings
+from tw_compile.tuning.profile import fitted, profile_text
+from tw_compile.tuning.run import write_whole
+from tw_compile.tuning.spec import TuneSpec
+
+THRESHOLDS_FILE = "thresholds.toml"
+KERNELS_FILE = selection.USER_FILE
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What follows from a report.
+
+    Attributes:
+        table: Thresholds of the world sizes and backends that were measured.
+        steps: Which kernel serves which message.
+        profile: None where no profile is shipped that could be the base: what compute takes is not measured.
+        measured: The values of ``profile`` that are measured.
+        bands: Fused against left alone, by world size and backend.
+    """
+
+    device_name: str
+    table: Table
+    steps: tuple[Step, ...]
+    profile: DeviceProfile | None
+    measured: frozenset[str]
+    pairs: tuple[PairCost, ...]
+    bands: dict[tuple[int, Backend], Band]
+
+
+def command_of(report: dict[str, Any]) -> str:
+    return f"tw-compile tune --tp {','.join(map(str, report['world_sizes']))}"
+
+
+def derive(report: dict[str, Any]) -> Derived:
+    """A pure function of a report of GPUs."""
+    assert report["device"] == "cuda", "times of gloo ranks are no table"
+    stages = list(report["stages"].values())
+    device_name, device_class = stages[0]["device_name"], stages[0]["device_class"]
+    shipped = shipped_gate(device_class)
+    entries: list[Entry] = []
+    steps: list[Step] = []
+    bands: dict[tuple[int, Backend], Band] = {}
+    kernel_runs = [_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
+    beside_runs = [_run(report, stage) for stage in stages if stage["kind"] == "beside"]
+    for run in sorted(kernel_runs, key=lambda run: run.world_size):
+        own_steps = measured_steps([run], shipped_steps(device_name, run.world_size))
+        steps += own_steps
+        for backend in UNFUSED:
+            found = timings([run], backend, own_steps)
+            if not any(one.way == LEFT for one in found):
+                continue
+            default = shipped.entries(run.world_size, backend)
+            entries += entries_from(run.world_size, backend, found, default, run.source)
+            own = Chooser(backend, found, default).bands
+            bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
+    benches = {stage.name: stage.bench for stage in TuneSpec(tuple(report["world_sizes"])).stages()}
+    pairs = [
+        cost
+        for name, stage in report["stages"].items()
+        if stage["kind"] == "beside"
+        for cost in pair_costs(rows_of(stage), benches[name])
+    ]
+    base = shipped_profile(device_name)
+    profile, measured = None, frozenset[str]()
+    if base is not None:
+        profile, measured = fitted(base, kernel_runs, beside_runs, contention(pairs))
+    table = Table(THRESHOLDS_FILE, device_class, tuple(entries))
+    return Derived(device_name, table, tuple(steps), profile, measured, tuple(pairs), bands)
+
+
+def shipped_gate(device_class: str) -> Gate:
+    """Of what is shipped alone."""
+    shipped = shipped_tables()
+    tables = [shipped[name] for name in dict.fromkeys((device_class, "generic"))]
+    return Gate(Node(None, False), Settings(), tuple(tables))
+
+
+def changes(derived: Derived) -> list[str]:
+    """What the tables change against the shipped ones, one line each."""
+    gate = shipped_gate(derived.table.device_class)
+    found = []
+    for key in dict.fromkeys(entry.key for entry in derived.table.entries):
+        differing = [
+            (_decision(one), _decision(shipped), begin, end)
+            for one in derived.table.ranges(key)
+            for shipped, begin, end in _overlaps(one, gate.entries(int(key[0]), key[1]))
+        ]
+        for (ours, theirs), group in itertools.groupby(differing, key=lambda one: one[:2]):
+            _, _, begins, ends = zip(*group, strict=True)
+            if ours != theirs:
+                span = f"from {mebibytes(begins[0])}" + ("" if ends[-1] is None else f" to {mebibytes(ends[-1])}")
+                found.append(f"TP{key[0]}, {key[1]}, {span}: {ours}, shipped {theirs}")
+    for world_size in sorted({step.world_size for step in derived.steps}):
+        ours, theirs = (
+            "; ".join(f"{step.algorithm} ({step.sms} SMs) to {mebibytes(step.up_to_bytes)}" for step in steps) or "none"
+            for steps in (
+                [step for step in derived.steps if step.world_size == world_size],
+                shipped_steps(derived.device_name, world_size),
+            )
+        )
+        if ours != theirs:
+            found.append(f"TP{world_size}, kernels: {ours}, shipped {theirs}")
+    return found
+
+
+def _decision(entry: Entry) -> str:
+    return "left" if entry.decision == "left" else f"fused by {'p2p' if entry.transport == 'auto' else entry.transport}"
+
+
+def _overlaps(one: Entry, others: Sequence[Entry]) -> Iterator[tuple[Entry, int, int | None]]:
+    for other in others:
+        begin = max(one.from_bytes, other.from_bytes)
+        end = min((to for to in (one.to_bytes, other.to_bytes) if to is not None), default=None)
+        if end is None or begin < end:
+            yield other, begin, end
+
+
+def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
+    """Write the files into ``folder``; what is there about other world sizes, and backends, stays.
+
+    Raises:
+        UsageError: A file there is wrong, or is about another device; nothing is written.
+    """
+    texts = {
+        THRESHOLDS_FILE: table_text(_merged_table(folder / THRESHOLDS_FILE, derived.table), comment),
+        KERNELS_FILE: selection.table_text(
+            derived.device_name, _merged_steps(folder / KERNELS_FILE, derived.device_name, derived.steps), comment
+        ),
+    }
+    if not derived.steps:
+        del texts[KERNELS_FILE]
+    if derived.profile is not None:
+        texts[PROFILE_FILE] = profile_text(derived.profile, derived.measured, comment)
+    for name, text in texts.items():
+        _read_back(name, text)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        write_whole(folder / name, text)
+    return [folder / name for name in texts]
+
+
+def check_folder(folder: Path, device_class: str | None = None, device_name: str | None = None) -> None:
+    """UsageError where files of ``folder`` are wrong or about another device: before anything is measured."""
+    if device_class is not None:
+        _merged_table(folder / THRESHOLDS_FILE, Table("", device_class, ()))
+    if device_name is not None:
+        _merged_steps(folder / KERNELS_FILE, device_name, ())
+
+
+def _read_back(name: str, text: str) -> None:
+    """What is written can be read: a wrong file would stop every compile."""
+    if name == THRESHOLDS_FILE:
+        read_table(text, name)
+    elif name == KERNELS_FILE:
+        steps_of(text, name)
+    else:
+        parse_profile(text, name)
+
+
+def _merged_table(file: Path, own: Table) -> Table:
+    if not file.is_file():
+        return own
+    try:
+        there = read_table(file.read_text(), str(file))
+    except ValueError as error:
+        raise UsageError(f"--out: expected a table that can be read, got {error}") from error
+    if there.device_class != own.device_class:
+        raise UsageError(
+            f"--out: expected a folder whose tables are about {own.device_class}, got {file} about {there.device_class}"
+        )
+    keys = {entry.key for entry in own.entries}
+    rows: list[Entry | Split] = [*own.entries, *(entry for entry in there.entries if entry.key not in keys)]
+    renamed = _distinct_sources([*rows, *there.splits])
+    return Table(
+        own.file,
+        own.device_class,
+        tuple(row for row in renamed if isinstance(row, Entry)),
+        tuple(row for row in renamed if isinstance(row, Split)),
+    )
+
+
+def _distinct_sources(rows: Iterable[Entry | Split]) -> list[Entry | Split]:
+    """Two sources of one name, as of two tunings, get two names."""
+    names: dict[str, Source] = {}
+    found: list[Entry | Split] = []
+    for row in rows:
+        name, number = row.source.name, 1
+        while name in names and (names[name].kind, names[name].values) != (row.source.kind, row.source.values):
+            number += 1
+            name = f"{row.source.name}_{number}"
+        names[name] = replace(row.source, name=name)
+        found.append(replace(row, source=names[name]))
+    return found
+
+
+def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Step]:
+    if not file.is_file():
+        return list(own)
+    try:
+        device, there = steps_of(file.read_text(), str(file))
+    except ValueError as error:
+        raise UsageError(f"--out: expected a table that can be read, got {error}") from error
+    if device != device_name:
+        raise UsageError(f"--out: expected a folder whose tables are about {device_name}, got {file} about {device}")
+    world_sizes = {step.world_size for step in own}
+    merged = [*own, *(step for step in there if step.world_size not in world_sizes)]
+    return sorted(merged, key=lambda step: (step.world_size, step.up_to_bytes))
+
+
+def _run(report: dict[str, Any], stage: dict[str, Any]) -> Run:
+    names = ("world_size", "device_name", "rows")
+    run = run_of_report({name: stage[name] for name in names} | {"versions": report["versions"]}, command_of(report))
+    machine = run.source.values[0] + f", {', '.join(f'{name}={value}' for name, value in stage['environment'].items())}"
+    return replace(run, source=replace(run.source, values=(machine, *run.source.values[1:])))
