@@ -42,6 +42,10 @@ class JoinReason(StrEnum):
     """Why an operator of a split graph reads both halves. Stable names, as those of :class:`Refusal`."""
 
     ATTENTION = "attention"
+    ATTENTION_PLANNED = "attention_planned"
+    ATTENTION_MASK = "attention_mask"
+    ATTENTION_KERNEL = "attention_kernel"
+    ATTENTION_REQUESTS = "attention_requests"
     CONTRACTS_TOKENS = "contracts_tokens"
     REDUCES_TOKENS = "reduces_tokens"
     SELECTS_TOKENS = "selects_tokens"
@@ -50,6 +54,10 @@ class JoinReason(StrEnum):
     ROUTING_NOT_UNDONE = "routing_not_undone"
     RESIDUAL_SHARDS = "residual_shards"
     UNKNOWN_OPERATOR = "unknown_operator"
+
+
+ATTENTION_JOINS = frozenset(reason for reason in JoinReason if reason.startswith("attention"))
+"""Attention itself runs once: as the plan has it, or because of its mask, its kernel, or a cut in one of several requests."""
 
 
 class SplitRefusal(StrEnum):

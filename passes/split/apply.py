@@ -6,7 +6,7 @@ import torch.fx as fx
 
 from tw_compile.config import Config
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
-from tw_compile.passes.base import JoinReason, SplitRefused
+from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
 from tw_compile.passes.split.choose import NotSplit, choose_split
 from tw_compile.passes.split.duplicate import split_tokens
 from tw_compile.passes.split.lock import lock_order
@@ -25,13 +25,13 @@ def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) 
     choice = choose_split(graph, config, profile)
     if isinstance(choice, NotSplit):
         return Split(config.split, "off", choice.reason, choice.detail, device_profile=device_profile, plan=choice.plan)
-    result = split_tokens(graph, choice.first, axis=choice.axis)
+    result = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
     if isinstance(result, SplitRefused):
         return Split(config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan)
     overlap = _overlap(graph, choice.plan)
     return Split(
         asked=config.split,
-        mode="join" if JoinReason.ATTENTION in result.joins else "split",
+        mode="join" if ATTENTION_JOINS & set(result.joins) else "split",
         unit=result.unit,
         sizes=tuple(int(size) if size.isdecimal() else size for size in (result.first, result.second)),
         duplicated=result.duplicated,

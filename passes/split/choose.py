@@ -9,10 +9,11 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.config import Config
-from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.base import ATTENTION_JOINS, SplitRefusal, SplitRefused
 from tw_compile.passes.split.layer import GraphLayer, layer_of_graph
 from tw_compile.passes.split.token_axis import TokenAxis, analyse, find_token_axis
 from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+from tw_compile.planning.plan import RESOLUTION
 
 _CUT = "the token count is symbolic, and cutting inside of a request would guard the graph on it"
 
@@ -24,6 +25,11 @@ class Choice:
     axis: TokenAxis
     first: int
     plan: Plan | None = None
+
+    @property
+    def join_attention(self) -> bool:
+        """Whether the plan has attention run once for all tokens."""
+        return self.plan is not None and self.plan.mode is Mode.JOIN
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class _Planner:
     profile: DeviceProfile
     layer: GraphLayer
     kernel: str
-    attention: Mode
+    attention: str
 
     def plan(self, tokens: int) -> Plan:
         return plan_layer(
@@ -116,17 +122,20 @@ def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | Non
     return next((name for name in names if profile.fused[name].multicast == multicast), None)
 
 
-def _attention(graph: fx.Graph, axis: TokenAxis) -> Mode:
-    """The mode that the split graph will be of: the rules decide whether attention joins, the planner has to follow."""
-    return Mode.JOIN if JoinReason.ATTENTION in analyse(graph, axis).joins else Mode.SPLIT
+def _attention(graph: fx.Graph, axis: TokenAxis) -> str:
+    """Which modes the planner may choose: where rules join attention, that; where a sequence is cut, the faster one."""
+    if ATTENTION_JOINS & set(analyse(graph, axis).joins):
+        return Mode.JOIN
+    return "auto" if axis.unit == "token" else Mode.SPLIT
 
 
 def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
-    """The faster of the ways to split a known number of tokens."""
+    """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
     plans = [(planner, planner.plan(tokens)) for planner in planners]
     chosen = [one for one in plans if one[1].mode is not Mode.OFF]
     if chosen:
-        planner, plan = min(chosen, key=lambda one: one[1].us)
+        near = min(plan.us for _, plan in chosen) * (1.0 + RESOLUTION)
+        planner, plan = next(one for one in chosen if one[1].us <= near)
         return Choice(planner.axis, planner.first(plan), plan)
     return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
 

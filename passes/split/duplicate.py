@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +23,18 @@ from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, same_size, value
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.layout import HalfCall, HalfIndex, HalfSize, Join, Rows, RowWise, Size, Slice
+from tw_compile.passes.split.layout import (
+    HalfBuilder,
+    HalfCall,
+    HalfIndex,
+    HalfSize,
+    Join,
+    Layout,
+    Rows,
+    RowWise,
+    Size,
+    Slice,
+)
 from tw_compile.passes.split.sizes import Sizes
 from tw_compile.passes.split.token_axis import Analysis, TokenAxis, Unit, analyse, find_token_axis
 
@@ -68,6 +79,7 @@ def split_tokens(
     *,
     axis: TokenAxis | None = None,
     unit: Unit = "token",
+    join_attention: bool = False,
 ) -> SplitReport | SplitRefused:
     """Split ``graph`` in place into a half of the first ``first`` units and one of the rest.
 
@@ -75,6 +87,7 @@ def split_tokens(
         first: Tokens of half 1, or requests if that is the axis's unit. A node holds a SymInt and comes before every tensor's.
         axis: What is split; found by the messages that the ranks add up if None (:func:`find_token_axis`).
         unit: What ``axis`` None looks for.
+        join_attention: Attention runs once also where it could be cut into prefix and suffix.
 
     Raises:
         ValueError: ``first`` leaves one half without units, or is a node that comes too late. For symbolic sizes the comparison
@@ -86,7 +99,7 @@ def split_tokens(
             return found
         axis = found
     _check_first(graph, first, axis)
-    analysis = analyse(graph, axis)
+    analysis = analyse(graph, axis, join_attention=join_attention)
     refused = _refusal(graph, analysis)
     if refused is not None:
         return refused
@@ -151,6 +164,7 @@ class _Duplicator:
         self._halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._whole: dict[fx.Node, Any] = {}
         self._sliced: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+        self._made_once: dict[Any, fx.Node] = {}
         self._new: list[fx.Node] = []
         self._outputs: Any = None
         units = self.sizes.units
@@ -167,6 +181,10 @@ class _Duplicator:
                     self._outputs = fx.map_arg(node.args[0], self._joined)
                 elif node.op != "call_function":
                     self._whole[node] = node
+                elif node in self._halves:
+                    continue
+                elif isinstance(verdict, RowWise) and verdict.build is not None:
+                    self._build(node, verdict, verdict.build)
                 elif isinstance(verdict, RowWise):
                     self._duplicate(node, verdict)
                 else:
@@ -206,9 +224,24 @@ class _Duplicator:
                     meta=node.meta,
                 )
             )
-            self._check(node, made[-1], verdict, half)
+            self._check(node, made[-1], verdict.out, half)
         self._halves[node] = (made[0], made[1])
         self.report.duplicated += 1
+
+    def _build(self, node: fx.Node, verdict: RowWise, build: Callable[[HalfBuilder, int], fx.Node]) -> None:
+        """Halves of the result, or of the first result, that the rule makes."""
+        several = isinstance(verdict.out, tuple)
+        assert not several or all(user.args[1] == 0 for user in node.users), (
+            f"{node.name}: more than one result is read"
+        )
+        results = list(node.users) if several else [node]
+        layout = verdict.out[0] if isinstance(verdict.out, tuple) else verdict.out
+        halves = build(self, 0), build(self, 1)
+        for half, made in enumerate(halves):
+            self._check(results[0], made, layout, half)
+        for one in {node, *results}:
+            self._halves[one] = halves
+        self.report.duplicated += len({node, *results})
 
     def _run_once(self, node: fx.Node, verdict: Any) -> None:
         if is_call(node, aten.sym_size.int) and node.all_input_nodes[0].op != "placeholder":
@@ -234,13 +267,13 @@ class _Duplicator:
             copied.meta["val"] = self._fake(target, args, kwargs)
         self._whole[node] = copied
 
-    def _check(self, node: fx.Node, half_node: fx.Node, verdict: RowWise, half: int) -> None:
+    def _check(self, node: fx.Node, half_node: fx.Node, out: Layout | tuple[Layout, ...], half: int) -> None:
         """AssertionError when a half has another shape than its layout says: a rule is wrong.
 
         Dtypes are not compared, as Inductor's own patterns leave outdated ones on the unsplit nodes.
         """
         whole, part = node.meta.get("val"), half_node.meta.get("val")
-        layouts = verdict.out if isinstance(verdict.out, tuple) else (verdict.out,)
+        layouts = out if isinstance(out, tuple) else (out,)
         wholes = whole if isinstance(whole, list | tuple) else (whole,)
         parts = part if isinstance(part, list | tuple) else (part,)
         for layout, a, b in zip(layouts, wholes, parts, strict=True):
@@ -280,10 +313,32 @@ class _Duplicator:
         how = slices.get(node) if layout is None else Slice(layout)
         return self._whole[node] if how is None else self._slice(self._whole[node], how)[half]
 
-    def _joined(self, node: fx.Node) -> Any:
+    def _joined(self, node: fx.Node, part: Part = "joined") -> Any:
         if node not in self._whole:
-            self._whole[node] = self._join(node)
+            self._whole[node] = self._join(node, part)
         return self._whole[node]
+
+    # What rules may use to build a half
+
+    @property
+    def units(self) -> tuple[Any, Any, Any]:
+        first, second = self.sizes.units
+        return self.sizes.argument(first), self.sizes.argument(second), self.sizes.argument(self.analysis.axis.size)
+
+    def rows(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        return self._half(operand, half, {operand: Slice(rows)})
+
+    def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        return self.rows(operand, half, rows) if half == 0 else self._joined(operand, 2)
+
+    def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        part: Part = "shared" if half is None else _PARTS[half]
+        return self._call(target, args, kwargs, part, meta={} if half is None else self._like.meta)
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self._made_once:
+            self._made_once[key] = make()
+        return self._made_once[key]
 
     def _slice(self, node: fx.Node, how: Slice) -> tuple[fx.Node, fx.Node]:
         """The rows of each half of a whole value."""
@@ -306,12 +361,12 @@ class _Duplicator:
             self._sliced[key] = (made[0], made[1])
         return self._sliced[key]
 
-    def _join(self, node: fx.Node) -> fx.Node:
+    def _join(self, node: fx.Node, part: Part) -> fx.Node:
         layout = self.analysis.layouts[node]
         assert isinstance(layout, Rows) and layout.order is None, f"{node.name} can't be joined: {layout}"
         self.report.cats += 1
         halves = list(self._halves[node])
-        joined = self._call(aten.cat.default, (halves, layout.dim), {}, "joined", role="cat")
+        joined = self._call(aten.cat.default, (halves, layout.dim), {}, part, role="cat")
         return self._unfolded(joined, layout, tuple(node.meta["val"].shape))
 
     def _folded(self, node: fx.Node, rows: Rows) -> fx.Node:

@@ -20,7 +20,7 @@ from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.transport import group_facts
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split.registry import registered
-from tw_compile.passes.split.rules_compute import SDPA
+from tw_compile.passes.split.rules_attention import SDPA
 from tw_compile.passes.split.token_axis import TokenAxis
 from tw_compile.planning import Attention, Gemm, LayerShape
 

@@ -7,9 +7,9 @@ whole request. A value that is split obeys one invariant: its half is a slice of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx as fx
@@ -100,18 +100,40 @@ class HalfCall:
     kwargs: Mapping[str, Any]
 
 
+class HalfBuilder(Protocol):
+    """Adds a half's operators to the graph. Halves are 0 and 1 here."""
+
+    @property
+    def units(self) -> tuple[Any, Any, Any]:
+        """Units of half 0, of half 1 and of both, as arguments."""
+
+    def rows(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        """A half's rows of an operand; of a whole one those that ``rows`` says."""
+
+    def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        """A half's rows and all before them."""
+
+    def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new operator; ``half`` None for one that does not depend on the tokens."""
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """The node that ``make`` has added for this ``key`` when it was first asked for; it may depend on no tokens."""
+
+
 @dataclass(frozen=True)
 class RowWise:
     """Each half may run the operator on its own rows.
 
     ``out`` is the layout of the result, a tuple for several results. ``slices`` names the whole operands of which a half reads
-    only its rows. ``args`` and ``kwargs`` replace the node's own when sizes differ in the halves.
+    only its rows. ``args`` and ``kwargs`` replace the node's own when sizes differ in the halves. Where that doesn't say it,
+    ``build`` adds what makes the result of a half; of several results only the first may have readers.
     """
 
     out: Layout | tuple[Layout, ...]
     slices: Mapping[fx.Node, Slice] = field(default_factory=dict)
     args: tuple[Any, ...] | None = None
     kwargs: Mapping[str, Any] | None = None
+    build: Callable[[HalfBuilder, int], fx.Node] | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ _rules: dict[Any, Registered] = {}
 def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     """Declare what operators do with the token axis.
 
-    ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there.
+    ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
+    the library of higher-order operators is ``higher_order``.
     The rule gets a :class:`Call` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every operand
     that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that treats
     the rows of its first argument, ``[tokens, hidden]``, independently::
@@ -56,6 +57,8 @@ def registered(target: Any) -> Registered | None:
     """The rule of an operator; None when it has none."""
     if target in _rules:
         return _rules[target]
+    if compat.is_higher_order(target):
+        return _rules.get(f"higher_order::{target.name()}")
     if not isinstance(target, compat.OpOverload):
         return None
     named = _rules.get(target.name().partition(".")[0])
@@ -84,6 +87,8 @@ class Call:
     _token_dependent: set[fx.Node]
     verdict_of: Callable[[fx.Node], RowWise | None]
     """What was said of an earlier node, None if it is not split."""
+    join_attention: bool = False
+    """Whether attention that would be cut into prefix and suffix is to join."""
     considered: set[fx.Node] = field(default_factory=set)
 
     @property

@@ -1,4 +1,4 @@
-"""Token rules of operators that compute: pointwise, reductions, matmuls, lookups, attention."""
+"""Token rules of operators that compute: pointwise, reductions, matmuls, lookups."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile.graph.predicates import aten, same_size
+from tw_compile.graph.predicates import aten
 from tw_compile.passes.base import JoinReason
 from tw_compile.passes.split.layout import Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, pointwise_rule, token_rule
@@ -270,53 +270,3 @@ def lookup(call: Call) -> Verdict:
         outer = None if rows.outer is None else rows.outer + grown * (rows.outer > place)
         return RowWise(rows.moved(rows.dim + grown * (rows.dim > place), outer))
     return call.join(JoinReason.SELECTS_TOKENS)
-
-
-SDPA = (
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_fused_attention_overrideable.default,
-    aten.scaled_dot_product_attention.default,
-)
-
-
-@token_rule(*SDPA)
-def _attention(call: Call) -> Verdict:
-    """Requests do not see each other; within one the tokens do. ``[batch, heads, seq, head_dim]``."""
-    query, key, value = call.args[:3]
-    rows = call.rows(query)
-    if rows is None or rows.dim != 0 or rows.order is not None or not same_size(rows.per_unit, 1):
-        return call.join(JoinReason.ATTENTION)
-    if call.argument("dropout_p") != 0.0:
-        return call.join(JoinReason.ATTENTION, "dropout")
-    slices: dict[fx.Node, Slice] = {}
-    target: Any = call.node.target
-    names = {argument.name for argument in target._schema.arguments}
-    bias = next((call.argument(name) for name in ("attn_bias", "attn_mask") if name in names), None)
-    for one in (key, value, *(() if bias is None else (bias,))):
-        given = call.rows(one)
-        if given is not None and not given.same_as(rows):
-            return call.join(JoinReason.ATTENTION)
-        if given is None and (one is not bias or _has_batch(call, bias, rows)):
-            if not call.fits(one, rows):
-                return call.join(JoinReason.ATTENTION)
-            slices |= call.slice_of(one, rows)
-    results = call.node.meta["val"]
-    if isinstance(results, torch.Tensor):
-        return RowWise(rows, slices)
-    batch = results[0].shape[0]
-    layouts = [
-        rows if isinstance(one, torch.Tensor) and one.dim() >= 3 and same_size(one.shape[0], batch) else None
-        for one in results
-    ]
-    if any(user.args[1] != 0 for user in call.node.users):
-        return call.join(JoinReason.ATTENTION, "more than the attention's output is read")
-    return RowWise(tuple(layouts), slices)
-
-
-def _has_batch(call: Call, bias: fx.Node, rows: Rows) -> bool:
-    """Whether a mask differs between requests: it has the dim of the batch, and not just to be broadcast."""
-    shape = call.shape(bias)
-    return len(shape) == 4 and not same_size(shape[rows.dim], 1)

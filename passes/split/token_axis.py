@@ -18,7 +18,7 @@ import torch.fx as fx
 from tw_compile.graph.predicates import aten, is_call, is_cast, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
-from tw_compile.passes.split import rules_comm, rules_compute, rules_routing, rules_shape  # noqa: F401
+from tw_compile.passes.split import rules_attention, rules_comm, rules_compute, rules_routing, rules_shape  # noqa: F401
 from tw_compile.passes.split.layout import Join, Layout, Local, Rows, RowWise, Size, Verdict
 from tw_compile.passes.split.registry import Call, registered
 
@@ -64,6 +64,7 @@ class Analysis:
     """
 
     axis: TokenAxis
+    join_attention: bool = False
     verdicts: dict[fx.Node, Verdict] = field(default_factory=dict)
     layouts: dict[fx.Node, Layout | tuple[Layout, ...]] = field(default_factory=dict)
     token_dependent: set[fx.Node] = field(default_factory=set)
@@ -153,20 +154,23 @@ def _is_weight(node: fx.Node) -> bool:
     return False
 
 
-def analyse(graph: fx.Graph, axis: TokenAxis) -> Analysis:
+def analyse(graph: fx.Graph, axis: TokenAxis, *, join_attention: bool = False) -> Analysis:
     """Follow the token axis through ``graph``, which is not changed. Linear in the number of nodes.
 
     What a sort, a gather or a sharded residual has made for one half may only be read within it. If something else reads it,
     the pass is repeated with that node joined; if that brings up more, with all of their kind.
+
+    Args:
+        join_attention: Attention runs once also where it could be cut into prefix and suffix.
     """
     joined: set[fx.Node] = set()
-    analysis, escaped = _pass(graph, axis, joined)
+    analysis, escaped = _pass(graph, Analysis(axis, join_attention), joined)
     rounds = 1
     while escaped:
         joined |= escaped
         if rounds > 1:
             joined |= {one.owner for one in _parts(analysis) if isinstance(one, Local)}
-        analysis, escaped = _pass(graph, axis, joined)
+        analysis, escaped = _pass(graph, Analysis(axis, join_attention), joined)
         rounds += 1
     return analysis
 
@@ -178,10 +182,9 @@ def _parts(analysis: Analysis) -> list[Layout]:
     return parts
 
 
-def _pass(graph: fx.Graph, axis: TokenAxis, joined: set[fx.Node]) -> tuple[Analysis, set[fx.Node]]:
-    """One walk over the nodes; also the owners of local values that something else reads."""
-    analysis = Analysis(axis)
-    analysis.layouts.update(axis.inputs)
+def _pass(graph: fx.Graph, analysis: Analysis, joined: set[fx.Node]) -> tuple[Analysis, set[fx.Node]]:
+    """One walk over the nodes, noted in ``analysis``; also the owners of local values that something else reads."""
+    analysis.layouts.update(analysis.axis.inputs)
     escaped: set[fx.Node] = set()
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -211,7 +214,9 @@ def _ask(node: fx.Node, analysis: Analysis, split: list[fx.Node], joined: set[fx
     rule = registered(node.target)
     if not split and (rule is None or not rule.enters or node not in analysis.token_dependent):
         return None
-    call = Call(node, analysis.axis, analysis.layouts, analysis.token_dependent, analysis.row_wise)
+    call = Call(
+        node, analysis.axis, analysis.layouts, analysis.token_dependent, analysis.row_wise, analysis.join_attention
+    )
     if node in joined:
         reason = JoinReason.RESIDUAL_SHARDS if is_call(node, ops.start, ops.mm_start) else JoinReason.ROUTING_NOT_UNDONE
         verdict: Verdict = call.join(reason, "what it makes is read outside of its half")

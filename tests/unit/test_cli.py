@@ -150,13 +150,13 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     result = invoke(*args, "--device-profile", "h200", "--json", str(files[0]), "--html", str(files[1]))
     assert result.exit_code == 0, result.output
     (split,) = json.loads(files[0].read_text())["splits"]
-    planned = json.loads(invoke(*PLAN_70B, "--attention", "join", "--json", "-").stdout)["plans"][0]
+    planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
     assert split["plan"] == planned
-    assert (split["mode"], split["unit"], split["sizes"]) == ("join", "token", planned["sizes"])
-    assert split["joins"] == {"attention": 1} and split["duplicated"] > 30
-    decision = f"token split {split['sizes'][0]} + {split['sizes'][1]} tokens, attention of all tokens"
+    assert (split["mode"], split["unit"], split["sizes"]) == ("split", "token", planned["sizes"])
+    assert split["joins"] == {} and split["duplicated"] > 30
+    decision = f"token split {split['sizes'][0]} + {split['sizes'][1]} tokens, attention of each half"
     for text in (result.output, files[1].read_text()):
-        assert decision in text and "joins: 1 attention" in text
+        assert decision in text and "joins: none" in text
         assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1: computes") == 1
 
 
@@ -164,9 +164,9 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
 def test_inspect_splits_all_layers_as_planned() -> None:
     args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--split", "auto"]
     (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]
-    planned = json.loads(invoke(*PLAN_70B, "--attention", "join", "--json", "-").stdout)["plans"][0]
+    planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
     assert split["plan"] == planned and split["sizes"] == planned["sizes"]
-    assert split["joins"] == {"attention": 80}
+    assert (split["mode"], split["joins"]) == ("split", {})
 
 
 def test_inspect_says_why_nothing_is_split() -> None:

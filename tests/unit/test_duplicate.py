@@ -18,6 +18,7 @@ from tw_compile.passes.split.token_axis import TokenAxis, Unit
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
 
+EAGER = ("gemma2", "gpt_oss")
 FEW = ("llama", "gemma2", "olmo2", "mixtral", "gpt_oss")
 
 
@@ -53,10 +54,16 @@ def test_one_request_of_63_tokens(family: str) -> None:
     for first in (1, 32, 62):
         after, report = split(graph, first)
         assert_same_results(graph, after)
-        assert set(report.joins) == {"contracts_tokens" if family in ("gemma2", "gpt_oss") else "attention"} or (
-            family == "mistral"
-        )
+        assert set(report.joins) == ({"contracts_tokens"} if family in EAGER else set())
         assert report.duplicated > report.joined
+
+
+@pytest.mark.parametrize(("family", "seq", "first"), [("llama", 1025, 512), ("mistral", 1000, 333)])
+def test_one_long_request(family: str, seq: int, first: int) -> None:
+    graph = captured(family, 1, seq)
+    after, report = split(graph, first)
+    assert_same_results(graph, after)
+    assert report.joins == {}
 
 
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
@@ -135,10 +142,25 @@ def test_every_operator_says_which_half_it_belongs_to() -> None:
     after, report = split(captured("llama", 1, 63), 20)
     parts = [annotation(node)["split"] for node in after.nodes if node.op == "call_function"]  # type: ignore[index]
     assert set(parts) == {1, 2, "joined", "shared"}
-    assert parts.count(1) == parts.count(2) == report.duplicated + report.slices
+    keys_and_values = [node for node in find_ops(after, "aten.cat.default") if annotation(node).get("role") == "cat"][
+        :4
+    ]  # type: ignore[union-attr]
+    assert parts.count(1) == parts.count(2) - 4 == report.duplicated + report.slices
+    for node in keys_and_values:
+        assert_annotation(node, split=2)
+    attention = find_ops(after, "_scaled_dot_product_flash_attention_for_cpu")
+    assert [annotation(node)["split"] for node in attention] == [1, 2, 1, 2]  # type: ignore[index]
+
+
+def test_attention_that_joins_says_so() -> None:
+    after = copy_of(captured("llama", 1, 63))
+    with fake_process_group(WORLD_SIZE):
+        report = split_tokens(after, 20, join_attention=True)
+    assert isinstance(report, SplitReport) and report.joins == {"attention_planned": 2}
     attention = find_ops(after, "_scaled_dot_product_flash_attention_for_cpu")
     assert len(attention) == 2
-    assert_annotation(attention[0], split="joined", reason="attention")
+    assert_annotation(attention[0], split="joined", reason="attention_planned")
+    assert_same_results(captured("llama", 1, 63), after)
 
 
 def test_positions_and_weights_are_computed_once() -> None:

@@ -30,20 +30,20 @@ FORMS = [("llama", True), ("llama", False), ("gemma2", True), ("mixtral", True)]
 
 
 @functools.cache
-def fused_graph(family: str, fuse: bool) -> fx.Graph:
+def fused_graph(family: str, fuse: bool, batch: int = 3) -> fx.Graph:
     with fake_process_group(WORLD_SIZE):
-        return family_graph(family, 3, 21, **({} if fuse else {"config": UNFUSED}))
+        return family_graph(family, batch, 63 // batch, **({} if fuse else {"config": UNFUSED}))
 
 
-def split_graph(family: str, unit: Unit, fuse: bool = True) -> fx.Graph:
-    graph = copy_of(fused_graph(family, fuse))
+def split_graph(family: str, unit: Unit, fuse: bool = True, batch: int = 3, **options: bool) -> fx.Graph:
+    graph = copy_of(fused_graph(family, fuse, batch))
     with fake_process_group(WORLD_SIZE):
-        assert isinstance(split_tokens(graph, 1 if unit == "request" else 32, unit=unit), SplitReport)
+        assert isinstance(split_tokens(graph, 1 if unit == "request" else 32, unit=unit, **options), SplitReport)
     return graph
 
 
-def scheduled(family: str, unit: Unit, fuse: bool = True) -> tuple[fx.Graph, Schedule]:
-    graph = split_graph(family, unit, fuse)
+def scheduled(family: str, unit: Unit, fuse: bool = True, batch: int = 3, **options: bool) -> tuple[fx.Graph, Schedule]:
+    graph = split_graph(family, unit, fuse, batch, **options)
     result = schedule(graph)
     assert isinstance(result, Schedule)
     graph.lint()
@@ -92,8 +92,10 @@ def test_every_call_flies_over_a_part_of_the_other_half(family: str, fuse: bool)
     assert set(result.exposures) <= {Exposure.NOTHING_LEFT}
 
 
-def test_windows_of_a_llama_between_requests() -> None:
-    _, result = scheduled("llama", "request")
+@pytest.mark.parametrize(("unit", "batch"), [("request", 3), ("token", 1), ("token", 3)])
+def test_windows_of_a_llama(unit: Unit, batch: int) -> None:
+    """Four a layer, between requests as inside of one, whose second half reads keys and values of the first."""
+    _, result = scheduled("llama", unit, batch=batch)
     halves = [(window.computes, window.beside) for window in result.windows]
     assert halves == [
         (1, ()),
@@ -107,9 +109,22 @@ def test_windows_of_a_llama_between_requests() -> None:
     assert (last.site, last.half) == (4, 2)
 
 
+def test_keys_of_half_1_are_joined_with_those_of_half_2_in_its_window() -> None:
+    graph, _ = scheduled("llama", "token", batch=1)
+    joined = [node for node in graph.nodes if node.target is aten.cat.default and half_of(node) == 2]
+    joined = [node for node in joined if (annotation(node) or {}).get("role") == "cat"]
+    attention = [node for node in graph.nodes if "flash_attention" in str(node.target)]
+    assert [half_of(node) for node in attention] == [1, 2, 1, 2] and len(joined) == 4
+    for first, second in zip(attention[::2], attention[1::2], strict=True):
+        windows = [annotation(one)["window"] for one in (first, second)]  # type: ignore[index]
+        assert windows[1] == windows[0] + 1
+        used = [one for one in joined if one in second.all_input_nodes]
+        assert len(used) == 2 and all(annotation(one)["window"] == windows[1] for one in used)  # type: ignore[index]
+
+
 def test_windows_of_a_llama_whose_attention_joins() -> None:
     """Of a layer's five windows one, with attention, hides nothing."""
-    _, result = scheduled("llama", "token")
+    _, result = scheduled("llama", "token", join_attention=True)
     assert [window.computes for window in result.windows][3:8] == ["joined", 2, 1, 2, 1]
     assert [window.beside for window in result.windows][3:8] == [(), ((1, 1),), ((1, 2),), ((2, 1),), ((2, 2),)]
     assert result.exposures == {"nothing_left": 1}

@@ -16,6 +16,7 @@ from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import SplitReport, split_tokens
 from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.schedule import Schedule, schedule
+from tw_compile.passes.split.token_axis import Unit
 from tw_compile.testing import fake_cuda, fake_process_group
 
 START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\((.*)\)")
@@ -23,8 +24,8 @@ WAIT = re.compile(r"all_reduce_rms_norm_wait_\.default\((\w+), (\w+), \[([^]]*)\
 BUFFER = re.compile(r"\bbuf\d+\b")
 
 FORMS: dict[str, dict[str, Any]] = {
-    "attention joins": {"batch": 1, "first": 32},
-    "unequal halves": {"batch": 1, "first": 48, "layers": 1},
+    "attention joins": {"batch": 1, "first": 32, "join_attention": True},
+    "prefix and suffix": {"batch": 1, "first": 48},
     "requests": {"batch": 2, "first": 1},
     "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
     "dynamic": {"batch": 1, "first": 32, "layers": 1, "dynamic": True},
@@ -52,7 +53,8 @@ def generated(form: str, lock: bool = True) -> Generated:
 
     def passes(graph: fx.Graph) -> None:
         fuse(graph)
-        report = split_tokens(graph, given["first"], unit="request" if given["batch"] > 1 else "token")
+        unit: Unit = "request" if given["batch"] > 1 else "token"
+        report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
         assert isinstance(report, SplitReport)
         result = schedule(graph)
         assert isinstance(result, Schedule)
@@ -203,3 +205,16 @@ def test_what_is_loose_is_pointwise_and_reads_something_whole() -> None:
     assert [one for one in joined.loose if one not in requests.loose] == ["clone_default_1", "clone_default_3"]
     assert joined.cloned == 4 and requests.cloned == 0
     assert requests.ordered <= 4
+
+
+def test_each_half_has_one_flash_kernel_and_the_second_gets_the_keys_of_both() -> None:
+    code = "\n".join(generated("prefix and suffix").lines)
+    found = re.findall(r"_flash_attention\.default\((.*), 0\.0, True, scale=0\.125\)", code)
+    sizes = re.findall(r"assert_size_stride\(buf\d+, \(1, 2, (\d+), 64\), .*_flash_attention", code)
+    assert len(found) == 4 and sizes == ["48", "16"] * 2
+    joined = [re.fullmatch(r"buf\d+, (buf\d+), (buf\d+)", operands) for operands in found[1::2]]
+    assert all(joined)
+    for pair in joined:
+        assert pair is not None
+        for buffer in pair.groups():
+            assert f"{buffer} = empty_strided_cuda((1, 1, 64, 64)" in code

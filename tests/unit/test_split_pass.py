@@ -19,13 +19,13 @@ from tw_compile.graph.snapshot import snapshot
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.config import tensor_parallel_plan
 from tw_compile.passes.base import SplitRefusal
-from tw_compile.passes.split import layer_of_graph, profile
+from tw_compile.passes.split import layer_of_graph, profile, rules_attention
 from tw_compile.passes.split.duplicate import _Duplicator
 from tw_compile.passes.split.layer import GraphLayer
 from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
-from tw_compile.planning import layer_shape, load_profile
+from tw_compile.planning import layer_shape, load_profile, plan
 from tw_compile.report import GraphReport, Split
-from tw_compile.testing import fake_cuda, fake_process_group, rewrite
+from tw_compile.testing import fake_cuda, fake_process_group, find_ops, rewrite
 
 WORLD_SIZE = 2
 H200 = load_profile("H200")
@@ -75,11 +75,31 @@ def test_outer_products_are_no_gemms_of_a_layer() -> None:
     assert isinstance(before, GraphLayer) and layer_of_graph(graph, axis) == before
 
 
-def test_plan_of_one_request_joins_attention_as_the_graph_does() -> None:
+def test_one_request_is_cut_into_prefix_and_suffix_in_four_windows_a_layer() -> None:
+    split, graph = inspected()
+    assert split.plan is not None and split.mode == split.plan.mode == "split" and split.plan.cuts_sequence
+    assert split.sizes == split.plan.sizes and sum(split.plan.sizes) == 4096
+    assert split.joins == {} and len(split.plan.windows) == 4
+    first, second = split.sizes
+    assert isinstance(first, int) and isinstance(second, int)
+    attention = find_ops(graph, "_scaled_dot_product_flash_attention")
+    shapes = [[tuple(one.meta["val"].shape)[2] for one in node.args[:3]] for node in attention]  # type: ignore[union-attr]
+    assert shapes == [[first, first, first], [second, 4096, 4096]]
+    assert all(node.args[3:] == (0.0, True) for node in attention)
+
+
+def test_attention_joins_where_the_plan_says_that_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "weave", lambda costs, first, tokens: ())
     split, _ = inspected()
     assert split.plan is not None and split.mode == split.plan.mode == "join"
-    assert split.sizes == split.plan.sizes and sum(split.plan.sizes) == 4096
-    assert split.joins == {"attention": 1} and len(split.join_details) == 1
+    assert split.joins == {"attention_planned": 1} and len(split.join_details) == 1
+
+
+def test_attention_that_cannot_be_cut_is_planned_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    split, _ = inspected()
+    assert split.plan is not None and split.mode == split.plan.mode == "join"
+    assert split.joins == {"attention_kernel": 1}
 
 
 def test_several_requests_are_split_between_them() -> None:

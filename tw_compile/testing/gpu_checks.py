@@ -8,7 +8,8 @@ that need NCCL, and with a hundredth of the calls where there are very many (``g
     python -m tw_compile.testing.gpu_checks --world-size 8 --gpus 2 --timeout 580 [--only push]
 
 Exits 0 when every check passed on every rank. ``tests/gpu/test_p2p.py`` runs this and reads the results. A check's name ends
-in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call.
+in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call. Those of
+``split_attention`` need no other rank.
 
 Two kinds of checks run only when ``--only`` is the beginning of their name. ``million_launches`` (10 to 90 s a transport)
 reports how many launches were made, and how many of them were found right::
@@ -54,7 +55,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tw_compile import compat
-from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_stress
+from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_problems import Context, Form
 from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
@@ -127,6 +128,8 @@ def default_checks() -> dict[str, Check]:
     for name in OVERLAPPED:
         for overlap_check in OF_OVERLAPPED:
             checks[f"{name}_{overlap_check.__name__}"] = partial(overlap_check, transport=name)
+    for name in gpu_split_attention.KERNELS:
+        checks[f"split_attention_{name}"] = partial(gpu_split_attention.split_attention, kernel=name)
     return checks | {check.__name__: check for check in ALONE}
 
 

@@ -1,0 +1,51 @@
+"""The check of cut attention itself, by kernels of the CPU: right alignment passes, the wrong corner does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tw_compile.passes.split import rules_attention
+from tw_compile.testing.gpu_problems import Context
+from tw_compile.testing.gpu_split_attention import CUTS, Kernel, compare, sliding_window
+
+aten = torch.ops.aten
+ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+SIZES = (2, 2, 16)
+
+
+def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return ON_CPU(query, key, value, 0.0, True)[0]
+
+
+def windowed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return ON_CPU(query, key, value, attn_mask=sliding_window(query))[0]
+
+
+def context() -> Context:
+    return Context(0, 1, torch.device("cpu"), "")
+
+
+@pytest.mark.parametrize(("first", "tokens"), CUTS[:-1])
+def test_prefix_and_suffix_are_within_the_budget(first: int, tokens: int) -> None:
+    ctx = context()
+    for dtype in (torch.bfloat16, torch.float32):
+        compare(ctx, Kernel(causal), dtype, SIZES, first, tokens)
+        compare(ctx, Kernel(windowed, window=100), dtype, SIZES, first, tokens)
+    assert ctx.failures == [] and ctx.counts == {"cuts": 4}
+
+
+def test_a_suffix_that_is_aligned_to_the_wrong_corner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: rules_attention._first_result)
+    ctx = context()
+    compare(ctx, Kernel(causal), torch.bfloat16, SIZES, 30, 63)
+    (failure,) = ctx.failures
+    assert "suffix: error" in failure
+
+
+def test_a_join_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    ctx = context()
+    compare(ctx, Kernel(causal), torch.bfloat16, SIZES, 30, 63)
+    (failure,) = ctx.failures
+    assert "attention_kernel" in failure

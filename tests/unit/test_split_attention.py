@@ -1,0 +1,328 @@
+"""Attention of a sequence that is cut: which operators the halves get, and that they compute what the whole did."""
+
+from __future__ import annotations
+
+import operator
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from graph_builder import GraphBuilder, aten, prims, run_graph
+from torch._higher_order_ops.flex_attention import flex_attention
+
+from tw_compile.passes.split import SplitReport, analyse, find_token_axis, split_tokens
+from tw_compile.passes.split.causal_mask import hides_later_keys
+from tw_compile.passes.split.rules_attention import CAUSAL_FROM_BOTTOM_RIGHT
+from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.testing.graphs import find_ops
+
+TOKENS, HEADS, WIDTH = 24, 4, 16
+FLASH = aten._scaled_dot_product_flash_attention.default
+CUDNN = aten._scaled_dot_product_cudnn_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+UNDECOMPOSED = aten.scaled_dot_product_attention.default
+
+
+class Attention:
+    """One attention operator between views of ``[batch, TOKENS, HEADS * WIDTH]``."""
+
+    def __init__(
+        self,
+        target: Any,
+        *args: Any,
+        batch: int = 1,
+        kv_heads: int = HEADS,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        mask: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.b = b = GraphBuilder()
+        rows = [
+            b.input(batch, TOKENS, heads * WIDTH, dtype=dtype, device=device) for heads in (HEADS, kv_heads, kv_heads)
+        ]
+        operands = [
+            b.call(
+                aten.permute.default, b.view(b.call(aten.relu.default, one), batch, TOKENS, heads, WIDTH), [0, 2, 1, 3]
+            )
+            for one, heads in zip(rows, (HEADS, kv_heads, kv_heads), strict=True)
+        ]
+        given = [mask(b) if one is ... else one for one in args]
+        named = {name: mask(b) if one is ... else one for name, one in kwargs.items()}
+        made = b.call(target, *operands, *given, **named)
+        out = made if isinstance(made.meta["val"], torch.Tensor) else b.call(operator.getitem, made, 0)
+        self.whole = fx.Graph()
+        b.finish(b.view(b.call(aten.permute.default, out, [0, 2, 1, 3]), batch, TOKENS, HEADS * WIDTH))
+        self.whole.output(self.whole.graph_copy(b.graph, {}))
+
+    def split(self, first: int, **options: Any) -> tuple[fx.Graph, SplitReport]:
+        batch = self.b.inputs[0].meta["val"].shape[0]
+        axis = find_token_axis(self.b.graph, tokens=batch * TOKENS)
+        assert isinstance(axis, TokenAxis)
+        report = split_tokens(self.b.graph, first, axis=axis, **options)
+        assert isinstance(report, SplitReport)
+        self.b.graph.lint()
+        return self.b.graph, report
+
+    def values(self, seed: int = 0) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [torch.randn(one.meta["val"].shape, generator=generator) * 2 for one in self.b.inputs]
+
+    def assert_same(self, after: fx.Graph) -> None:
+        values = self.values()
+        (expected,), (found,) = run_graph(self.whole, values), run_graph(after, values)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def positions(b: GraphBuilder, start: int = 0, device: str = "cpu") -> fx.Node:
+    options = {"step": 1, "dtype": torch.int64, "device": torch.device(device), "requires_grad": False}
+    return b.call(prims.iota.default, TOKENS, start=start, **options)
+
+
+def window(b: GraphBuilder, size: int = 7, device: str = "cpu") -> fx.Node:
+    """A sliding window as transformers builds it."""
+    keys = b.call(aten.unsqueeze.default, b.call(aten.unsqueeze.default, positions(b, device=device), 0), 1)
+    queries = b.call(aten.unsqueeze.default, keys, 3)
+    keys = b.call(aten.unsqueeze.default, keys, 2)
+    near = b.call(aten.gt.Tensor, keys, b.call(aten.sub.Tensor, queries, size))
+    return b.call(aten.bitwise_and.Tensor, near, b.call(aten.le.Tensor, keys, queries))
+
+
+def filled(b: GraphBuilder, number: float, dtype: torch.dtype, device: str) -> fx.Node:
+    return b.call(aten.full.default, [], number, dtype=dtype, device=torch.device(device), pin_memory=False)
+
+
+def additive(b: GraphBuilder, seen: fx.Node, dtype: torch.dtype = torch.float32, device: str = "cpu") -> fx.Node:
+    return b.call(aten.where.self, seen, filled(b, 0.0, dtype, device), filled(b, float("-inf"), dtype, device))
+
+
+def shapes(node: fx.Node) -> list[tuple[int, ...]]:
+    return [tuple(one.meta["val"].shape) for one in node.args[:3]]  # type: ignore[union-attr]
+
+
+def causal(target: Any, **options: Any) -> Attention:
+    grouped = {"kv_heads": 2, "enable_gqa": True} if target is UNDECOMPOSED else {}
+    return Attention(target, is_causal=True, scale=0.3, **grouped, **options)
+
+
+@pytest.mark.parametrize("first", [1, 9, 23])
+@pytest.mark.parametrize("target", [ON_CPU, UNDECOMPOSED], ids=["flash_for_cpu", "undecomposed"])
+def test_causal_attention_on_a_cpu_gets_a_mask_of_sizes(target: Any, first: int) -> None:
+    attention = causal(target)
+    after, report = attention.split(first)
+    assert report.joins == {}
+    attention.assert_same(after)
+    prefix, suffix = find_ops(after, target)
+    assert prefix.kwargs["is_causal"] is True
+    mask = suffix.kwargs["attn_mask"]
+    assert isinstance(mask, fx.Node) and tuple(mask.meta["val"].shape) == (TOKENS - first, TOKENS)
+    assert suffix.kwargs["is_causal"] is False
+
+
+@pytest.mark.parametrize("first", [1, 24, 30, 48, 60, 71])
+@pytest.mark.parametrize("target", [ON_CPU, UNDECOMPOSED], ids=["flash_for_cpu", "undecomposed"])
+def test_of_several_requests_whole_ones_are_one_call_and_the_cut_one_another(target: Any, first: int) -> None:
+    attention = causal(target, batch=3)
+    after, report = attention.split(first)
+    assert report.joins == {}
+    attention.assert_same(after)
+    whole, part = divmod(first, TOKENS)
+    calls = [(count, TOKENS) for count in (whole, 3 - whole - bool(part)) if count]
+    calls += [(1, part), (1, TOKENS - part)] if part else []
+    found = [(shape[0], shape[2]) for shape in (shapes(node)[0] for node in find_ops(after, target))]
+    assert sorted(found) == sorted(calls)
+
+
+@pytest.mark.parametrize("first", [1, 9, 23])
+@pytest.mark.parametrize("target", [ON_CPU, UNDECOMPOSED], ids=["flash_for_cpu", "undecomposed"])
+def test_a_sliding_window_is_sliced(target: Any, first: int) -> None:
+    def mask(b: GraphBuilder) -> fx.Node:
+        return window(b) if target is UNDECOMPOSED else additive(b, window(b))
+
+    attention = Attention(target, attn_mask=..., mask=mask)
+    after, report = attention.split(first)
+    assert report.joins == {}
+    attention.assert_same(after)
+    sizes = [tuple(node.kwargs["attn_mask"].meta["val"].shape[-2:]) for node in find_ops(after, target)]  # type: ignore[union-attr]
+    assert sizes == [(first, first), (TOKENS - first, TOKENS)]
+
+
+def test_padding_is_kept_where_the_mask_is_causal_besides() -> None:
+    def mask(b: GraphBuilder) -> fx.Node:
+        padding = b.call(aten.gt.Scalar, b.input(1, 1, 1, TOKENS), -2.0)
+        return additive(b, b.call(aten.bitwise_and.Tensor, padding, window(b, TOKENS)))
+
+    attention = Attention(ON_CPU, attn_mask=..., mask=mask)
+    after, report = attention.split(9)
+    assert report.joins == {}
+    attention.assert_same(after)
+
+
+def test_flash_is_causal_from_the_bottom_right_itself() -> None:
+    attention = Attention(FLASH, 0.0, True, kv_heads=2, device="cuda", dtype=torch.bfloat16, scale=0.25)
+    after, report = attention.split(9)
+    prefix, suffix = find_ops(after, FLASH)
+    assert shapes(prefix) == [(1, HEADS, 9, WIDTH), (1, 2, 9, WIDTH), (1, 2, 9, WIDTH)]
+    assert shapes(suffix) == [(1, HEADS, 15, WIDTH), (1, 2, TOKENS, WIDTH), (1, 2, TOKENS, WIDTH)]
+    for node in (prefix, suffix):
+        assert node.args[3:] == (0.0, True) and node.kwargs == {"scale": 0.25}
+    assert report.joins == {} and not find_ops(after, "iota")
+
+
+def test_the_suffix_of_cudnn_is_flash() -> None:
+    attention = Attention(CUDNN, None, False, 0.0, True, device="cuda", dtype=torch.bfloat16, scale=0.25)
+    after, report = attention.split(9)
+    (prefix,), (suffix,) = find_ops(after, CUDNN), find_ops(after, FLASH)
+    assert prefix.args[3:] == (None, False, 0.0, True) and shapes(prefix)[0][2] == 9
+    assert suffix.args[3:] == (0.0, True) and suffix.kwargs == {"scale": 0.25}
+    assert [shape[2] for shape in shapes(suffix)] == [15, TOKENS, TOKENS]
+    assert report.joins == {}
+
+
+def test_cudnn_joins_where_flash_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.backends.cuda.flash_sdp_enabled", lambda: False)
+    attention = Attention(CUDNN, None, False, 0.0, True, device="cuda", dtype=torch.bfloat16)
+    _, report = attention.split(9)
+    assert report.joins == {"attention_kernel": 1}
+
+
+def test_the_suffix_of_efficient_attention_is_its_inner_operator() -> None:
+    attention = Attention(EFFICIENT, None, False, 0.0, True, device="cuda", scale=0.25)
+    after, report = attention.split(9)
+    (prefix,) = find_ops(after, EFFICIENT)
+    (suffix,) = find_ops(after, "_efficient_attention_forward")
+    assert prefix.args[3:] == (None, False, 0.0, True)
+    assert shapes(suffix) == [(1, 15, HEADS, WIDTH), (1, TOKENS, HEADS, WIDTH), (1, TOKENS, HEADS, WIDTH)]
+    assert suffix.args[3:] == (None, None, None, None, None, 0.0, CAUSAL_FROM_BOTTOM_RIGHT)
+    assert suffix.kwargs == {"scale": 0.25} and report.joins == {}
+
+
+@pytest.mark.parametrize("target", [EFFICIENT, CUDNN], ids=["efficient", "cudnn"])
+def test_masks_of_cuda_kernels_are_sliced_once_for_all_layers(target: Any) -> None:
+    def mask(b: GraphBuilder) -> fx.Node:
+        whole = additive(b, window(b, device="cuda"), torch.bfloat16, "cuda")
+        padded = b.call(aten.slice.Tensor, b.call(aten.constant_pad_nd.default, whole, [0, 8], 0.0), -1, 0, TOKENS)
+        return b.call(aten.expand.default, padded, [1, HEADS, TOKENS, TOKENS])
+
+    attention = Attention(target, ..., False, mask=mask, device="cuda", dtype=torch.bfloat16)
+    after, report = attention.split(9)
+    assert report.joins == {}
+    masks = [node.args[3] for node in find_ops(after, target)]
+    assert [tuple(one.meta["val"].shape) for one in masks] == [(1, HEADS, 9, 9), (1, HEADS, 15, TOKENS)]  # type: ignore[union-attr]
+    copied = [one.target is aten.clone.default for one in masks]  # type: ignore[union-attr]
+    assert copied == [target is CUDNN] * 2
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "reason"),
+    [
+        ((ON_CPU,), {}, "attention"),
+        ((ON_CPU, 0.5, True), {}, "attention"),
+        (
+            (UNDECOMPOSED, ...),
+            {"batch": 2, "mask": lambda b: b.call(aten.expand.default, window(b), [2, 1, TOKENS, TOKENS])},
+            "attention_requests",
+        ),
+        (
+            (aten._scaled_dot_product_fused_attention_overrideable.default, None, 0.0, True),
+            {"device": "cuda"},
+            "attention_kernel",
+        ),
+    ],
+    ids=["not causal", "dropout", "requests", "unknown kernel"],
+)
+def test_what_cannot_be_cut_joins(args: tuple[Any, ...], options: dict[str, Any], reason: str) -> None:
+    attention = Attention(*args, **options)
+    after, report = attention.split(9)
+    assert report.joins == {reason: 1}
+    if options.get("device") != "cuda" and args[1:2] != (0.5,):
+        attention.assert_same(after)
+
+
+def test_a_mask_that_is_an_input_joins() -> None:
+    attention = Attention(ON_CPU, attn_mask=..., mask=lambda b: b.input(1, 1, TOKENS, TOKENS))
+    after, report = attention.split(9)
+    assert report.joins == {"attention_mask": 1}
+    attention.assert_same(after)
+
+
+def test_flex_attention_joins_with_a_reason_of_its_own() -> None:
+    attention = causal(ON_CPU)
+    (operator_,) = find_ops(attention.b.graph, ON_CPU)
+    operator_.target = flex_attention
+    axis = find_token_axis(attention.b.graph, tokens=TOKENS)
+    assert isinstance(axis, TokenAxis)
+    assert analyse(attention.b.graph, axis).joins["attention_mask"] == 1
+
+
+# Proofs about masks
+
+
+class Masks:
+    """Random masks that are made of comparisons of positions."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.b = GraphBuilder()
+
+    def vector(self) -> fx.Node:
+        found = positions(self.b, self.rng.choice((0, 0, 0, 1, -1)))
+        return self.b.call(aten.div.Tensor_mode, found, 4, rounding_mode="floor") if self.rng.random() < 0.1 else found
+
+    def comparison(self) -> fx.Node:
+        b, rng = self.b, self.rng
+        keys, queries = (
+            b.call(aten.unsqueeze.default, self.vector(), 0),
+            b.call(aten.unsqueeze.default, self.vector(), 1),
+        )
+        name = rng.choice(("le", "lt", "ge", "gt"))
+        a, c = rng.choice(((keys, queries), (queries, keys)))
+        if rng.random() < 0.3:
+            return b.call(getattr(aten, name).Scalar, b.call(aten.sub.Tensor, a, c), rng.choice((-1, 0, 0, 1)))
+        return b.call(getattr(aten, name).Tensor, a, c)
+
+    def condition(self, depth: int = 2) -> fx.Node:
+        kind = self.rng.randrange(5) if depth else 0
+        if kind <= 1:
+            return self.comparison()
+        if kind == 2:
+            return self.b.call(aten.bitwise_not.default, self.condition(depth - 1))
+        target = aten.bitwise_and.Tensor if kind == 3 else aten.logical_or.default
+        return self.b.call(target, self.condition(depth - 1), self.condition(depth - 1))
+
+    def mask(self) -> fx.Node:
+        condition = self.condition()
+        if self.rng.random() < 0.3:
+            return condition
+        numbers = [filled(self.b, number, torch.float32, "cpu") for number in (0.0, float("-inf"))]
+        self.rng.shuffle(numbers)
+        found = self.b.call(aten.where.self, condition, *numbers)
+        return self.b.call(aten.expand.default, found, [1, 2, TOKENS, TOKENS])
+
+
+def test_masks_are_called_causal_only_if_they_are() -> None:
+    proven = causal = 0
+    for seed in range(400):
+        masks = Masks(seed)
+        mask = masks.mask()
+        graph = masks.b.finish(mask)
+        (values,) = run_graph(graph, [])
+        seen = values if values.dtype == torch.bool else values == 0
+        hides = not seen.triu(1).any()
+        found = hides_later_keys(mask)
+        assert hides or not found, seed
+        causal += bool(hides)
+        proven += found
+    assert proven > 60 and proven > 0.8 * causal
+
+
+def test_a_mask_of_large_negative_numbers_is_not_called_causal() -> None:
+    """Where all keys of a row are hidden by them, softmax takes the mean of all."""
+    b = GraphBuilder()
+    numbers = [filled(b, number, torch.float32, "cpu") for number in (0.0, torch.finfo(torch.float32).min)]
+    mask = b.call(aten.where.self, window(b), *numbers)
+    b.finish(mask)
+    assert not hides_later_keys(mask)
