@@ -105,7 +105,7 @@ class _Alone(fx.Interpreter):
             _c10d.wait_tensor.default: lambda x: x,
             _c10d.all_gather_into_tensor.default: lambda x, size, group: torch.cat([x] * size),
             ops.start: self._start,
-            ops.mm_start: lambda a, b, *rest, **named: self._start(a @ b, *rest, **named),
+            ops.mm_start: lambda a, b, *rest, reserved_sms=0, **named: self._start(a @ b, *rest, **named),
             ops.wait_: self._wait,
         }
         handler = handlers.get(target)

@@ -15,6 +15,7 @@ from tw_compile.gating.facts import BACKENDS, HOSTS
 OPTION_PREFIX = "tw_compile."
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
+_SPLIT_GEMM_SMS = ("auto", "off")
 
 
 def _strict_from_environment() -> bool:
@@ -46,7 +47,9 @@ class Config:
         disable_custom_all_reduce: vLLM's setting of that name.
         split: Whether the tokens of a graph are split into two halves: ``off``, ``auto`` (where and whether is the planner's
             to say), or the number of tokens in the first half, as ``512``.
-        device_profile: What ``auto`` plans for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
+        split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
+            so) or ``off``.
+        device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
@@ -65,6 +68,7 @@ class Config:
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
     split: str = "off"
+    split_gemm_sms: str = "auto"
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=_strict_from_environment)
 
@@ -73,6 +77,7 @@ class Config:
             self._check_type(name, bool, "True or False")
         self._check_choice("transport", _TRANSPORTS)
         self._check_choice("absorb_mm", _ABSORB_MM)
+        self._check_choice("split_gemm_sms", _SPLIT_GEMM_SMS)
         self._check_choice("host", HOSTS)
         self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
         self._check_type("thresholds", str, "auto, off or a file")

@@ -51,20 +51,44 @@ SplitMode = Literal["off", "split", "join"]
 
 
 @dataclass(frozen=True)
+class OverlapWindow:
+    """Operators that run one after another while the same calls are in flight.
+
+    Attributes:
+        kind: ``prologue``, ``attention``, ``qkv``, ``join``, ``o_proj``, ``mlp`` or ``epilogue``.
+        computes: The half, 1 or 2; ``joined`` or ``shared``.
+        beside: The calls in flight as ``(site, half)``; a site is None for a collective.
+        operators: How many compute something.
+        overlap_sms: SMs of the calls of the other half that are hidden here.
+        gemms_leaving_sms: The GEMMs, by the planner's names, that are planned for the other SMs.
+        compute_us, communication_us, us: What was predicted, the last one for both beside each other; None where the plan has
+            no such window.
+    """
+
+    kind: str
+    computes: int | str
+    beside: tuple[tuple[int | None, int | str], ...]
+    operators: int
+    overlap_sms: int = 0
+    gemms_leaving_sms: tuple[str, ...] = ()
+    compute_us: float | None = None
+    communication_us: float | None = None
+    us: float | None = None
+
+
+@dataclass(frozen=True)
 class Overlap:
     """How the halves of a split graph hide each other's communication.
 
     Attributes:
-        overlap_sms: That a hidden call's communication may have.
         calls: How many there are; ``exposed`` counts, by reason, those beside which nothing of the other half computes.
-        windows: Stretches of operators beside the same calls.
+        windows: In the order in which they run.
         loose: Operators that the compiler may move in front of the call they belong behind.
         refused: Why the order is not that of the weave; empty where it is.
     """
 
-    overlap_sms: int = 0
     calls: int = 0
-    windows: int = 0
+    windows: tuple[OverlapWindow, ...] = ()
     exposed: dict[str, int] = field(default_factory=dict)
     loose: tuple[str, ...] = ()
     refused: str = ""

@@ -13,7 +13,8 @@ is in flight: a start completes the one before it.
 
 With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
 many SMs (see ``beside.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the current
-stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul).
+stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
+``reserved_sms`` SMs to what runs beside it (see ``kernels/mm_leaving_sms.py``).
 
 ``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
 
@@ -39,6 +40,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     rows_per_rank,
 )
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
+from tw_compile.kernels.mm_leaving_sms import check_reserved_sms
 
 NAMESPACE = "tw_compile"
 _library = Library(NAMESPACE, "DEF")
@@ -47,11 +49,12 @@ _library = Library(NAMESPACE, "DEF")
 _REQUEST = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
-    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0) -> "
-    "(Tensor, Tensor)"
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0"
 )
-_library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}")
-_library.define(f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}")
+_library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)")
+_library.define(
+    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}, *, int reserved_sms=0) -> (Tensor, Tensor)"
+)
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
 )
@@ -67,8 +70,9 @@ def _start(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _begin(transport, request)
 
 
-def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     _check_factors(a, b)
+    check_reserved_sms(reserved_sms)
     # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
     absent = a.new_empty(1).expand(a.shape[0], b.shape[1])
     transport, request = _request(absent, *rest)
@@ -76,7 +80,8 @@ def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tenso
     # stream waits for it, and it ends only when all peers have read (see kernels/_sync.py): the GEMM may overwrite it.
     _complete_earlier(request)
     buffer = transport.message_buffer(request)
-    x = torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
+    with compat.sm_carveout(reserved_sms):
+        x = torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
     return _begin(transport, replace(request, x=x))
 
 
@@ -209,8 +214,11 @@ def _start_fake(
     )
 
 
-def _mm_start_fake(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _mm_start_fake(
+    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     _check_factors(a, b)
+    check_reserved_sms(reserved_sms)
     return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest)
 
 

@@ -78,6 +78,10 @@ class P2PTransport(Transport):
         slot = self._slot(state, request.slot, needs)
         return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)
 
+    def reserved_bytes(self) -> int:
+        """See :class:`Transport`."""
+        return sum(slot.nbytes for state in self._states.values() for slot in state.slots.values())
+
     def _choose(self, request: Request) -> tuple[GroupState, Algorithm]:
         """What serves the request; the same on all ranks."""
         norm, x = request.norm, request.x

@@ -74,6 +74,11 @@ class Slot:
             if name not in self.buffers or self.buffers[name].capacity < nbytes
         }
 
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return sum(one.capacity for one in (self.pads, *self.buffers.values(), *self.retired))
+
 
 @dataclass
 class GroupState:

@@ -63,6 +63,10 @@ class Transport(ABC):
         """
         return None
 
+    def reserved_bytes(self) -> int:
+        """Memory that the transport keeps for its slots, beside torch's allocator, on this rank."""
+        return 0
+
 
 @dataclass(frozen=True)
 class GroupFacts:
@@ -156,3 +160,8 @@ def get_transport(name: str) -> Transport:
         else:
             raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {name!r}")
     return _instances[name]
+
+
+def reserved_bytes() -> int:
+    """What all transports of this process keep for their slots."""
+    return sum(transport.reserved_bytes() for transport in _instances.values())

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch.fx as fx
 
 from tw_compile.config import Config
-from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
 from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
+from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.choose import NotSplit, choose_split
 from tw_compile.passes.split.duplicate import split_tokens
 from tw_compile.passes.split.lock import lock_order
-from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, schedule
-from tw_compile.planning import DeviceProfile, Plan
-from tw_compile.report import Overlap, Split
+from tw_compile.passes.split.schedule import Window, schedule
+from tw_compile.planning import DeviceProfile
+from tw_compile.planning import Window as PlannedWindow
+from tw_compile.report import Overlap, OverlapWindow, Split
 
 
 def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Split:
@@ -28,7 +29,7 @@ def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) 
     result = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
     if isinstance(result, SplitRefused):
         return Split(config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan)
-    overlap = _overlap(graph, choice.plan)
+    overlap = _overlap(graph, Budgets(choice.plan, profile), config)
     return Split(
         asked=config.split,
         mode="join" if ATTENTION_JOINS & set(result.joins) else "split",
@@ -47,20 +48,29 @@ def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) 
     )
 
 
-def _overlap(graph: fx.Graph, plan: Plan | None) -> Overlap:
-    """Put the operators of a split graph into the order of the weave, and keep them there."""
-    overlap_sms = _overlap_sms(plan)
-    woven = schedule(graph, overlap_sms)
+def _overlap(graph: fx.Graph, budgets: Budgets, config: Config) -> Overlap:
+    """Put the operators of a split graph into the order of the weave, give windows what the plan says, and keep it so."""
+    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms)
     if isinstance(woven, SplitRefused):
         return Overlap(refused=f"{woven.reason}: {woven.detail}")
+    leaving = reserve_sms(graph, woven, budgets) if config.split_gemm_sms == "auto" else {}
     lock = lock_order(graph)
-    return Overlap(overlap_sms, woven.calls, len(woven.windows), woven.exposures, lock.loose)
+    windows = tuple(
+        _window(window, sms, leaving.get(window.index, ()), budgets.planned(window))
+        for window, sms in zip(woven.windows, woven.reserved, strict=True)
+    )
+    return Overlap(woven.calls, windows, woven.exposures, lock.loose)
 
 
-def _overlap_sms(plan: Plan | None) -> int:
-    """SMs for communication beside compute: enough for the shortest window of the plan.
-
-    One number, because a call doesn't know which window of the plan it travels in.
-    """
-    planned = [] if plan is None else [window.ctas for window in plan.windows if window.travels is not None]
-    return min(max(planned, default=DEFAULT_OVERLAP_SMS), MAX_OVERLAP_SMS)
+def _window(window: Window, sms: int, leaving: tuple[str, ...], planned: PlannedWindow | None) -> OverlapWindow:
+    return OverlapWindow(
+        kind=window.kind,
+        computes=window.computes,
+        beside=window.beside,
+        operators=window.nodes,
+        overlap_sms=sms,
+        gemms_leaving_sms=leaving,
+        compute_us=None if planned is None else planned.compute_us,
+        communication_us=None if planned is None else planned.communication_us,
+        us=None if planned is None else planned.us,
+    )

@@ -20,7 +20,7 @@ _CUT = "the token count is symbolic, and cutting inside of a request would guard
 
 @dataclass(frozen=True)
 class Choice:
-    """Half 1 gets ``first`` of the axis's units. ``plan`` is what said so; None where an option did."""
+    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none."""
 
     axis: TokenAxis
     first: int
@@ -52,7 +52,7 @@ class _Planner:
     kernel: str
     attention: str
 
-    def plan(self, tokens: int) -> Plan:
+    def plan(self, tokens: int, first: int | None = None) -> Plan:
         return plan_layer(
             self.profile,
             self.layer.shape,
@@ -61,6 +61,7 @@ class _Planner:
             sequences=(tokens // self.batch,) * self.batch,
             attention=self.attention,
             cut_sequences=self.axis.unit == "token",
+            first=first,
         )
 
     def first(self, plan: Plan) -> int:
@@ -78,9 +79,36 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
     if config.split_tokens is not None:
-        return _as_asked(axis, config.split_tokens)
+        return _as_asked(graph, axis, config, profile)
+    axes = [axis]
+    requests = _requests(graph, axis)
+    if requests is not None:
+        axes.insert(0, requests)
+    planners = _planners(graph, axes, config, profile)
+    if isinstance(planners, NotSplit):
+        return planners
+    if isinstance(axis.tokens, int):
+        return _planned(planners, axis.tokens)
+    if planners[0].axis.unit == "token":
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
+    return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+
+
+def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
+    """The same axis by requests, where there are several."""
+    if not isinstance(axis.batch, int) or axis.batch < 2:
+        return None
+    found = find_token_axis(graph, unit="request")
+    return found if isinstance(found, TokenAxis) else None
+
+
+def _planners(
+    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None
+) -> list[_Planner] | NotSplit:
+    """One for each of the axes, which are of the same tokens."""
     if profile is None:
         return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+    axis = axes[-1]
     layer = layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
@@ -90,25 +118,22 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
         return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
-    axes = [axis]
-    if axis.batch > 1:
-        requests = find_token_axis(graph, unit="request")
-        if isinstance(requests, TokenAxis):
-            axes.insert(0, requests)
-    planners = [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one)) for one in axes]
-    if isinstance(axis.tokens, int):
-        return _planned(planners, axis.tokens)
-    if planners[0].axis.unit == "token":
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
-    return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+    return [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one)) for one in axes]
 
 
-def _as_asked(axis: TokenAxis, first: int) -> Choice | NotSplit:
-    if not isinstance(axis.tokens, int):
+def _as_asked(graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
+    """The split that the option names, between requests if it ends with one; the plan says what its windows run with."""
+    first, tokens = config.split_tokens, axis.tokens
+    assert first is not None
+    if not isinstance(tokens, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
-    if first < axis.tokens:
-        return Choice(axis, first)
-    return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {axis.tokens} tokens")
+    if first >= tokens:
+        return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
+    requests, units = _requests(graph, axis), first
+    if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
+        axis, units = requests, first * axis.batch // tokens
+    planners = _planners(graph, [axis], config, profile)
+    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan(tokens, first))
 
 
 def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | None:

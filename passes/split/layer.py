@@ -18,6 +18,7 @@ from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.transport import group_facts
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split.registry import registered
 from tw_compile.passes.split.rules_attention import SDPA
@@ -26,7 +27,7 @@ from tw_compile.planning import Attention, Gemm, LayerShape
 
 _c10d = torch.ops._c10d_functional
 
-_MATRIX = {aten.mm.default: 1, aten.addmm.default: 2, ops.mm_start: 1}
+_MATRIX = {aten.mm.default: 1, mm_leaving_sms: 1, aten.addmm.default: 2, addmm_leaving_sms: 2, ops.mm_start: 1}
 """Plain GEMMs, and which argument holds the weight ``[depth, columns]``."""
 
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")

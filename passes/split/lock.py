@@ -26,13 +26,14 @@ from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, value
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import CommunicationCall, argument, find_calls, makes_view, predecessors
-from tw_compile.passes.split.schedule import computes, half_of
+from tw_compile.passes.split.parts import computes, half_of
 
 _KEEP = 2
-_OWN_KERNELS = {aten._grouped_mm}
+_OWN_KERNELS = {aten._grouped_mm, *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms))}
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ _agreed: dict[str, tuple[object, DeviceProfile | None]] = {}
 
 
 def current_profile(config: Config) -> DeviceProfile | None:
-    """What ``tw_compile.split = "auto"`` plans for; the same on all ranks of the process group.
+    """What the halves are planned for; the same on all ranks of the process group.
 
     None where nothing is planned, and for devices without a profile.
 
     Raises:
         ValueError: ``tw_compile.device_profile`` is neither a profile's name nor a profile.
     """
-    if config.split != "auto" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
+    if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
         return None
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return _own(config)

@@ -8,6 +8,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import aten
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import JoinReason
 from tw_compile.passes.split.layout import Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, pointwise_rule, token_rule
@@ -114,16 +115,16 @@ def _every_result(call: Call, rows: Rows) -> RowWise:
     return RowWise((rows,) * len(results) if isinstance(results, list | tuple) else rows)
 
 
-@token_rule(aten.mm.default, aten._int_mm.default, enters=True)
+@token_rule(aten.mm.default, aten._int_mm.default, mm_leaving_sms, enters=True)
 def _mm(call: Call) -> Verdict:
-    a, b = call.args
+    a, b = call.args[:2]
     out = _product(call, a, b, entering=True)
     return call.join(JoinReason.CONTRACTS_TOKENS) if out is None else RowWise(*out)
 
 
-@token_rule(aten.addmm.default, enters=True)
+@token_rule(aten.addmm.default, addmm_leaving_sms, enters=True)
 def _addmm(call: Call) -> Verdict:
-    bias, a, b = call.args
+    bias, a, b = call.args[:3]
     out = _product(call, a, b, entering=True)
     if out is None:
         return call.join(JoinReason.CONTRACTS_TOKENS)

@@ -20,13 +20,13 @@ from enum import StrEnum
 
 import torch.fx as fx
 
-from tw_compile import compat
-from tw_compile.graph.predicates import is_call, value
+from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.dependences import CommunicationCall, find_calls, makes_view, predecessors, written_by
+from tw_compile.passes.split.dependences import CommunicationCall, find_calls, predecessors, written_by
 from tw_compile.passes.split.duplicate import Part
+from tw_compile.passes.split.parts import Kind, Parts, computes, half_of
 
 DEFAULT_OVERLAP_SMS = 16
 
@@ -45,10 +45,11 @@ class Window:
 
     ``computes`` is the half that they belong to; ``joined`` if they read both halves or belong to both, ``shared`` if they
     depend on no tokens. ``beside`` are the calls in flight, as ``(site, half)``; a site is the index that the fusion pass gave
-    it, None for an unfused collective. ``nodes`` counts what computes: no views, no sizes.
+    it, None for an unfused collective. ``nodes`` counts what computes: no views, no sizes. ``kind`` is the part of a layer.
     """
 
     index: int
+    kind: Kind
     computes: Part
     beside: tuple[tuple[int | None, Part], ...]
     nodes: int
@@ -66,11 +67,16 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What runs beside what. ``calls`` counts the starts; ``exposed`` are those of them that nothing hides."""
+    """What runs beside what. ``calls`` counts the starts; ``exposed`` are those of them that nothing hides.
+
+    ``reserved`` has for each window the SMs of the fused calls that it hides. ``parts`` knows the graph's operators.
+    """
 
     windows: tuple[Window, ...]
     calls: int
     exposed: tuple[Exposed, ...]
+    reserved: tuple[int, ...]
+    parts: Parts
 
     @property
     def exposures(self) -> dict[str, int]:
@@ -81,7 +87,9 @@ class Schedule:
 OverlapSMs = int | Callable[[Window], int]
 
 
-def schedule(graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS) -> Schedule | SplitRefused:
+def schedule(
+    graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS, most_sms: int | None = None
+) -> Schedule | SplitRefused:
     """Reorder a graph that :func:`split_tokens` has split, and annotate its operators with ``window`` and ``stream``.
 
     The order depends on the graph alone, so all ranks issue their calls in the same one. n log n in the number of nodes.
@@ -89,6 +97,7 @@ def schedule(graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS) -> 
     Args:
         overlap_sms: SMs for the communication of each fused call that computation hides, or a function of the first window
             in which it does. Calls that are exposed get 0: all that they want.
+        most_sms: That all calls in flight may have together; None for what ``overlap_sms`` says.
 
     A refusal leaves the graph as it was, in an order that is right.
     """
@@ -101,26 +110,19 @@ def schedule(graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS) -> 
         return SplitRefused(SplitRefusal.NO_COMMUNICATION, "no call whose time could be hidden")
     order = _Weaver(graph, calls).order()
     _reorder(graph, order)
-    timeline = _Timeline(order, calls)
+    parts = Parts(order, calls)
+    timeline = _Timeline(order, calls, parts)
     for node in order:
         _annotate(node, timeline.window_of[node], node in timeline.communication)
+    given: dict[CommunicationCall, int] = {}
     for call in calls:
         window = timeline.hidden_by.get(call)
-        _limit_sms(call, 0 if window is None else overlap_sms(window) if callable(overlap_sms) else overlap_sms)
-    return Schedule(tuple(timeline.windows), len(calls), tuple(timeline.exposed))
-
-
-def half_of(node: fx.Node) -> Part:
-    """Whose tokens an operator works on."""
-    return node.meta.get(ANNOTATION, {}).get("split", "shared")
-
-
-def computes(node: fx.Node) -> bool:
-    """Whether an operator reads values and makes others: views, sizes, parts of tuples and constants don't."""
-    if not isinstance(node.target, compat.OpOverload):
-        return compat.is_higher_order(node.target)
-    made = value(node) is not None or isinstance(node.meta.get("val"), list | tuple)
-    return made and not makes_view(node) and any(value(one) is not None for one in node.all_input_nodes)
+        if call.fused:  # collectives take what they like
+            asked = 0 if window is None else overlap_sms(window) if callable(overlap_sms) else overlap_sms
+            given[call] = asked if most_sms is None else min(asked, most_sms // max(timeline.most_in_flight, 1))
+            call.start.update_kwarg("overlap_sms", given[call])
+    reserved = tuple(sum(given.get(call, 0) for call in hidden) for hidden in timeline.hides)
+    return Schedule(tuple(timeline.windows), len(calls), tuple(timeline.exposed), reserved, parts)
 
 
 class _Weaver:
@@ -209,20 +211,24 @@ class _Weaver:
 class _Timeline:
     """Cuts an order into windows: one ends behind each start, and before each wait that follows a half's computation."""
 
-    def __init__(self, order: list[fx.Node], calls: list[CommunicationCall]) -> None:
+    def __init__(self, order: list[fx.Node], calls: list[CommunicationCall], parts: Parts) -> None:
         self.windows: list[Window] = []
+        self.hides: list[tuple[CommunicationCall, ...]] = []
         self.window_of: dict[fx.Node, int] = {}
         self.hidden_by: dict[CommunicationCall, Window] = {}
         self.exposed: list[Exposed] = []
+        self.most_in_flight = 0
+        self._started = False
+        self._parts = parts
         self._starts = {call.start: call for call in calls}
         self._waits = {call.wait: call for call in calls}
         self.communication = {*self._starts, *self._waits}
         self._in_flight: dict[CommunicationCall, None] = {}
-        self._halves: list[Part] = []
+        self._nodes: list[fx.Node] = []
         self._left = Counter(half_of(node) for node in order if self._counts(node))
         for node in order:
             self._add(node)
-        if self._halves:
+        if self._nodes:
             self._close()
         last = max(len(self.windows) - 1, 0)
         self.window_of = {node: min(index, last) for node, index in self.window_of.items()}
@@ -231,7 +237,7 @@ class _Timeline:
         return node.target is ops.mm_start or (computes(node) and node not in self.communication)
 
     def _add(self, node: fx.Node) -> None:
-        if node in self._waits and set(self._halves) - {"shared"}:
+        if node in self._waits and any(half_of(one) != "shared" for one in self._nodes):
             self._close()
         self.window_of[node] = len(self.windows)
         if node in self._waits:
@@ -240,23 +246,27 @@ class _Timeline:
             if call not in self.hidden_by:
                 self.exposed.append(Exposed(node.name, _site(call), half_of(call.start), self._why_exposed(call)))
         if self._counts(node):
-            self._halves.append(half_of(node))
+            self._nodes.append(node)
             self._left[half_of(node)] -= 1
         if node in self._starts:
-            if self._halves:
+            if self._nodes:
                 self._close()
             self._in_flight[self._starts[node]] = None
+            self._started = True
+            self.most_in_flight = max(self.most_in_flight, sum(call.fused for call in self._in_flight))
 
     def _close(self) -> None:
-        halves = set(self._halves) - {"shared"}
+        every = {half_of(node) for node in self._nodes}
+        halves = every - {"shared"}
         whose: Part = "shared" if not halves else halves.pop() if len(halves) == 1 else "joined"
         beside = tuple((_site(call), half_of(call.start)) for call in self._in_flight)
-        window = Window(len(self.windows), whose, beside, len(self._halves))
+        kind = self._parts.kind_of(self._nodes) if self._started else "prologue"
+        window = Window(len(self.windows), kind, whose, beside, len(self._nodes))
         self.windows.append(window)
-        for call in self._in_flight:
-            if _other(half_of(call.start)) in self._halves:
-                self.hidden_by.setdefault(call, window)
-        self._halves = []
+        self.hides.append(tuple(call for call in self._in_flight if _other(half_of(call.start)) in every))
+        for call in self.hides[-1]:
+            self.hidden_by.setdefault(call, window)
+        self._nodes = []
 
     def _why_exposed(self, call: CommunicationCall) -> Exposure:
         other = _other(half_of(call.start))
@@ -282,9 +292,3 @@ def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
 def _annotate(node: fx.Node, window: int, communication: bool) -> None:
     stream = "communication" if communication else "compute"
     node.meta[ANNOTATION] = {**node.meta.get(ANNOTATION, {}), "window": window, "stream": stream}
-
-
-def _limit_sms(call: CommunicationCall, sms: int) -> None:
-    """Give a fused call its SMs; collectives take what they like."""
-    if call.fused:
-        call.start.update_kwarg("overlap_sms", sms)

@@ -17,6 +17,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, is_call, is_cast, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split import rules_attention, rules_comm, rules_compute, rules_routing, rules_shape  # noqa: F401
 from tw_compile.passes.split.layout import Join, Layout, Local, Rows, RowWise, Size, Verdict
@@ -138,6 +139,8 @@ _WEIGHT_PLACES = (
     (aten.mm.default, 1),
     (aten.bmm.default, 1),
     (aten.addmm.default, 2),
+    (mm_leaving_sms, 1),
+    (addmm_leaving_sms, 2),
     (ops.mm_start, 1),
     (aten.embedding.default, 0),
 )

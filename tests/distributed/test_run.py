@@ -24,6 +24,7 @@ SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtyp
 def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     args = ["run", "--device", "cpu", "--tp", "2", "--layers", "1", "--tokens", "8,3", "--json", str(file)]
+    args += ["--trace", str(tmp_path / "trace.json")]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     assert result.output.rstrip().splitlines()[-1].startswith("PASSED  3 of 3 all_reduces fused")
@@ -41,6 +42,13 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     seconds = report["compile_seconds"]
     assert 0 < seconds["passes"] < 0.05 * seconds["tw_compile"]
     assert seconds["baseline"] > 0
+    trace = report["trace"]
+    assert trace["files"] == [str(tmp_path / f"trace.rank{rank}.json") for rank in (0, 1)]
+    assert all(json.loads(Path(one).read_text())["traceEvents"] for one in trace["files"])
+    slowest = max(trace["by_rank"], key=lambda one: one["span_us"])
+    assert trace["by_rank"][trace["slowest_rank"]] == slowest and trace["hidden_share"] == slowest["share"]
+    assert all(one["communication_us"] > 0 and 0 <= one["share"] <= 1 for one in trace["by_rank"])
+    assert report["memory"] is None
 
 
 @pytest.mark.timeout(300)

@@ -22,7 +22,7 @@ from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
 from tw_compile.benchmark.layer import variants as layer_variants
-from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of
+from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
@@ -73,6 +73,7 @@ def report_of(rows: list[LayerRow], device: str = "cuda") -> dict[str, Any]:
         "seed": 0,
         "environment": {"NCCL_NVLS_ENABLE": "0"},
         "rows": [asdict(one) for one in rows],
+        "sweeps": sweeps(rows),
         "versions": {"torch": "2.11.0", "nccl": "2.28.9", "commit": "unknown"},
     }
 
@@ -114,34 +115,76 @@ def test_gloo_ranks_have_no_speedup() -> None:
 
 def test_who_takes_part() -> None:
     unfused = ["inductor+nccl", "inductor+symm-one-shot", "inductor+symm-two-shot", "no-communication"]
-    labels = [one.label for one in variants(SPEC)]
+    labels = [one.label for one in variants(SPEC, 1024)]
     assert labels[0] == "fused" and labels[-4:] == unfused
-    assert [one.label for one in variants(dataclasses.replace(SPEC, device="cpu"))][-2:] == [
+    assert [one.label for one in variants(dataclasses.replace(SPEC, device="cpu"), 1024)][-2:] == [
         "inductor+gloo",
         "no-communication",
     ]
     only = dataclasses.replace(SPEC, only=("inductor+nccl", "fused"))
-    assert [one.label for one in variants(only)] == ["fused", "inductor+nccl"]
+    assert [one.label for one in variants(only, 1024)] == ["fused", "inductor+nccl"]
     with pytest.raises(UsageError, match=r"--only: expected some of fused, .*, got 'fuse'"):
-        variants(dataclasses.replace(SPEC, only=("fuse",)))
+        variants(dataclasses.replace(SPEC, only=("fuse",)), 1024)
 
 
 def test_split_is_offered_where_the_passes_can_split(monkeypatch: pytest.MonkeyPatch) -> None:
     def labels(config: Any) -> set[str]:
         monkeypatch.setattr(layer_variants, "Config", config)
-        return {one.label for one in variants(SPEC)} & {"split", "fused+split"}
+        return {one.label for one in variants(SPEC, 1024)} & {"split", "fused+split"}
 
     assert labels(dataclasses.make_dataclass("Config", [("fuse", bool)])) == set()
     assert labels(dataclasses.make_dataclass("Config", [("fuse", bool), ("split", str)])) == {"split", "fused+split"}
 
 
 def test_options_of_ours_are_options_that_there_are() -> None:
-    for one in variants(SPEC):
+    for one in variants(SPEC, 1024):
         Config(**one.config)
 
 
+def test_split_only_is_halved_and_the_planned_one_is_not_told_where() -> None:
+    by_label = {one.label: one for one in variants(SPEC, 1024)}
+    assert by_label["split"].options(1040, 1) == {"fuse": False, "split": "512"}
+    assert by_label["split"].options(3 * 63, 3)["split"] == "63"
+    assert by_label["split"].options(1, 1)["split"] == "1"
+    assert by_label["fused+split"].options(1040, 1) == {"split": "auto"}
+    assert by_label["fused+split-all-sms"].options(1040, 1) == {"split": "auto", "split_gemm_sms": "off"}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "step", "count"), [(128, 128, 0), (1024, 128, 7), (2048, 128, 15), (32768, 2048, 15)]
+)
+def test_sweep_tries_multiples_of_128(tokens: int, step: int, count: int) -> None:
+    spec = dataclasses.replace(SPEC, only=("fused+split",), sweep_split=True)
+    first, *swept = variants(spec, tokens)
+    assert first.label == "fused+split"
+    assert [one.config["split"] for one in swept] == [str(step * (number + 1)) for number in range(count)]
+
+
+def test_sweep_holds_the_planned_split_against_the_fastest() -> None:
+    rows = [
+        row("fused+split", "ours", 102.0),
+        row("fused+split@128", "ours", 100.0),
+        row("fused+split@256", "ours", 110.0),
+    ]
+    for one, sizes in zip(rows, ("512 + 512 tokens", "128 + 896 tokens", "256 + 768 tokens"), strict=True):
+        one.split = sizes
+    (found,) = sweeps([*rows, row("fused+split-all-sms", "ours", 1.0), row("fused+split", "ours", 5.0, 2048)])
+    assert found.pop("excess") == pytest.approx(0.02)
+    assert found == {
+        "tokens": 1024,
+        "planned": "512 + 512 tokens",
+        "planned_us": 102.0,
+        "best": "128 + 896 tokens",
+        "best_us": 100.0,
+        "compared": 3,
+    }
+    text = printed(report_of(rows))
+    assert "planned, 512 + 512 tokens: 2.0% over the fastest of 3, 128 + 896 tokens" in text
+    assert "fused+split@256: 256 + 768 tokens" in text
+
+
 def test_symmetric_memory_serves_what_torch_has_kernels_for() -> None:
-    by_label = {one.label: one for one in variants(SPEC)}
+    by_label = {one.label: one for one in variants(SPEC, 1024)}
     one_shot, two_shot = by_label["inductor+symm-one-shot"], by_label["inductor+symm-two-shot"]
     assert one_shot.obstacle(32 * MIB, "bfloat16") is None
     assert "up to 32 MiB" in str(one_shot.obstacle(32 * MIB + 2, "bfloat16"))
@@ -311,7 +354,7 @@ def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow]) -> tuple[Any, 
 def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     result, spec = _bench(monkeypatch, measured())
     assert result.exit_code == 0 and "PASSED" in result.output
-    steps = 3 + 2 * (2 + len(variants(spec)))
+    steps = 3 + 2 * (2 + len(variants(spec, 1024)))
     assert f"{steps}/{steps} step {steps - 1}" in result.output
     assert (spec.model, spec.world_size, spec.layers, spec.batch) == ("llama-3.3-70b", 4, 4, 2)
     wrong = row("fused", "ours", None, outcome="numerics failed", reason="hidden: not finite")

@@ -157,7 +157,8 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     decision = f"token split {split['sizes'][0]} + {split['sizes'][1]} tokens, attention of each half"
     for text in (result.output, files[1].read_text()):
         assert decision in text and "joins: none" in text
-        assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1: computes") == 1
+        assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1") == 1
+        assert "planned for the rest" in text and "gate_up" in text
 
 
 @pytest.mark.slow
@@ -353,6 +354,16 @@ def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
         "numerics": row | {"passed": passed and identical, "by_tokens": [row | {"tokens": 8}]},
         "compile_seconds": {"baseline": 1.0, "tw_compile": 1.1, "passes": 0.01},
         "prefill_seconds": {"baseline": [0.002], "tw_compile": [0.001]},
+        "memory": {"peak_bytes": {"baseline": [2 * 2**20], "tw_compile": [3 * 2**20]}, "slot_bytes": 64 * 2**20},
+        "trace": {
+            "files": ["t.rank0.json", "t.rank1.json"],
+            "slowest_rank": 1,
+            "hidden_share": 0.75,
+            "by_rank": [
+                {"communication_us": 10.0, "hidden_us": 1.0, "span_us": 90.0, "share": 0.1},
+                {"communication_us": 400.0, "hidden_us": 300.0, "span_us": 2000.0, "share": 0.75},
+            ],
+        },
     }
 
 
@@ -370,3 +381,15 @@ def test_run_ends_with_the_verdict(passed: bool, identical: bool, expected: list
     text = console.export_text()
     assert all(word in text for word in expected)
     assert text.rstrip().splitlines()[-1].startswith(expected[0])
+
+
+def test_run_tells_memory_and_what_the_slowest_rank_hides() -> None:
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    report = _run_report(True, True)
+    render.print_run(console, report)
+    text = console.export_text()
+    assert "peak memory at 8 tokens: inductor 2.0 MiB, tw_compile 3.0 MiB" in text and "beside it: 64.0 MiB" in text
+    assert "75% of 400 us of communication hidden; rank 1, the slowest, took 2.00 ms; t.rank0.json" in text
+    render.print_run(console, report | {"memory": None, "trace": None})
+    text = console.export_text()
+    assert "peak memory" not in text and "traced" not in text

@@ -29,6 +29,7 @@ def configs(draw: st.DrawFn) -> Config:
         all_reduce_backend=draw(st.sampled_from(["auto", *BACKENDS])),
         disable_custom_all_reduce=draw(st.booleans()),
         split=draw(st.sampled_from(["off", "auto", "1", "512"])),
+        split_gemm_sms=draw(st.sampled_from(["auto", "off"])),
         device_profile=draw(st.sampled_from(["auto", "H200", "mine.toml"])),
         strict=draw(st.booleans()),
     )
@@ -56,6 +57,7 @@ CHANGED: dict[str, Any] = {
     "all_reduce_backend": "multimem",
     "disable_custom_all_reduce": True,
     "split": "512",
+    "split_gemm_sms": "off",
     "device_profile": "H200",
     "strict": True,
 }
@@ -88,6 +90,7 @@ def test_digest_changes_with_each_field() -> None:
             ValueError,
             "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got 'ucx'",
         ),
+        ({"split_gemm_sms": "on"}, ValueError, "tw_compile.split_gemm_sms: expected one of auto, off, got 'on'"),
         ({"absorb_mm": True}, TypeError, "tw_compile.absorb_mm: expected one of auto, always, never, got True"),
         ({"absorb_mm": "yes"}, ValueError, "tw_compile.absorb_mm: expected one of auto, always, never, got 'yes'"),
         ({"host": "vllm"}, ValueError, "tw_compile.host: expected one of pytorch, vllm-0.20, .*, got 'vllm'"),

@@ -7,7 +7,9 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels import mm_leaving_sms as module
-from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.testing import fake_process_group
 
 
 @pytest.fixture
@@ -66,6 +68,28 @@ def test_the_gemm_is_planned_without_the_reserved_sms(settings: list[tuple[int |
     module._cuda(a, b, 16)
     module._cuda(a, b, 0)
     assert settings == [(16, "cublaslt"), (None, "cublas")], "and others are as before"
+
+
+def test_a_gemm_with_a_bias_is_planned_without_them_too(settings: list[tuple[int | None, str]]) -> None:
+    a, b = factors()
+    bias = torch.randn(7)
+    assert torch.equal(addmm_leaving_sms(bias, a, b, 16), torch.addmm(bias, a, b))
+    expected = torch.addmm(bias, a, b)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "addmm", lambda bias, a, b: torch.mm(a, b) + bias)
+        torch.testing.assert_close(module._addmm_cuda(bias, a, b, 16), expected)
+    assert settings == [(16, "cublaslt")]
+
+
+def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[int | None, str]]) -> None:
+    a, b = factors()
+    rest = (None, None, None, 1e-6, 0.0, None, torch.float32, torch.float32, False, "none", "0", "gloo", 0)
+    with fake_process_group(2):
+        for reserved in ({}, {"reserved_sms": 16}):
+            ops.wait_(*ops.mm_start(a, b, *rest, **reserved), [], "0", 0)
+        with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+            ops.mm_start(a, b, *rest, reserved_sms=-1)
+    assert settings == [(None, "cublas"), (16, "cublaslt")]
 
 
 def test_an_error_leaves_the_settings_as_they_were(settings: list[tuple[int | None, str]]) -> None:

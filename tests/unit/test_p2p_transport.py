@@ -127,8 +127,13 @@ def test_a_slot_starts_with_zeroed_pads_and_grows_on_demand(host: SimpleNamespac
     assert host.transport._slot(host.state, 0, {"x": 33 * MIB, "hidden": 20}) is slot
     assert slot.buffers["x"].capacity == 64 * MIB
     assert slot.retired == [small]
+    assert slot.nbytes == (64 + 32 + 32) * MIB + slot.pads.capacity, "retired buffers are still there"
     assert slot.pads is pads  # flags and epochs go on: the other ranks' do too
-    assert host.transport._slot(host.state, 1, {"x": 10}) is not slot
+    other = host.transport._slot(host.state, 1, {"x": 10})
+    assert other is not slot
+    host.transport._states["group", DEVICE] = host.state
+    assert host.transport.reserved_bytes() == slot.nbytes + other.nbytes
+    assert get_transport("gloo").reserved_bytes() == 0
 
 
 @pytest.mark.parametrize("agreement", [["rank 2: out of memory"], [None, "rank 2: rendezvous failed"]])

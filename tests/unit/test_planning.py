@@ -309,6 +309,18 @@ def test_every_plan_keeps_all_tokens_and_splits_only_where_that_is_faster(
     assert plan == plan_layer(H200, layer, tokens, row_multiple=multiple, kernel=kernel)
 
 
+def test_split_that_is_settled_is_the_only_one_compared() -> None:
+    plan = plan_layer(H200, LLAMA, 4096, first=1000)
+    assert plan.candidates == 1 and {window.message_bytes for window in plan.windows if window.half == 2} == {
+        LLAMA.message_bytes(1000)
+    }
+    best = plan_layer(H200, LLAMA, 4096)
+    assert plan_layer(H200, LLAMA, 4096, first=best.sizes[0]).windows == best.windows
+    for first in (0, 4096):
+        with pytest.raises(ValueError, match=f"first: expected 1 to 4095 tokens, got {first}"):
+            plan_layer(H200, LLAMA, 4096, first=first)
+
+
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.sampled_from(["auto", "split", "join"]))
 def test_sequences_stay_whole_where_they_may_not_be_cut(layer: LayerShape, batch: list[int], attention: str) -> None:

@@ -13,10 +13,12 @@ import torch.fx as fx
 
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split import SplitReport, split_tokens
+from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
+from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.schedule import Schedule, schedule
 from tw_compile.passes.split.token_axis import Unit
+from tw_compile.planning import load_profile
 from tw_compile.testing import fake_cuda, fake_process_group
 
 START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\((.*)\)")
@@ -29,6 +31,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "requests": {"batch": 2, "first": 1},
     "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
     "dynamic": {"batch": 1, "first": 32, "layers": 1, "dynamic": True},
+    "budgets": {"batch": 1, "first": 32, "layers": 1, "profile": "H200"},
+    "budgets, gemms stay": {
+        "batch": 2,
+        "first": 1,
+        "layers": 1,
+        "profile": "H200",
+        "config": Config(strict=True, absorb_mm="never"),
+    },
     "all_reduce": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, fuse=False)},
 }
 FUSED = [form for form in FORMS if form != "all_reduce"]
@@ -47,17 +57,19 @@ class Generated:
 @cache
 def generated(form: str, lock: bool = True) -> Generated:
     """Two layers where not said otherwise, 64 tokens a request."""
-    given = {"config": Config(strict=True), "layers": 2, "dynamic": False, **FORMS[form]}
+    given = {"config": Config(strict=True), "layers": 2, "dynamic": False, "profile": None, **FORMS[form]}
     fuse = TWCompilePass(given["config"])
     found = Generated([], [])
 
     def passes(graph: fx.Graph) -> None:
         fuse(graph)
+        budgets = planned(graph, given["profile"], given["first"] * (64 if given["batch"] > 1 else 1))
         unit: Unit = "request" if given["batch"] > 1 else "token"
         report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
         assert isinstance(report, SplitReport)
-        result = schedule(graph)
+        result = schedule(graph, budgets.overlap_sms, budgets.most_sms)
         assert isinstance(result, Schedule)
+        reserve_sms(graph, result, budgets)
         found.schedule = result
         found.scheduled += [call for node in graph.nodes if (call := in_graph(node)) is not None]
         if lock:
@@ -77,15 +89,26 @@ def generated(form: str, lock: bool = True) -> Generated:
     return found
 
 
+def planned(graph: fx.Graph, profile: str | None, tokens: int) -> Budgets:
+    if profile is None:
+        return Budgets()
+    choice = choose_split(graph, Config(split=str(tokens), device_profile=profile), load_profile(profile))
+    assert isinstance(choice, Choice) and choice.plan is not None
+    return Budgets(choice.plan, load_profile(profile))
+
+
 def in_graph(node: fx.Node) -> str | None:
     """A call as text that the generated code has too: the operator, and its slot or its weight."""
     name = str(node.target)
     if "rms_norm_start" in name:
-        return f"start {node.args[-2]} {weight(node.args[1]) if 'mm_' in name else ''}".strip()
+        absorbed = f"{weight(node.args[1])} {node.kwargs.get('reserved_sms', 0)}" if "mm_" in name else ""
+        return f"start {node.args[-2]} {absorbed}".strip()
     if "rms_norm_wait_" in name:
         return f"wait {node.args[-1]}"
     if name == "aten.mm.default":
         return f"mm {weight(node.args[1])}"
+    if name == "tw_compile.mm_leaving_sms.default":
+        return f"mm {weight(node.args[1])} leaving {node.args[2]}"
     for known in ("all_reduce.default", "wait_tensor.default", "attention.default"):
         if name.endswith(known):
             return known.partition(".")[0]
@@ -109,9 +132,14 @@ def in_code(line: str) -> str | None:
     start, wait = START.search(line), WAIT.search(line)
     if start is not None:
         absorbed = re.search(r"\barg\w+", start.group(2)) if "mm_all_reduce" in line else None
-        return f"start {slot_of(line)} {absorbed.group() if absorbed else ''}".strip()
+        reserved = re.search(r"reserved_sms=(\d+)", line)
+        leaving = f"{absorbed.group()} {reserved.group(1) if reserved else 0}" if absorbed else ""
+        return f"start {slot_of(line)} {leaving}".strip()
     if wait is not None:
         return f"wait {line.rstrip(')').split(', ')[-1]}"
+    budget = re.search(r"mm_leaving_sms\.default\(.*\b(arg\w+).*, (\d+)\)", line)
+    if budget is not None:
+        return f"mm {budget.group(1)} leaving {budget.group(2)}"
     if "extern_kernels.mm(" in line:
         return f"mm {re.findall(r'arg[0-9_]+', line)[0]}"
     for known in ("all_reduce_.default(", "wait_tensor.default(", "attention.default("):
@@ -131,6 +159,18 @@ def test_calls_and_matmuls_keep_their_order(form: str) -> None:
     order = calls(found.lines)
     assert [one for one in order if one != "attention"] == [one for one in found.scheduled if "attention" not in one]
     assert len(order) > 15
+
+
+@pytest.mark.parametrize("form", ["budgets", "budgets, gemms stay"])
+def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
+    found = generated(form)
+    order = calls(found.lines)
+    leaving = [one for one in order if "leaving" in one]
+    assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {"16"}
+    reserved = {one.split()[-1] for one in order if one.startswith("start") and "arg" in one}
+    assert reserved == ({"0", "16"} if form == "budgets" else set())
+    products = [line for line in found.lines if "mm_leaving_sms.default(" in line]
+    assert all("reinterpret_tensor(arg" in line for line in products), "weights are read where they are"
 
 
 @pytest.mark.parametrize("form", ["requests", "all_reduce"])

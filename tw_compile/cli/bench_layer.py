@@ -44,6 +44,9 @@ def layer(
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
     only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Variants that take part.")] = None,
+    sweep_split: Annotated[
+        bool, typer.Option("--sweep-split", help="Split at up to 15 other places, too, and compare the planned one.")
+    ] = False,
     repeats: Annotated[int, typer.Option(metavar="N", help=f"Timed runs, at least {bench.MIN_REPEATS}.")] = 50,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random weights and inputs.")] = 0,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1800.0,
@@ -79,6 +82,7 @@ def layer(
         layers=layers or (CUDA_LAYERS if on_gpus else CPU_LAYERS),
         repeats=repeats,
         only=tuple(only.split(",")) if only else (),
+        sweep_split=sweep_split,
         seed=seed,
         timeout=timeout,
     )

@@ -11,7 +11,7 @@ import torch.fx as fx
 
 from tw_compile.cli.drawing import draw
 from tw_compile.cli.render import absorbed, device, duration, group_sites, size
-from tw_compile.cli.render_split import split_lines
+from tw_compile.cli.render_split import WINDOW_COLUMNS, split_lines, window_rows
 from tw_compile.graph import text
 
 
@@ -106,8 +106,11 @@ def _not_fused(report: dict[str, Any]) -> str:
 
 
 def _splits(report: dict[str, Any]) -> str:
-    paragraphs = ("<br>".join(map(html.escape, split_lines(split))) for split in report["splits"])
-    text = "".join(f"<p>{paragraph}</p>" for paragraph in paragraphs)
+    text = ""
+    for split in report["splits"]:
+        text += f"<p>{'<br>'.join(map(html.escape, split_lines(split)))}</p>"
+        rows = [list(row) for row in window_rows(split)]
+        text += _table(list(WINDOW_COLUMNS), rows) if rows else ""
     return f"<h3>Token split</h3>{text}" if text else ""
 
 

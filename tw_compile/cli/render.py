@@ -131,6 +131,8 @@ def print_run(console: Console, report: dict[str, Any]) -> None:
     print_splits(console, report["splits"])
     _print_numerics(console, report["numerics"])
     _print_times(console, report)
+    _print_memory(console, report)
+    _print_trace(console, report["trace"])
     console.print()
     console.print(verdict(report))
 
@@ -193,3 +195,26 @@ def _print_times(console: Console, report: dict[str, Any]) -> None:
                 f"prefill of {tokens} tokens: inductor {duration(before)}, tw_compile {duration(after)} "
                 f"({before / after:.2f}x)"
             )
+
+
+def _print_memory(console: Console, report: dict[str, Any]) -> None:
+    memory = report["memory"]
+    if memory:
+        peaks = memory["peak_bytes"]
+        for tokens, before, after in zip(report["tokens"], peaks["baseline"], peaks["tw_compile"], strict=True):
+            console.print(f"peak memory at {tokens} tokens: inductor {size(before)}, tw_compile {size(after)}")
+        console.print(f"slots of symmetric memory beside it: {size(memory['slot_bytes'])}", markup=False)
+
+
+def _print_trace(console: Console, trace: dict[str, Any] | None) -> None:
+    if trace is None:
+        return
+    slowest = trace["by_rank"][trace["slowest_rank"]]
+    spent, share = slowest["communication_us"] / 1e6, trace["hidden_share"]
+    hidden = (
+        "no communication in the trace"
+        if share is None
+        else f"{share:.0%} of {duration(spent)} of communication hidden"
+    )
+    where = f"rank {trace['slowest_rank']}, the slowest, took {duration(slowest['span_us'] / 1e6)}"
+    console.print(f"traced: {hidden}; {where}; {trace['files'][0]}", markup=False, soft_wrap=True)

@@ -1,22 +1,36 @@
-"""The token split of a report as lines of text, for the terminal and the page."""
+"""The token split of a report as text, for the terminal and the page."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
+
+WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "planned for the rest", "compute us", "sum us", "us")
+"""SMs of the sum that travels, the GEMMs that are planned for the others, and predicted times."""
 
 
 def print_splits(console: Console, splits: Sequence[dict[str, Any]]) -> None:
-    """One paragraph for each graph; nothing where the option is off."""
+    """One paragraph for each graph, and its windows; nothing where the option is off."""
     for split in splits:
         first, *rest = split_lines(split)
         console.print()
         console.print(Text(first, style="bold" if split["mode"] != "off" else "yellow"), soft_wrap=True)
         for line in rest:
             console.print(Text(line), soft_wrap=True)
+        rows = window_rows(split)
+        if rows:
+            table = Table(box=None, pad_edge=False, header_style="dim")
+            for name in WINDOW_COLUMNS:
+                table.add_column(name, justify="left" if name in WINDOW_COLUMNS[1:3] + WINDOW_COLUMNS[4:5] else "right")
+            for row in rows:
+                table.add_row(*map(escape, row))
+            console.print(table)
 
 
 def split_lines(split: dict[str, Any]) -> Iterator[str]:
@@ -35,7 +49,38 @@ def split_lines(split: dict[str, Any]) -> Iterator[str]:
     if split["overlap"] is not None:
         yield _overlap_line(split["overlap"])
     if split["plan"] is not None:
-        yield from _plan_lines(split["plan"], split["device_profile"])
+        yield _plan_line(split["plan"], split["device_profile"])
+
+
+def window_rows(split: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Windows in the order of their first one, those that are alike as one; of a graph that is not split those of the plan."""
+    if split["overlap"] is not None:
+        return [(str(count), *row) for row, count in Counter(map(_cells, split["overlap"]["windows"])).items()]
+    windows = () if split["plan"] is None else split["plan"]["windows"]
+    return [("1", *_planned_cells(window)) for window in windows]
+
+
+def _cells(window: dict[str, Any]) -> tuple[str, ...]:
+    computes = window["computes"]
+    whose = {"joined": "both", "shared": "-"}.get(str(computes), str(computes))
+    return (
+        f"{window['kind']} {whose}",
+        ", ".join(dict.fromkeys(f"half {half}" if half in (1, 2) else str(half) for _, half in window["beside"]))
+        or "-",
+        str(window["overlap_sms"] or "-"),
+        ", ".join(dict.fromkeys(window["gemms_leaving_sms"])) or "-",
+        *("-" if window[key] is None else f"{window[key]:.0f}" for key in ("compute_us", "communication_us", "us")),
+    )
+
+
+def _planned_cells(window: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{window['computes']} {window['half']}",
+        "-" if window["travels"] is None else f"half {window['travels']}",
+        str(window["ctas"] or "-"),
+        ", ".join(f"{gemm['name']} on {gemm['sms']}" for gemm in window["gemms"]),
+        *(f"{window[key]:.0f}" for key in ("compute_us", "communication_us", "us")),
+    )
 
 
 def _overlap_line(overlap: dict[str, Any]) -> str:
@@ -44,12 +89,12 @@ def _overlap_line(overlap: dict[str, Any]) -> str:
     exposed = sum(overlap["exposed"].values())
     reasons = "".join(f", {count} {reason}" for reason, count in overlap["exposed"].items())
     return (
-        f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel on {overlap['overlap_sms']} SMs while the other half "
-        f"computes{reasons}; {overlap['windows']} windows"
+        f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel while the other half computes{reasons}; "
+        f"{len(overlap['windows'])} windows"
     )
 
 
-def _plan_lines(plan: dict[str, Any], device_profile: str) -> Iterator[str]:
+def _plan_line(plan: dict[str, Any], device_profile: str) -> str:
     predicted = plan["predicted"]
     times = [
         f"{name} {predicted[key]:.0f}"
@@ -61,10 +106,4 @@ def _plan_lines(plan: dict[str, Any], device_profile: str) -> Iterator[str]:
         )
         if predicted[key] is not None
     ]
-    yield f"predicted for {device_profile}, {plan['tokens']} tokens, us a layer: {', '.join(times)}"
-    for window in plan["windows"]:
-        line = f"  {window['computes']} {window['half']}: computes {window['compute_us']:.0f} us"
-        if window["travels"] is not None:
-            message = f"{window['message_bytes'] / 2**20:.1f} MiB of half {window['travels']}"
-            line += f" while {message} travel on {window['ctas']} CTAs for {window['communication_us']:.0f} us"
-        yield line
+    return f"predicted for {device_profile}, {plan['tokens']} tokens, us a layer: {', '.join(times)}"

@@ -46,6 +46,14 @@ def run(
     mode: Annotated[str, typer.Option(metavar="|".join(MODES), help="torch.compile's mode.")] = "default",
     split: SplitOption = "off",
     device_profile: DeviceProfileOption = "auto",
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Profile one forward at the first prompt length, write FILE.rankN.json for Perfetto, and say how much of "
+            "the communication is hidden.",
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1800.0,
     json_file: JsonOption = None,
 ) -> None:
@@ -57,8 +65,9 @@ def run(
     from tw_compile.runner.launch import run_in_process_group, spawn_ranks, torchrun_world_size
 
     common.splitting(split, device_profile)
+    common.writable("--trace", trace)
     spec = resolve(model, tp, device, tokens, layers, transport, dtype, mode, timeout)
-    spec = dataclasses.replace(spec, split=split, device_profile=device_profile)
+    spec = dataclasses.replace(spec, split=split, device_profile=device_profile, trace=trace)
     console = common.make_console(json_file)
     if torchrun_world_size() is not None:
         report = _join(spec, console)

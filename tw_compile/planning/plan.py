@@ -115,6 +115,7 @@ def plan_layer(
     sequences: Sequence[int] | None = None,
     attention: str = "auto",
     cut_sequences: bool = True,
+    first: int | None = None,
     row_multiple: int = ROW_MULTIPLE,
     min_gain: float = MIN_GAIN,
 ) -> Plan:
@@ -129,6 +130,7 @@ def plan_layer(
         attention: ``auto``, or ``split`` or ``join`` to insist on a mode.
         cut_sequences: Whether half 2 may begin within a sequence. If not, every border between two may be chosen; if so,
             half 1 is a multiple of ``row_multiple``.
+        first: Tokens of half 1, where that is settled; default: compared.
         row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time.
 
@@ -136,7 +138,7 @@ def plan_layer(
         ValueError: An argument is out of range.
     """
     fused_kernel = profile.fused_kernel(kernel)
-    batch = _checked(tokens, sequences, attention, row_multiple, min_gain)
+    batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
     costs = Costs(profile, layer, fused_kernel, batch)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
     starts = _starts(batch)
@@ -146,7 +148,9 @@ def plan_layer(
     if not (layer.attention_summed or layer.mlp_summed):
         off = Off.NO_COMMUNICATION
     else:
-        candidates = _candidates(costs, tokens, starts, multiple if cut_sequences else None)
+        candidates = (
+            [first] if first is not None else _candidates(costs, tokens, starts, multiple if cut_sequences else None)
+        )
         if not candidates:
             off = Off.TOO_FEW_TOKENS if cut_sequences else Off.ONE_SEQUENCE
     weaves = [
@@ -183,6 +187,7 @@ def _checked(
     tokens: int,
     sequences: Sequence[int] | None,
     attention: str,
+    first: int | None,
     row_multiple: int,
     min_gain: float,
 ) -> tuple[int, ...]:
@@ -194,6 +199,8 @@ def _checked(
         raise ValueError(f"sequences: expected positive lengths that add up to {tokens}, got {sequences!r}")
     if attention not in ("auto", Mode.SPLIT, Mode.JOIN):
         raise ValueError(f"attention: expected auto, split or join, got {attention!r}")
+    if first is not None and not 0 < first < tokens:
+        raise ValueError(f"first: expected 1 to {tokens - 1} tokens, got {first}")
     if row_multiple < 1:
         raise ValueError(f"row_multiple: expected a positive number, got {row_multiple}")
     if not 0.0 <= min_gain < 1.0:

@@ -46,6 +46,7 @@ class RunSpec:
         transport: See :class:`tw_compile.Config`.
         mode: torch.compile's mode, for both models.
         split: See :class:`tw_compile.Config`; so is ``device_profile``.
+        trace: Where the ranks write the traces of one forward, see :func:`tw_compile.runner.timeline.trace_of_rank`.
         timeout: Seconds after which the run, or one collective of it, has failed.
     """
 
@@ -60,6 +61,7 @@ class RunSpec:
     timeout: float = 1800.0
     split: str = "off"
     device_profile: str = "auto"
+    trace: str | None = None
 
     @property
     def config(self) -> Config:

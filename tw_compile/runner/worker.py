@@ -15,7 +15,8 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
+from tw_compile.kernels.all_reduce_rms_norm.transport import reserved_bytes
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
 from tw_compile.runner.spec import RanksSpec, RunSpec, UsageError
+from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
@@ -60,12 +63,17 @@ def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str)
 
 @dataclass
 class Compiled:
-    """One compiled model at the token counts of the run; compile seconds and reports are of the first one."""
+    """One compiled model at the token counts of the run; compile seconds, reports and ``hidden`` are of the first one.
+
+    ``peak_bytes``: what one forward allocates beyond weights at its peak, symmetric memory left out, the worst rank's.
+    """
 
     outputs: list[Outputs]
     prefill_seconds: list[float]
     compile_seconds: float
     reports: list[GraphReport]
+    peak_bytes: list[int] = field(default_factory=list)
+    hidden: Hidden | None = None
 
     @property
     def sites(self) -> list[Site]:
@@ -100,7 +108,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     with compat.cold_compile(scratch / "baseline"):
         baseline = _compile_and_run(decoder, compared, "inductor", mode, progress)
     with compat.cold_compile(scratch / "tw_compile"):
-        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress)
+        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress, spec.trace)
 
     progress("comparing")
     counts = GraphReport(fused.sites).counts
@@ -130,7 +138,27 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "prefill_seconds": {"baseline": baseline.prefill_seconds, "tw_compile": fused.prefill_seconds}
         if spec.device == "cuda"
         else None,
+        "memory": _memory(baseline, fused) if spec.device == "cuda" else None,
+        "trace": None if fused.hidden is None or spec.trace is None else _trace(spec.trace, fused.hidden),
         "versions": versions(),
+    }
+
+
+def _memory(baseline: Compiled, fused: Compiled) -> dict[str, Any]:
+    """Peaks by token count; slots belong to the process, and have grown to what all token counts need."""
+    slots = max(_all_gather(reserved_bytes()))
+    return {"peak_bytes": {"baseline": baseline.peak_bytes, "tw_compile": fused.peak_bytes}, "slot_bytes": slots}
+
+
+def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
+    """The share of the rank that took longest, and what every rank measured."""
+    ranks: list[Hidden] = _all_gather(hidden)
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].span_us)
+    return {
+        "files": [str(trace_of_rank(file, rank)) for rank in range(len(ranks))],
+        "slowest_rank": slowest,
+        "hidden_share": ranks[slowest].share,
+        "by_rank": [one.as_dict() for one in ranks],
     }
 
 
@@ -189,9 +217,14 @@ def _start_compiler(device: torch.device) -> None:
 
 
 def _compile_and_run(
-    decoder: Decoder, ids: list[torch.Tensor], backend: str, options: dict[str, Any], progress: Progress
+    decoder: Decoder,
+    ids: list[torch.Tensor],
+    backend: str,
+    options: dict[str, Any],
+    progress: Progress,
+    trace: str | None = None,
 ) -> Compiled:
-    """Compile for every token count, one graph each, so that every report has static sizes."""
+    """Compile for every token count, one graph each, so that every report has static sizes; ``trace`` the first."""
     result = Compiled([], [], 0.0, [])
     for index, one in enumerate(ids):
         tokens = one.shape[1]
@@ -207,11 +240,26 @@ def _compile_and_run(
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
         if one.is_cuda:
+            result.peak_bytes.append(max(_all_gather(_peak_bytes(model, one))))
             progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, one))
             outputs = _run(model, one)
+        if index == 0 and trace is not None:
+            progress(f"tracing {backend} at {tokens} tokens")
+            _run(model, one)
+            dist.barrier()
+            result.hidden = profile(partial(_run, model, one), trace_of_rank(trace, dist.get_rank()))
         result.outputs.append(outputs)
     return result
+
+
+def _peak_bytes(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> int:
+    """Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    _run(model, ids)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = rows_of(report)
+    rows = [row for row in rows_of(report) if not row.is_swept]
     figure = Figure(figsize=(13, 5.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

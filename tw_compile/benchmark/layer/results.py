@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tw_compile.benchmark.layer.variants import NO_COMMUNICATION
+from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
 from tw_compile.benchmark.results import Outcome, best_peer
 
 SCHEMA_VERSION = 1
@@ -31,6 +32,7 @@ class LayerRow:
         speedup: The best peer's median time by this one's; ours only.
         best_peer: Which one that is.
         communication_hidden: Which share of the best peer's time beyond that without communication is gone; ours only.
+        split: What the halves are, or why there are none; None where nobody asked.
     """
 
     label: str
@@ -51,6 +53,12 @@ class LayerRow:
     speedup: float | None = None
     best_peer: str | None = None
     communication_hidden: float | None = None
+    split: str | None = None
+
+    @property
+    def is_swept(self) -> bool:
+        """Whether it is there to be compared with the planned split alone."""
+        return self.label.startswith(SWEPT)
 
 
 def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
@@ -68,6 +76,34 @@ def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
             if alone is not None and alone < peer.p50_us:
                 row.communication_hidden = (peer.p50_us - row.p50_us) / (peer.p50_us - alone)
     return rows
+
+
+def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
+    """For each number of tokens the planned split, which may be none, beside the fastest of all.
+
+    ``excess``: how much longer the planned one takes, as a share.
+    """
+    found = []
+    for tokens in dict.fromkeys(row.tokens for row in rows):
+        timed = {row.label: row for row in rows if row.tokens == tokens and row.p50_us is not None}
+        planned = timed.get(PLANNED.label)
+        others = [row for row in timed.values() if row.is_swept]
+        if planned is None or planned.p50_us is None or not others:
+            continue
+        best = min((planned, *others), key=lambda row: row.p50_us or math.inf)
+        assert best.p50_us is not None
+        found.append(
+            {
+                "tokens": tokens,
+                "planned": planned.split,
+                "planned_us": planned.p50_us,
+                "best": best.split,
+                "best_us": best.p50_us,
+                "compared": 1 + len(others),
+                "excess": planned.p50_us / best.p50_us - 1.0,
+            }
+        )
+    return found
 
 
 def rows_of(report: dict[str, Any]) -> list[LayerRow]:

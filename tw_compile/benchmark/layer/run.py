@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable
 from typing import Any
 
-from tw_compile.benchmark.layer.results import SCHEMA_VERSION
+from tw_compile.benchmark.layer.results import SCHEMA_VERSION, LayerRow, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.benchmark.layer.worker import rank_process
@@ -19,7 +19,7 @@ from tw_compile.runner.versions import versions
 
 def steps(spec: LayerSpec) -> int:
     """How often :func:`run` calls ``progress``."""
-    return 3 + len(spec.tokens) * (2 + len(variants(spec)))
+    return 3 + sum(2 + len(variants(spec, tokens)) for tokens in spec.tokens)
 
 
 def run(spec: LayerSpec, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def run(spec: LayerSpec, progress: Callable[[str], None]) -> dict[str, Any]:
         UsageError: ``spec`` names variants that are not there, or a model that can't be built so.
         RankError: A rank failed, died or did not finish in time.
     """
-    variants(spec)
+    variants(spec, max(spec.tokens))
     with multicast_off():
         progress(f"starting {spec.world_size} ranks")
         found = spawn_ranks(spec, progress, rank_process)
@@ -51,6 +51,7 @@ def run(spec: LayerSpec, progress: Callable[[str], None]) -> dict[str, Any]:
         "seed": spec.seed,
         "environment": environment,
         "rows": found["rows"],
+        "sweeps": sweeps([LayerRow(**row) for row in found["rows"]]) if spec.device == "cuda" else [],
         "versions": {
             **versions(),
             "triton": installed_version("triton"),

@@ -16,6 +16,7 @@ class LayerSpec:
         batch: Sequences of equal length.
         layers: In the stack that is timed.
         repeats: Timed runs of each variant.
+        sweep_split: Time the fused stack split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
@@ -29,5 +30,6 @@ class LayerSpec:
     layers: int = 4
     repeats: int = 50
     only: tuple[str, ...] = ()
+    sweep_split: bool = False
     seed: int = 0
     timeout: float = 1800.0

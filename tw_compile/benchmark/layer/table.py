@@ -42,6 +42,10 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for tokens, group in groupby(rows, key=lambda row: row.tokens):
         console.print()
         _print_tokens(console, tokens, report["batch"], list(group))
+        for sweep in report["sweeps"]:
+            if sweep["tokens"] == tokens:
+                compared = f"{sweep['excess']:.1%} over the fastest of {sweep['compared']}, {sweep['best']}"
+                console.print(f"  planned, {sweep['planned']}: {compared}", markup=False, soft_wrap=True)
     print_verdict(console, [(row, f"{row.tokens} tokens") for row in failures(rows)])
 
 
@@ -57,6 +61,8 @@ def _print_tokens(console: Console, tokens: int, batch: int, rows: list[LayerRow
     if peers:
         console.print(f"  speed-up: against {', '.join(peers)}, the best unfused here", style="dim", markup=False)
     for row in rows:
+        if row.split is not None:
+            console.print(f"  {row.label}: {row.split}", style="dim", markup=False, soft_wrap=True)
         if row.reason is not None:
             console.print(f"  {row.label}: {row.reason}", style="dim", markup=False, soft_wrap=True)
 

@@ -16,6 +16,8 @@ from tw_compile.runner.spec import UsageError
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
 NO_COMMUNICATION = "no-communication"
+HALF_MULTIPLE = 16
+SWEEP_STEP, MOST_SWEPT = 128, 16
 
 GraphPass = CountAllReduces | DropAllReduces | UseSymmetricMemory
 
@@ -28,6 +30,7 @@ class Variant:
         kind: "ours", "peer" (unfused), or "bound" for what is no way to do it but a limit.
         make_pass: What Inductor's graph goes through, for those that are not ours.
         config: What the passes of ours may do.
+        halves: Its tokens are split in the middle, or between the two halves of the batch: nobody plans for it.
         symmetric: It reduces by torch's symmetric memory, if need be messages of up to ``most_bytes``.
     """
 
@@ -35,12 +38,20 @@ class Variant:
     kind: Kind
     make_pass: Callable[[], GraphPass] = CountAllReduces
     config: dict[str, Any] = field(default_factory=dict)
+    halves: bool = False
     symmetric: bool = False
     most_bytes: int | None = None
 
     @property
     def reduces(self) -> bool:
         return self.kind != "bound"
+
+    def options(self, tokens: int, batch: int) -> dict[str, Any]:
+        """``config`` for a prefill of ``tokens`` tokens in ``batch`` sequences."""
+        if not self.halves:
+            return self.config
+        first = tokens // batch * (batch // 2) or max(tokens // 2 // HALF_MULTIPLE * HALF_MULTIPLE, 1)
+        return self.config | {"split": str(first)}
 
     def obstacle(self, nbytes: int, dtype: str) -> str | None:
         """Why it does not serve messages of ``nbytes``; None when it does."""
@@ -52,10 +63,13 @@ class Variant:
 
 
 FUSED = Variant("fused", "ours")
+PLANNED = Variant("fused+split", "ours", config={"split": "auto"})
 SPLIT = (
-    Variant("split", "ours", config={"fuse": False, "split": "auto"}),
-    Variant("fused+split", "ours", config={"split": "auto"}),
+    Variant("split", "ours", config={"fuse": False}, halves=True),
+    PLANNED,
+    Variant("fused+split-all-sms", "ours", config={"split": "auto", "split_gemm_sms": "off"}),
 )
+SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
     Variant(
         "inductor+symm-one-shot",
@@ -68,8 +82,14 @@ SYMMETRIC = (
 )
 
 
-def variants(spec: LayerSpec) -> list[Variant]:
-    """Who takes part, in the order of the report.
+def swept(tokens: int) -> list[Variant]:
+    """Fused and split at every multiple of 128 tokens, or as many of them as there is room for."""
+    step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
+    return [Variant(f"{SWEPT}{first}", "ours", config={"split": str(first)}) for first in range(step, tokens, step)]
+
+
+def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
+    """Who takes part at ``tokens`` tokens, in the order of the report.
 
     Raises:
         UsageError: ``--only`` names nobody.
@@ -85,4 +105,5 @@ def variants(spec: LayerSpec) -> list[Variant]:
     for label in spec.only:
         if label not in labels:
             raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
-    return [one for one in known if not spec.only or one.label in spec.only]
+    chosen = [one for one in known if not spec.only or one.label in spec.only]
+    return [*chosen, *(swept(tokens) if spec.sweep_split else ())]

@@ -34,7 +34,7 @@ from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.spec import ELEMENT_BYTES
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
-from tw_compile.report import GraphReport
+from tw_compile.report import GraphReport, Split
 from tw_compile.runner.launch import report_to_parent
 from tw_compile.runner.numerics import Comparison, finite
 from tw_compile.runner.spec import UsageError
@@ -84,7 +84,7 @@ def run_rank(spec: LayerSpec, rank: int, progress: Progress) -> dict[str, Any]:
     for tokens in spec.tokens:
         # Reports come from compiling: a graph that comes out of a cache has none.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
-            rows += bench_tokens(spec, ranks, variants(spec), (stack, double), tokens, progress)
+            rows += bench_tokens(spec, ranks, variants(spec, tokens), (stack, double), tokens, progress)
     return {"device_name": device_name, "hidden_size": stack.hidden_size, "rows": [asdict(row) for row in rows]}
 
 
@@ -234,7 +234,8 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: Entry, stack: Stack, reference:
 def _compiled(variant: Variant, stack: Stack, residual: torch.Tensor) -> tuple[Run, int | None]:
     """The stack, compiled and run once, and how many all_reduces it had; None for ours, whose reports say."""
     if variant.kind == "ours":
-        options = Config(strict=True, **variant.config).as_options()
+        batch, seq, _ = residual.shape
+        options = Config(strict=True, **variant.options(batch * seq, batch)).as_options()
         run = Run(torch.compile(stack, dynamic=False, backend="tw_compile", options=options), residual)
         _finished(run)
         return run, None
@@ -259,11 +260,20 @@ def _deviation(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | 
         sites = [site for report in reports for site in report.sites]
         entry.row.all_reduces = len(sites)
         entry.row.fused = sum(site.decision == "fused" for site in sites)
+        splits = [report.split for report in reports if report.split is not None]
+        entry.row.split = "; ".join(_split(one) for one in splits) or None
+        for one in splits:
+            if one.mode == "off" and one.asked != "auto":
+                return f"tokens are not split, {one.reason}: {one.detail}"
         for transport in {site.transport for site in sites if site.transport is not None}:
             reason = fallback(ranks, get_transport(transport))
             if reason is not None:
                 return reason
     return None if entry.row.all_reduces else "the graph that was compiled has no all_reduce"
+
+
+def _split(split: Split) -> str:
+    return f"off: {split.reason}" if split.mode == "off" else f"{split.sizes[0]} + {split.sizes[1]} {split.unit}s"
 
 
 def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:

@@ -1,0 +1,125 @@
+"""What ran beside what: a profiled forward as a trace, and the share of its communication that computation hides.
+
+The trace is torch.profiler's, in the format of Chrome and Perfetto. Kernels of communication are told by their names: ours,
+NCCL's, those of torch's symmetric memory, and on a CPU gloo's work. A kernel that waits for another rank
+counts as communication.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Interval = tuple[float, float]
+
+_COMMUNICATION = re.compile(
+    r"^(push|stream)$|^all_reduce_rms_norm_kernel|^nccl|^gloo:|c10d.*(one_shot|two_shot|multimem)_all_reduce"
+)
+_GPU, _CPU = "kernel", ("cpu_op", "user_annotation")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel; microseconds. ``stream`` is what it shares with others that never run beside it, on a CPU a thread."""
+
+    name: str
+    stream: tuple[Any, Any]
+    begin: float
+    end: float
+
+    @property
+    def communicates(self) -> bool:
+        return _COMMUNICATION.search(self.name) is not None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Microseconds of communication, added up over streams, and of it those during which another stream computes."""
+
+    communication_us: float
+    hidden_us: float
+    span_us: float
+
+    @property
+    def share(self) -> float | None:
+        """From 0 to 1; None without communication."""
+        return self.hidden_us / self.communication_us if self.communication_us else None
+
+    def as_dict(self) -> dict[str, float | None]:
+        return vars(self) | {"share": self.share}
+
+
+def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
+    """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators."""
+    timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
+    chosen = [event for event in timed if event.get("cat") == _GPU]
+    if not chosen:
+        chosen = [
+            event for event in timed if event.get("cat") in _CPU and event["name"].startswith(("gloo:", "aten::"))
+        ]
+    return [Kernel(one["name"], (one.get("pid"), one.get("tid")), one["ts"], one["ts"] + one["dur"]) for one in chosen]
+
+
+def hidden_communication(ran: Sequence[Kernel]) -> Hidden:
+    """How much of the time in which a stream communicates another one computes."""
+    communication: defaultdict[Any, list[Interval]] = defaultdict(list)
+    compute: defaultdict[Any, list[Interval]] = defaultdict(list)
+    for kernel in ran:
+        (communication if kernel.communicates else compute)[kernel.stream].append((kernel.begin, kernel.end))
+    total = hidden = 0.0
+    for stream, intervals in communication.items():
+        busy = union(intervals)
+        beside = union([one for other, found in compute.items() if other != stream for one in found])
+        total += sum(end - begin for begin, end in busy)
+        hidden += overlap(busy, beside)
+    span = max((one.end for one in ran), default=0.0) - min((one.begin for one in ran), default=0.0)
+    return Hidden(total, min(hidden, total), span)
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """The length of what both cover; each is disjoint and in order."""
+    length, first, second = 0.0, 0, 0
+    while first < len(one) and second < len(other):
+        length += max(0.0, min(one[first][1], other[second][1]) - max(one[first][0], other[second][0]))
+        if one[first][1] < other[second][1]:
+            first += 1
+        else:
+            second += 1
+    return length
+
+
+def trace_of_rank(file: str, rank: int) -> Path:
+    """``trace.json`` -> ``trace.rank0.json``."""
+    path = Path(file)
+    return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
+
+
+def profile(step: Callable[[], Any], file: Path) -> Hidden:
+    """Run ``step``, which has run before, under torch.profiler, and write its trace; what it hides is read from there."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_initialized():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        step()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(file))
+    return hidden_communication(kernels(json.loads(file.read_text())["traceEvents"]))
