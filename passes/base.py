@@ -30,6 +30,18 @@ class Refusal(StrEnum):
     REWRITE_FAILED = "rewrite_failed"
 
 
+class HostRefusal(StrEnum):
+    """Why nothing is done in a whole vLLM engine, or in a piece of its model. Stable names, as those of :class:`Refusal`."""
+
+    TENSOR_PARALLEL_SIZE_1 = "tensor_parallel_size_1"
+    NOT_COMPILED = "not_compiled"
+    BATCH_INVARIANT = "batch_invariant"
+    LORA = "lora"
+    DUAL_BATCH_OVERLAP = "dual_batch_overlap"
+    STATE_SPACE = "state_space"
+    SLOT_TAKEN = "slot_taken"
+
+
 @dataclass(frozen=True)
 class Refused:
     """A refusal and the words that explain it for this one site."""

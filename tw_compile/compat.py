@@ -54,11 +54,28 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: list[Any], options: dict[s
     return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
+_group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
+
+
+def add_group_resolver(resolver: Callable[[str], dist.ProcessGroup | None]) -> None:
+    """Let a host's own names of groups be understood; ``resolver`` answers None for names that are not the host's."""
+    if resolver not in _group_resolvers:
+        _group_resolvers.append(resolver)
+
+
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """The process group registered under ``name`` (the string that functional collectives carry)."""
+    """The process group registered under ``name`` (the string that collectives carry), or that a host calls so."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
+    group = _hosts_group(name)
+    if group is not None:
+        return group
     return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def _hosts_group(name: str) -> dist.ProcessGroup | None:
+    found = (resolver(name) for resolver in _group_resolvers)
+    return next((group for group in found if group is not None), None)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -154,6 +171,11 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
         return size, size
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
+
+
+def is_symbol(size: int | torch.SymInt) -> bool:
+    """Whether a size is one symbol, and not computed from others."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.is_symbol)
 
 
 def is_training_graph() -> bool:
@@ -318,7 +340,8 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, lis
     """
     import torch.distributed._symmetric_memory as symm_mem
 
-    handle = symm_mem.rendezvous(tensor, group_name)  # type: ignore[arg-type]
+    group = _hosts_group(group_name)
+    handle = symm_mem.rendezvous(tensor, group_name if group is None else group.group_name)  # type: ignore[arg-type]
     offset = tensor.data_ptr() - handle.buffer_ptrs[handle.rank]
     multicast = handle.multicast_ptr + offset if handle.multicast_ptr else 0
     return handle, [base + offset for base in handle.buffer_ptrs], multicast, offset

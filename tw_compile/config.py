@@ -18,7 +18,8 @@ _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
 
 
-def _strict_from_environment() -> bool:
+def strict_from_environment() -> bool:
+    """``TW_COMPILE_STRICT``; ValueError unless it is 0 or 1."""
     value = os.environ.get("TW_COMPILE_STRICT", "0")
     if value not in ("0", "1"):
         raise ValueError(f"TW_COMPILE_STRICT: expected '0' or '1', got {value!r}")
@@ -70,7 +71,7 @@ class Config:
     split: str = "off"
     split_gemm_sms: str = "auto"
     device_profile: str = "auto"
-    strict: bool = dataclasses.field(default_factory=_strict_from_environment)
+    strict: bool = dataclasses.field(default_factory=strict_from_environment)
 
     def __post_init__(self) -> None:
         for name in ("fuse", "disable_custom_all_reduce", "strict"):

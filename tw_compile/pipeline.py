@@ -13,9 +13,10 @@ import torch.fx as fx
 from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
+from tw_compile.gating.gate import Gate
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes import fusion, split
-from tw_compile.passes.base import SplitRefusal
+from tw_compile.passes.base import HostRefusal, SplitRefusal
 from tw_compile.planning import DeviceProfile
 
 logger = logging.getLogger("tw_compile")
@@ -42,12 +43,15 @@ class TWCompilePass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        result = report.GraphReport()
+        self.rewrite(graph, current_gate(self.config))  # what is wrong with a user's file is the user's to know
+
+    def rewrite(self, graph: fx.Graph, gate: Gate, tokens: fusion.TokenRange | None = None) -> report.GraphReport:
+        """Rewrite ``graph`` by ``gate``; for ``tokens`` see :func:`fusion.fuse_all_reduce_rms_norm`. Publishes the report."""
+        result = report.GraphReport(tokens=tokens)
         begin = time.perf_counter()
-        # What is wrong with a user's file is the user's to know.
-        gate, profile = current_gate(self.config), split.current_profile(self.config)
+        profile = split.current_profile(self.config)
         try:
-            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config, gate)
+            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config, gate, tokens)
         except Exception as error:
             if self.config.strict:
                 raise
@@ -62,6 +66,13 @@ class TWCompilePass(compat.CustomGraphPass):
             result.split = self._split(graph, profile, result)
         result.seconds = time.perf_counter() - begin
         report.publish(result)
+        return result
+
+    def refuse(self, graph: fx.Graph, reason: HostRefusal, detail: str) -> report.GraphReport:
+        """Leave ``graph`` as it is, and report that."""
+        result = report.GraphReport(fusion.refused_sites(graph, reason, detail))
+        report.publish(result)
+        return result
 
     def _split(self, graph: fx.Graph, profile: DeviceProfile | None, result: report.GraphReport) -> report.Split:
         """Split what fusing has left; the fused graph stays if that is refused or fails."""
@@ -88,19 +99,19 @@ class TWCompilePass(compat.CustomGraphPass):
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
-        parts = [
-            source_digest(),
-            self.config.digest(),
-            current_gate(self.config).digest(),
-            repr(split.current_profile(self.config)),
-            repr(compat.process_group_facts()),
-        ]
+        parts = [self.identity(current_gate(self.config))]
         if self.before is not None:
             before = self.before.uuid() if isinstance(self.before, compat.CustomGraphPass) else None
             if before is None:
                 return None
             parts.append(repr(before))
         return hashlib.sha256("\n".join(parts).encode()).digest()
+
+    def identity(self, gate: Gate) -> str:
+        """All that of :meth:`uuid` but the user's pass, as text."""
+        profile = split.current_profile(self.config)
+        groups = compat.process_group_facts()
+        return "\n".join([source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)])
 
 
 _digests: dict[tuple[Path, ...], str] = {}

@@ -139,13 +139,17 @@ class Split:
 class GraphReport:
     """What the pipeline did to one graph; ``seconds`` is the time all passes took together.
 
-    ``split`` is None where that option is off.
+    ``split`` is None where that option is off. ``tokens`` is the range of token counts (inclusive) that a host compiles the
+    graph for, if it has such; ``fused_by_host`` counts fused operators of the host's own, whose all_reduces are not among
+    ``sites``.
     """
 
     sites: list[Site] = field(default_factory=list)
     split: Split | None = None
     seconds: float = 0.0
     warning: str = ""
+    tokens: tuple[int, int | None] | None = None
+    fused_by_host: int = 0
 
     @property
     def counts(self) -> dict[str, int]:
@@ -168,6 +172,8 @@ class GraphReport:
             "counts": self.counts,
             "split": None if self.split is None else self.split.as_dict(),
             "seconds": self.seconds,
+            "tokens": self.tokens,
+            "fused_by_host": self.fused_by_host,
         }
 
 

@@ -27,7 +27,7 @@ class CollectiveTransport(Transport):
     def start(self, request: Request) -> Started:
         group = compat.resolve_process_group(request.group_name)
         hidden, residual = request.allocate(group.size())
-        in_flight = _c10d.all_reduce.default(request.x, "sum", request.group_name)
+        in_flight = _c10d.all_reduce.default(request.x, "sum", compat.group_name(group))
         sharded = request.residual_sharded or request.residual_out == "sharded"
 
         def finish() -> None:

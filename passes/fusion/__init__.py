@@ -20,8 +20,9 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import (
     group_facts,
     prefer_transport,
 )
-from tw_compile.passes.base import Refusal
+from tw_compile.passes.base import HostRefusal, Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
+from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Decision, Producer, Site
@@ -32,10 +33,17 @@ GATED_OFF = "fusion_off"
 GATED_FASTER_UNFUSED = "faster_unfused"
 
 
-def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config, gate: Gate) -> list[Site]:
+TokenRange = tuple[int, int | None]
+"""The smallest and the largest token count (inclusive; None: unbounded)."""
+
+
+def fuse_all_reduce_rms_norm(
+    graph: fx.Graph, config: Config, gate: Gate, tokens: TokenRange | None = None
+) -> list[Site]:
     """Rewrite ``graph`` in place and say what was decided about each all_reduce, in graph order.
 
-    ``gate`` decides which sizes are fused, for CUDA tensors and where ``config`` doesn't insist on a transport.
+    ``gate`` decides which sizes are fused, for CUDA tensors and where ``config`` doesn't insist on a transport. ``tokens``: the
+    token counts that the host will run the graph with, where it knows better than the graph's symbols do.
 
     An exception leaves the graph as it was.
     """
@@ -43,7 +51,7 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config, gate: Gate) -> lis
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
     for index, entry in enumerate(found):
-        decision = _decide(index, entry, config, gate)
+        decision = _decide(index, entry, config, gate, tokens)
         decided.append(decision)
         if isinstance(entry, FusionSite) and decision.transport is not None:
             gemm = entry.gemm if decision.producer == "mm" else None
@@ -67,14 +75,19 @@ def fuse_all_reduce_rms_norm(graph: fx.Graph, config: Config, gate: Gate) -> lis
 
 def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
     """What to report when the rewrite raised: every all_reduce stays."""
-    nodes = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default)
+    return refused_sites(graph, Refusal.REWRITE_FAILED, detail)
+
+
+def refused_sites(graph: fx.Graph, reason: Refusal | HostRefusal, detail: str) -> list[Site]:
+    """Every all_reduce of the graph, refused for one reason."""
+    nodes = [node for node in graph.nodes if read_all_reduce(node) is not None]
     return [
-        Site(index, layer_of(node), "all_reduce", "refused", Refusal.REWRITE_FAILED, None, None, detail, node.name)
+        Site(index, layer_of(node), "all_reduce", "refused", reason, None, None, detail, node.name)
         for index, node in enumerate(nodes)
     ]
 
 
-def _decide(index: int, entry: FoundSite, config: Config, gate: Gate) -> Site:
+def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: TokenRange | None) -> Site:
     all_reduce = entry.all_reduce
     size = all_reduce.bytes()
     verdict: Verdict | None = None
@@ -97,21 +110,23 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate) -> Site:
     if isinstance(entry, RefusedSite):
         return site("refused", entry.refused.reason, "all_reduce", detail=entry.refused.detail)
     if isinstance(entry, MergedSite):
-        target = _decide(index, entry.into, config, gate)
+        target = _decide(index, entry.into, config, gate, tokens)
         detail = f"travels with {entry.into.all_reduce.node.name}" if target.decision == "fused" else target.detail
         merged = site(target.decision, target.reason, f"merged into {target.form}", target.transport, detail)
         return replace(merged, backend=target.backend, entry=target.entry, source=target.source)
     if not config.fuse:
         return site("gated", GATED_OFF, entry.form, detail="tw_compile.fuse is False")
-    if size is not None and size < config.fuse_min_bytes:
-        return site("gated", GATED_BELOW, entry.form, detail=f"{size} < {config.fuse_min_bytes} bytes")
-    if size is not None and config.fuse_max_bytes is not None and size > config.fuse_max_bytes:
-        return site("gated", GATED_ABOVE, entry.form, detail=f"{size} > {config.fuse_max_bytes} bytes")
     partial = value(all_reduce.partial)
     assert partial is not None
+    rows = _row_counts(partial, tokens)
+    smallest, largest = (None if count is None else count * _row_bytes(partial) for count in rows)
+    if largest is not None and largest < config.fuse_min_bytes:
+        return site("gated", GATED_BELOW, entry.form, detail=f"{largest} < {config.fuse_min_bytes} bytes")
+    if config.fuse_max_bytes is not None and smallest is not None and smallest > config.fuse_max_bytes:
+        return site("gated", GATED_ABOVE, entry.form, detail=f"{smallest} > {config.fuse_max_bytes} bytes")
     facts = group_facts(all_reduce.group_name, partial.device.type)
     if facts.device_type == "cuda" and config.transport == "auto":
-        verdict = _verdict(partial, facts, gate)
+        verdict = _verdict(partial, facts, gate, rows)
         if not verdict.fused:
             return site("gated", GATED_FASTER_UNFUSED, entry.form, detail=verdict.reason)
     choice = _transport(partial, facts, config, verdict)
@@ -130,17 +145,28 @@ def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:
     return config.absorb_mm != "never" and site.gemm is not None
 
 
-def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate) -> Verdict:
-    """The gate's, by the bytes of the message, or by their bounds where the token count is symbolic."""
-    hidden_size = int(partial.shape[-1])
-    row_bytes = hidden_size * partial.dtype.itemsize
+def _row_bytes(partial: torch.Tensor) -> int:
+    return int(partial.shape[-1]) * partial.dtype.itemsize
+
+
+def _row_counts(partial: torch.Tensor, tokens: TokenRange | None) -> TokenRange:
+    """How many rows the message may have: by its shape, or by the host's range where its first dim is a symbol by itself."""
+    rows = partial.shape[0]
+    if tokens is not None and partial.dim() == 2 and compat.is_symbol(rows):
+        return tokens
     low, high = compat.size_bounds(partial.numel())
-    tokens = (low // hidden_size, None if high is None else high // hidden_size)
+    hidden_size = int(partial.shape[-1])
+    return low // hidden_size, None if high is None else high // hidden_size
+
+
+def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate, rows: TokenRange) -> Verdict:
+    """The gate's, by the bytes of the message, or by their bounds where the token count is symbolic."""
+    row_bytes = _row_bytes(partial)
     dtype = str(partial.dtype).removeprefix("torch.")
-    if tokens[0] == tokens[1]:
-        nbytes = tokens[0] * row_bytes
+    if rows[0] == rows[1]:
+        nbytes = rows[0] * row_bytes
         return gate.decide(nbytes, world_size=facts.world_size, dtype=dtype, hosts=facts.hosts)
-    return gate.decide_range(tokens, row_bytes, world_size=facts.world_size, dtype=dtype, hosts=facts.hosts)
+    return gate.decide_range(rows, row_bytes, world_size=facts.world_size, dtype=dtype, hosts=facts.hosts)
 
 
 def _transport(partial: torch.Tensor, facts: GroupFacts, config: Config, verdict: Verdict | None) -> Choice:

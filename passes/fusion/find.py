@@ -2,6 +2,8 @@
 
     partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> RMSNorm -> hidden
 
+Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.fusion.forms`.
+
 Nothing here edits the graph: the result is a list of :class:`FusionSite` and :class:`RefusedSite`, one per all_reduce, in
 graph order.
 """
@@ -15,7 +17,6 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import (
     aten,
     is_call,
@@ -29,38 +30,18 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES
 from tw_compile.passes.base import Refusal, Refused
-from tw_compile.passes.fusion.norm import NormMatch, match_rms_norm
+from tw_compile.passes.fusion.forms import AllReduce, all_reduce_of, read_all_reduce
+from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_rms_norm
 
-_c10d = torch.ops._c10d_functional
 _MAX_LATE_WEIGHT = 8
 """How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
 
 
 @dataclass(frozen=True)
-class AllReduce:
-    """An all_reduce and its wait; ``partial`` is this rank's summand."""
-
-    node: fx.Node
-    wait: fx.Node | None
-    partial: fx.Node
-    group_name: str
-
-    @property
-    def layer(self) -> int | None:
-        return layer_of(self.node)
-
-    def bytes(self) -> int | None:
-        """Size of the message, None when a dimension is symbolic."""
-        tensor = value(self.partial)
-        if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
-            return None
-        return tensor.numel() * tensor.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class FusionSite:
-    """A proven site. ``h`` is the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive.
+    """A proven site. ``h`` makes the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive.
 
+    Where one operator adds and normalises, ``h`` is that operator, and the new residual one of its results.
     ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
     all_reduce of the sum, their partial sums are added first and travel as one message. ``late_weight`` are the nodes
@@ -76,6 +57,17 @@ class FusionSite:
     norm: NormMatch
     scale: float = 1.0
     late_weight: tuple[fx.Node, ...] = ()
+
+    @property
+    def stream(self) -> fx.Node | None:
+        """The node that others read the new residual from; None where an operator has it as a result that nobody reads."""
+        return self.norm.added if self.norm.operator is self.h else self.h
+
+    @property
+    def stream_value(self) -> torch.Tensor | None:
+        """The fake tensor of the new residual."""
+        found = self.h.meta.get("val")
+        return found[1] if isinstance(found, tuple | list) else value(self.h)
 
     @property
     def form(self) -> str:
@@ -130,16 +122,16 @@ FoundSite = FusionSite | MergedSite | RefusedSite
 
 
 def find_sites(graph: fx.Graph) -> list[FoundSite]:
-    """One entry per functional all_reduce of the graph."""
+    """One entry per functional all_reduce of the graph, or operator of a host that is one."""
     training = compat.is_training_graph()
     position = {node: index for index, node in enumerate(graph.nodes)}
     merged: dict[fx.Node, FusionSite] = {}
     norms: dict[fx.Node, FusionSite] = {}
     sites: list[FoundSite] = []
     for node in graph.nodes:
-        if not is_call(node, _c10d.all_reduce.default):
+        all_reduce = read_all_reduce(node)
+        if all_reduce is None:
             continue
-        all_reduce = _all_reduce(node)
         if node in merged:
             sites.append(MergedSite(all_reduce, merged[node]))
             continue
@@ -165,15 +157,9 @@ def _as_merged(site: FoundSite, merged: dict[fx.Node, FusionSite]) -> FoundSite:
     return site if into is None else MergedSite(site.all_reduce, into)
 
 
-def _all_reduce(node: fx.Node) -> AllReduce:
-    wait = next((user for user in node.users if is_call(user, _c10d.wait_tensor.default)), None)
-    return AllReduce(node, wait, node.args[0], node.args[2])  # type: ignore[arg-type]
-
-
 def _check_all_reduce(all_reduce: AllReduce) -> Refused | None:
     """What can be said of the collective alone."""
-    node = all_reduce.node
-    reduce_op = node.args[1]
+    node, reduce_op = all_reduce.node, all_reduce.reduce_op
     if not isinstance(reduce_op, str) or reduce_op.lower() != "sum":
         return Refused(Refusal.REDUCE_OP_NOT_SUM, f"{node.name} reduces with {reduce_op!r}")
     if not isinstance(all_reduce.group_name, str):
@@ -189,7 +175,7 @@ def _check_all_reduce(all_reduce: AllReduce) -> Refused | None:
         return Refused(Refusal.MISSING_METADATA, f"{all_reduce.partial.name} has no tensor metadata")
     if tensor.dtype not in SUPPORTED_DTYPES:
         return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"the message has dtype {tensor.dtype}")
-    if all_reduce.wait is None or len(node.users) != 1:
+    if all_reduce.wait is None or (all_reduce.wait is not node and len(node.users) != 1):
         return Refused(Refusal.REDUCED_VALUE_USED_ELSEWHERE, f"{node.name} is not used by exactly one wait_tensor")
     return None
 
@@ -223,6 +209,20 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
         if len(users) != 1:
             return norm or _explain_users(current, all_reduce)
         user = users[0]
+        fused = match_add_rms_norm(user, current)
+        if isinstance(fused, Refused):
+            return fused
+        if fused is not None:
+            other, norm = fused
+            role = _operand_role(other, current, user)
+            if role == "bias":
+                role = Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} adds a vector")
+            if isinstance(role, Refused):
+                return role
+            residuals.append(other)
+            path.append(user)
+            current = user
+            break
         if is_call(user, aten.add.Tensor) and user.kwargs.get("alpha", 1) == 1:
             other = other_operand(user, current)
             role = _operand_role(other, current, user)
@@ -252,10 +252,13 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
 def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
     """The all_reduce that ``other`` is a view of, if its message can be added to that of ``all_reduce``."""
     wait = peel_views(other)
-    if not is_call(wait, _c10d.wait_tensor.default) or not is_call(wait.args[0], _c10d.all_reduce.default):
-        return None
-    second = _all_reduce(wait.args[0])
-    if second.group_name != all_reduce.group_name or _check_all_reduce(second) or _partial_used_elsewhere(second):
+    second = all_reduce_of(wait)
+    if (
+        second is None
+        or second.group_name != all_reduce.group_name
+        or _check_all_reduce(second)
+        or _partial_used_elsewhere(second)
+    ):
         return None
     if any(len(node.users) != 1 for node in (wait, *_between(second, other))):
         return None
@@ -287,7 +290,8 @@ def _describe(node: fx.Node) -> str:
 def _explain_users(current: fx.Node, all_reduce: AllReduce) -> Refused:
     """Several users and no norm at ``current``: is a norm further on, behind a value that is needed elsewhere too?"""
     for user in current.users:
-        if is_call(user, aten.add.Tensor) and isinstance(match_rms_norm(user), NormMatch):
+        adds = is_call(user, aten.add.Tensor) and isinstance(match_rms_norm(user), NormMatch)
+        if adds or isinstance(match_add_rms_norm(user, current), tuple):
             return Refused(
                 Refusal.REDUCED_VALUE_USED_ELSEWHERE, f"{current.name} is needed besides the residual add {user.name}"
             )
@@ -318,7 +322,7 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
     refused = _partial_used_elsewhere(site.all_reduce)
     if refused is not None:
         return refused
-    partial, h, hidden = value(site.all_reduce.partial), value(site.h), value(site.norm.output)
+    partial, h, hidden = value(site.all_reduce.partial), site.stream_value, value(site.norm.output)
     if partial is None or h is None or hidden is None:
         return Refused(Refusal.MISSING_METADATA, f"{site.h.name} or {site.norm.output.name} has no tensor metadata")
     for name, tensor in (("residual stream", h), ("norm's output", hidden)):

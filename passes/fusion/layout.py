@@ -39,14 +39,14 @@ def plan_layouts(sites: list[FusionSite], transports: list[str]) -> list[Residua
 
     NCCL leaves whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
     """
-    by_h = {site.h: site for site in sites}
+    by_stream = {site.stream: site for site in sites}
     whole_sums = {site.h for site, transport in zip(sites, transports, strict=True) if transport == "nccl"}
     sources: list[FusionSite | None] = []
     whole_reads: set[fx.Node] = set()
     for site in sites:
         source = None
         if len(site.residuals) == 1:
-            candidate = by_h.get(peel_views(site.residuals[0]))
+            candidate = by_stream.get(peel_views(site.residuals[0]))
             if candidate is not None and _same_rows(candidate, site) and candidate.h not in whole_sums:
                 source = candidate
         sources.append(source)
@@ -70,7 +70,7 @@ def plan_layouts(sites: list[FusionSite], transports: list[str]) -> list[Residua
 
 def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.Node]) -> bool:
     """Whether anything but a chained residual add reads ``h``, directly or through views and casts."""
-    for node in views_and_casts_of(site.h):
+    for node in () if site.stream is None else views_and_casts_of(site.stream):
         if node in whole_reads:
             return True
         for user in node.users:
@@ -84,7 +84,7 @@ def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:
     """Whether both sites share rows out in the same way: one group, one token count, one dtype."""
     if producer.all_reduce.group_name != consumer.all_reduce.group_name:
         return False
-    made, used = value(producer.h), value(consumer.residuals[0])
+    made, used = producer.stream_value, value(consumer.residuals[0])
     first, second = value(producer.all_reduce.partial), value(consumer.all_reduce.partial)
     if made is None or used is None or first is None or second is None:
         return False

@@ -4,11 +4,18 @@
 
 Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
 offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
+
+vLLM has operators for it, which are read by their names:
+
+    vllm_ir::rms_norm(x, weight, eps, variance_size)
+    vllm_ir::fused_add_rms_norm(x, residual, weight, eps, variance_size) -> (hidden, x + residual)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -18,6 +25,7 @@ from tw_compile.graph.predicates import (
     is_call,
     is_cast,
     is_lossless_cast,
+    operator_name,
     other_operand,
     same_size,
     value,
@@ -25,6 +33,8 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.passes.base import Refusal, Refused
 
+_IR_NORM = "vllm_ir::rms_norm"
+_IR_ADD_NORM = "vllm_ir::fused_add_rms_norm"
 _LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
 
 
@@ -34,6 +44,8 @@ class NormMatch:
 
     ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``. ``eps`` is a
     number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python floats.
+    ``operator`` is the node of an operator that adds a residual first, and ``added`` its result ``h``, None if nothing reads
+    that.
     """
 
     output: fx.Node
@@ -42,6 +54,8 @@ class NormMatch:
     weight: fx.Node | None = None
     weight_offset: float = 0.0
     cast_before_weight: torch.dtype | None = None
+    operator: fx.Node | None = None
+    added: fx.Node | None = None
 
     @property
     def form(self) -> str:
@@ -60,6 +74,10 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
         for user in source.users:
             if is_call(user, *_LAYER_NORM_OPS) or _subtracts_mean(user, source):
                 refusal = refusal or Refused(Refusal.LAYER_NORM, f"{user.name} centres the values: LayerNorm")
+            if operator_name(user) == _IR_NORM and user.args[0] is source:
+                refusal = refusal or _check_ir(user, source, user.args[1:])
+                if refusal is None:
+                    return _ir_match(user, (user,), user.args[1:])
             if not _is_square(user, source):
                 continue
             result = _match_from_square(user, set(same_values))
@@ -67,6 +85,51 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
                 return result
             refusal = refusal or result
     return refusal
+
+
+def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMatch] | Refused | None:
+    """What an operator that adds and normalises adds to ``current``, and the norm; None if ``node`` is no such operator."""
+    if operator_name(node) != _IR_ADD_NORM:
+        return None
+    other = other_operand(node, current)
+    if not isinstance(other, fx.Node):
+        return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} adds {current.name} to itself")
+    refused = _check_ir(node, current, node.args[2:])
+    if refused is not None:
+        return refused
+    parts: dict[object, list[fx.Node]] = {0: [], 1: []}
+    for user in node.users:
+        if not is_call(user, operator.getitem):
+            return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} is used by {user.name} as a whole")
+        parts[user.args[1]].append(user)
+    if len(parts[0]) != 1 or len(parts[1]) > 1:
+        counts = f"{len(parts[0])} and {len(parts[1])} times"
+        return Refused(Refusal.NORM_INTERMEDIATE_USED, f"results of {node.name} are taken {counts}")
+    match = _ir_match(parts[0][0], (node, *parts[1], parts[0][0]), node.args[2:])
+    return other, replace(match, operator=node, added=next(iter(parts[1]), None))
+
+
+def _check_ir(node: fx.Node, rows: fx.Node, options: tuple[Any, ...]) -> Refused | None:
+    """Of ``weight, eps, variance_size``: what the fused operator can't do."""
+    if node.kwargs or len(options) < 2:
+        return Refused(Refusal.NO_RMS_NORM, f"{node.name} is called with keywords, which compiled graphs don't do")
+    weight, eps, *variance_size = options
+    if variance_size not in ([], [None]):
+        return Refused(Refusal.MEAN_DIM, f"{node.name} averages over a part of the hidden dim")
+    if not isinstance(eps, int | float):
+        return Refused(Refusal.EPS_NOT_CONSTANT, f"{node.name} has an eps that is not a constant")
+    verdict = True if weight is None else _is_weight(weight, rows)
+    if verdict is False:
+        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} is not a vector over the hidden dim")
+    return None if verdict is True else verdict
+
+
+def _ir_match(output: fx.Node, interior: tuple[fx.Node, ...], options: tuple[Any, ...]) -> NormMatch:
+    """The operators normalise in float32 and cast to the weight's dtype before they multiply by it."""
+    weight, eps = options[:2]
+    factor = None if weight is None else value(weight)
+    cast = None if factor is None or factor.dtype == torch.float32 else factor.dtype
+    return NormMatch(output, interior, float(eps), weight, cast_before_weight=cast)
 
 
 def _same_rows(node: fx.Node, h: fx.Node) -> bool:

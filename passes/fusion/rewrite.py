@@ -73,7 +73,7 @@ class Rewriter:
             residual = self._done[id(layout.source)].residual_rows
         elif site.residuals:
             residual = self._residual([self._rows(node) for node in site.residuals])
-        h, hidden = value(site.h), value(site.norm.output)
+        h, hidden = site.stream_value, value(site.norm.output)
         assert h is not None and hidden is not None
         norm, group_name = site.norm, site.all_reduce.group_name
         weight = self._weight(site)
@@ -107,7 +107,7 @@ class Rewriter:
             site,
             self._shaped_like(hidden_rows, site.norm.output, site),
             residual_rows,
-            self._shaped_like(residual_rows, site.h, site) if layout.out == "replicated" else None,
+            self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
         )
 
     def commit(self) -> None:
@@ -116,7 +116,8 @@ class Rewriter:
         for inserted in self._done.values():
             inserted.site.norm.output.replace_all_uses_with(inserted.hidden)
             if inserted.residual is not None:
-                inserted.site.h.replace_all_uses_with(inserted.residual)
+                assert inserted.site.stream is not None
+                inserted.site.stream.replace_all_uses_with(inserted.residual)
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:

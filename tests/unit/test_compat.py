@@ -165,3 +165,23 @@ def test_rendezvous_adds_the_offset_within_the_allocation(
     monkeypatch.setattr(symm_mem, "rendezvous", lambda *_: handle)
     found = compat.symm_mem_rendezvous(tensor, "g")
     assert found == (handle, [4096 + 64, tensor.data_ptr()], multicast, 64)
+
+
+def test_a_hosts_name_of_a_group_means_that_group_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    asked: list[str] = []
+
+    def rendezvous(tensor: torch.Tensor, group: str) -> object:
+        asked.append(group)
+        return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()], rank=0, multicast_ptr=0)
+
+    monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
+    monkeypatch.setattr(compat, "_group_resolvers", [])
+    with fake_process_group(2):
+        within = dist.new_group([0, 1])
+        compat.add_group_resolver(lambda name: within if name == "tp:0" else None)
+        assert compat.resolve_process_group("tp:0") is within
+        compat.symm_mem_rendezvous(torch.zeros(1), "tp:0")
+        compat.symm_mem_rendezvous(torch.zeros(1), "other")
+        assert asked == [compat.group_name(within), "other"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -15,18 +17,60 @@ if TYPE_CHECKING:
     from tw_compile.runner.machine import Report
 
 
+VllmOption = Annotated[bool, typer.Option("--vllm", help="What vLLM would do with the passes here, instead.")]
+
+
 @common.one_line_errors
-def doctor(json_file: JsonOption = None) -> None:
+def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
     """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing."""
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
     try:
         report = examine()
+        if vllm:
+            report["vllm"] = _examine_vllm(report)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
-    _print(console, report)
+    if vllm:
+        print_vllm(console, report["vllm"])
+    else:
+        _print(console, report)
     common.write_json(report, json_file)
+
+
+def _examine_vllm(report: Report) -> Report:
+    from tw_compile.vllm.doctor import examine
+
+    capability = report["gpus"][0]["capability"] if report["gpus"] else None
+    return examine(os.environ, None if capability is None else (int(capability[:-1]), int(capability[-1])))
+
+
+def print_vllm(console: Console, report: Report) -> None:
+    _pairs(
+        console,
+        "vLLM",
+        {
+            "installed": report["installed"] or "no: what follows is what it would do",
+            "dispatch": report["dispatch"],
+            "plugin": report["plugin"],
+            "enabled": report["enabled"],
+        },
+    )
+    _pairs(console, "its all_reduces, by environment", report["settings"])
+    for group in report["groups"]:
+        console.print(f"\n[bold]{group['world_size']} ranks[/bold], hidden 8192, bf16")
+        ends = ", ".join(map(str, group["ranges_end_at"])) or "none"
+        console.print(f"token ranges added, ending at: {ends}", markup=False)
+        limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
+        if default is not None:
+            of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"
+            console.print(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})", markup=False)
+        for device_class, stretches in group["thresholds"].items():
+            for one in stretches:
+                decided = f"{'fused' if one['fused'] else 'left'}, unfused {one['backend']}"
+                line = f"{device_class}: from {one['from_tokens']} tokens {decided}: {one['entry']}; {one['source']}"
+                console.print(line, markup=False, soft_wrap=True)
 
 
 def _print(console: Console, report: Report) -> None:

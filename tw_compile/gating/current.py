@@ -7,6 +7,8 @@ import importlib.util
 import logging
 import os
 import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -25,9 +27,10 @@ _agreed: dict[str, tuple[object, Gate]] = {}
 Agreed = TypeVar("Agreed")
 
 
-def current_gate(config: Config) -> Gate:
+def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambda settings: settings) -> Gate:
     """The gate for graphs that this process compiles with ``config``; the same on all ranks of the process group.
 
+    ``observe`` is given what environment and options say of the host's all_reduces, and returns what the host has set up.
     Until CUDA is in use there is nothing to decide about, and nothing to agree on.
 
     Raises:
@@ -37,13 +40,18 @@ def current_gate(config: Config) -> Gate:
         return own_gate(config, Node(None, False))
     agrees = dist.is_initialized() and dist.get_backend() != "fake"
     if not agrees:
-        return own_gate(config, current_node())
+        return _observed_gate(config, observe)
     world, key = dist.group.WORLD, config.digest()
     known = _agreed.get(key)
     if known is None or known[0] is not world:
-        known = (world, agreed_gate(own_gate(config, current_node()), compat.default_store(), key))
+        known = (world, agreed_gate(_observed_gate(config, observe), compat.default_store(), key))
         _agreed[key] = known
     return known[1]
+
+
+def _observed_gate(config: Config, observe: Callable[[Settings], Settings]) -> Gate:
+    gate = own_gate(config, current_node())
+    return replace(gate, settings=observe(gate.settings))
 
 
 def own_gate(config: Config, node: Node) -> Gate:

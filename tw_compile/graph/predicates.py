@@ -32,6 +32,13 @@ def is_call(node: object, *targets: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
+def operator_name(node: fx.Node) -> str:
+    """``namespace::name`` of the operator that a node calls, without the overload; empty if it calls none."""
+    if node.op != "call_function" or not isinstance(node.target, compat.OpOverload):
+        return ""
+    return node.target._schema.name
+
+
 def value(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor of a node, or None when it is not a tensor or has no metadata."""
     val = node.meta.get("val")

@@ -1,0 +1,46 @@
+"""A transport for fake groups: the sum is this rank's summand, and every rank computes all rows.
+
+Fake collectives move nothing, so rows of other ranks would be missing; what this makes is what the unfused graph makes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm import transport
+from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+from tw_compile.kernels.all_reduce_rms_norm.spec import (
+    Request,
+    rows_per_rank,
+    slice_of_whole_residual,
+    whole_residual,
+)
+
+
+class OneRank(transport.Transport):
+    name = "gloo"
+
+    def start(self, request: Request) -> transport.Started:
+        world_size = compat.resolve_process_group(request.group_name).size()
+        tokens, residual = request.x.shape[0], request.residual
+        if request.residual_sharded:
+            assert residual is not None
+            residual = whole_residual(residual, tokens, world_size, 0)
+            assert residual is not None
+        hidden, h = add_rms_norm(request.x, residual, request.bias, request.weight, request.norm)
+        if request.residual_out == "none":
+            h = h[:0].clone()
+        elif request.residual_out == "sharded":
+            whole = h.new_zeros((world_size * rows_per_rank(tokens, world_size), h.shape[1]))
+            whole[:tokens] = h
+            h = slice_of_whole_residual(whole, world_size, 0)
+        return transport.Started(hidden, h)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(transport._instances, "gloo", OneRank())
+    yield

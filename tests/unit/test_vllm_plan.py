@@ -1,0 +1,168 @@
+"""The parts of the vLLM integration that need no vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tw_compile.config import Config
+from tw_compile.gating.facts import Settings
+from tw_compile.passes.base import HostRefusal
+from tw_compile.vllm import plan
+from tw_compile.vllm.doctor import examine
+from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
+
+KIB, MIB = 2**10, 2**20
+ENGINE = plan.Engine(tensor_parallel_size=8, hidden_size=8192, dtype="bfloat16", max_tokens=8192)
+VLLM = Config(host="vllm-0.24")
+
+
+@pytest.mark.parametrize(
+    ("additional", "variables", "expected"),
+    [
+        ({}, {}, None),
+        ({}, {"TW_COMPILE": "1"}, {}),
+        (None, {"TW_COMPILE": "1"}, {}),
+        ({"tw_compile": True}, {}, {}),
+        ({"tw_compile": False}, {"TW_COMPILE": "1"}, None),
+        ({"tw_compile": {"fuse_min_bytes": 1}}, {}, {"fuse_min_bytes": 1}),
+        ({"tw_compile": {"fuse_min_bytes": 1}}, {"TW_COMPILE": "0"}, None),
+        ({"other": 1}, {}, None),
+    ],
+)
+def test_who_asks_for_the_passes(additional: Any, variables: dict[str, str], expected: Any) -> None:
+    assert asked_options(additional, variables) == expected
+
+
+def test_bad_values_of_the_switches_are_named() -> None:
+    with pytest.raises(ValueError, match="TW_COMPILE: expected '0' or '1', got 'yes'"):
+        switched_off({"TW_COMPILE": "yes"})
+    with pytest.raises(ValueError, match=r"additional_config\['tw_compile'\]: expected options, .* got 'on'"):
+        asked_options({"tw_compile": "on"}, {})
+
+
+def test_options_are_those_of_config_and_what_vllm_says_is_not_theirs() -> None:
+    config = vllm_config({"absorb_mm": "never"}, "0.24.0", disable_custom_all_reduce=True)
+    assert config == Config(host="vllm-0.24", absorb_mm="never", disable_custom_all_reduce=True)
+    with pytest.raises(ValueError, match=r"unknown option tw_compile\.fues: expected one of .*did you mean"):
+        vllm_config({"fues": True}, "0.24.0", False)
+    with pytest.raises(ValueError, match=r"expected no 'host', which follows vLLM, got 'pytorch'"):
+        vllm_config({"host": "pytorch"}, "0.24.0", False)
+
+
+@pytest.mark.parametrize(
+    ("version", "host"),
+    [
+        ("0.19.1", "vllm-0.20"),
+        ("0.20.0", "vllm-0.20"),
+        ("0.23.4", "vllm-0.20"),
+        ("0.24.0", "vllm-0.24"),
+        ("0.32.9rc1", "vllm-0.24"),
+        ("0.33.0", "vllm-0.33"),
+        ("1.0.0", "vllm-0.33"),
+        ("0.1.dev1916+gabc", "vllm-0.33"),
+    ],
+)
+def test_the_dispatch_is_that_of_the_version(version: str, host: str) -> None:
+    assert host_of(version) == host
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tensor_parallel_size": 1}, HostRefusal.TENSOR_PARALLEL_SIZE_1),
+        ({"compiled": False}, HostRefusal.NOT_COMPILED),
+        ({"batch_invariant": True}, HostRefusal.BATCH_INVARIANT),
+        ({"lora": True}, HostRefusal.LORA),
+        ({"dual_batch_overlap": True}, HostRefusal.DUAL_BATCH_OVERLAP),
+        ({"state_space": True}, HostRefusal.STATE_SPACE),
+    ],
+)
+def test_engines_that_are_refused(change: dict[str, Any], reason: HostRefusal) -> None:
+    assert ENGINE.refusal() is None
+    refused = replace(ENGINE, **change).refusal()
+    assert refused is not None and refused[0] == reason and refused[1]
+
+
+def test_ranges_end_where_multimem_takes_over() -> None:
+    """Hopper, TP8: from 256 KiB, 16 tokens of hidden 8192. The front end doesn't know whether there is multicast."""
+    both = plan.gates(VLLM, (9, 0))
+    assert [gate.node.device_class for gate in both] == ["sm90-multicast", "sm90"]
+    assert plan.range_endpoints(ENGINE, VLLM, both) == [15, 4095]  # NCCL from 64 MiB
+    assert plan.range_endpoints(replace(ENGINE, hidden_size=2048), VLLM, both) == [63]
+    assert plan.range_endpoints(replace(ENGINE, tensor_parallel_size=4), VLLM, both) == []
+    assert plan.range_endpoints(replace(ENGINE, max_tokens=15), VLLM, both) == []
+
+
+def test_ranges_follow_the_options() -> None:
+    row_bytes = plan.row_bytes_of(ENGINE)
+    config = Config(host="vllm-0.24", transport="p2p", fuse_min_bytes=8 * row_bytes, fuse_max_bytes=64 * row_bytes)
+    assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
+
+
+def test_the_band_of_issue_44079_is_left_to_multimem() -> None:
+    """vLLM fuses up to 512 KiB; unfused it would be custom below 256 KiB and multimem, the faster one, from there."""
+    settings = Settings("vllm-0.24")
+    limit = plan.flashinfer_fusion_limit((9, 0), 8, settings, 512 * KIB)
+    assert limit == 256 * KIB
+    multicast = plan.gates(VLLM, (9, 0))[0]
+    for kib in (256, 320, 384, 512):
+        verdict = multicast.decide(kib * KIB, world_size=8, dtype="bfloat16")
+        assert not verdict.fused and verdict.backend == "multimem"
+    stretches = plan.thresholds_of(replace(ENGINE, hidden_size=2048), multicast)
+    assert [(one["from_tokens"], one["fused"]) for one in stretches[:2]] == [(1, True), (64, False)]
+    assert "44079" in stretches[1]["source"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "world_size", "changes", "limit", "expected"),
+    [
+        ((9, 0), 8, {"use_symm_mem": False}, 512 * KIB, 512 * KIB),
+        ((9, 0), 4, {}, 2 * MIB, 2 * MIB),
+        ((9, 0), 2, {}, 64 * MIB, 64 * MIB),
+        ((10, 0), 8, {}, MIB, MIB),
+        ((9, 0), 8, {"use_nccl_symm_mem": True}, 512 * KIB, 128 * KIB),
+        ((9, 0), 4, {"use_nccl_symm_mem": True}, 2 * MIB, 512 * KIB),
+        ((10, 0), 16, {"use_nccl_symm_mem": True}, 64 * MIB, 0),
+        ((9, 0), 6, {}, None, None),
+        (None, 8, {}, 512 * KIB, 512 * KIB),
+    ],
+)
+def test_flashinfer_keeps_its_other_sizes(
+    capability: tuple[int, int] | None,
+    world_size: int,
+    changes: dict[str, Any],
+    limit: int | None,
+    expected: int | None,
+) -> None:
+    settings = replace(Settings("vllm-0.24"), **changes)
+    assert plan.flashinfer_fusion_limit(capability, world_size, settings, limit) == expected
+
+
+def test_the_workers_settings_are_what_could_be_set_up() -> None:
+    on, off = SimpleNamespace(disabled=False), SimpleNamespace(disabled=True)
+    settings = Settings("vllm-0.24", use_flashinfer=True)
+    all_on = SimpleNamespace(ca_comm=on, symm_mem_comm=on, fi_ar_comm=on)
+    assert plan.observed(settings, all_on) == settings
+    none_on = plan.observed(settings, SimpleNamespace(ca_comm=None, symm_mem_comm=off, fi_ar_comm=None))
+    assert (none_on.disable_custom_all_reduce, none_on.use_symm_mem, none_on.use_flashinfer) == (True, False, False)
+    assert not plan.observed(Settings("vllm-0.24"), all_on).use_flashinfer
+    assert plan.observed(settings, SimpleNamespace()) == settings
+
+
+def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.vllm.doctor.installed_version", lambda: None)
+    point = metadata.EntryPoint("tw_compile", "tw_compile.vllm.plugin:register", "vllm.general_plugins")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: (point,))
+    report = examine({"TW_COMPILE": "1", "VLLM_PLUGINS": "other"}, (9, 0))
+    assert report["installed"] is None and report["dispatch"] == "vllm-0.24"
+    assert report["enabled"].startswith("yes") and "leaves out tw_compile" in report["plugin"]
+    last = report["groups"][-1]
+    assert last["ranges_end_at"] == [15, 4095]
+    assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
+    off = examine({}, None)
+    assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None

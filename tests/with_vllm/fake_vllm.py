@@ -1,0 +1,166 @@
+"""vLLM on a machine without a GPU: its own configuration, compiler and models, with a fake GPU, group and attention.
+
+vLLM takes platforms from plugins, so the fake one is a plugin of a distribution in a temporary folder. Its CUDA extension needs
+symbols of ``libcuda.so.1``, which a stub has; nothing calls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 2
+HIDDEN, LAYERS, MAX_TOKENS = 64, 3, 128
+_STUB = "\n".join(
+    f"int {name}(void) {{ return 100; }}"
+    for name in ("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
+)
+_PLATFORM = """
+def qualname():
+    return "tw_fake_platform_class.FakeCuda"
+"""
+_PLATFORM_CLASS = """
+from vllm.platforms.cuda import NonNvmlCudaPlatform
+from vllm.platforms.interface import DeviceCapability
+
+
+class FakeCuda(NonNvmlCudaPlatform):
+    @classmethod
+    def get_device_capability(cls, device_id=0):
+        return DeviceCapability(9, 0)
+
+    @classmethod
+    def get_device_name(cls, device_id=0):
+        return "NVIDIA H100 80GB HBM3"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id=0):
+        return 80 << 30
+
+    @classmethod
+    def get_device_communicator_cls(cls):
+        return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
+"""
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16",
+    "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def obstacle() -> str | None:
+    """Why these tests can't run here."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return "vLLM is not installed; CONTRIBUTING.md has the command that runs these tests"
+    if torch.cuda.is_available():
+        return "made for machines without a GPU"
+    if shutil.which("cc") is None:
+        return "needs a C compiler for the stub of libcuda.so.1"
+    return None
+
+
+def prepare(folder: Path) -> None:
+    """Make this process ready for ``import vllm``; files go to ``folder``."""
+    source, library = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(_STUB)
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
+    subprocess.run(command, check=True)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    (folder / "tw_fake_platform.py").write_text(_PLATFORM)
+    (folder / "tw_fake_platform_class.py").write_text(_PLATFORM_CLASS)
+    info = folder / "tw_fake_platform-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tw-fake-platform\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.platform_plugins]\ntw_fake = tw_fake_platform:qualname\n")
+    sys.path.insert(0, str(folder))
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(_MODEL))
+    os.environ |= {
+        "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "localhost", "MASTER_PORT": "29555",
+    }  # fmt: skip
+
+
+def engine_config(folder: Path, *, compilation: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    """A ``VllmConfig``, made as ``LLM(...)`` makes it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    given = {
+        "model": str(folder / "model"), "skip_tokenizer_init": True, "max_model_len": MAX_TOKENS,
+        "max_num_batched_tokens": MAX_TOKENS, "max_num_seqs": 8, "tensor_parallel_size": WORLD_SIZE,
+        "distributed_executor_backend": "external_launcher", "load_format": "dummy",
+        "compilation_config": {"cudagraph_mode": "NONE", **(compilation or {})},
+    }  # fmt: skip
+    return EngineArgs(**{**given, **arguments}).create_engine_config()
+
+
+def make_groups(config: Any) -> None:
+    """vLLM's groups over a fake process group, on which collectives move no data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    MessageQueue.create_from_process_group = staticmethod(lambda *args, **kwargs: None)
+    parallel_state.in_the_same_node_as = lambda *args, **kwargs: [True] * WORLD_SIZE
+    new_group = dist.new_group
+    dist.new_group = lambda ranks=None, backend=None, **rest: new_group(ranks, backend="fake")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(WORLD_SIZE, 0, "env://", 0, backend="fake")
+        parallel_state.initialize_model_parallel(WORLD_SIZE, backend="fake")
+
+
+def add_cpu_kernels() -> torch.library.Library:
+    """vLLM registers these for CUDA alone. Attention gives its query back; a sum of one rank's summand and zeros is that."""
+    import vllm.model_executor.layers.attention.attention  # noqa: F401, it registers them
+
+    library = torch.library.Library("vllm", "FRAGMENT")
+    library.impl("all_reduce", lambda tensor, group_name: tensor.clone(), "CPU")
+    library.impl("unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0), "CPU")
+    library.impl("unified_attention_with_output", _attention, "CPU")
+    return library
+
+
+def _attention(query: torch.Tensor, key: Any, value: Any, output: torch.Tensor, *rest: Any, **more: Any) -> None:
+    output.copy_(query.view(output.shape))
+
+
+@contextmanager
+def llama(config: Any) -> Iterator[Any]:
+    """``model(tokens) -> hidden [tokens, hidden]``: a Llama of vLLM's, compiled as ``config`` says, always the same weights."""
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.models.llama import LlamaModel
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config), torch.device("cpu"):
+            model = LlamaModel(vllm_config=config, prefix="model")
+            torch.manual_seed(0)
+            for name, parameter in model.named_parameters():
+                (torch.nn.init.ones_ if "norm" in name else torch.nn.init.normal_)(parameter)
+
+            def run(tokens: int) -> torch.Tensor:
+                ids = torch.arange(tokens) % 128
+                with torch.inference_mode(), set_forward_context({}, config, num_tokens=tokens):
+                    return model(ids, torch.arange(tokens), None)
+
+            yield run
+    finally:
+        torch.set_default_dtype(default)

@@ -1,0 +1,286 @@
+"""What the plugin does to an engine's configuration, and what vLLM does with the pass in it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from fake_vllm import HIDDEN, MAX_TOKENS, engine_config
+from graph_builder import GraphBuilder
+
+import tw_compile
+
+SLOT = "post_grad_custom_post_pass"
+ROW_BYTES = 2 * HIDDEN
+
+
+def slot_of(config: Any) -> Any:
+    return config.compilation_config.inductor_compile_config.get(SLOT)
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TW_COMPILE", "1")
+
+
+@pytest.fixture
+def vllm_log(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> pytest.LogCaptureFixture:
+    import vllm.logger  # noqa: F401, configures the logger, which then keeps its records to itself
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="vllm.tw_compile")
+    return caplog
+
+
+def users_pass() -> Any:
+    from vllm.compilation.passes.inductor_pass import InductorPass
+
+    class Users(InductorPass):
+        def __call__(self, graph: Any) -> None:
+            raise AssertionError
+
+    return Users()
+
+
+def test_without_being_asked_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine_config(folder)
+    monkeypatch.setenv("TW_COMPILE", "0")
+    switched_off = engine_config(folder, additional_config={"tw_compile": {}})
+    assert slot_of(plain) is None and slot_of(switched_off) is None
+    assert plain.compilation_config.compile_ranges_endpoints == [MAX_TOKENS]
+    assert plain.compilation_config.compute_hash() == switched_off.compilation_config.compute_hash()
+
+
+@pytest.mark.parametrize("options", [None, {}, True])
+def test_variable_or_additional_config_switch_it_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: object
+) -> None:
+    if options is None:
+        monkeypatch.setenv("TW_COMPILE", "1")
+    config = engine_config(folder, additional_config={} if options is None else {"tw_compile": options})
+    assert slot_of(config).config.host == "vllm-0.24"
+
+
+def test_options_reach_the_pass_its_uuid_and_both_hashes(folder: Path, on: None) -> None:
+    one, same, other = (
+        engine_config(folder, additional_config={"tw_compile": {"absorb_mm": value}})
+        for value in ("auto", "auto", "never")
+    )
+    assert slot_of(other).config.absorb_mm == "never"
+    assert slot_of(one).uuid() == slot_of(same).uuid() != slot_of(other).uuid()
+    hashes = [config.compilation_config.compute_hash() for config in (one, same, other)]
+    assert hashes[0] == hashes[1] != hashes[2]
+    assert one.compute_hash() == same.compute_hash() != other.compute_hash()
+
+
+def test_the_aot_key_changes_with_options(folder: Path, on: None) -> None:
+    from vllm.compilation.caching import aot_compile_hash_factors
+
+    one, other = (
+        engine_config(folder, additional_config={"tw_compile": {"absorb_mm": value}}) for value in ("auto", "never")
+    )
+    assert aot_compile_hash_factors(one) != aot_compile_hash_factors(other)
+
+
+def test_an_unknown_option_stops_the_start_and_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"unknown option tw_compile\.transprot.*did you mean tw_compile\.transport"):
+        engine_config(folder, additional_config={"tw_compile": {"transprot": "p2p"}})
+
+
+def test_ranges_end_where_the_decision_changes(folder: Path) -> None:
+    options = {"fuse_min_bytes": 8 * ROW_BYTES, "fuse_max_bytes": 64 * ROW_BYTES}
+    config = engine_config(
+        folder, compilation={"compile_ranges_endpoints": [32]}, additional_config={"tw_compile": options}
+    )
+    assert config.compilation_config.compile_ranges_endpoints == [7, 32, 64, MAX_TOKENS]
+
+
+def test_the_pass_survives_copies_and_pickles(folder: Path, on: None) -> None:
+    found = slot_of(engine_config(folder))
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert type(other) is type(found) and other.uuid() == found.uuid()
+
+
+def test_the_pass_can_be_named_in_inductor_passes_without_the_plugin(folder: Path) -> None:
+    from vllm.compilation.passes.inductor_pass import InductorPass
+    from vllm.config import CompilationConfig
+
+    config = CompilationConfig(inductor_passes={SLOT: "tw_compile.vllm_pass"}, compile_ranges_endpoints=[16])
+    found = config.inductor_compile_config[SLOT]
+    assert found is tw_compile.vllm_pass and isinstance(found, InductorPass)
+    assert config.compute_hash() != CompilationConfig(compile_ranges_endpoints=[16]).compute_hash()
+    real = copy.deepcopy(config.inductor_compile_config)[SLOT]
+    assert type(real).__name__ == "VllmPass" and pickle.loads(pickle.dumps(found)).uuid() == real.uuid() == found.uuid()
+
+
+def test_the_plugin_configures_the_pass_that_was_named(folder: Path) -> None:
+    config = engine_config(
+        folder,
+        compilation={"inductor_passes": {SLOT: "tw_compile.vllm_pass"}},
+        additional_config={"tw_compile": {"absorb_mm": "never"}},
+    )
+    assert slot_of(config).config.absorb_mm == "never" and slot_of(config).before is None
+
+
+def test_a_users_pass_is_chained_and_part_of_the_uuid(folder: Path, on: None) -> None:
+    users = users_pass()
+    chained = slot_of(engine_config(folder, compilation={"inductor_compile_config": {SLOT: users}}))
+    assert type(chained.before) is type(users) and chained.uuid() != slot_of(engine_config(folder)).uuid()
+
+
+def test_what_is_no_pass_keeps_the_slot_and_the_start_says_so(
+    folder: Path, on: None, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    taken = print
+    config = engine_config(folder, compilation={"inductor_compile_config": {SLOT: taken}})
+    assert slot_of(config) is taken and "off, slot_taken" in vllm_log.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "arguments", "variables"),
+    [
+        ("tensor_parallel_size_1", {"tensor_parallel_size": 1}, {}),
+        ("not_compiled", {"enforce_eager": True}, {}),
+        ("not_compiled", {"compilation": {"backend": "eager"}}, {}),
+        ("batch_invariant", {}, {"VLLM_BATCH_INVARIANT": "1"}),
+        ("lora", {"enable_lora": True}, {}),
+    ],
+)
+def test_refusals_leave_the_configuration_alone(
+    folder: Path,
+    on: None,
+    monkeypatch: pytest.MonkeyPatch,
+    vllm_log: pytest.LogCaptureFixture,
+    reason: str,
+    arguments: dict[str, Any],
+    variables: dict[str, str],
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = engine_config(folder, **arguments)
+    assert slot_of(config) is None and f"off, {reason}" in vllm_log.text
+
+
+def test_the_start_says_in_one_line_what_is_on(folder: Path, on: None, vllm_log: pytest.LogCaptureFixture) -> None:
+    engine_config(folder)
+    (line,) = [record.message for record in vllm_log.records if record.name == "vllm.tw_compile"]
+    assert line.startswith("tw_compile: on, 2 ranks, vllm-0.24; fusing") and f"token ranges end at {MAX_TOKENS}" in line
+
+
+def test_an_internal_error_leaves_the_configuration_and_warns_once(
+    folder: Path, on: None, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr("tw_compile.vllm.plan.range_endpoints", broken)
+    config = engine_config(folder)
+    assert slot_of(config) is None and vllm_log.text.count("on purpose") == 1
+    monkeypatch.setenv("TW_COMPILE_STRICT", "1")
+    with pytest.raises(RuntimeError, match="on purpose"):
+        engine_config(folder)
+
+
+def test_flashinfer_is_left_what_it_is_faster_at(
+    folder: Path, on: None, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    """vLLM issue 44079: at TP8 on Hopper multimem is faster from 256 KiB, and vLLM fuses up to 512 KiB."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    fusing = {"pass_config": {"fuse_allreduce_rms": True}}
+    config = engine_config(folder, tensor_parallel_size=8, hf_overrides=heads, compilation=fusing)
+    assert config.compilation_config.pass_config.flashinfer_max_size(8) == 256 * 1024
+    assert "up to 262144 bytes instead of 524288" in vllm_log.text
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_SYMM_MEM", "0")
+    without = engine_config(folder, tensor_parallel_size=8, hf_overrides=heads, compilation=fusing)
+    assert without.compilation_config.pass_config.flashinfer_max_size(8) == 512 * 1024
+
+
+@pytest.fixture
+def host_operators() -> Iterator[Any]:
+    """Operators of vLLM's that are registered only beside libraries, or for devices, that are not here."""
+    with torch.library._scoped_library("vllm", "FRAGMENT") as library:
+        for name in ("gdn_attention_core_tw", "lora_expand_tw", "flashinfer_trtllm_fused_allreduce_norm"):
+            if not hasattr(torch.ops.vllm, name):
+                library.define(f"{name}(Tensor(a!) x) -> ()")
+        yield torch.ops.vllm
+
+
+def piece(operator: Any, *, functionalized: bool) -> fx.Graph:
+    """An all_reduce that could be fused, and a call of ``operator``."""
+    b = GraphBuilder()
+    x, other, weight = b.input(6, 8), b.input(6, 8), b.input(8)
+    stream = b.call(torch.ops.vllm.all_reduce.default, x, "tp:0")
+    normed = b.call(torch.ops.vllm_ir.rms_norm.default, stream, weight, 1e-5)
+    if functionalized:
+        b.graph.call_function(torch.ops.higher_order.auto_functionalized, (operator,), {"x": other})
+    else:
+        b.graph.call_function(operator, (other,))
+    return b.finish(normed, stream)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("gdn_attention_core_tw", "state_space"), ("lora_expand_tw", "lora")])
+@pytest.mark.parametrize("functionalized", [False, True])
+def test_pieces_with_operators_that_have_not_been_tried_are_left(
+    groups: Any, host_operators: Any, name: str, reason: str, functionalized: bool
+) -> None:
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    graph = piece(getattr(host_operators, name).default, functionalized=functionalized)
+    text = str(graph)
+    with pass_context(Range(1, 8)), tw_compile.collect_reports() as reports:
+        tw_compile.vllm_pass(graph)
+    assert reports[0].refusals == {reason: 1} and reports[0].tokens == (1, 8) and str(graph) == text
+
+
+def test_what_flashinfer_took_is_counted(groups: Any, host_operators: Any, vllm_log: pytest.LogCaptureFixture) -> None:
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    taken = host_operators.flashinfer_trtllm_fused_allreduce_norm.default
+    with pass_context(Range(1, 8)), tw_compile.collect_reports() as reports:
+        tw_compile.vllm_pass(piece(taken, functionalized=True))
+    assert reports[0].fused_by_host == 1 and reports[0].counts["fused"] == 1
+    assert "a piece for 1-8 tokens, 1 of 1 all_reduces fused, 1 fused by FlashInfer" in vllm_log.text
+
+
+def child(folder: Path, code: str) -> list[str]:
+    """What a new Python prints, prepared as this one, without plugins but the fake platform."""
+    (folder / "node").mkdir(parents=True)
+    start = f"import fake_vllm, pathlib; fake_vllm.prepare(pathlib.Path({str(folder / 'node')!r}))\n"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "VLLM_PLUGINS": "tw_fake"}
+    command = [sys.executable, "-c", start + code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    return result.stdout.splitlines()[-1].split()
+
+
+def test_a_pass_named_before_vllm_is_imported_reaches_a_worker(tmp_path: Path) -> None:
+    model = tmp_path / "front_end" / "node" / "model"
+    front_end = f"""
+import pickle, sys, tw_compile
+assert "vllm" not in sys.modules
+from vllm.engine.arg_utils import EngineArgs
+slot = "post_grad_custom_post_pass"
+args = EngineArgs(model={str(model)!r}, compilation_config={{"inductor_passes": {{slot: "tw_compile.vllm_pass"}}}})
+found = args.compilation_config.inductor_compile_config[slot]
+print(found.uuid(), pickle.dumps(found).hex())
+"""
+    uuid, pickled = child(tmp_path / "front_end", front_end)
+    worker = f"""
+import pickle, torch
+found = pickle.loads(bytes.fromhex({pickled!r}))
+print(found.uuid(), torch.ops.tw_compile.all_reduce_rms_norm_start.default)
+"""
+    assert child(tmp_path / "worker", worker) == [uuid, "tw_compile.all_reduce_rms_norm_start.default"]

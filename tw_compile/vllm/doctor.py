@@ -1,0 +1,78 @@
+"""What ``tw-compile doctor --vllm`` shows: whether vLLM would use the passes here, and what they would do. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from tw_compile.gating import vllm as dispatch
+from tw_compile.gating.facts import Settings
+from tw_compile.vllm import plan
+from tw_compile.vllm.options import VARIABLE, asked_options, host_of, vllm_config
+
+Report = dict[str, Any]
+
+PLUGIN = "tw_compile"
+WORLD_SIZES = (2, 4, 8)
+# Of the example that ranges are shown for: Llama-70B's, and vLLM's default number of tokens.
+HIDDEN_SIZE, MAX_TOKENS = 8192, 8192
+_TESTED = "0.24.0"
+
+
+def examine(environment: Mapping[str, str], capability: tuple[int, int] | None) -> Report:
+    """The effective configuration for the device of ``capability``; ValueError for a wrong variable or thresholds file."""
+    version = installed_version()
+    asked = asked_options(None, environment)
+    config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
+    choices = plan.gates(config, capability)
+    engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
+    return {
+        "installed": version,
+        "dispatch": host_of(version or _TESTED),
+        "plugin": _plugin(environment),
+        "enabled": _enabled(environment, asked is not None),
+        "settings": asdict(choices[0].settings),
+        "groups": [_group(engine, config, choices, capability) for engine in engines],
+    }
+
+
+def installed_version() -> str | None:
+    """That of vLLM, without importing it."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plugin(environment: Mapping[str, str]) -> str:
+    found = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in found:
+        return "not registered: tw_compile is not installed as a package in this environment"
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"not loaded: VLLM_PLUGINS={allowed} leaves out {PLUGIN}"
+    return "registered"
+
+
+def _enabled(environment: Mapping[str, str], asked: bool) -> str:
+    if environment.get(VARIABLE) == "0":
+        return f"no, {VARIABLE}=0, whatever --additional-config says"
+    if asked:
+        return f"yes, {VARIABLE}=1"
+    return f"no; {VARIABLE}=1 or --additional-config '{{\"tw_compile\": {{}}}}' switches it on"
+
+
+def _group(engine: plan.Engine, config: Any, choices: tuple[Any, ...], capability: tuple[int, int] | None) -> Report:
+    world_size = engine.tensor_parallel_size
+    settings: Settings = choices[0].settings
+    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == "vllm-0.33" else dispatch.FLASHINFER_LIMITS
+    default = limits.get(capability, {}).get(world_size) if capability else None
+    return {
+        "world_size": world_size,
+        "ranges_end_at": plan.range_endpoints(engine, config, choices),
+        "flashinfer_fusion_bytes": plan.flashinfer_fusion_limit(capability, world_size, settings, default),
+        "flashinfer_fusion_bytes_of_vllm": default,
+        "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
+    }

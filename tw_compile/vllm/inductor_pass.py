@@ -1,0 +1,135 @@
+"""The pass for vLLM's compiler. It imports vLLM, and registers what compiled code needs: the operators, and vLLM's group names.
+
+Processes that load compiled code without compiling get here all the same, by unpickling the pass in the engine's configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch.distributed as dist
+import torch.fx as fx
+from vllm import __version__ as vllm_version
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import parallel_state
+
+from tw_compile import compat, report
+from tw_compile.config import Config
+from tw_compile.gating.current import current_gate
+from tw_compile.gating.facts import Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.passes.base import HostRefusal
+from tw_compile.passes.fusion import TokenRange
+from tw_compile.pipeline import TWCompilePass
+from tw_compile.vllm.engine import engine_of
+from tw_compile.vllm.options import vllm_config
+from tw_compile.vllm.plan import observed
+
+logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
+
+_STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2")
+
+
+class VllmPass(InductorPass):
+    """The passes in the slot ``post_grad_custom_post_pass`` of vLLM's ``inductor_compile_config``.
+
+    vLLM compiles each distinct piece of the model once per range of token counts, and this is a function of the piece, the
+    range, the configuration and the gate, nothing else. The state is plain: it is copied, pickled and sent to workers.
+
+    Args:
+        config: What the passes may do.
+        before: What the user had put into the slot; it runs first, for the ranges that it wants.
+    """
+
+    def __init__(self, config: Config, before: InductorPass | None = None) -> None:
+        self.config = config
+        self.before = before
+
+    def __call__(self, graph: fx.Graph) -> None:
+        compile_range = get_pass_context().compile_range
+        if self.before is not None and self.before.is_applicable_for_range(compile_range):
+            self.before(graph)
+        tokens: TokenRange = (compile_range.start, compile_range.end)
+        passes = TWCompilePass(self.config)
+        refused = _refusal(graph)
+        result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), tokens)
+        result.tokens = tokens
+        result.fused_by_host = sum(_is_flashinfer_fusion(node) for node in graph.nodes)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _log(result)
+
+    def uuid(self) -> str:
+        """As that of :class:`TWCompilePass`, as text: vLLM hashes JSON. It is part of the engine's and of vLLM's AOT keys."""
+        parts = [TWCompilePass(self.config).identity(self._gate()), vllm_version]
+        if self.before is not None:
+            parts.append(repr(self.before.uuid()))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _gate(self) -> Gate:
+        return current_gate(self.config, _observed)
+
+    def __repr__(self) -> str:
+        return f"VllmPass({self.config}, before={self.before!r})"
+
+
+def default_pass() -> VllmPass:
+    """The pass with default options; one object, so that copies and pickles of it are it."""
+    global _default
+    if _default is None:
+        _default = VllmPass(vllm_config({}, vllm_version, disable_custom_all_reduce=False))
+    return _default
+
+
+_default: VllmPass | None = None
+
+
+def _observed(settings: Settings) -> Settings:
+    group = parallel_state._TP
+    return settings if group is None else observed(settings, group.device_communicator)
+
+
+def _refusal(graph: fx.Graph) -> tuple[HostRefusal, str] | None:
+    """Why the graph stays as it is: by the engine's configuration where there is one, or by an operator."""
+    config = get_current_vllm_config_or_none()
+    refused = None if config is None or config.model_config is None else engine_of(config).refusal()
+    if refused is not None:
+        return refused
+    for node in graph.nodes:
+        name = _called(node)
+        if name.startswith("vllm::") and any(word in name for word in _STATE_SPACE):
+            return HostRefusal.STATE_SPACE, f"the piece calls {name}"
+        if name.startswith("vllm::lora"):
+            return HostRefusal.LORA, f"the piece calls {name}"
+    return None
+
+
+def _called(node: fx.Node) -> str:
+    """The operator that a node calls, also through ``auto_functionalized``."""
+    target = node.args[0] if compat.is_higher_order(node.target) and node.args else node.target
+    return target._schema.name if isinstance(target, compat.OpOverload) else ""
+
+
+def _is_flashinfer_fusion(node: fx.Node) -> bool:
+    return _called(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
+
+
+def _log(result: report.GraphReport) -> None:
+    if not result.sites and not result.fused_by_host:
+        return
+    counts = result.counts
+    tokens = "-".join(map(str, result.tokens or ()))
+    taken = f", {result.fused_by_host} fused by FlashInfer" if result.fused_by_host else ""
+    message = "tw_compile: a piece for %s tokens, %d of %d all_reduces fused%s %s"
+    logger.info(message, tokens, counts["fused"], counts["all_reduce"], taken, result.refusals or "")
+
+
+def _resolve_group(name: str) -> dist.ProcessGroup | None:
+    """The device group of vLLM's coordinator ``name``, as ``tp:0``: its number among torch's groups may change."""
+    found = parallel_state._groups.get(name)
+    coordinator = None if found is None else found()
+    return None if coordinator is None else coordinator.device_group
+
+
+compat.add_group_resolver(_resolve_group)

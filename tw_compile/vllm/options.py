@@ -1,0 +1,72 @@
+"""Whether a vLLM process uses the passes, and with which options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tw_compile.config import Config
+from tw_compile.gating.facts import HOSTS
+
+VARIABLE = "TW_COMPILE"
+KEY = "tw_compile"
+"""Of vLLM's ``additional_config``."""
+
+_GIVEN_BY_VLLM = ("host", "disable_custom_all_reduce")
+
+
+def switched_off(environment: Mapping[str, str]) -> bool:
+    """Whether ``TW_COMPILE=0`` says no, whatever else says yes; ValueError for other values than 0 and 1."""
+    value = environment.get(VARIABLE)
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{VARIABLE}: expected '0' or '1', got {value!r}")
+    return value == "0"
+
+
+def asked_options(additional_config: object, environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The options that the user gave; None where nobody asked for the passes.
+
+    ``additional_config`` is vLLM's: under ``tw_compile`` a table of :class:`tw_compile.Config`'s fields, or true or false.
+
+    Raises:
+        ValueError: The table, or ``TW_COMPILE``, is none.
+    """
+    if switched_off(environment):
+        return None
+    asked = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    if isinstance(asked, Mapping):
+        return dict(asked)
+    if asked not in (None, True, False):
+        raise ValueError(f"additional_config[{KEY!r}]: expected options, true or false, got {asked!r}")
+    return {} if asked or (asked is None and environment.get(VARIABLE) == "1") else None
+
+
+def vllm_config(options: Mapping[str, Any], version: str, disable_custom_all_reduce: bool) -> Config:
+    """The passes' configuration in vLLM ``version``.
+
+    Raises:
+        ValueError, TypeError: An option is unknown, has a bad value, or is vLLM's to say.
+    """
+    for key in _GIVEN_BY_VLLM:
+        if key in options:
+            raise ValueError(
+                f"additional_config[{KEY!r}]: expected no {key!r}, which follows vLLM, got {options[key]!r}"
+            )
+    given = {"host": host_of(version), "disable_custom_all_reduce": disable_custom_all_reduce}
+    return Config.from_mapping({**options, **given})
+
+
+def host_of(version: str) -> str:
+    """The newest of the dispatches we know that is not newer than vLLM ``version``; the oldest for older ones."""
+    minor = _minor(version)
+    known = [host for host in HOSTS if host.startswith("vllm-")]
+    fitting = [host for host in known if minor is None or _minor(host.removeprefix("vllm-")) <= minor]  # type: ignore[operator]
+    return fitting[-1] if fitting else known[0]
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    """``(0, 24)`` of ``0.24.0``; None for what a build from source may be called, which is taken to be new."""
+    parts = version.split(".")
+    if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()) or ".dev" in version:
+        return None
+    return int(parts[0]), int(parts[1])

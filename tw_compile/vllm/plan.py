@@ -1,0 +1,137 @@
+"""What the passes will do in a vLLM engine, as far as its configuration says: refusals, compile ranges, FlashInfer's share.
+
+Evaluated where the engine is configured, which is before any process has a GPU: whether there is NVLink multicast is not known
+there. The workers know, and decide for each range by the gate of their own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tw_compile.config import Config
+from tw_compile.gating import vllm as dispatch
+from tw_compile.gating.current import own_gate
+from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.passes.base import HostRefusal
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What matters of a vLLM configuration.
+
+    ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``.
+    """
+
+    tensor_parallel_size: int
+    hidden_size: int
+    dtype: str
+    max_tokens: int
+    compiled: bool = True
+    batch_invariant: bool = False
+    lora: bool = False
+    dual_batch_overlap: bool = False
+    state_space: bool = False
+
+    def refusal(self) -> tuple[HostRefusal, str] | None:
+        """Why nothing is done in this engine, by name and in words."""
+        reasons = (
+            (self.tensor_parallel_size == 1, HostRefusal.TENSOR_PARALLEL_SIZE_1, "there is nothing to communicate"),
+            (
+                not self.compiled,
+                HostRefusal.NOT_COMPILED,
+                "no compilation by Inductor: mode, backend, or eager execution",
+            ),
+            (self.batch_invariant, HostRefusal.BATCH_INVARIANT, "VLLM_BATCH_INVARIANT fixes the order of sums"),
+            (self.lora, HostRefusal.LORA, "adapters have not been tried with fused operators"),
+            (self.dual_batch_overlap, HostRefusal.DUAL_BATCH_OVERLAP, "two threads would share one slot of a kernel"),
+            (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
+        )
+        return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+
+
+def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...]:
+    """The gate of each kind of node that the workers may find: with NVLink multicast and without.
+
+    Raises:
+        ValueError: A thresholds file, or an environment variable, is wrong.
+    """
+    if capability is None:
+        return (own_gate(config, Node(None, False)),)
+    return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
+
+
+def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
+    """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``."""
+    row_bytes = row_bytes_of(engine)
+    ends: set[int] = set()
+    if config.transport == "auto":
+        for gate in choices:
+            stretches = gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+            for before, after in itertools.pairwise(stretches):
+                if before.fused != after.fused:
+                    ends.add(after.nbytes // row_bytes - 1)
+    if config.fuse_min_bytes:
+        ends.add((config.fuse_min_bytes - 1) // row_bytes)
+    if config.fuse_max_bytes is not None:
+        ends.add(config.fuse_max_bytes // row_bytes)
+    return sorted(end for end in ends if 1 < end < engine.max_tokens)
+
+
+def row_bytes_of(engine: Engine) -> int:
+    return engine.hidden_size * DTYPE_BYTES[engine.dtype]
+
+
+def flashinfer_fusion_limit(
+    capability: tuple[int, int] | None, world_size: int, settings: Settings, limit: int | None
+) -> int | None:
+    """Up to how many bytes vLLM's own fusion, by FlashInfer, is the faster one; ``limit`` is what vLLM has, None: unfused.
+
+    Above the size from which an unfused all_reduce is multimem or NCCL's symmetric kernels, those are faster: vLLM issue 44079
+    and the rule of its pull request 44080.
+    """
+    if limit is None or capability is None:
+        return limit
+    if settings.use_nccl_symm_mem and world_size >= dispatch.NCCL_SYMMETRIC_MIN_WORLD_SIZE:
+        if world_size > dispatch.NCCL_SYMMETRIC_ALWAYS_ABOVE_WORLD_SIZE:
+            return 0
+        if world_size in dispatch.NCCL_SYMMETRIC_SKIPS:
+            limit = min(limit, dispatch.NCCL_SYMMETRIC_SKIPS[world_size][1])
+    if settings.use_symm_mem and world_size in dispatch.MULTIMEM_WORLD_SIZES.get(capability, ()):
+        limit = min(limit, dispatch.CUSTOM_LIMITS[capability][world_size])
+    return limit
+
+
+def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
+    """One entry per stretch of sizes: from which token count, unfused backend, decision, source."""
+    row_bytes = row_bytes_of(engine)
+    return [
+        {
+            "from_tokens": one.nbytes // row_bytes,
+            "from_bytes": one.nbytes,
+            "fused": one.fused,
+            "backend": str(one.backend),
+            "entry": one.entry,
+            "source": one.source,
+        }
+        for one in gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+    ]
+
+
+def observed(settings: Settings, communicator: Any) -> Settings:
+    """``settings`` as vLLM's communicator of the group really is: what could not be set up is not what would run."""
+    if not hasattr(communicator, "ca_comm"):  # not vLLM's for CUDA
+        return settings
+
+    def active(name: str) -> bool:
+        found = getattr(communicator, name, None)
+        return found is not None and not getattr(found, "disabled", False)
+
+    return replace(
+        settings,
+        disable_custom_all_reduce=not active("ca_comm"),
+        use_symm_mem=active("symm_mem_comm"),
+        use_flashinfer=settings.use_flashinfer and active("fi_ar_comm"),
+    )

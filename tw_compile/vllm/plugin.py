@@ -1,0 +1,139 @@
+"""The entry point of ``vllm.general_plugins``: puts the pass and its compile ranges into every engine configuration.
+
+vLLM has no hook for that, so ``VllmConfig.__post_init__`` is wrapped. Where nobody asked for the passes the wrapper does
+nothing. What it changes are fields that users may set themselves, and that are part of vLLM's cache keys.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+from tw_compile.config import Config, strict_from_environment
+from tw_compile.passes.base import HostRefusal
+from tw_compile.vllm import plan
+from tw_compile.vllm.options import asked_options, switched_off, vllm_config
+
+logger = logging.getLogger("vllm.tw_compile")
+_MIB = 2**20
+
+
+def register() -> None:
+    """vLLM calls this once in every process."""
+    if switched_off(os.environ):
+        return
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__post_init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        options = asked_options(self.additional_config, os.environ)
+        if options is None:
+            original(self)
+            return
+        config = _config_of(self, options)
+        before = self.compilation_config.pass_config.fi_allreduce_fusion_max_size_mb
+        try:
+            _limit_flashinfer(self, config)
+        except Exception as error:
+            self.compilation_config.pass_config.fi_allreduce_fusion_max_size_mb = before
+            _failed(error)
+        original(self)
+        _install(self, config)
+
+    VllmConfig.__post_init__ = post_init
+
+
+def _config_of(engine: Any, options: dict[str, Any]) -> Config:
+    """What is wrong with options, or with files that they name, is the user's to know: it raises, and vLLM does not start."""
+    from vllm import __version__
+
+    config = vllm_config(options, __version__, engine.parallel_config.disable_custom_all_reduce)
+    plan.gates(config, None)
+    return config
+
+
+def _limit_flashinfer(engine: Any, config: Config) -> None:
+    """Leave FlashInfer's fusion the sizes at which it is faster; before vLLM computes its ranges from them."""
+    limits = engine.compilation_config.pass_config
+    if engine.model_config is None or limits.fi_allreduce_fusion_max_size_mb is not None:
+        return
+    world_size, capability = engine.parallel_config.tensor_parallel_size, _capability()
+    settings = plan.gates(config, capability)[0].settings
+    wanted = limits.fuse_allreduce_rms  # None: vLLM decides, and says yes where FlashInfer is installed
+    if not (settings.flashinfer_installed if wanted is None else wanted):
+        return
+    known = limits.flashinfer_max_size(world_size)
+    limit = plan.flashinfer_fusion_limit(capability, world_size, settings, known)
+    if limit is not None and limit != known:
+        limits.fi_allreduce_fusion_max_size_mb = limit / _MIB
+        logger.info("tw_compile: FlashInfer's fusion up to %d bytes instead of %d (vLLM issue 44079)", limit, known)
+
+
+def _install(engine: Any, config: Config) -> None:
+    """Put the pass into its slot and the ends of its ranges beside vLLM's; on an exception everything is as it was."""
+    compilation = engine.compilation_config
+    slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
+    had = dict(slot)
+    try:
+        line = _put(engine, config)
+    except Exception as error:
+        slot.clear()
+        slot.update(had)
+        compilation.compile_ranges_endpoints = ends
+        _failed(error)
+    else:
+        logger.info("tw_compile: %s", line)
+
+
+def _put(engine: Any, config: Config) -> str:
+    """Do it, and say in one line what was done, or why not."""
+    from vllm.compilation.passes.inductor_pass import InductorPass
+    from vllm.platforms import current_platform
+
+    from tw_compile.vllm.engine import engine_of
+    from tw_compile.vllm.inductor_pass import VllmPass
+
+    if engine.model_config is None:
+        return "off, there is no model"
+    facts = engine_of(engine)
+    refused = facts.refusal()
+    if refused is not None:
+        return f"off, {refused[0]}: {refused[1]}"
+    compilation = engine.compilation_config
+    slot = compilation.inductor_compile_config
+    users = slot.get(current_platform.pass_key)
+    if users is not None and not isinstance(users, InductorPass):
+        holds = f"{current_platform.pass_key} holds {type(users).__name__}, which is no InductorPass"
+        return f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
+    if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
+        users = users.before
+    choices = plan.gates(config, _capability())
+    ends = plan.range_endpoints(facts, config, choices)
+    slot[current_platform.pass_key] = VllmPass(config, users)
+    compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
+    chained = f", after {type(users).__name__}" if users is not None else ""
+    tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))
+    ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
+    return (
+        f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
+        f"thresholds for {tables}; token ranges end at {ranges}; split {config.split}"
+    )
+
+
+def _capability() -> tuple[int, int] | None:
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if found is None else (found.major, found.minor)
+
+
+def _failed(error: Exception) -> None:
+    if strict_from_environment():
+        raise error
+    logger.warning("tw_compile left vLLM's configuration as it was: %s: %s", type(error).__name__, error)
