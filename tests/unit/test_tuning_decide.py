@@ -193,8 +193,7 @@ def test_a_lower_bound_can_show_that_fusing_pays_and_not_that_it_does_not() -> N
 
 
 def test_shipped_ranges_of_two_h200_follow_from_the_committed_rows() -> None:
-    files = ("2026-11-21-2xh200-kernel-tp2.csv", "2026-11-21-2xh200-kernel-tp2-hidden-sizes.csv")
-    runs = [run for file in files for run in runs_of_file(str(RESULTS / file))]
+    runs = runs_of_file(str(RESULTS / "2026-11-21-2xh200-kernel-tp2.csv"))
     steps = measured_steps(runs, ())
     shipped = shipped_steps("NVIDIA H200", 2)
     assert tuple(steps) == shipped == tuple(measured_steps(runs, shipped))
