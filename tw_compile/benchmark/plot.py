@@ -44,7 +44,9 @@ def plot(report: dict[str, Any], path: str) -> None:
         own = [row for row in rows if row.hidden == hidden]
         draw_lines(left, own, "p50_us")
         left.set(yscale="log", ylabel="µs a call (median, slowest rank; band: p20 to p80)")
-        draw_lines(right, [row for row in own if not row.quantises], "share_of_bound")  # who moves less has another bound
+        draw_lines(
+            right, [row for row in own if not row.quantises], "share_of_bound"
+        )  # who moves less has another bound
         right.set(ylim=(0, 1), ylabel=f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s")
         right.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
         for panel in (left, right):
