@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,45 @@ def clean_process() -> Iterator[None]:
 def two_ranks() -> Iterator[None]:
     """A fake process group of two ranks; collectives move no data."""
     with fake_process_group(2):
+        yield
+
+
+@pytest.fixture
+def cudnn_on_cpu() -> Iterator[None]:
+    """cuDNN's attention for CPU tensors, after its documentation.
+
+    float32 inside, a result laid out as the query, natural log-sum-exps only if they are asked for.
+    """
+    aten = torch.ops.aten
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_bias: torch.Tensor | None,
+        compute_log_sumexp: bool,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> tuple[Any, ...]:
+        assert attn_bias is None and dropout_p == 0.0 and not return_debug_mask
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (one.float().repeat_interleave(groups, 1) for one in (key, value))
+        scores = query.float() @ keys.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        most = scores.amax(3, keepdim=True)
+        weights = (scores - most).exp()
+        total = weights.sum(3, keepdim=True)
+        out = torch.empty_like(query).copy_(weights.to(query.dtype).float() @ values / total)
+        sums = most + total.log() if compute_log_sumexp else torch.full_like(most, torch.nan)
+        none = torch.empty(0)
+        return out, sums, none, none, query.shape[2], key.shape[2], none, none, none
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl(aten._scaled_dot_product_cudnn_attention.default, attention, "CPU")
         yield
 
 

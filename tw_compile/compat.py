@@ -356,7 +356,7 @@ def delay_stream(cycles: int) -> None:
 def trace_flash_attention() -> Iterator[None]:
     """Trace mask-free half-precision attention on (fake) CUDA tensors to the flash kernel.
 
-    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks the flash kernel.
+    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, this or cuDNN's.
     """
     aten = torch.ops.aten
     operator = aten.scaled_dot_product_attention.default

@@ -7,21 +7,23 @@ Half 2 needs keys and values of half 1, which exist before half 1's attention, a
 is aligned to the top left, and so are the kernels behind it but for one, which makes the suffix another call:
 
     flash      itself, which aligns to the bottom right (since FlashAttention 2.1)
-    cuDNN      flash, as torch's operator has no way to ask cuDNN for the bottom right
     efficient  its inner operator, with the mask type of the bottom right
+    cuDNN      itself twice, merged, as torch's operator has no way to ask it for the bottom right
     CPU        a mask of sizes alone, made once a graph; so does an SDPA that is not decomposed
 
-The first and the third are what ``torch.nn.attention.bias.causal_lower_right`` calls. A mask that is given is sliced, if it
-provably hides later tokens (``causal_mask``). Where a half ends inside of one of several requests, it makes one call for its
-whole requests and one for its part of the cut one; with a mask that joins, and so does FlexAttention, whose block masks are
-functions.
+The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. cuDNN attends to the earlier keys, of which none is
+hidden, and to the suffix's own, which are as many as its queries; each result counts by the sum of its exponentials. A mask
+that is given is sliced, if it provably hides later tokens (``causal_mask``). Where a half ends inside of one of several
+requests, it makes one call for its whole requests and one for its part of the cut one; with a mask that joins, and so does
+FlexAttention, whose block masks are functions.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,7 @@ CAUSAL_FROM_BOTTOM_RIGHT = 2
 
 _END = 9223372036854775807
 _MASKS = ("attn_bias", "attn_mask")
+_TURNED = [0, 2, 1, 3]
 
 
 @token_rule(*SDPA)
@@ -123,44 +126,63 @@ def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
     if mask is not None:
         if causal or call.layout(mask) is not None or not hides_later_keys(mask):
             return call.join(JoinReason.ATTENTION_MASK, f"{mask.name} is not proven to hide later tokens")
-        suffix: _Build | None = _masked
     elif not causal:
         return call.join(JoinReason.ATTENTION, "tokens see later ones")
-    else:
-        suffix = _suffix_of(call)
-    if suffix is None:
+    attend_suffix = _suffix_of(call)
+    if mask is None and attend_suffix is None:
         return call.join(JoinReason.ATTENTION_KERNEL, "no kernel known to align its causal mask to the bottom right")
     if call.join_attention:
         return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens is predicted to be faster")
 
     def build(builder: HalfBuilder, half: int) -> fx.Node:
         if rows.outer is not None:
-            return _requests(call, builder, half, rows, suffix)
-        make = _masked if mask is not None else _first_result if half == 0 else suffix
-        first, second, tokens = builder.units
-        begin, queries, count = (0, first, first) if half == 0 else (first, second, tokens)
-        keys, values = (builder.rows_until(one, half, rows) for one in (key, value))
-        piece = Piece(begin, queries, count, builder.rows(call.args[0], half, rows), keys, values)
-        return make(call, builder, half, piece)
+            assert attend_suffix is not None
+            return _requests(call, builder, half, rows, attend_suffix)
+        query = builder.rows(call.args[0], half, rows)
+
+        def seen() -> Pair:
+            return [builder.rows_until(one, half, rows) for one in (key, value)]
+
+        def parts() -> tuple[Pair, Pair]:
+            earlier, own = ([builder.rows(one, part, rows) for one in (key, value)] for part in (0, 1))
+            return earlier, own
+
+        if mask is not None:
+            return _masked(call, builder, half, query, seen())
+        if half == 0:
+            return _attend(call, builder, half, query, seen())
+        assert attend_suffix is not None
+        return attend_suffix(call, builder, Suffix(*builder.units, query, seen, parts))
 
     results = call.node.meta["val"]
     several = not isinstance(results, torch.Tensor)
     return RowWise((rows, *(None,) * (len(results) - 1)) if several else rows, build=build)
 
 
+Pair = Sequence[fx.Node]
+"""Keys and values."""
+
+
 @dataclass(frozen=True)
-class Piece:
-    """A piece of a sequence: ``queries`` tokens from ``begin`` on, the last of ``keys``; sizes are numbers or nodes."""
+class Suffix:
+    """The last ``queries`` tokens of a sequence of ``keys``, behind ``begin`` others, in half 2; sizes are numbers or nodes.
+
+    ``seen`` gives the keys and values of the whole sequence, which are joined for that if need be; ``parts`` those of the
+    others and those of the suffix.
+    """
 
     begin: Any
     queries: Any
     keys: Any
     query: fx.Node
-    key: fx.Node
-    value: fx.Node
+    seen: Callable[[], Pair]
+    parts: Callable[[], tuple[Pair, Pair]]
 
 
-def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, suffix: _Build) -> fx.Node:
+_AttendSuffix = Callable[[Call, HalfBuilder, Suffix], fx.Node]
+
+
+def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_suffix: _AttendSuffix) -> fx.Node:
     """Whole requests in one call, the part of the one that is cut in another.
 
     Operands and result are ``[1, heads, tokens of the half, head_dim]``.
@@ -179,8 +201,12 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, suffix: _
         rest = seq - part
         earlier = [between(builder.rows(one, 0, rows), first - part, first) for one in call.args[1:3]]
         query, *later = (between(one, 0, rest) for one in own)
-        joined = (builder.call(half, aten.cat.default, list(pair), 2) for pair in zip(earlier, later, strict=True))
-        pieces.append(suffix(call, builder, half, Piece(part, rest, seq, query, *joined)))
+
+        def seen() -> Pair:
+            return [builder.call(half, aten.cat.default, list(pair), 2) for pair in zip(earlier, later, strict=True)]
+
+        suffix = Suffix(part, rest, seq, query, seen, lambda: (earlier, later))
+        pieces.append(attend_suffix(call, builder, suffix))
     begin, end = (0, first - part) if half == 0 else (-first % seq, second)
     count = (end - begin) // seq
     if count:
@@ -189,25 +215,23 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, suffix: _
             for one, shape in zip(own, shapes, strict=True)
         ]
         query, *others = (builder.call(half, aten.permute.default, one, [1, 0, 2, 3]) for one in whole)
-        made = _first_result(call, builder, half, Piece(0, seq, seq, query, *others))
+        made = _attend(call, builder, half, query, others)
         made = builder.call(half, aten.permute.default, made, [1, 0, 2, 3])
         pieces.append(builder.call(half, aten.reshape.default, made, [1, shapes[0][1], count * seq, shapes[2][3]]))
     if part and half == 0:
-        query, key, value = (between(one, end, first) for one in own)
-        pieces.append(_first_result(call, builder, half, Piece(0, part, part, query, key, value)))
+        query, *others = [between(one, end, first) for one in own]
+        pieces.append(_attend(call, builder, half, query, others))
     return pieces[0] if len(pieces) == 1 else builder.call(half, aten.cat.default, pieces, 2)
 
 
-_Build = Callable[[Call, HalfBuilder, int, Piece], fx.Node]
-
-
-def _suffix_of(call: Call) -> _Build | None:
+def _suffix_of(call: Call) -> _AttendSuffix | None:
     """How the attention of queries that are the last of their keys is computed; None where nothing is proven to."""
     target = call.node.target
     if target is aten._scaled_dot_product_flash_attention.default:
-        return _first_result
+        return _by_itself
     if target is aten._scaled_dot_product_cudnn_attention.default:
-        return _by_flash if _flash_serves(call) else None
+        # With this set torch lays out log-sum-exps otherwise than its fake tensors, and so Inductor's code, have it.
+        return None if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1" else _by_merging
     if target is aten._scaled_dot_product_efficient_attention.default:
         return _by_inner_efficient
     if target in (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.scaled_dot_product_attention.default):
@@ -215,24 +239,15 @@ def _suffix_of(call: Call) -> _Build | None:
     return None
 
 
-def _flash_serves(call: Call) -> bool:
-    """The conditions of the flash kernel that those of cuDNN do not imply, and whether the user lets it be used."""
-    query, _, value = (one.meta["val"] for one in call.args[:3])
-    head_dim = query.shape[-1]
-    return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and same_size(head_dim, value.shape[-1])
-        and isinstance(head_dim, int)
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and torch.backends.cuda.flash_sdp_enabled()
-    )
-
-
-def _first_result(call: Call, builder: HalfBuilder, half: int, piece: Piece, **changes: Any) -> fx.Node:
+def _again(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any) -> fx.Node:
     """The same operator on these operands."""
-    args, kwargs = call.with_arguments(query=piece.query, key=piece.key, value=piece.value, **changes)
-    return _first(builder, half, builder.call(half, call.node.target, *args, **kwargs))
+    key, value = others
+    args, kwargs = call.with_arguments(query=query, key=key, value=value, **changes)
+    return builder.call(half, call.node.target, *args, **kwargs)
+
+
+def _attend(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any) -> fx.Node:
+    return _first(builder, half, _again(call, builder, half, query, others, **changes))
 
 
 def _first(builder: HalfBuilder, half: int, made: fx.Node) -> fx.Node:
@@ -241,19 +256,43 @@ def _first(builder: HalfBuilder, half: int, made: fx.Node) -> fx.Node:
     return builder.call(half, operator.getitem, made, 0)
 
 
-def _by_flash(call: Call, builder: HalfBuilder, half: int, piece: Piece) -> fx.Node:
-    target = aten._scaled_dot_product_flash_attention.default
-    made = builder.call(half, target, piece.query, piece.key, piece.value, 0.0, True, scale=call.argument("scale"))
-    return _first(builder, half, made)
+def _by_itself(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+    return _attend(call, builder, 1, suffix.query, suffix.seen())
 
 
-def _by_inner_efficient(call: Call, builder: HalfBuilder, half: int, piece: Piece) -> fx.Node:
+def _by_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+    """Attention to disjoint keys, put together in float32 by natural log-sum-exps, ``[batch, heads, queries, 1]``.
+
+    The combination of blocks in FlashAttention-2 (Dao, 2023); torch's context parallelism does the same to results of cuDNN.
+    Both are rounded to the query's dtype before, so the error is that of one rounding more. A single query sees all keys.
+    """
+    if suffix.queries == 1:
+        return _attend(call, builder, 1, suffix.query, suffix.seen(), is_causal=False)
+
+    def compute(target: Any, *args: Any) -> fx.Node:
+        return builder.call(1, target, *args)
+
+    # Turned to [batch, queries, heads, head_dim], as what follows reads it: Inductor lays out results by their dims.
+    results = []
+    for others, causal in zip(suffix.parts(), (False, True), strict=True):
+        made = _again(call, builder, 1, suffix.query, others, is_causal=causal, compute_log_sumexp=True)
+        both = (compute(operator.getitem, made, index) for index in (0, 1))
+        results.append([compute(aten.permute.default, one, _TURNED) for one in both])
+    (earlier, earlier_sum), (own, own_sum) = results
+    difference = compute(aten.sub.Tensor, earlier_sum, own_sum)
+    # Two weights, as 1 - sigmoid(x) has no digits left where x is large.
+    shares = [compute(aten.sigmoid.default, one) for one in (difference, compute(aten.neg.default, difference))]
+    weighted = [compute(aten.mul.Tensor, *pair) for pair in zip((earlier, own), shares, strict=True)]
+    merged = compute(aten.add.Tensor, *weighted)
+    rounded = compute(torch.ops.prims.convert_element_type.default, merged, earlier.meta["val"].dtype)
+    return compute(aten.permute.default, rounded, _TURNED)
+
+
+def _by_inner_efficient(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     """The inner operator takes ``[batch, seq, heads, head_dim]``."""
-    turned = [
-        builder.call(half, aten.permute.default, one, [0, 2, 1, 3]) for one in (piece.query, piece.key, piece.value)
-    ]
+    turned = [builder.call(1, aten.permute.default, one, _TURNED) for one in (suffix.query, *suffix.seen())]
     made = builder.call(
-        half,
+        1,
         aten._efficient_attention_forward.default,
         *turned,
         None,
@@ -265,14 +304,14 @@ def _by_inner_efficient(call: Call, builder: HalfBuilder, half: int, piece: Piec
         CAUSAL_FROM_BOTTOM_RIGHT,
         scale=call.argument("scale"),
     )
-    return builder.call(half, aten.permute.default, _first(builder, half, made), [0, 2, 1, 3])
+    return builder.call(1, aten.permute.default, _first(builder, 1, made), _TURNED)
 
 
-def _by_mask(call: Call, builder: HalfBuilder, half: int, piece: Piece) -> fx.Node:
-    sizes = (piece.begin, piece.queries, piece.keys)
-    key = ("suffix", call.node.target, piece.query.meta["val"].dtype, sizes)
+def _by_mask(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+    sizes = (suffix.begin, suffix.queries, suffix.keys)
+    key = ("suffix", call.node.target, suffix.query.meta["val"].dtype, sizes)
     mask = builder.once(key, lambda: _suffix_mask(call, builder, *sizes))
-    return _first_result(call, builder, half, piece, is_causal=False, attn_mask=mask)
+    return _attend(call, builder, 1, suffix.query, suffix.seen(), is_causal=False, attn_mask=mask)
 
 
 def _suffix_mask(call: Call, builder: HalfBuilder, begin: Any, queries: Any, keys: Any) -> fx.Node:
@@ -293,7 +332,7 @@ def _suffix_mask(call: Call, builder: HalfBuilder, begin: Any, queries: Any, key
     return builder.call(None, aten.where.self, seen, number(0.0), number(-math.inf))
 
 
-def _masked(call: Call, builder: HalfBuilder, half: int, piece: Piece) -> fx.Node:
+def _masked(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair) -> fx.Node:
     """With a half's rows of the given mask; half 1 without the keys behind it, which the mask hides."""
     mask = _mask(call)
     rank = len(call.shape(mask))
@@ -310,4 +349,4 @@ def _masked(call: Call, builder: HalfBuilder, half: int, piece: Piece) -> fx.Nod
 
     made = builder.once((mask, half, copied), part)
     names = {declared.name for declared in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    return _first_result(call, builder, half, piece, **{name: made for name in _MASKS if name in names})
+    return _attend(call, builder, half, query, others, **{name: made for name in _MASKS if name in names})

@@ -7,7 +7,7 @@ import torch
 
 from tw_compile.passes.split import rules_attention
 from tw_compile.testing.gpu_problems import Context
-from tw_compile.testing.gpu_split_attention import CUTS, Kernel, compare, sliding_window
+from tw_compile.testing.gpu_split_attention import CUTS, KERNELS, Kernel, compare, sliding_window
 
 aten = torch.ops.aten
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -35,8 +35,17 @@ def test_prefix_and_suffix_are_within_the_budget(first: int, tokens: int) -> Non
     assert ctx.failures == [] and ctx.counts == {"cuts": 4}
 
 
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize(("first", "tokens"), CUTS)
+def test_two_roundings_of_cudnn_are_within_the_budget(first: int, tokens: int) -> None:
+    ctx = context()
+    for dtype in KERNELS["cudnn"].dtypes:
+        compare(ctx, KERNELS["cudnn"], dtype, (4, 2, 64), first, tokens)
+    assert ctx.failures == [] and ctx.counts == {"cuts": 2}
+
+
 def test_a_suffix_that_is_aligned_to_the_wrong_corner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: rules_attention._first_result)
+    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: rules_attention._by_itself)
     ctx = context()
     compare(ctx, Kernel(causal), torch.bfloat16, SIZES, 30, 63)
     (failure,) = ctx.failures

@@ -19,7 +19,9 @@ from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.schedule import Schedule, schedule
 from tw_compile.passes.split.token_axis import Unit
 from tw_compile.planning import load_profile
-from tw_compile.testing import fake_cuda, fake_process_group
+from tw_compile.testing import fake_cuda, fake_process_group, find_ops
+
+aten = torch.ops.aten
 
 START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\((.*)\)")
 WAIT = re.compile(r"all_reduce_rms_norm_wait_\.default\((\w+), (\w+), \[([^]]*)\]")
@@ -28,6 +30,8 @@ BUFFER = re.compile(r"\bbuf\d+\b")
 FORMS: dict[str, dict[str, Any]] = {
     "attention joins": {"batch": 1, "first": 32, "join_attention": True},
     "prefix and suffix": {"batch": 1, "first": 48},
+    "prefix and suffix, cudnn": {"batch": 1, "first": 48, "layers": 1, "cudnn": True},
+    "dynamic, cudnn": {"batch": 1, "first": 32, "layers": 1, "dynamic": True, "cudnn": True},
     "requests": {"batch": 2, "first": 1},
     "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
     "dynamic": {"batch": 1, "first": 32, "layers": 1, "dynamic": True},
@@ -57,12 +61,15 @@ class Generated:
 @cache
 def generated(form: str, lock: bool = True) -> Generated:
     """Two layers where not said otherwise, 64 tokens a request."""
-    given = {"config": Config(strict=True), "layers": 2, "dynamic": False, "profile": None, **FORMS[form]}
+    given = {"config": Config(strict=True), "layers": 2, "dynamic": False, "cudnn": False, "profile": None}
+    given |= FORMS[form]
     fuse = TWCompilePass(given["config"])
     found = Generated([], [])
 
     def passes(graph: fx.Graph) -> None:
         fuse(graph)
+        if given["cudnn"]:
+            choose_cudnn(graph)
         budgets = planned(graph, given["profile"], given["first"] * (64 if given["batch"] > 1 else 1))
         unit: Unit = "request" if given["batch"] > 1 else "token"
         report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
@@ -87,6 +94,16 @@ def generated(form: str, lock: bool = True) -> Generated:
     body = code[code.index("def call(") :]
     found.lines = body[: body.index("return (")].splitlines()
     return found
+
+
+def choose_cudnn(graph: fx.Graph) -> None:
+    """What torch traces on an H100 instead of flash, where cuDNN is preferred."""
+    for node in find_ops(graph, aten._scaled_dot_product_flash_attention.default):
+        *operands, dropout, causal = node.args
+        node.target = aten._scaled_dot_product_cudnn_attention.default
+        node.args = (*operands, None, False, dropout, causal)
+        with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda one: one.meta["val"]), **node.kwargs)
 
 
 def planned(graph: fx.Graph, profile: str | None, tokens: int) -> Budgets:
@@ -258,3 +275,19 @@ def test_each_half_has_one_flash_kernel_and_the_second_gets_the_keys_of_both() -
         assert pair is not None
         for buffer in pair.groups():
             assert f"{buffer} = empty_strided_cuda((1, 1, 64, 64)" in code
+
+
+def test_the_suffix_of_cudnn_is_two_calls_and_one_kernel_that_writes_what_the_start_reads() -> None:
+    code = "\n".join(generated("prefix and suffix, cudnn").lines)
+    found = re.findall(r"(buf\d+) = .*_cudnn_attention\.default\((buf\d+), .*, None, (.*), scale=0\.125\)", code)
+    prefix, earlier, own = found
+    assert [flags for *_, flags in found] == ["False, 0.0, True", "True, 0.0, False", "True, 0.0, True"]
+    assert earlier[1] == own[1] != prefix[1], "the same queries"
+    assert "(1, 1, 64, 64)" not in code, "no keys of both halves"
+    results = {name for call in (earlier[0], own[0]) for name in re.findall(rf"(buf\d+) = {call}\[[01]\]", code)}
+    kernels, start = code[code.index(f"del {own[0]}\n") :].split("_start.default(", 1)
+    (merge,) = re.findall(r"\.run\((.*)\)", kernels)
+    (operand,) = re.findall(r"reinterpret_tensor\((buf\d+), \(16, 128\)", start.partition("\n")[0])
+    buffers = set(BUFFER.findall(merge))
+    buffers |= {old for new, old in re.findall(r"(buf\d+) = .*?(buf\d+).*# reuse", kernels) if new in buffers}
+    assert len(results) == 4 and results <= buffers and operand in buffers

@@ -71,10 +71,10 @@ class Attention:
         generator = torch.Generator().manual_seed(seed)
         return [torch.randn(one.meta["val"].shape, generator=generator) * 2 for one in self.b.inputs]
 
-    def assert_same(self, after: fx.Graph) -> None:
+    def assert_same(self, after: fx.Graph, rtol: float = 1e-5) -> None:
         values = self.values()
         (expected,), (found,) = run_graph(self.whole, values), run_graph(after, values)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
 
 
 def positions(b: GraphBuilder, start: int = 0, device: str = "cpu") -> fx.Node:
@@ -172,19 +172,67 @@ def test_flash_is_causal_from_the_bottom_right_itself() -> None:
     assert report.joins == {} and not find_ops(after, "iota")
 
 
-def test_the_suffix_of_cudnn_is_flash() -> None:
-    attention = Attention(CUDNN, None, False, 0.0, True, device="cuda", dtype=torch.bfloat16, scale=0.25)
+CUDNN_ARGS: tuple[Any, ...] = (None, False, 0.0, True)
+"""attn_bias, compute_log_sumexp, dropout_p, is_causal"""
+
+
+def test_the_suffix_of_cudnn_is_cudnn_on_earlier_and_on_own_keys() -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, kv_heads=2, device="cuda", dtype=torch.bfloat16, scale=0.25)
     after, report = attention.split(9)
-    (prefix,), (suffix,) = find_ops(after, CUDNN), find_ops(after, FLASH)
-    assert prefix.args[3:] == (None, False, 0.0, True) and shapes(prefix)[0][2] == 9
-    assert suffix.args[3:] == (0.0, True) and suffix.kwargs == {"scale": 0.25}
-    assert [shape[2] for shape in shapes(suffix)] == [15, TOKENS, TOKENS]
+    prefix, earlier, own = find_ops(after, CUDNN)
+    assert prefix.args[3:] == (None, False, 0.0, True)
+    assert earlier.args[3:] == (None, True, 0.0, False) and own.args[3:] == (None, True, 0.0, True)
+    assert all(node.kwargs == {"scale": 0.25} for node in (prefix, earlier, own))
+    assert earlier.args[0] is own.args[0] and earlier.args[1:3] == prefix.args[1:3]
+    assert shapes(earlier) == [(1, HEADS, 15, WIDTH), (1, 2, 9, WIDTH), (1, 2, 9, WIDTH)]
+    assert shapes(own) == [(1, HEADS, 15, WIDTH), (1, 2, 15, WIDTH), (1, 2, 15, WIDTH)]
+    operators = [str(node.target) for node in after.nodes]
+    between = [one.removeprefix("aten.") for one in operators[operators.index("aten.sub.Tensor") :]][:7]
+    names = "sub.Tensor neg.default sigmoid.default sigmoid.default mul.Tensor mul.Tensor add.Tensor"
+    assert between == names.split()
+    (rounded,) = find_ops(after, "convert_element_type")
+    (total,) = rounded.all_input_nodes
+    assert total.meta["val"].dtype == torch.float32 and rounded.meta["val"].dtype == torch.bfloat16
+    assert report.joins == {} and report.cats == 1, "of the graph's output alone"
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize("first", [1, 9, 22, 23])
+def test_merged_results_of_cudnn_are_those_of_the_whole(first: int) -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, kv_heads=2, device="cuda", scale=0.3)
+    after, report = attention.split(first)
     assert report.joins == {}
+    attention.assert_same(after)
 
 
-def test_cudnn_joins_where_flash_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.backends.cuda.flash_sdp_enabled", lambda: False)
-    attention = Attention(CUDNN, None, False, 0.0, True, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.usefixtures("cudnn_on_cpu")
+def test_a_merge_holds_where_exponentials_would_overflow() -> None:
+    """Log-sum-exps of thousands have few digits behind the point."""
+    attention = Attention(CUDNN, *CUDNN_ARGS, device="cuda", scale=100.0)
+    after, _ = attention.split(9)
+    attention.assert_same(after, rtol=1e-3)
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize("first", [1, 24, 30, 47, 71])
+def test_cudnn_cuts_one_of_several_requests(first: int) -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, batch=3, kv_heads=2, device="cuda")
+    after, report = attention.split(first)
+    assert report.joins == {}
+    attention.assert_same(after)
+
+
+def test_a_single_query_of_cudnn_sees_all_keys_in_one_call() -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, device="cuda", dtype=torch.bfloat16)
+    after, _ = attention.split(TOKENS - 1)
+    prefix, suffix = find_ops(after, CUDNN)
+    assert [shape[2] for shape in shapes(suffix)] == [1, TOKENS, TOKENS]
+    assert suffix.args[3:] == (None, False, 0.0, False) and prefix.args[6] is True
+
+
+def test_cudnn_joins_where_its_log_sum_exps_are_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    attention = Attention(CUDNN, *CUDNN_ARGS, device="cuda", dtype=torch.bfloat16)
     _, report = attention.split(9)
     assert report.joins == {"attention_kernel": 1}
 
