@@ -17,6 +17,7 @@ reader, so that the wait_ would hold another copy than the start reads: such ope
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, value
+from tw_compile.graph.predicates import aten, has_default_strides, value
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
@@ -94,14 +95,25 @@ def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
 
 
 def _is_copied_by_readers(node: fx.Node) -> bool:
-    """Whether a node is a view only in name: somewhere on the way from memory to it elements must move."""
+    """Whether a node is a view only in name: somewhere on the way from memory to it elements must move.
+
+    So it is, too, if the way begins at what Inductor computes by itself, as it lays that out by its dims, and the strides that
+    are expected of it are others.
+    """
     while node.op == "call_function" and makes_view(node):
         base = node.all_input_nodes[0]
         here, there = value(node), value(base)
         if here is None or there is None or compat.storage_key(here) != compat.storage_key(there):
             return True
         node = base
-    return False
+    maker = node.all_input_nodes[0] if node.target is operator.getitem else node
+    laid_out = value(node)
+    return (
+        laid_out is not None
+        and maker.op == "call_function"
+        and not has_own_kernel(maker)
+        and not has_default_strides(laid_out)
+    )
 
 
 def has_own_kernel(node: fx.Node) -> bool:

@@ -20,7 +20,7 @@ from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.dependences import find_calls, predecessors
-from tw_compile.passes.split.lock import has_own_kernel, lock_order
+from tw_compile.passes.split.lock import _is_copied_by_readers, has_own_kernel, lock_order
 from tw_compile.passes.split.schedule import Exposure, Schedule, Window, computes, half_of, schedule
 from tw_compile.passes.split.token_axis import Unit
 from tw_compile.testing.capture import fake_process_group
@@ -292,6 +292,21 @@ def test_lock_keeps_what_a_wait_follows_and_changes_no_result(monkeypatch: pytes
         assert set(hidden.all_input_nodes[0].all_input_nodes) <= set(keep)  # type: ignore[union-attr, arg-type]
     for one, other in zip(expected, run_alone(locked, values), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("stretched", "copied"), [(False, False), (True, True)])
+def test_operands_that_inductor_would_lay_out_otherwise_are_cloned(stretched: bool, copied: bool) -> None:
+    graph = fx.Graph()
+    values = graph.placeholder("values")
+    computed = graph.call_function(aten.neg.default, (values,))
+    turned = graph.call_function(aten.permute.default, (computed, [0, 2, 1]))
+    # Eager keeps the layout of what it reads, Inductor's own follows the dims.
+    values.meta["val"] = torch.empty(2, 3, 8).transpose(1, 2) if stretched else torch.empty(2, 8, 3)
+    computed.meta["val"] = -values.meta["val"]
+    turned.meta["val"] = computed.meta["val"].permute(0, 2, 1)
+    assert turned.meta["val"].is_contiguous() == stretched
+    assert _is_copied_by_readers(turned) == _is_copied_by_readers(computed) == copied
+    assert not _is_copied_by_readers(values)
 
 
 def test_lock_needs_a_module_and_pairs_of_calls(pairs: Pairs) -> None:

@@ -104,3 +104,13 @@ def same_size(a: Any, b: Any) -> bool:
 
 def same_shape(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dim() == b.dim() and all(same_size(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+
+
+def has_default_strides(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is known to be laid out by its dims, the last one fastest, without adding a guard."""
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same_size(size, 1) and not same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
