@@ -49,6 +49,10 @@ class Budgets:
         windows = () if self.plan is None else self.plan.windows
         return min(max((one.ctas for one in windows), default=0) or DEFAULT_OVERLAP_SMS, MAX_OVERLAP_SMS)
 
+    def left_by_gemms(self, sms: int) -> int:
+        """What GEMMs leave to calls on ``sms`` SMs: as many as these, and those that they leave without their pair."""
+        return sms if self.profile is None else self.profile.sms - self.profile.sms_in_pairs(sms)
+
     def wants(self, window: Window) -> frozenset[str]:
         """The GEMMs, by the planner's names, that are better planned for the SMs that are left."""
         planned = self.planned(window)
@@ -71,7 +75,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets) -> dict[int,
         if name is None:
             continue
         window = node.meta[ANNOTATION]["window"]
-        if name in wanted[window] and _leave(node, woven.reserved[window]):
+        if name in wanted[window] and _leave(node, budgets.left_by_gemms(woven.reserved[window])):
             done[window] = (*done.get(window, ()), name)
     return done
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
@@ -51,6 +51,7 @@ class _Planner:
     layer: GraphLayer
     kernel: str
     attention: str
+    gemms_leave_sms: bool
 
     def plan(self, tokens: int, first: int | None = None) -> Plan:
         return plan_layer(
@@ -62,7 +63,15 @@ class _Planner:
             attention=self.attention,
             cut_sequences=self.axis.unit == "token",
             first=first,
+            gemms_leave_sms=self.gemms_leave_sms,
         )
+
+    def plan_anyway(self, tokens: int, first: int) -> Plan:
+        """For halves that are settled: where splitting does not pay, attention is cut all the same if it can be."""
+        plan = self.plan(tokens, first)
+        if plan.mode is Mode.OFF and self.attention == "auto":
+            return replace(self, attention=Mode.SPLIT).plan(tokens, first)
+        return plan
 
     def first(self, plan: Plan) -> int:
         """Half 1 of ``plan`` in units of the axis."""
@@ -118,7 +127,8 @@ def _planners(
         return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
-    return [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one)) for one in axes]
+    leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
+    return [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one), leave) for one in axes]
 
 
 def _as_asked(graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
@@ -133,7 +143,7 @@ def _as_asked(graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceP
     if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
         axis, units = requests, first * axis.batch // tokens
     planners = _planners(graph, [axis], config, profile)
-    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan(tokens, first))
+    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
 
 
 def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | None:

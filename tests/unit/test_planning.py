@@ -26,10 +26,11 @@ from tw_compile.planning import (
     load_profile,
     plan_layer,
 )
+from tw_compile.planning import layer as layer_module
 from tw_compile.planning import plan as plan_module
 from tw_compile.planning import windows as windows_module
-from tw_compile.planning.communication import all_reduce_us, fastest_ctas, fused_us, traffic_bytes
-from tw_compile.planning.device import AttentionRates, DeviceProfile, GemmRates, Tile
+from tw_compile.planning.communication import all_reduce_us, fastest_alone, fused_us, sm_us, traffic_bytes
+from tw_compile.planning.device import AllReduce, AttentionRates, DeviceProfile, GemmRates, Tile
 from tw_compile.planning.gemm import full_wave_tokens, gemm_time, tiles_of, waves
 from tw_compile.planning.layer import attention_us
 
@@ -38,17 +39,19 @@ ONE_COLUMN = Gemm("gate_up", columns=128, depth=65536)
 TILE = Tile(128, 128, 1.0)
 
 
-def model_layer(name: str, world_size: int) -> LayerShape:
+def model_layer(name: str, world_size: int, merged: bool = True) -> LayerShape:
+    """With an attention kernel that computes suffixes itself."""
     config = load_config(name)
-    return layer_shape(config, tensor_parallel_plan(config), world_size)
+    layer = layer_shape(config, tensor_parallel_plan(config), world_size, merged)
+    return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, kernel="flash"))
 
 
 def dense(hidden: int, width: int, heads: int, kv_heads: int, world_size: int = 4) -> LayerShape:
     return LayerShape(
         world_size,
         hidden,
-        Gemm("qkv", (heads + 2 * kv_heads) * 128, hidden),
-        Attention(heads, kv_heads, 128),
+        (Gemm("qkv", (heads + 2 * kv_heads) * 128, hidden),),
+        Attention(heads, kv_heads, 128, kernel="flash"),
         Gemm("o_proj", hidden, heads * 128),
         (Gemm("gate_up", 2 * width, hidden), Gemm("down", hidden, width)),
     )
@@ -94,20 +97,25 @@ def test_full_waves_next_to_the_middle_of_300_ctas_are_132_and_264() -> None:
 
 
 def test_a_gemm_of_300_ctas_is_split_as_132_and_168() -> None:
-    """132 SMs are left of 136 by the only CTA count that the kernel has."""
-    only = dataclasses.replace(H200.fused["two_shot"], ctas=(4,), cta_gb_per_s=36.0)
+    """132 SMs in pairs are left of 140 by the only CTA count that the kernel has."""
+    only = dataclasses.replace(H200.fused["two_shot"], ctas=(4,), cta_gb_per_s=110.0, row_us=1e-3)
     profile = dataclasses.replace(
         H200,
-        sms=136,
+        sms=140,
         gemm=GemmRates(6.0, 1.0, 1e9, (TILE,)),
-        attention=AttentionRates(300.0, 128),
+        attention={"flash": AttentionRates(300.0, 1.0, 128)},
         kernel="two_shot",
         fused={"two_shot": only},
     )
     layer = LayerShape(
-        4, 128, Gemm("qkv", 128, 16), Attention(1, 1, 16), Gemm("o_proj", 128, 16), (ONE_COLUMN, Gemm("down", 128, 16))
+        4,
+        128,
+        (Gemm("qkv", 128, 16),),
+        Attention(1, 1, 16),
+        Gemm("o_proj", 128, 16),
+        (ONE_COLUMN, Gemm("down", 128, 16)),
     )
-    plan = plan_layer(profile, layer, 300 * 128)
+    plan = plan_layer(profile, layer, 300 * 128, min_gain=0.0)
     assert plan.sizes == (132 * 128, 168 * 128)
     (gate_up,) = (gemm for gemm in plan.waves if gemm.name == "gate_up")
     assert (gate_up.whole, gate_up.first, gate_up.second) == (3, 1, 2)
@@ -170,19 +178,37 @@ def test_traffic_is_that_of_the_algorithms() -> None:
 
 def test_more_ctas_are_faster_until_the_links_are_full() -> None:
     kernel = H200.fused["stream"]
-    times = [fused_us(kernel, 2**26, 4, ctas) for ctas in (1, 2, 4, 8, 64, 128)]
+    times = [fused_us(kernel, 4096, 8192, 4, ctas) for ctas in (1, 2, 4, 8, 64, 128)]
     assert times == sorted(times, reverse=True)
     bound = kernel.latency_us + traffic_bytes("two_shot", 2**26, 4) / (kernel.link_gb_per_s * 1e3)
     assert times[-1] == pytest.approx(bound, rel=0.001)
-    assert times[0] == pytest.approx(kernel.latency_us + traffic_bytes("two_shot", 2**26, 4) / 50e3, rel=0.001)
-    assert fastest_ctas(kernel, 2**26, 4)[0] == kernel.ctas[-1]
+    assert times[0] == pytest.approx(kernel.latency_us + sm_us(kernel, 4096, 8192, 4), rel=0.001)
+    assert fastest_alone(H200, False, 4096, 8192, 4) == (128, fused_us(H200.fused["push"], 4096, 8192, 4, 128))
+
+
+def test_a_rank_s_sms_move_its_rows_and_those_that_peers_have_finished() -> None:
+    """At two ranks a row of 16 KiB: two parts, a float32 residual and a peer's row in; two copies, residual and row out."""
+    kernel = dataclasses.replace(H200.fused["stream"], row_us=1e-9)
+    rows = 2048 * 10 * 16384 / (kernel.cta_gb_per_s * 1e3)
+    assert sm_us(kernel, 4096, 8192, 2) == pytest.approx(rows)
+    assert sm_us(kernel, 4096, 8192, 2, staged=True) == pytest.approx(1.2 * rows)
+    assert sm_us(kernel, 4096, 8192, 4) == pytest.approx(rows / 2 * 1.6)
+    alone = dataclasses.replace(kernel, row_us=1.0)
+    assert sm_us(alone, 4096, 8192, 2) - rows == pytest.approx(2048 * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("ctas", "sms"), [(0, 132), (2, 128), (4, 124), (8, 116), (12, 116), (16, 116), (17, 114), (32, 100)]
+)
+def test_a_cta_takes_a_pair_of_sms_until_each_group_has_one(ctas: int, sms: int) -> None:
+    assert H200.sms_in_pairs(ctas) == sms
 
 
 def test_halves_of_attention_add_up_to_the_whole() -> None:
-    attention = Attention(64, 8, 128)
+    attention = Attention(64, 8, 128, kernel="flash")
     for sequences in ((4096,), (1000, 3096), (1024,) * 4):
         whole, first, second = (
-            attention_us(H200, attention, sequences, rows, 132) - H200.launch_us
+            attention_us(H200, attention, sequences, rows, 132) - H200.attention["flash"].latency_us
             for rows in (range(4096), range(1500), range(1500, 4096))
         )
         assert first + second == pytest.approx(whole)
@@ -198,6 +224,22 @@ def test_a_sliding_window_and_whole_sequences_cost_less() -> None:
     assert us((None, 128), (8192,)) == pytest.approx((full + slides) / 2)
     assert us((None,), (4096, 4096)) < full
     assert us((9000,), (8192,)) == full
+
+
+def test_a_suffix_is_a_call_of_its_own_where_the_kernel_has_no_bottom_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def us(kernel: str, rows: range) -> float:
+        return attention_us(H200, Attention(16, 4, 128, kernel=kernel), (4096, 4096), rows, 132)
+
+    cudnn, flash = H200.attention["cudnn"], H200.attention["flash"]
+    assert us("cudnn", range(2048)) < us("flash", range(2048))
+    monkeypatch.setattr(layer_module, "SUFFIX", {"cudnn": "flash"})
+    assert us("cudnn", range(2048, 4096)) == us("flash", range(2048, 4096))
+    whole = us("cudnn", range(4096, 8192))
+    assert us("cudnn", range(2048, 8192)) == pytest.approx(us("flash", range(2048, 4096)) + whole)
+    monkeypatch.setattr(layer_module, "SUFFIX", {"cudnn": layer_module.MERGED})
+    arithmetic = (us("flash", range(2048, 4096)) - flash.latency_us) * flash.tflops / cudnn.tflops
+    merge = H200.launch_us + 3 * 2048 * 16 * 128 * 2 / (H200.memory_gb_per_s * 1e3)
+    assert us("cudnn", range(2048, 4096)) == pytest.approx(2 * cudnn.latency_us + arithmetic + merge)
 
 
 def test_one_head_cannot_use_all_sms() -> None:
@@ -224,6 +266,39 @@ def test_a_layer_has_the_shapes_of_its_rank() -> None:
     ]
     assert layer.message_bytes(1024) == 16 * 2**20
     assert (layer.attention_summed, layer.mlp_summed, layer.gathered_columns) == (True, True, 0)
+
+
+def test_projections_are_gemms_of_their_own_unless_merged() -> None:
+    layer = model_layer("llama-3.1-8b", 2, merged=False)
+    assert [(gemm.name, gemm.columns) for gemm in layer.gemms] == [
+        ("qkv", 2048),
+        ("qkv", 512),
+        ("qkv", 512),
+        ("o_proj", 4096),
+        ("gate_up", 7168),
+        ("gate_up", 7168),
+        ("down", 4096),
+    ]
+    plan = plan_layer(H200, layer, 4096)
+    assert [gemm.name for gemm in plan.waves] == ["qkv", "o_proj", "gate_up", "down"]
+    check(plan, 4096, 16)
+    separate = plan_layer(H200, layer, 4096).predicted.no_communication_us
+    assert separate > plan_layer(H200, model_layer("llama-3.1-8b", 2), 4096).predicted.no_communication_us
+
+
+def test_gemms_that_are_not_told_wait_for_pairs_of_sms() -> None:
+    gemm = Gemm("gate_up", 8192, 8192)
+    told, untold = (windows_module.Costs(H200, LLAMA, H200.fused["stream"], (4096,), leave) for leave in (True, False))
+    time, us = told.beside(gemm, 2048, 4, 1000.0)
+    assert (time.sms, us) == (124, time.us)
+    time, us = untold.beside(gemm, 2048, 4, 1000.0)
+    assert (time.sms, us) == (132, 2 * time.us)
+    assert untold.beside(gemm, 2048, 4, 10.0)[1] == time.us + 10.0
+    small = Gemm("o_proj", 1024, 8192)
+    assert untold.beside(small, 128, 4, 10.0)[1] == untold.gemm(small, 128, 132).us
+    slower = plan_layer(H200, LLAMA, 4096, first=2048, gemms_leave_sms=False, min_gain=0.0).predicted
+    faster = plan_layer(H200, LLAMA, 4096, first=2048, min_gain=0.0).predicted
+    assert slower.split_us is not None and faster.split_us is not None and slower.split_us > faster.split_us
 
 
 def test_experts_are_sharded_and_counted() -> None:
@@ -292,11 +367,12 @@ def check(plan: Plan, tokens: int, multiple: int) -> None:
     for window in plan.windows:
         assert window.us >= max(window.compute_us, window.communication_us)
         assert all(
-            gemm.sms in (H200.sms, H200.sms - window.ctas) and gemm.tokens in plan.sizes for gemm in window.gemms
+            gemm.sms in (H200.sms, H200.sms_in_pairs(window.ctas)) and gemm.tokens in plan.sizes
+            for gemm in window.gemms
         )
     for gemm in plan.waves:
-        computed = sorted(part.tokens for window in plan.windows for part in window.gemms if part.name == gemm.name)
-        assert computed == sorted(plan.sizes)
+        computed = [part.tokens for window in plan.windows for part in window.gemms if part.name == gemm.name]
+        assert sorted(computed) == sorted(plan.sizes * (len(computed) // 2))
 
 
 @settings(max_examples=60, deadline=None)
@@ -342,7 +418,7 @@ def test_prefill_of_a_large_model_is_split_in_four_windows() -> None:
         assert window.ctas in H200.fused[H200.kernel].ctas
         assert window.travels is not None
         assert window.message_bytes == LLAMA.message_bytes(plan.sizes[window.travels - 1])
-        assert window.gemms[0].sms == H200.sms - window.ctas
+        assert window.gemms[0].sms == H200.sms_in_pairs(window.ctas)
     assert plan.gain > 1.1
 
 
@@ -350,7 +426,7 @@ def test_gemms_that_begin_long_after_the_sum_has_arrived_get_all_sms() -> None:
     plan = plan_layer(H200, LLAMA, 1024)
     gate_up, down = plan.windows[2].gemms
     assert plan.windows[2].communication_us < gate_up.us / 1.2
-    assert (gate_up.sms, down.sms) == (H200.sms - plan.windows[2].ctas, H200.sms)
+    assert (gate_up.sms, down.sms) == (H200.sms_in_pairs(plan.windows[2].ctas), H200.sms)
 
 
 @pytest.mark.parametrize("layer", [LLAMA, model_layer("mixtral-8x22b", 8)], ids=["dense", "experts"])
@@ -444,7 +520,9 @@ def test_joined_attention_runs_once_between_split_projections() -> None:
 def test_attention_is_joined_where_cutting_it_is_predicted_slower() -> None:
     """One head: a block of the last queries takes as long as all of attention, and both halves would have one."""
     layer = dataclasses.replace(dense(512, 8192, 1, 1), o_proj=Gemm("o_proj", 512, 128))
-    slow = dataclasses.replace(H200, attention=AttentionRates(20.0, 4096))
+    slow = dataclasses.replace(H200, attention={"flash": AttentionRates(20.0, 2.0, 4096)})
+    links = {"nccl": AllReduce("two_shot", 15.0, 50.0)}
+    slow = dataclasses.replace(slow, fused={"stream": H200.fused["stream"]}, all_reduce=links)
     plan = plan_layer(slow, layer, 8192, min_gain=0.0)
     assert plan.mode is Mode.JOIN
     halves = (4096, 4096)

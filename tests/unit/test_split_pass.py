@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tw_compile.planning import layer_shape, load_profile, plan
 from tw_compile.report import GraphReport, Split
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops, rewrite
 
-WORLD_SIZE = 2
+WORLD_SIZE = 8
 H200 = load_profile("H200")
 
 
@@ -59,6 +60,7 @@ def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
     assert isinstance(axis, TokenAxis)
     config = load_config(model)
     expected = layer_shape(config, tensor_parallel_plan(config), WORLD_SIZE)
+    expected = replace(expected, attention=replace(expected.attention, kernel="flash"))
     assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
 
 

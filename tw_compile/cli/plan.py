@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -177,7 +178,10 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
 
 
 def _window_cells(window: Window) -> tuple[str, ...]:
-    gemms = ", ".join(f"{gemm.name} {gemm.waves} on {gemm.sms}" for gemm in window.gemms)
+    gemms = ", ".join(
+        f"{name} {'+'.join(str(gemm.waves) for gemm in same)} on {sms}"
+        for (name, sms), same in itertools.groupby(window.gemms, key=lambda gemm: (gemm.name, gemm.sms))
+    )
     travels = ("-", "-", "-")
     if window.travels is not None:
         travels = (

@@ -1,8 +1,12 @@
-"""How long a message of ``[tokens, hidden]`` takes between the ranks: latency, then traffic at the rate of links or CTAs."""
+"""How long a message of ``[tokens, hidden]`` takes between the ranks: latency, then the longer of links' and SMs' time."""
 
 from __future__ import annotations
 
 from tw_compile.planning.device import DeviceProfile, FusedKernel
+
+ELEMENT_BYTES = 2
+COPY_SHARE = 0.5
+"""What a row that is only copied costs of ``row_us``; fitted with it to rows with none, one and two copies."""
 
 
 def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
@@ -16,20 +20,47 @@ def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
     return nbytes * 2.0 * (world_size - 1) / world_size
 
 
-def fused_us(kernel: FusedKernel, nbytes: int, world_size: int, ctas: int) -> float:
-    """all_reduce + residual + RMSNorm of ``nbytes`` on ``ctas`` CTAs, alone on the device.
+def sm_us(kernel: FusedKernel, tokens: int, hidden_size: int, world_size: int, staged: bool = False) -> float:
+    """What rows of ``[tokens, hidden]`` cost one rank's SMs, on a single CTA.
 
-    The rate is a smooth minimum of links and CTAs, ``(link^-p + (ctas * cta)^-p)^(-1/p)`` with p the kernel's ``sharpness``:
-    measured kernels reach the links' rate gradually.
+    Two-shot: for each row of its own a rank loads N ranks' parts and the float32 residual, stores the result for the peers and
+    for itself and the new residual, then loads and stores N-1 rows that peers have finished. ``staged``: the message is an
+    ordinary tensor, and N-1 more rows are copied to where peers read them. Multicast: one row and a 16-bit residual each way.
     """
-    power = -kernel.sharpness
-    rate = (kernel.link_gb_per_s**power + (ctas * kernel.cta_gb_per_s) ** power) ** (1.0 / power)
-    return kernel.latency_us + traffic_bytes(kernel.traffic, nbytes, world_size) / (rate * 1e3)
+    own = tokens / world_size
+    if kernel.traffic == "multicast":
+        moved, copied = 4, 0
+    else:
+        copied = (world_size - 1) * (2 if staged else 1)
+        moved = world_size + 6 + 2 * copied
+    nbytes = moved * hidden_size * ELEMENT_BYTES
+    return own * (kernel.row_us * (1.0 + COPY_SHARE * copied) + nbytes / (kernel.cta_gb_per_s * 1e3))
 
 
-def fastest_ctas(kernel: FusedKernel, nbytes: int, world_size: int) -> tuple[int, float]:
-    """CTAs and microseconds of the kernel when nothing runs beside it."""
-    us, ctas = min((fused_us(kernel, nbytes, world_size, ctas), ctas) for ctas in kernel.ctas)
+def fused_us(
+    kernel: FusedKernel, tokens: int, hidden_size: int, world_size: int, ctas: int, staged: bool = False
+) -> float:
+    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone; ``staged``: see :func:`sm_us`.
+
+    A smooth maximum of links and SMs, ``(links^p + sms^p)^(1/p)`` with p the kernel's ``sharpness``: measured kernels reach the
+    links' rate gradually.
+    """
+    nbytes = tokens * hidden_size * ELEMENT_BYTES
+    links = traffic_bytes(kernel.traffic, nbytes, world_size) / (kernel.link_gb_per_s * 1e3)
+    sms = sm_us(kernel, tokens, hidden_size, world_size, staged) / ctas
+    return kernel.latency_us + (links**kernel.sharpness + sms**kernel.sharpness) ** (1.0 / kernel.sharpness)
+
+
+def fastest_alone(
+    profile: DeviceProfile, multicast: bool, tokens: int, hidden_size: int, world_size: int
+) -> tuple[int, float]:
+    """CTAs and microseconds of the profile's fastest kernel of the transport when nothing runs beside it."""
+    us, ctas = min(
+        (fused_us(kernel, tokens, hidden_size, world_size, ctas), ctas)
+        for kernel in profile.fused.values()
+        if kernel.multicast == multicast
+        for ctas in kernel.ctas
+    )
     return ctas, us
 
 

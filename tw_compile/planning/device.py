@@ -56,9 +56,14 @@ class GemmRates:
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Of causal attention on the whole device; ``block_rows`` queries of one head are one CTA's work."""
+    """Of one attention kernel on the whole device; ``block_rows`` queries of one head are one CTA's work.
+
+    Attributes:
+        latency_us: From the end of the kernel before it to full speed, with what the kernel needs cleared or copied.
+    """
 
     tflops: float
+    latency_us: float
     block_rows: int
 
 
@@ -77,8 +82,9 @@ class FusedKernel:
 
     Attributes:
         traffic: ``two_shot``: 2(N-1)/N bytes cross a link for each of the message's; ``multicast``: (N+1)/N.
-        cta_gb_per_s: What one CTA moves when it is alone.
-        sharpness: How abruptly the CTAs' sum turns into the rate of the links, see :func:`communication.fused_us`.
+        cta_gb_per_s: What one CTA loads and stores when it is alone, all bytes counted, see :func:`communication.sm_us`.
+        row_us: What a row that is summed costs a CTA beyond its bytes.
+        sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
         ctas: The numbers of CTAs to choose from, ascending.
     """
 
@@ -86,6 +92,7 @@ class FusedKernel:
     latency_us: float
     link_gb_per_s: float
     cta_gb_per_s: float
+    row_us: float
     sharpness: float
     ctas: tuple[int, ...]
 
@@ -100,7 +107,9 @@ class DeviceProfile:
 
     Attributes:
         device_names: What ``torch.cuda.get_device_name`` says.
+        gpcs: Groups of SMs. Both SMs of a GEMM's pairs are of one group, see :meth:`sms_in_pairs`.
         memory_gb_per_s: What elementwise kernels reach.
+        rotary_gb_per_s: What rotary embedding reaches, as it is compiled: it transposes heads and tokens.
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
         window_us: What it costs that two streams wait for each other.
         contention: Factor on times of kernels that run beside each other on different SMs; they share power, L2 and memory.
@@ -110,15 +119,30 @@ class DeviceProfile:
     name: str
     device_names: tuple[str, ...]
     sms: int
+    gpcs: int
     memory_gb_per_s: float
+    rotary_gb_per_s: float
     launch_us: float
     window_us: float
     contention: float
     kernel: str
     gemm: GemmRates
-    attention: AttentionRates
+    attention: Mapping[str, AttentionRates]
     all_reduce: Mapping[str, AllReduce]
     fused: Mapping[str, FusedKernel]
+
+    def sms_in_pairs(self, ctas: int) -> int:
+        """SMs that ``ctas`` CTAs leave to kernels of clusters of two, as cuBLAS's are.
+
+        CTAs are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
+        """
+        rounds, rest = divmod(ctas, 2 * self.gpcs)
+        return self.sms - 2 * self.gpcs * rounds - 2 * min(rest, self.gpcs)
+
+    def attention_rates(self, kernel: str) -> AttentionRates:
+        """Those of the kernel called so; of the slowest one where the profile does not know it."""
+        slowest = min(self.attention.values(), key=lambda rates: rates.tflops)
+        return self.attention.get(kernel, slowest)
 
     def fused_kernel(self, name: str | None = None) -> FusedKernel:
         """The kernel called ``name``, or the profile's own choice; ValueError when it has none of that name."""
@@ -213,7 +237,11 @@ def _part(kind: type[Part], values: Any, where: str) -> Part:
 
 
 _TUPLES: dict[Any, Any] = {tuple[Tile, ...]: Tile, tuple[int, ...]: int, tuple[str, ...]: str}
-_TABLES: dict[Any, Any] = {Mapping[str, AllReduce]: AllReduce, Mapping[str, FusedKernel]: FusedKernel}
+_TABLES: dict[Any, Any] = {
+    Mapping[str, AllReduce]: AllReduce,
+    Mapping[str, FusedKernel]: FusedKernel,
+    Mapping[str, AttentionRates]: AttentionRates,
+}
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, Tile
-
-ELEMENT_BYTES = 2
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile
-from tw_compile.planning.gemm import ELEMENT_BYTES, Gemm
+from tw_compile.planning.gemm import Gemm
 
 # What changes a layer's arithmetic in ways that are not modelled: latent attention, experts beside the routed ones.
 _UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+MERGED = "merged"
+SUFFIX = {"cudnn": MERGED}
+"""What computes a suffix, whose queries see keys before its own, as the split's attention rule has it: another kernel, or
+``MERGED``: two calls of the same, for keys before and own ones, and a merge by log-sum-exp. Other kernels do it themselves."""
 _ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
@@ -22,12 +27,14 @@ class Attention:
         heads: Query heads of the rank.
         kv_heads: Key and value heads of the rank.
         windows: Sliding windows in tokens, one for each kind of layer; None is none. Times are the mean over them.
+        kernel: ``cudnn``, which torch takes first on these devices, ``flash``, ``efficient`` or another of the profile's.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
+    kernel: str = "cudnn"
 
 
 @dataclass(frozen=True)
@@ -35,8 +42,8 @@ class LayerShape:
     """GEMMs, attention and messages of one layer on one rank; all numbers are per rank but ``hidden_size``.
 
     Attributes:
-        qkv: Projections before attention, as one GEMM.
-        mlp: gate_up and down, in this order; of the experts where there are any.
+        qkv: Projections before attention: one GEMM, or one each for queries, keys and values, all of one name.
+        mlp: gate_up, one GEMM or two, then down; of the experts where there are any.
         attention_summed: Whether an all_reduce follows o_proj.
         mlp_summed: Whether an all_reduce follows down.
         gathered_columns: Columns of the whole model's queries and keys that are gathered before attention, as OLMo2 does
@@ -45,28 +52,29 @@ class LayerShape:
 
     world_size: int
     hidden_size: int
-    qkv: Gemm
+    qkv: tuple[Gemm, ...]
     attention: Attention
     o_proj: Gemm
-    mlp: tuple[Gemm, Gemm]
+    mlp: tuple[Gemm, ...]
     attention_summed: bool = True
     mlp_summed: bool = True
     gathered_columns: int = 0
 
     @property
     def gemms(self) -> tuple[Gemm, ...]:
-        return (self.qkv, self.o_proj, *self.mlp)
+        return (*self.qkv, self.o_proj, *self.mlp)
 
     def message_bytes(self, tokens: int) -> int:
         """Bytes of one rank's partial sums ``[tokens, hidden]``."""
         return tokens * self.hidden_size * ELEMENT_BYTES
 
 
-def layer_shape(config: Any, plan: Mapping[str, str], world_size: int) -> LayerShape:
+def layer_shape(config: Any, plan: Mapping[str, str], world_size: int, merged: bool = False) -> LayerShape:
     """The layer of a transformers configuration, sharded over ``world_size`` ranks by ``plan``.
 
-    ``plan`` is transformers' tensor-parallel plan: parameter names to styles. Raises ValueError for what does not divide by
-    the ranks and for what this model does not describe.
+    ``plan`` is transformers' tensor-parallel plan: parameter names to styles. ``merged``: queries, keys and values are one
+    GEMM, gate and up another, as in inference engines; else they are as transformers has them. Raises ValueError for what does
+    not divide by the ranks and for what this model does not describe.
     """
     _check_known(config, world_size)
     styles = {key.removeprefix("layers.*."): style for key, style in plan.items()}
@@ -76,18 +84,23 @@ def layer_shape(config: Any, plan: Mapping[str, str], world_size: int) -> LayerS
     heads = _share(config, "num_attention_heads", attention_ranks)
     kv_heads = _share(config, "num_key_value_heads", attention_ranks)
     gathers = styles.get("self_attn.q_proj") == "colwise_gather_output"
-    mlp, mlp_summed = _mlp(config, styles, world_size)
+    mlp, mlp_summed = _mlp(config, styles, world_size, merged)
+    columns = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
     return LayerShape(
         world_size=world_size,
         hidden_size=config.hidden_size,
-        qkv=Gemm("qkv", (heads + 2 * kv_heads) * head_dim, config.hidden_size),
+        qkv=_gemms("qkv", [sum(columns)] if merged else columns, config.hidden_size),
         attention=Attention(heads, kv_heads, head_dim, _windows(config)),
         o_proj=Gemm("o_proj", config.hidden_size, heads * head_dim),
         mlp=mlp,
         attention_summed=attention_summed and world_size > 1,
         mlp_summed=mlp_summed and world_size > 1,
-        gathered_columns=(heads + 2 * kv_heads) * head_dim * world_size if gathers and world_size > 1 else 0,
+        gathered_columns=sum(columns) * world_size if gathers and world_size > 1 else 0,
     )
+
+
+def _gemms(name: str, columns: Sequence[int], depth: int) -> tuple[Gemm, ...]:
+    return tuple(Gemm(name, one, depth) for one in columns)
 
 
 def _check_known(config: Any, world_size: int) -> None:
@@ -110,7 +123,7 @@ def _share(config: Any, name: str, ranks: int) -> int:
     return int(value // ranks)
 
 
-def _mlp(config: Any, styles: Mapping[str, str], world_size: int) -> tuple[tuple[Gemm, Gemm], bool]:
+def _mlp(config: Any, styles: Mapping[str, str], world_size: int, merged: bool) -> tuple[tuple[Gemm, ...], bool]:
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
     summed = styles.get("mlp.experts") == "moe_tp_experts" if experts > 1 else False
     if experts == 1:
@@ -118,8 +131,11 @@ def _mlp(config: Any, styles: Mapping[str, str], world_size: int) -> tuple[tuple
     field = "moe_intermediate_size" if getattr(config, "moe_intermediate_size", None) else "intermediate_size"
     width = _share(config, field, world_size if summed else 1)
     per_token = config.num_experts_per_tok if experts > 1 else 1
-    gate_up = Gemm("gate_up", 2 * width, config.hidden_size, experts, per_token)
-    return (gate_up, Gemm("down", config.hidden_size, width, experts, per_token)), summed
+    if experts == 1:
+        gate_up = _gemms("gate_up", [2 * width] if merged else [width, width], config.hidden_size)
+    else:  # packed in transformers, too
+        gate_up = (Gemm("gate_up", 2 * width, config.hidden_size, experts, per_token),)
+    return (*gate_up, Gemm("down", config.hidden_size, width, experts, per_token)), summed
 
 
 def _windows(config: Any) -> tuple[int | None, ...]:
@@ -142,20 +158,47 @@ def attention_us(
 ) -> float:
     """Attention of the queries in ``rows`` of a batch of ``sequences`` on ``sms`` SMs.
 
-    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM.
+    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM. A span that
+    does not begin its sequence is a suffix, see ``SUFFIX``: a call of its own where it is another kernel's or merged.
     """
-    per_sm_us = profile.attention.tflops * 1e6 / profile.sms
+    spans = list(_positions(sequences, rows))
+    suffix = SUFFIX.get(attention.kernel, attention.kernel)
+    if suffix == attention.kernel:
+        return _call_us(profile, attention, attention.kernel, spans, sms)
+    total = 0.0
+    if prefixes := [(first, last) for first, last in spans if not first]:
+        total += _call_us(profile, attention, attention.kernel, prefixes, sms)
+    for first, last in spans:
+        if not first:
+            continue
+        if suffix != MERGED:
+            total += _call_us(profile, attention, suffix, [(first, last)], sms)
+            continue
+        # The pairs of both calls are those of the span; the merge reads two results and writes one.
+        total += _call_us(profile, attention, attention.kernel, [(first, last)], sms)
+        total += profile.attention_rates(attention.kernel).latency_us
+        nbytes = 3 * (last - first) * attention.heads * attention.head_dim * ELEMENT_BYTES
+        total += profile.launch_us + nbytes / (profile.memory_gb_per_s * 1e3)
+    return total
+
+
+def _call_us(
+    profile: DeviceProfile, attention: Attention, kernel: str, spans: Sequence[tuple[int, int]], sms: int
+) -> float:
+    """One call for queries from the first to before the last position of each span."""
+    rates = profile.attention_rates(kernel)
+    per_sm_us = rates.tflops * 1e6 / profile.sms
     pair_flops = 4.0 * attention.head_dim
     total = 0.0
     kinds = {window: attention.windows.count(window) for window in attention.windows}
     for window, count in kinds.items():
         pairs, longest = 0, 0
-        for first, last in _positions(sequences, rows):
+        for first, last in spans:
             pairs += _causal_pairs(last, window) - _causal_pairs(first, window)
-            longest = max(longest, min(last, window or last) * min(profile.attention.block_rows, last - first))
+            longest = max(longest, min(last, window or last) * min(rates.block_rows, last - first))
         share = count / len(attention.windows)
         total += share * max(attention.heads * pairs / sms, longest) * pair_flops / per_sm_us
-    return profile.launch_us + total
+    return rates.latency_us + total
 
 
 def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int]]:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tw_compile.planning import communication
+from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, FusedKernel
-from tw_compile.planning.gemm import ELEMENT_BYTES, Gemm, GemmTime, gemm_time
+from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time
 from tw_compile.planning.layer import LayerShape, attention_us
 
 SLACK = 1.1
@@ -33,7 +34,7 @@ a whole wave when the sum is late.
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One GEMM of a window, to be run on ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give."""
+    """One GEMM of a window, planned for ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give."""
 
     name: str
     tokens: int
@@ -73,31 +74,54 @@ Step = tuple[Gemm, int] | Callable[[int], float]
 
 
 class Costs:
-    """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs."""
+    """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs.
+
+    ``gemms_leave_sms``: whether plain GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`.
+    """
 
     def __init__(
-        self, profile: DeviceProfile, layer: LayerShape, kernel: FusedKernel, sequences: Sequence[int]
+        self,
+        profile: DeviceProfile,
+        layer: LayerShape,
+        kernel: FusedKernel,
+        sequences: Sequence[int],
+        gemms_leave_sms: bool = True,
     ) -> None:
         self.profile = profile
         self.layer = layer
         self.kernel = kernel
         self.sequences = sequences
-        self._gemms: dict[tuple[str, int, int], GemmTime] = {}
+        self.gemms_leave_sms = gemms_leave_sms
+        self._gemms: dict[tuple[Gemm, int, int], GemmTime] = {}
 
     def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
-        key = (gemm.name, tokens, sms)
+        key = (gemm, tokens, sms)
         if key not in self._gemms:
             self._gemms[key] = gemm_time(self.profile, gemm, tokens, sms)
         return self._gemms[key]
 
+    def beside(self, gemm: Gemm, tokens: int, ctas: int, left_us: float) -> tuple[GemmTime, float]:
+        """A GEMM that begins while ``ctas`` CTAs are taken for another ``left_us``, and its microseconds without contention.
+
+        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn. Those that find no pair of SMs begin
+        when the other kernel or the first of the rest ends, and then take as long as all others.
+        """
+        free = self.profile.sms_in_pairs(ctas)
+        if self.gemms_leave_sms or gemm.experts > 1:
+            time = self.gemm(gemm, tokens, free)
+            return time, time.us
+        time = self.gemm(gemm, tokens, self.profile.sms)
+        return time, time.us + (min(time.us, left_us) if time.tiles > free else 0.0)
+
     def qkv(self, tokens: int) -> list[Step]:
         """The projections, and what is done to queries and keys before attention."""
         layer, attention = self.layer, self.layer.attention
-        us = self._elementwise(2.0 * tokens * (attention.heads + attention.kv_heads) * attention.head_dim)
+        elements = 2.0 * tokens * (attention.heads + attention.kv_heads) * attention.head_dim
+        us = 2 * self.profile.launch_us + elements * ELEMENT_BYTES / (self.profile.rotary_gb_per_s * 1e3)
         if layer.gathered_columns:  # a gather is the second half of an all_reduce
             nbytes = tokens * layer.gathered_columns * ELEMENT_BYTES // 2
             us += communication.all_reduce_us(self.profile, nbytes, layer.world_size, self.kernel.multicast)
-        return [(layer.qkv, tokens), lambda sms: us]
+        return [*((gemm, tokens) for gemm in layer.qkv), lambda sms: us]
 
     def attention(self, rows: range) -> list[Step]:
         return [lambda sms: attention_us(self.profile, self.layer.attention, self.sequences, rows, sms)]
@@ -110,16 +134,17 @@ class Costs:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
 
     def mlp_part(self, tokens: int) -> list[Step]:
-        gate_up, down = self.layer.mlp
-        rows = tokens * gate_up.experts_per_token
-        us = self._elementwise(float(rows * (gate_up.columns + down.depth)))
-        if gate_up.experts > 1:  # rows go to their experts and come back weighted
+        *gate_up, down = self.layer.mlp
+        rows = tokens * down.experts_per_token
+        us = self._elementwise(float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
+        if down.experts > 1:  # rows go to their experts and come back weighted
             us += 2.0 * self._elementwise(float((tokens + rows) * self.layer.hidden_size))
-        return [(gate_up, tokens), lambda sms: us, (down, tokens), *self._norm(tokens, self.layer.mlp_summed)]
+        first = [(gemm, tokens) for gemm in gate_up]
+        return [*first, lambda sms: us, (down, tokens), *self._norm(tokens, self.layer.mlp_summed)]
 
     def join(self, tokens: int) -> list[Step]:
         """Queries, keys and values of both halves copied into one tensor each."""
-        us = self._elementwise(2.0 * tokens * self.layer.qkv.columns)
+        us = self._elementwise(2.0 * tokens * sum(gemm.columns for gemm in self.layer.qkv))
         return [lambda sms: us]
 
     def alone_us(self, steps: Sequence[Step]) -> float:
@@ -138,24 +163,25 @@ class Costs:
         return min(options, key=lambda window: max(window.compute_us, SLACK * window.communication_us))
 
     def _window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int) -> Window:
-        """While the sum travels, compute has the SMs that are left, and both are slowed down by the contention."""
+        """While the sum travels, compute has the SMs that are left, GEMMs those in pairs; contention slows both."""
         profile = self.profile
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
         if ctas:
-            alone = communication.fused_us(self.kernel, message, self.layer.world_size, ctas)
+            alone = communication.fused_us(
+                self.kernel, message_tokens, self.layer.hidden_size, self.layer.world_size, ctas
+            )
             communication_us = profile.contention * alone
         clock = 0.0
         gemms = []
         for step in steps:
-            sms = profile.sms - ctas if clock < SLACK * communication_us else profile.sms
+            begun = ctas if clock < SLACK * communication_us else 0
             if isinstance(step, tuple):
-                time = self.gemm(*step, sms)
-                us = time.us
+                time, us = self.beside(*step, begun, max(communication_us - clock, 0.0))
                 tile = (time.tile.rows, time.tile.columns)
-                gemms.append(GemmPlan(step[0].name, step[1], sms, tile, time.tiles, time.waves, us))
+                gemms.append(GemmPlan(step[0].name, step[1], time.sms, tile, time.tiles, time.waves, us))
             else:
-                us = step(sms)
+                us = step(profile.sms - begun)
             beside = min(max(communication_us - clock, 0.0), us * profile.contention)
             clock += us + beside * (1.0 - 1.0 / profile.contention)
         return Window(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from tw_compile.benchmark.results import Row
-from tw_compile.planning.communication import traffic_bytes
+from tw_compile.planning.communication import sm_us, traffic_bytes
 from tw_compile.planning.device import AllReduce, DeviceProfile, FusedKernel
 from tw_compile.tuning.measured import Run
 
@@ -55,30 +55,49 @@ def fitted(
 def _fitted_kernel(
     kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[Run], beside_runs: Sequence[Run]
 ) -> tuple[FusedKernel, set[str]]:
-    """Latency from the grid; rates of links and of a CTA from how the rate grows with SMs, where several were tried."""
+    """Latency from the grid; rates of links and of a CTA from how times fall with SMs, where several were tried.
+
+    What a row costs keeps its share of a CTA's time.
+    """
     rows = list(_rows((*kernel_runs, *beside_runs), algorithm))
-    points = [(traffic_bytes(kernel.traffic, row.nbytes, ranks), us, sms) for ranks, row, us, sms in rows]
+    points = [
+        (
+            traffic_bytes(kernel.traffic, row.nbytes, ranks),
+            sm_us(kernel, row.tokens, row.hidden, ranks, staged=True)
+            / sms,  # what is measured begins with ordinary tensors
+            us,
+            sms,
+        )
+        for ranks, row, us, sms in rows
+    ]
     if not points:
         return kernel, set()
     usual = statistics.mode(sms for *_, sms in points)  # that of the grid, which has more sizes than the pairs
-    fit = _latency_and_rate([(traffic, us) for traffic, us, sms in points if sms == usual])
+    fit = _latency_and_rate([(traffic, us) for traffic, _, us, sms in points if sms == usual])
     if fit is None:
         return kernel, set()
-    latency, rate = fit
+    latency, _ = fit
     kernel, found = replace(kernel, latency_us=latency), {"latency_us"}
-    # rate^-p = link^-p + (ctas * cta)^-p is linear in the unknowns. By large messages alone, whose latency is small.
-    large = [(traffic / ((us - latency) * 1e3), sms) for traffic, us, sms in points if us > 5 * latency]
-    if len({sms for _, sms in large}) >= 2:
-        power = kernel.sharpness
-        left = np.array([[1.0, float(sms) ** -power] for _, sms in large])
-        right = np.array([float(one) ** -power for one, _ in large])
-        inverse = np.linalg.lstsq(left / right[:, None], np.ones(len(large)), rcond=None)[0]
-        if (inverse > 0).all():
-            link, cta = (round(float(one) ** (-1 / power), 1) for one in inverse)
-            return replace(kernel, link_gb_per_s=link, cta_gb_per_s=cta), found | {"link_gb_per_s", "cta_gb_per_s"}
-    rest = rate**-kernel.sharpness - (usual * kernel.cta_gb_per_s) ** -kernel.sharpness
-    if rest > 0:
-        return replace(kernel, link_gb_per_s=round(rest ** (-1 / kernel.sharpness), 1)), found | {"link_gb_per_s"}
+    # (us - latency)^p = (traffic / link)^p + (slower * sm_us)^p is linear in link^-p and slower^p. By large messages alone,
+    # whose latency is small.
+    power = kernel.sharpness
+    large = [(traffic / 1e3, alone, us - latency, sms) for traffic, alone, us, sms in points if us > 5 * latency]
+    if len({sms for *_, sms in large}) >= 2:
+        left = np.array([[(traffic / us) ** power, (alone / us) ** power] for traffic, alone, us, _ in large])
+        scale = np.linalg.norm(left, axis=0)
+        found_powers = np.linalg.lstsq(left / scale, np.ones(len(large)), rcond=None)[0] / scale
+        if (found_powers > 0).all():
+            link, slower = float(found_powers[0]) ** (-1 / power), float(found_powers[1]) ** (1 / power)
+            cta, row = round(kernel.cta_gb_per_s / slower, 1), round(kernel.row_us * slower, 3)
+            kernel = replace(kernel, link_gb_per_s=round(link, 1), cta_gb_per_s=cta, row_us=row)
+            return kernel, found | {"link_gb_per_s", "cta_gb_per_s", "row_us"}
+    rest = [
+        links / traffic
+        for traffic, alone, us, _ in large
+        if (links := max(us**power - alone**power, 0.0) ** (1 / power)) > 0
+    ]
+    if rest:
+        return replace(kernel, link_gb_per_s=round(1 / statistics.median(rest), 1)), found | {"link_gb_per_s"}
     return kernel, found
 
 
