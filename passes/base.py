@@ -27,7 +27,23 @@ class Refusal(StrEnum):
     NORM_ALREADY_FUSED = "norm_already_fused"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
     TRANSPORT_NOT_AVAILABLE = "transport_not_available"
+    QUANTISATION_NOT_PROVABLE = "quantisation_not_provable"
     REWRITE_FAILED = "rewrite_failed"
+
+
+class QuantRefusal(StrEnum):
+    """Why the quantisation behind a fused norm was left as it is. Stable names, as those of :class:`Refusal`."""
+
+    OUTPUT_USED_ELSEWHERE = "output_used_elsewhere"
+    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
+    CLAMP = "clamp"
+    SCALES_DIFFER = "scales_differ"
+    SCALE_NOT_STATIC = "scale_not_static"
+    SCALE_NOT_PER_TENSOR = "scale_not_per_tensor"
+    SCALE_DTYPE = "scale_dtype"
+    SCALE_ON_OTHER_DEVICE = "scale_on_other_device"
+    DEVICE_NOT_SUPPORTED = "device_not_supported"
+    PRECISION_CASTS_KEPT = "precision_casts_kept"
 
 
 class HostRefusal(StrEnum):
@@ -47,6 +63,14 @@ class Refused:
     """A refusal and the words that explain it for this one site."""
 
     reason: Refusal
+    detail: str
+
+
+@dataclass(frozen=True)
+class QuantRefused:
+    """Why a quantisation is not done by the fused operator, and the words that explain it for this one site."""
+
+    reason: QuantRefusal
     detail: str
 
 

@@ -30,7 +30,8 @@ class OneRank(transport.Transport):
             assert residual is not None
             residual = whole_residual(residual, tokens, world_size, 0)
             assert residual is not None
-        hidden, h = add_rms_norm(request.x, residual, request.bias, request.weight, request.norm)
+        norm, scale = request.norm, request.hidden_scale
+        hidden, h = add_rms_norm(request.x, residual, request.bias, request.weight, norm, scale)
         if request.residual_out == "none":
             h = h[:0].clone()
         elif request.residual_out == "sharded":

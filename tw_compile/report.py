@@ -30,6 +30,8 @@ class Site:
     refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
     operator: its own ``mm``, or something other that it is given the result of. Where thresholds were asked, ``backend`` is
     what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
+    ``quantisation`` is about a static quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, the
+    name of a :class:`tw_compile.passes.base.QuantRefusal` where it is left behind the norm, empty where there is none.
     """
 
     index: int
@@ -45,6 +47,7 @@ class Site:
     backend: str = ""
     entry: str = ""
     source: str = ""
+    quantisation: str = ""
 
 
 SplitMode = Literal["off", "split", "join"]
@@ -166,10 +169,16 @@ class GraphReport:
         """How often each reason was given, most frequent first."""
         return dict(Counter(site.reason for site in self.sites if site.reason).most_common())
 
+    @property
+    def quantisations(self) -> dict[str, int]:
+        """How often each :attr:`Site.quantisation` came, most frequent first."""
+        return dict(Counter(site.quantisation for site in self.sites if site.quantisation).most_common())
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "sites": [asdict(site) for site in self.sites],
             "counts": self.counts,
+            "quantisations": self.quantisations,
             "split": None if self.split is None else self.split.as_dict(),
             "seconds": self.seconds,
             "tokens": self.tokens,

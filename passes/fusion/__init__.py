@@ -20,7 +20,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import (
     group_facts,
     prefer_transport,
 )
-from tw_compile.passes.base import HostRefusal, Refusal
+from tw_compile.passes.base import HostRefusal, QuantRefused, Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import plan_layouts
@@ -30,6 +30,7 @@ from tw_compile.report import Decision, Producer, Site
 GATED_BELOW = "below_fuse_min_bytes"
 GATED_ABOVE = "above_fuse_max_bytes"
 GATED_OFF = "fusion_off"
+FLOAT8 = "float8_e4m3fn"
 GATED_FASTER_UNFUSED = "faster_unfused"
 
 
@@ -47,7 +48,7 @@ def fuse_all_reduce_rms_norm(
 
     An exception leaves the graph as it was.
     """
-    found = find_sites(graph)
+    found = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
     for index, entry in enumerate(found):
@@ -103,6 +104,14 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
         decided = Site(
             index, all_reduce.layer, form, decision, reason, size, transport, detail, all_reduce.node.name, producer
         )
+        if isinstance(entry, FusionSite) and entry.quantisation is not None:
+            left = entry.quantisation if isinstance(entry.quantisation, QuantRefused) else None
+            note = None if left is None else f"not quantised: {left.detail}"
+            decided = replace(
+                decided,
+                quantisation=FLOAT8 if left is None else left.reason,
+                detail="; ".join(filter(None, (detail, note))),
+            )
         if verdict is None:
             return decided
         return replace(decided, backend=str(verdict.backend), entry=verdict.entry, source=verdict.source)

@@ -3,6 +3,7 @@
     partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> RMSNorm -> hidden
 
 Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.fusion.forms`.
+Where ``hidden`` is only quantised to float8, that may be done on the way: :mod:`tw_compile.passes.fusion.quant`.
 
 Nothing here edits the graph: the result is a list of :class:`FusionSite` and :class:`RefusedSite`, one per all_reduce, in
 graph order.
@@ -29,9 +30,10 @@ from tw_compile.graph.predicates import (
     value,
 )
 from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES
-from tw_compile.passes.base import Refusal, Refused
+from tw_compile.passes.base import QuantRefused, Refusal, Refused
 from tw_compile.passes.fusion.forms import AllReduce, all_reduce_of, read_all_reduce
 from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_rms_norm
+from tw_compile.passes.fusion.quant import Place, Quantisation, find_quantisation, quantisation_of_operator
 
 _MAX_LATE_WEIGHT = 8
 """How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
@@ -46,6 +48,7 @@ class FusionSite:
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
     all_reduce of the sum, their partial sums are added first and travel as one message. ``late_weight`` are the nodes
     after ``h`` that the norm's weight is computed by. ``scale`` is a constant that the sum is multiplied by first (Granite).
+    ``quantisation`` is all that becomes of the norm's result, or why what looks like it is left; None if nothing does.
     """
 
     all_reduce: AllReduce
@@ -57,6 +60,12 @@ class FusionSite:
     norm: NormMatch
     scale: float = 1.0
     late_weight: tuple[fx.Node, ...] = ()
+    quantisation: Quantisation | QuantRefused | None = None
+
+    @property
+    def quantised(self) -> Quantisation | None:
+        """The quantisation that the fused operator does."""
+        return self.quantisation if isinstance(self.quantisation, Quantisation) else None
 
     @property
     def stream(self) -> fx.Node | None:
@@ -67,7 +76,7 @@ class FusionSite:
     def stream_value(self) -> torch.Tensor | None:
         """The fake tensor of the new residual."""
         found = self.h.meta.get("val")
-        return found[1] if isinstance(found, tuple | list) else value(self.h)
+        return found[-1] if isinstance(found, tuple | list) else value(self.h)
 
     @property
     def form(self) -> str:
@@ -76,7 +85,7 @@ class FusionSite:
         parts += ["all_reduce"] * len(self.merged)
         parts += ["bias"] if self.bias is not None else []
         parts += ["residual"] * len(self.residuals)
-        return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]"
+        return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]" + ("+fp8" if self.quantised else "")
 
     @property
     def gemm(self) -> fx.Node | None:
@@ -94,7 +103,7 @@ class FusionSite:
 
     def replaced(self) -> set[fx.Node]:
         """Every node that the fused operator makes superfluous."""
-        nodes = {*self.path, *self.norm.interior}
+        nodes = {*self.path, *self.norm.interior, *(self.quantised.interior if self.quantised else ())}
         for one in (self.all_reduce, *self.merged):
             assert one.wait is not None
             nodes |= {one.node, one.wait}
@@ -121,8 +130,11 @@ class RefusedSite:
 FoundSite = FusionSite | MergedSite | RefusedSite
 
 
-def find_sites(graph: fx.Graph) -> list[FoundSite]:
-    """One entry per functional all_reduce of the graph, or operator of a host that is one."""
+def find_sites(graph: fx.Graph, capability: tuple[int, int] | None = None) -> list[FoundSite]:
+    """One entry per functional all_reduce of the graph, or operator of a host that is one.
+
+    ``capability``: of the GPUs that the graph runs on, as ``(9, 0)``; None on a machine without.
+    """
     training = compat.is_training_graph()
     position = {node: index for index, node in enumerate(graph.nodes)}
     merged: dict[fx.Node, FusionSite] = {}
@@ -138,7 +150,7 @@ def find_sites(graph: fx.Graph) -> list[FoundSite]:
         if training:
             result: FusionSite | Refused = Refused(Refusal.TRAINING_GRAPH, "the graph is part of a training step")
         else:
-            result = _check_all_reduce(all_reduce) or _follow(all_reduce, position)
+            result = _check_all_reduce(all_reduce) or _follow(all_reduce, position, capability)
         if isinstance(result, FusionSite) and result.h in norms:
             first = norms[result.h].all_reduce.node.name
             result = Refused(Refusal.NORM_ALREADY_FUSED, f"it is a residual of {first}, which the norm is fused with")
@@ -192,7 +204,9 @@ def _partial_used_elsewhere(all_reduce: AllReduce) -> Refused | None:
         current = current.args[0]  # type: ignore[assignment]
 
 
-def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite | Refused:
+def _follow(
+    all_reduce: AllReduce, position: dict[fx.Node, int], capability: tuple[int, int] | None
+) -> FusionSite | Refused:
     """Walk from the wait to the norm."""
     assert all_reduce.wait is not None
     current = all_reduce.wait
@@ -205,7 +219,7 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
         norm = match_rms_norm(current)
         if isinstance(norm, NormMatch):
             break
-        users = list(current.users)
+        users = _readers(current)
         if len(users) != 1:
             return norm or _explain_users(current, all_reduce)
         user = users[0]
@@ -246,7 +260,33 @@ def _follow(all_reduce: AllReduce, position: dict[fx.Node, int]) -> FusionSite |
         current = user
     bias = biases[0] if biases else None
     site = FusionSite(all_reduce, tuple(path), current, bias, tuple(residuals), tuple(merged), norm, scale)
-    return _check_site(site, position)
+    quantisation = _quantisation(site, position, capability)
+    if isinstance(quantisation, QuantRefused) and norm.quant_scale is not None:
+        return Refused(Refusal.QUANTISATION_NOT_PROVABLE, f"{quantisation.reason}: {quantisation.detail}")
+    return _check_site(replace(site, quantisation=quantisation), position)
+
+
+def _quantisation(
+    site: FusionSite, position: dict[fx.Node, int], capability: tuple[int, int] | None
+) -> Quantisation | QuantRefused | None:
+    hidden, scale = site.norm.output, site.norm.quant_scale
+    tensor = value(hidden)
+    if tensor is None:
+        return None
+    place = Place(tensor.device, capability, lambda node: position[node] < position[site.h])
+    return find_quantisation(hidden, place) if scale is None else quantisation_of_operator(hidden, scale, place)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The users but for those that only ask for the shape, to make a buffer that other users write to."""
+    users = set(node.users)
+    return [user for user in node.users if not _shapes_a_buffer(user, users)]
+
+
+def _shapes_a_buffer(user: fx.Node, users: set[fx.Node]) -> bool:
+    if is_call(user, aten.sym_size.int):
+        return all(is_call(one, aten.empty.memory_format) and set(one.users) <= users for one in user.users)
+    return is_call(user, aten.empty_like.default) and set(user.users) <= users
 
 
 def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
@@ -326,7 +366,7 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
     if partial is None or h is None or hidden is None:
         return Refused(Refusal.MISSING_METADATA, f"{site.h.name} or {site.norm.output.name} has no tensor metadata")
     for name, tensor in (("residual stream", h), ("norm's output", hidden)):
-        if tensor.dtype not in SUPPORTED_DTYPES:
+        if tensor.dtype not in SUPPORTED_DTYPES and not (tensor is hidden and site.quantised):
             return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"the {name} has dtype {tensor.dtype}")
     hidden_size = partial.shape[-1] if partial.dim() else None
     if partial.dim() < 2 or not isinstance(hidden_size, int) or not same_size(h.shape[-1], hidden_size):
@@ -338,7 +378,7 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         if added is None or not same_size(added.shape[-1], hidden_size):
             return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{addend.name} is not added over rows of {hidden_size}")
     if site.norm.output is not site.norm.interior[-1] or (
-        site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize
+        site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize and not site.quantised
     ):
         return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{site.norm.output.name} is used in {hidden.dtype}")
     late = _computed_after(site.norm.weight, site.h, position)

@@ -1,15 +1,18 @@
-"""The operators that say "all_reduce", PyTorch's and hosts'.
+"""The operators that say "all_reduce", PyTorch's and hosts', and what a functionalised call of a host's operator calls.
 
 Known by name, so that a host need not be imported for its graphs to be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import operator_name, value
 
@@ -69,3 +72,19 @@ def all_reduce_of(wait: fx.Node) -> AllReduce | None:
     """The all_reduce whose sum the node ``wait`` holds."""
     node = wait.args[0] if operator_name(wait) == _WAIT else wait
     return read_all_reduce(node) if isinstance(node, fx.Node) else None
+
+
+@dataclass(frozen=True)
+class Functionalised:
+    """An operator that writes to arguments, as a call that returns them: its own results, then what it has written."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def functionalised(node: fx.Node) -> Functionalised | None:
+    """The operator behind an ``auto_functionalized`` node, with its arguments by name; None for any other node."""
+    if node.op != "call_function" or node.target is not torch.ops.higher_order.auto_functionalized:
+        return None
+    called = node.args[0]
+    return Functionalised(called._schema.name, node.kwargs) if isinstance(called, compat.OpOverload) else None

@@ -9,11 +9,16 @@ vLLM has operators for it, which are read by their names:
 
     vllm_ir::rms_norm(x, weight, eps, variance_size)
     vllm_ir::fused_add_rms_norm(x, residual, weight, eps, variance_size) -> (hidden, x + residual)
+    _C::rms_norm_static_fp8_quant(hidden!, input, weight, scale, epsilon)
+    _C::fused_add_rms_norm_static_fp8_quant(hidden!, input, residual!, weight, scale, epsilon)
+
+The last two quantise the result as well (see :mod:`tw_compile.passes.fusion.quant`).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +27,10 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import (
     aten,
+    constant,
     is_call,
     is_cast,
+    is_float8,
     is_lossless_cast,
     operator_name,
     other_operand,
@@ -32,9 +39,12 @@ from tw_compile.graph.predicates import (
     views_and_casts_of,
 )
 from tw_compile.passes.base import Refusal, Refused
+from tw_compile.passes.fusion.forms import functionalised
 
 _IR_NORM = "vllm_ir::rms_norm"
 _IR_ADD_NORM = "vllm_ir::fused_add_rms_norm"
+_QUANTISING_NORM = "_C::rms_norm_static_fp8_quant"
+_QUANTISING_ADD_NORM = "_C::fused_add_rms_norm_static_fp8_quant"
 _LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
 
 
@@ -45,7 +55,7 @@ class NormMatch:
     ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``. ``eps`` is a
     number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python floats.
     ``operator`` is the node of an operator that adds a residual first, and ``added`` its result ``h``, None if nothing reads
-    that.
+    that. ``quant_scale`` is the scale by which an operator quantises ``output``, too.
     """
 
     output: fx.Node
@@ -56,6 +66,7 @@ class NormMatch:
     cast_before_weight: torch.dtype | None = None
     operator: fx.Node | None = None
     added: fx.Node | None = None
+    quant_scale: fx.Node | None = None
 
     @property
     def form(self) -> str:
@@ -78,6 +89,12 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
                 refusal = refusal or _check_ir(user, source, user.args[1:])
                 if refusal is None:
                     return _ir_match(user, (user,), user.args[1:])
+            called = functionalised(user)
+            if called is not None and called.name == _QUANTISING_NORM and called.arguments["input"] is source:
+                found = _quantising_match(user, source, called.arguments)
+                refusal = refusal or (found if isinstance(found, Refused) else None)
+                if refusal is None:
+                    return found
             if not _is_square(user, source):
                 continue
             result = _match_from_square(user, set(same_values))
@@ -89,6 +106,14 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
 
 def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMatch] | Refused | None:
     """What an operator that adds and normalises adds to ``current``, and the norm; None if ``node`` is no such operator."""
+    called = functionalised(node)
+    if called is not None and called.name == _QUANTISING_ADD_NORM:
+        given = (called.arguments["input"], called.arguments["residual"])
+        other = given[1] if given[0] is current else given[0]
+        if current not in given or other is current:
+            return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} does not add something else to {current.name}")
+        match = _quantising_match(node, current, called.arguments)
+        return match if isinstance(match, Refused) else (other, match)
     if operator_name(node) != _IR_ADD_NORM:
         return None
     other = other_operand(node, current)
@@ -97,21 +122,46 @@ def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMa
     refused = _check_ir(node, current, node.args[2:])
     if refused is not None:
         return refused
-    parts: dict[object, list[fx.Node]] = {0: [], 1: []}
+    parts = _parts(node, 0, 1)
+    if isinstance(parts, Refused):
+        return parts
+    hidden, added = parts
+    match = _ir_match(hidden, _without_none(node, added, hidden), node.args[2:])
+    return other, replace(match, operator=node, added=added)
+
+
+def _quantising_match(node: fx.Node, rows: fx.Node, arguments: Mapping[str, Any]) -> NormMatch | Refused:
+    """Of vLLM's operators that normalise and quantise: what they write follows their own result, which is None."""
+    options = (arguments["weight"], arguments["epsilon"])
+    parts = _check_ir(node, rows, options) or _parts(node, 1, 2)
+    if isinstance(parts, Refused):
+        return parts
+    hidden, added = parts
+    match = _ir_match(hidden, _without_none(node, added, hidden), options)
+    adds = "residual" in arguments
+    return replace(match, operator=node if adds else None, added=added, quant_scale=arguments["scale"])
+
+
+def _parts(node: fx.Node, hidden: int, added: int) -> tuple[fx.Node, fx.Node | None] | Refused:
+    """Who takes the results ``hidden`` and ``added`` of an operator; the second may be read by nobody."""
+    parts: dict[object, list[fx.Node]] = {hidden: [], added: []}
     for user in node.users:
-        if not is_call(user, operator.getitem):
+        if not is_call(user, operator.getitem) or user.args[1] not in parts:
             return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} is used by {user.name} as a whole")
         parts[user.args[1]].append(user)
-    if len(parts[0]) != 1 or len(parts[1]) > 1:
-        counts = f"{len(parts[0])} and {len(parts[1])} times"
+    if len(parts[hidden]) != 1 or len(parts[added]) > 1:
+        counts = f"{len(parts[hidden])} and {len(parts[added])} times"
         return Refused(Refusal.NORM_INTERMEDIATE_USED, f"results of {node.name} are taken {counts}")
-    match = _ir_match(parts[0][0], (node, *parts[1], parts[0][0]), node.args[2:])
-    return other, replace(match, operator=node, added=next(iter(parts[1]), None))
+    return parts[hidden][0], next(iter(parts[added]), None)
+
+
+def _without_none(*nodes: fx.Node | None) -> tuple[fx.Node, ...]:
+    return tuple(node for node in nodes if node is not None)
 
 
 def _check_ir(node: fx.Node, rows: fx.Node, options: tuple[Any, ...]) -> Refused | None:
     """Of ``weight, eps, variance_size``: what the fused operator can't do."""
-    if node.kwargs or len(options) < 2:
+    if len(options) < 2 or (node.kwargs and functionalised(node) is None):
         return Refused(Refusal.NO_RMS_NORM, f"{node.name} is called with keywords, which compiled graphs don't do")
     weight, eps, *variance_size = options
     if variance_size not in ([], [None]):
@@ -174,8 +224,8 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
     with_eps = _only_user(mean)
     if is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
         addend = other_operand(with_eps, mean)
-        constant = _constant(addend)
-        found = _host_scalar(addend) if constant is None else constant
+        number = constant(addend)
+        found = _host_scalar(addend) if number is None else number
         if found is None or with_eps.kwargs.get("alpha", 1) != 1:
             return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
         eps = found
@@ -219,20 +269,6 @@ def _check_mean(mean: fx.Node, square: fx.Node) -> Refused | None:
     return None
 
 
-def _constant(operand: object) -> float | None:
-    """The value of a Python number or of a constant one-element tensor node."""
-    if isinstance(operand, int | float) and not isinstance(operand, bool):
-        return float(operand)
-    if is_call(operand, aten.full.default, aten.scalar_tensor.default):
-        number = operand.args[1] if operand.target is aten.full.default else operand.args[0]
-        shape = value(operand)
-        if isinstance(number, int | float) and shape is not None and shape.numel() == 1:
-            return float(number)
-    if is_cast(operand):
-        return _constant(operand.args[0])
-    return None
-
-
 def _host_scalar(operand: object) -> fx.Node | None:
     """The input of the graph that ``operand`` is, or is cast from, if reading it as a number waits for nothing."""
     while is_cast(operand):
@@ -267,7 +303,7 @@ def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: floa
     current = normalised
     cast_dtype: torch.dtype | None = None
     user = _only_user(current)
-    if user is not None and is_cast(user):
+    if user is not None and is_cast(user) and not _quantises(user):
         result = value(user)
         assert result is not None
         cast_dtype = result.dtype
@@ -287,11 +323,17 @@ def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: floa
     nodes.append(user)
     current = user
     cast = _only_user(current)
-    if cast is not None and is_cast(cast) and not is_lossless_cast(cast):
+    if cast is not None and is_cast(cast) and not is_lossless_cast(cast) and not _quantises(cast):
         nodes.append(cast)
         current = cast
     base, offset = _split_offset(weight) if cast_dtype is None else (weight, 0.0)
     return NormMatch(current, tuple(nodes), eps, base, offset, cast_dtype)
+
+
+def _quantises(cast: fx.Node) -> bool:
+    """A rounding to float8 is no part of the norm: that is told apart from it, with its scale."""
+    result = value(cast)
+    return result is not None and is_float8(result.dtype)
 
 
 def _is_weight(weight: fx.Node, normalised: fx.Node) -> bool | Refused:
@@ -299,7 +341,7 @@ def _is_weight(weight: fx.Node, normalised: fx.Node) -> bool | Refused:
     factor, rows = value(weight), value(normalised)
     if factor is None or rows is None:
         return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} has no tensor metadata")
-    if factor.dim() != 1:
+    if factor.dim() != 1 or (same_size(factor.shape[0], 1) and not same_size(rows.shape[-1], 1)):
         return False
     if not factor.is_floating_point():
         return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{weight.name} has dtype {factor.dtype}")

@@ -5,6 +5,8 @@
              wait_(start[0], start[1], keep=[x, residual, ...]); hidden = view(start[0]); h = view(start[1])
     or       start = mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) for x = mm(a, b)
 
+Where the norm's result is only quantised to float8, ``hidden`` is what that gives, and takes its place.
+
 The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
 (``emulate_precision_casts``), as Inductor itself does where it fuses: one rounding less.
 
@@ -24,8 +26,10 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, peel_views, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
+from tw_compile.passes.fusion.quant import Scale
 
 ANNOTATION = "tw_compile"
 """Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str, "stream": int}``.
@@ -39,7 +43,8 @@ _FUSE_ONLY_SLOT = 0
 @dataclass
 class _Inserted:
     site: FusionSite
-    hidden: fx.Node
+    hidden: dict[fx.Node, fx.Node]
+    """By the node whose place it takes: the norm's output, or what it is quantised to."""
     residual_rows: fx.Node
     residual: fx.Node | None
 
@@ -77,6 +82,8 @@ class Rewriter:
         assert h is not None and hidden is not None
         norm, group_name = site.norm, site.all_reduce.group_name
         weight = self._weight(site)
+        hidden_scale = None if site.quantised is None else self._hidden_scale(site.quantised.scale, hidden.device)
+        eps_tensor = norm.eps if isinstance(norm.eps, fx.Node) else None
         start = self._call(
             target,
             (
@@ -84,10 +91,10 @@ class Rewriter:
                 residual,
                 site.bias,
                 weight,
-                0.0 if isinstance(norm.eps, fx.Node) else norm.eps,
+                0.0 if eps_tensor is not None else norm.eps,
                 norm.weight_offset,
                 norm.cast_before_weight if compat.emulates_precision_casts() else None,
-                hidden.dtype,
+                hidden.dtype if site.quantised is None else FP8,
                 torch.float32 if layout.out == "sharded" else h.dtype,
                 layout.source is not None,
                 layout.out,
@@ -95,17 +102,18 @@ class Rewriter:
                 transport,
                 _FUSE_ONLY_SLOT,
                 site.scale,
-                *((None, norm.eps) if isinstance(norm.eps, fx.Node) else ()),  # hidden_scale, eps_tensor
+                *(() if hidden_scale is None and eps_tensor is None else (hidden_scale, eps_tensor)),
             ),
             "start",
         )
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
-        keep = [node for node in (*message, residual, site.bias, weight) if node is not None]
+        keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
+        replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
-            self._shaped_like(hidden_rows, site.norm.output, site),
+            {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
             self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
         )
@@ -114,7 +122,8 @@ class Rewriter:
         """Route every reader to the new nodes and remove what nothing reads any more."""
         superfluous: set[fx.Node] = set()
         for inserted in self._done.values():
-            inserted.site.norm.output.replace_all_uses_with(inserted.hidden)
+            for node, hidden in inserted.hidden.items():
+                node.replace_all_uses_with(hidden)
             if inserted.residual is not None:
                 assert inserted.site.stream is not None
                 inserted.site.stream.replace_all_uses_with(inserted.residual)
@@ -133,9 +142,9 @@ class Rewriter:
         self._new.clear()
         self._done.clear()
 
-    def _call(self, target: Any, args: tuple[Any, ...], role: str) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], role: str, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_after(self._last):
-            node = self.graph.call_function(target, args)
+            node = self.graph.call_function(target, args, kwargs)
         self._new.append(node)
         self._last = node
         for key in ("nn_module_stack", "stack_trace", "seq_nr", "original_aten"):
@@ -144,7 +153,7 @@ class Rewriter:
         node.meta[ANNOTATION] = self._annotation(role)
         fake_args = fx.map_arg(args, lambda n: n.meta["val"])
         with compat.tracing_fake_mode(self.fake_mode):
-            node.meta["val"] = target(*fake_args)
+            node.meta["val"] = target(*fake_args, **kwargs)
         return node
 
     def _annotation(self, role: str) -> dict[str, Any]:
@@ -187,10 +196,15 @@ class Rewriter:
         weight = site.norm.weight
         return None if weight is None else copies.get(weight, weight)
 
+    def _hidden_scale(self, scale: Scale, device: torch.device) -> fx.Node:
+        if not isinstance(scale.source, fx.Node):
+            return self._call(aten.full.default, ([1], scale.source), "scale", dtype=torch.float32, device=device)
+        return self._call(aten.reciprocal.default, (scale.source,), "scale") if scale.inverse else scale.source
+
     def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
-        tensor = value(original)
-        assert tensor is not None
-        if tensor.dim() == 2:
+        tensor, flat = value(original), value(rows)
+        assert tensor is not None and flat is not None
+        if tensor.dim() == 2 and same_size(tensor.shape[1], flat.shape[1]):
             return rows
         return self._call(aten.reshape.default, (rows, self._sizes(tensor, site)), "view")
 

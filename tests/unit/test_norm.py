@@ -61,6 +61,14 @@ def test_elementwise_factor_is_not_the_weight() -> None:
     assert norm.weight is None and norm.output is y
 
 
+def test_factor_of_one_element_is_not_the_weight() -> None:
+    b = GraphBuilder(fake=False)
+    h = b.input(3, 8)
+    b.rms_norm(h, b.input(1), "torch")
+    match = match_rms_norm(h)
+    assert isinstance(match, NormMatch) and match.weight is None and match.output is match.interior[-1]
+
+
 def test_values_normalised_must_be_those_that_were_squared() -> None:
     b = GraphBuilder()
     h, other = b.input(3, 8), b.input(3, 8)

@@ -23,6 +23,8 @@ import torch.distributed as dist
 
 WORLD_SIZE = 2
 HIDDEN, LAYERS, MAX_TOKENS = 64, 3, 128
+SCALE = 0.05
+"""Of all weights and activations of a float8 model."""
 _STUB = "\n".join(
     f"int {name}(void) {{ return 100; }}"
     for name in ("cuGetProcAddress_v2", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
@@ -136,6 +138,41 @@ def add_cpu_kernels() -> torch.library.Library:
     return library
 
 
+def add_float8_cpu_kernels() -> torch.library.Library:
+    """What vLLM's kernels of these names compute, written anew."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    library.impl("static_scaled_fp8_quant", _quantise, "CPU")
+    library.impl("rms_norm_static_fp8_quant", _norm, "CPU")
+    library.impl("fused_add_rms_norm_static_fp8_quant", _add_norm, "CPU")
+    library.impl("silu_and_mul_quant", _silu_and_mul, "CPU")
+    library.impl("cutlass_scaled_mm", _scaled_mm, "CPU")
+    return library
+
+
+def _quantise(result: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, group_shape: Any = None) -> None:
+    result.copy_((rows.float() * scale.reciprocal()).clamp(-448, 448))
+
+
+def _silu_and_mul(result: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:
+    gate, up = rows.float().chunk(2, dim=-1)
+    _quantise(result, (torch.nn.functional.silu(gate) * up).to(rows.dtype), scale)
+
+
+def _norm(result: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, epsilon: float) -> None:
+    y = rows.float() * torch.rsqrt(rows.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    _quantise(result, y.to(weight.dtype) * weight, scale)
+
+
+def _add_norm(result: torch.Tensor, rows: torch.Tensor, residual: torch.Tensor, *rest: Any) -> None:
+    _norm(result, residual.add_(rows), *rest)
+
+
+def _scaled_mm(
+    out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, bias: Any = None
+) -> None:
+    out.copy_((a.float() @ b.float()) * a_scale * b_scale)
+
+
 def _attention(query: torch.Tensor, key: Any, value: Any, output: torch.Tensor, *rest: Any, **more: Any) -> None:
     output.copy_(query.view(output.shape))
 
@@ -154,7 +191,14 @@ def llama(config: Any) -> Iterator[Any]:
             model = LlamaModel(vllm_config=config, prefix="model")
             torch.manual_seed(0)
             for name, parameter in model.named_parameters():
-                (torch.nn.init.ones_ if "norm" in name else torch.nn.init.normal_)(parameter)
+                if "norm" in name or "scale" in name:
+                    torch.nn.init.constant_(parameter, SCALE if "scale" in name else 1.0)
+                else:
+                    parameter.data.copy_(torch.randn(parameter.shape))
+            for layer in model.modules():
+                method = getattr(layer, "quant_method", None)
+                if hasattr(method, "fp8_linear"):
+                    method.process_weights_after_loading(layer)
 
             def run(tokens: int) -> torch.Tensor:
                 ids = torch.arange(tokens) % 128

@@ -60,11 +60,31 @@ def is_cast(node: object) -> TypeGuard[fx.Node]:
     return source is not None and result is not None and source.is_floating_point() and result.is_floating_point()
 
 
+def is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
 def is_lossless_cast(node: fx.Node) -> bool:
-    """A cast whose result holds every value of its input exactly, e.g. bf16 to fp32."""
+    """A cast whose result holds every value of its input exactly, e.g. bf16 to fp32. Never said of float8."""
     source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
     assert source is not None and result is not None
+    if is_float8(source.dtype) or is_float8(result.dtype):
+        return False
     return torch.promote_types(source.dtype, result.dtype) == result.dtype
+
+
+def constant(operand: object) -> float | None:
+    """The value of a Python number or of a constant one-element tensor node."""
+    if isinstance(operand, int | float) and not isinstance(operand, bool):
+        return float(operand)
+    if is_call(operand, aten.full.default, aten.scalar_tensor.default):
+        number = operand.args[1] if operand.target is aten.full.default else operand.args[0]
+        shape = value(operand)
+        if isinstance(number, int | float) and shape is not None and shape.numel() == 1:
+            return float(number)
+    if is_cast(operand):
+        return constant(operand.args[0])
+    return None
 
 
 def peel_views(node: fx.Node) -> fx.Node:

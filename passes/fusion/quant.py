@@ -1,0 +1,257 @@
+"""Recognise a static quantisation to float8 of what a norm gives, whatever its source wrote.
+
+    hidden -> [views, casts] -> / scale, or * (1 / scale) -> [clamp to +-448] -> float8_e4m3fn
+
+The scale is a number, or a float32 tensor of one element that the graph is given. Only the last cast rounds to float8: casts
+between wider types on the way are roundings that the fused operator does without. A cast without a clamp saturates, as it does
+in the code that Inductor makes for GPUs (eager PyTorch says NaN from 464 on).
+
+vLLM's operator for it is read by its name:
+
+    _C::static_scaled_fp8_quant(result!, input, scale, group_shape)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import (
+    aten,
+    constant,
+    is_call,
+    is_cast,
+    is_float8,
+    is_view,
+    other_operand,
+    same_size,
+    value,
+)
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, FP8_MAX, SUPPORTED_DTYPES
+from tw_compile.passes.base import QuantRefusal, QuantRefused
+from tw_compile.passes.fusion.forms import functionalised
+
+_VLLM_QUANT = "_C::static_scaled_fp8_quant"
+_MIN_CAPABILITY = (8, 9)
+_NORMAL = torch.finfo(torch.float32).smallest_normal
+
+_LOWER = (aten.clamp_min.default, aten.clamp_min.Tensor, aten.maximum.default)
+_UPPER = (aten.clamp_max.default, aten.clamp_max.Tensor, aten.minimum.default)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What the values are divided by: a number, or a node that holds a float32 tensor of one element.
+
+    With ``inverse`` the node holds what they are multiplied by.
+    """
+
+    source: fx.Node | float
+    inverse: bool = False
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """``outputs`` are the float8 tensors that a fused operator's hidden output replaces, in whatever shape.
+
+    ``interior`` are the nodes between the norm's output and them, inclusive; nothing else uses any of them but ``outputs``.
+    """
+
+    scale: Scale
+    outputs: tuple[fx.Node, ...]
+    interior: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the quantisation would be done.
+
+    ``capability`` is that of the GPUs, None on a machine without. ``before`` says whether a node's value is there in time.
+    """
+
+    device: torch.device
+    capability: tuple[int, int] | None
+    before: Callable[[fx.Node], bool]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One way from the norm's output to float8; ``problem`` is what is wrong with it besides its scale."""
+
+    factor: Any
+    inverse: bool
+    outputs: tuple[fx.Node, ...]
+    interior: tuple[fx.Node, ...]
+    problem: QuantRefused | None = None
+
+
+def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefused | None:
+    """The one quantisation that all uses of ``hidden`` are; None when none of them is one."""
+    branches: list[_Branch] = []
+    elsewhere: fx.Node | None = None
+    same = _same_values(hidden)
+    for source in same:
+        for user in source.users:
+            if user in same:
+                continue
+            branch = _read_operator(user, source) or _read_chain(user, source)
+            if branch is None:
+                elsewhere = user
+            else:
+                branches.append(branch)
+    if not branches:
+        return None
+    found = _prove(branches, place)
+    if isinstance(found, Quantisation) and elsewhere is not None:
+        return QuantRefused(QuantRefusal.OUTPUT_USED_ELSEWHERE, f"{elsewhere.name} reads the norm's result, too")
+    if isinstance(found, Quantisation):
+        views = tuple(node for node in same if node is not hidden)
+        return Quantisation(found.scale, found.outputs, (*views, *found.interior))
+    return found
+
+
+def quantisation_of_operator(output: fx.Node, scale: Any, place: Place) -> Quantisation | QuantRefused:
+    """Of a host's operator that normalises and quantises with ``scale``; ``output`` is its float8 result."""
+    return _prove([_Branch(scale, False, (output,), ())], place)
+
+
+def _same_values(hidden: fx.Node) -> list[fx.Node]:
+    """``hidden`` and what views and casts make of it, but for casts to float8."""
+    found = [hidden]
+    for node in found:
+        found += [user for user in node.users if user not in found and (is_view(user) or _is_wide_cast(user))]
+    return found
+
+
+def _is_wide_cast(node: fx.Node) -> bool:
+    result = value(node)
+    return is_cast(node) and result is not None and result.dtype in SUPPORTED_DTYPES
+
+
+def _read_chain(node: fx.Node, source: fx.Node) -> _Branch | None:
+    """Follow single users from ``node``, which reads ``source``, to a cast to float8; None when there is none."""
+    factor: Any = None
+    inverse, early = False, False
+    bounds: set[tuple[str, float | None]] = set()
+    interior: list[fx.Node] = []
+    current = source
+    while True:
+        interior.append(node)
+        if is_cast(node) and not _is_wide_cast(node):
+            break
+        scaled, limits = _factor(node, current), _limits(node, current)
+        if scaled is not None and factor is None:
+            (factor, inverse), early = scaled, bool(bounds)
+        elif limits is not None:
+            bounds |= limits
+        elif not (is_view(node) or is_cast(node)):
+            return None
+        if len(node.users) != 1:
+            return None
+        current, node = node, next(iter(node.users))
+    result = value(node)
+    if result is None or not is_float8(result.dtype):
+        return None
+    problem = None
+    if early or (bounds and bounds != {("low", -FP8_MAX), ("high", FP8_MAX)}):
+        problem = QuantRefused(
+            QuantRefusal.CLAMP, f"values for {node.name} are clamped to other bounds than +-{FP8_MAX}"
+        )
+    return _Branch(1.0 if factor is None else factor, inverse, (node,), tuple(interior), problem)
+
+
+def _factor(node: fx.Node, current: fx.Node) -> tuple[Any, bool] | None:
+    """What ``current`` is divided by; with True what it is multiplied by."""
+    if is_call(node, aten.mul.Tensor, aten.mul.Scalar):
+        other = other_operand(node, current)
+        return None if other is None else (other, True)
+    if is_call(node, aten.div.Tensor, aten.div.Scalar) and node.args[0] is current and node.args[1] is not current:
+        return node.args[1], False
+    return None
+
+
+def _limits(node: fx.Node, current: fx.Node) -> set[tuple[str, float | None]] | None:
+    """The bounds of a clamp of ``current``, a bound that is no constant as None; None if ``node`` is no clamp."""
+    if is_call(node, aten.clamp.default, aten.clamp.Tensor):
+        bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
+        sides = {"low": bounds.get("min"), "high": bounds.get("max")}
+        return {(side, constant(bound)) for side, bound in sides.items() if bound is not None}
+    for side, targets in (("low", _LOWER), ("high", _UPPER)):
+        if is_call(node, *targets):
+            return {(side, constant(other_operand(node, current)))}
+    return None
+
+
+def _read_operator(node: fx.Node, source: fx.Node) -> _Branch | None:
+    called = functionalised(node)
+    if called is None or called.name != _VLLM_QUANT or called.arguments.get("input") is not source:
+        return None
+    if not all(is_call(user, operator.getitem) and user.args[1] == 1 for user in node.users):
+        return None
+    problem = None
+    shape = called.arguments.get("group_shape")
+    if shape is not None and list(shape) != [-1, -1]:
+        problem = QuantRefused(QuantRefusal.SCALE_NOT_PER_TENSOR, f"{node.name} has scales for groups of {list(shape)}")
+    results = tuple(node.users)
+    return _Branch(called.arguments["scale"], False, results, (node, *results), problem)
+
+
+def _prove(branches: list[_Branch], place: Place) -> Quantisation | QuantRefused:
+    scales: set[Scale] = set()
+    for branch in branches:
+        if branch.problem is not None:
+            return branch.problem
+        for output in branch.outputs:
+            result = value(output)
+            if result is None or result.dtype != FP8:
+                dtype = None if result is None else result.dtype
+                return QuantRefused(QuantRefusal.DTYPE_NOT_SUPPORTED, f"{output.name} has dtype {dtype}, not {FP8}")
+        scale = _scale(branch.factor, branch.inverse, place)
+        if isinstance(scale, QuantRefused):
+            return scale
+        scales.add(scale)
+    if len(scales) > 1:
+        return QuantRefused(QuantRefusal.SCALES_DIFFER, f"the norm's result is quantised with {len(scales)} scales")
+    if place.device.type == "cuda" and place.capability is not None and place.capability < _MIN_CAPABILITY:
+        return QuantRefused(QuantRefusal.DEVICE_NOT_SUPPORTED, "GPUs convert to float8 from sm89 on")
+    if compat.emulates_precision_casts():
+        return QuantRefused(QuantRefusal.PRECISION_CASTS_KEPT, "emulate_precision_casts keeps the roundings before it")
+    outputs = tuple(output for branch in branches for output in branch.outputs)
+    return Quantisation(scales.pop(), outputs, tuple(node for branch in branches for node in branch.interior))
+
+
+def _scale(factor: Any, inverse: bool, place: Place) -> Scale | QuantRefused:
+    """Prove that ``factor`` is one number, known before the norm runs."""
+    while isinstance(factor, fx.Node) and (is_view(factor) or is_call(factor, aten.reciprocal.default)):
+        inverse ^= not is_view(factor)
+        factor = factor.args[0]
+    if not isinstance(factor, fx.Node):
+        return _number(factor, inverse)
+    found = value(factor)
+    if found is None or not same_size(found.numel(), 1):
+        shape = None if found is None else list(found.shape)
+        return QuantRefused(QuantRefusal.SCALE_NOT_PER_TENSOR, f"the scale {factor.name} has shape {shape}")
+    if found.dtype != torch.float32:
+        return QuantRefused(QuantRefusal.SCALE_DTYPE, f"the scale {factor.name} has dtype {found.dtype}, not float32")
+    if is_call(factor, aten.full.default, aten.scalar_tensor.default):
+        return _number(constant(factor), inverse)
+    if factor.op not in ("placeholder", "get_attr") or not place.before(factor):
+        return QuantRefused(QuantRefusal.SCALE_NOT_STATIC, f"the scale {factor.name} is computed by the graph")
+    if found.device != place.device:
+        return QuantRefused(
+            QuantRefusal.SCALE_ON_OTHER_DEVICE, f"the scale {factor.name} is on {found.device}, not {place.device}"
+        )
+    return Scale(factor, inverse)
+
+
+def _number(number: Any, inverse: bool) -> Scale | QuantRefused:
+    """Numbers of which float32 has both the value and the inverse."""
+    if isinstance(number, int | float) and _NORMAL <= abs(number) <= 1 / _NORMAL:
+        return Scale(1 / number if inverse else float(number))
+    return QuantRefused(QuantRefusal.SCALE_NOT_STATIC, f"the scale {number} is no ordinary number")

@@ -1,0 +1,75 @@
+"""A Llama with statically quantised layers through vLLM's own compiler, in the forms in which its passes leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+import torch.fx as fx
+from fake_vllm import MAX_TOKENS, engine_config, llama
+from one_rank import one_rank  # noqa: F401
+
+from tw_compile import collect_reports
+
+pytestmark = pytest.mark.usefixtures("groups", "one_rank", "kernels")
+
+STATIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
+ON = {"tw_compile": {"strict": True}}
+FORMS: dict[str, dict[str, Any]] = {
+    "decomposed": {},
+    "operator": {"custom_ops": ["+quant_fp8"], "pass_config": {"fuse_norm_quant": False}},
+    "norm and quantisation in one": {"custom_ops": ["+quant_fp8"], "pass_config": {"fuse_norm_quant": True}},
+}
+_OPERATORS = {"operator": "static_scaled_fp8_quant", "norm and quantisation in one": "rms_norm_static_fp8_quant"}
+
+
+@pytest.fixture(scope="session")
+def kernels(groups: Any) -> Iterator[Any]:
+    yield fake_vllm.add_float8_cpu_kernels()
+
+
+@pytest.fixture(autouse=True)
+def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's caches are empty."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The graphs that the pass gets, as text."""
+    from tw_compile.vllm.inductor_pass import VllmPass
+
+    taken: list[str] = []
+    original = VllmPass.__call__
+
+    def call(self: VllmPass, graph: fx.Graph) -> None:
+        taken.append(str(graph))
+        original(self, graph)
+
+    monkeypatch.setattr(VllmPass, "__call__", call)
+    return taken
+
+
+def run(folder: Path, form: str, **arguments: Any) -> torch.Tensor:
+    config = engine_config(folder, hf_overrides=STATIC, compilation=FORMS[form], **arguments)
+    with llama(config) as model:
+        return model(MAX_TOKENS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_before_quantised_layers_give_float8(folder: Path, read: list[str], form: str) -> None:
+    with collect_reports() as reports:
+        fused = run(folder, form, additional_config=ON)
+    sites = [site for report in reports for site in report.sites]
+    assert {site.reason or site.decision for site in sites} == {"fused"}, [site.detail for site in sites]
+    # The embedding's sum, the two of a layer between, the two of the last one, whose norm is the model's output.
+    assert [site.quantisation for site in sites] == [*["float8_e4m3fn"] * 4, ""], [site.detail for site in sites]
+    assert form == "decomposed" or any(_OPERATORS[form] in text for text in read)
+    assert any("rms_norm_static_fp8_quant" in text for text in read) == (form == "norm and quantisation in one")
+    unfused = run(folder, form)
+    assert fused.dtype == unfused.dtype
+    torch.testing.assert_close(fused, unfused, rtol=0.1, atol=0.1)
