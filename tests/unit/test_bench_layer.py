@@ -21,7 +21,6 @@ from tw_compile import Config
 from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
-from tw_compile.benchmark.layer import variants as layer_variants
 from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
@@ -125,15 +124,6 @@ def test_who_takes_part() -> None:
     assert [one.label for one in variants(only, 1024)] == ["fused", "inductor+nccl"]
     with pytest.raises(UsageError, match=r"--only: expected some of fused, .*, got 'fuse'"):
         variants(dataclasses.replace(SPEC, only=("fuse",)), 1024)
-
-
-def test_split_is_offered_where_the_passes_can_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    def labels(config: Any) -> set[str]:
-        monkeypatch.setattr(layer_variants, "Config", config)
-        return {one.label for one in variants(SPEC, 1024)} & {"split", "fused+split"}
-
-    assert labels(dataclasses.make_dataclass("Config", [("fuse", bool)])) == set()
-    assert labels(dataclasses.make_dataclass("Config", [("fuse", bool), ("split", str)])) == {"split", "fused+split"}
 
 
 def test_options_of_ours_are_options_that_there_are() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tw_compile import Config
 from tw_compile.benchmark.contenders import SYMM_MEM_ONE_SHOT_MAX_BYTES, Kind
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
@@ -94,8 +92,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    has_split = "split" in {one.name for one in dataclasses.fields(Config)}
-    known = [FUSED, *(SPLIT if has_split else ())]
+    known = [FUSED, *SPLIT]
     if spec.device == "cuda":
         known += [Variant("inductor+nccl", "peer"), *SYMMETRIC]
     else:
