@@ -52,6 +52,10 @@ resident beside it and leave it that place: it ends, and then the others go on. 
 the SMs, all in flight together, and each CTA counts for one SM (``ops._check_room``); the other half is for the one call of the
 current stream, and for what that stream computes. Calls of several current streams at once must be that small, too.
 
+Calls beside other work may come in clusters of up to 8 CTAs, which need 8 free SMs of one group (GPC) at once. Of S SMs in
+8 groups, calls hold at most S/2 - 8 when such a cluster has yet to be placed. If no group had 8 SMs that no call holds, calls
+would hold at least S - 7 x 8, which is more where S > 96. So there is a place, and what else runs there ends.
+
 All ranks start their calls in the same order. In a CUDA graph, calls beside each other are branches, which may share a
 stream of the graph's own: then one follows the other, on all ranks the same, as equal graphs are laid out equally.
 

@@ -63,7 +63,7 @@ class OverlapWindow:
         beside: The calls in flight as ``(site, half)``; a site is None for a collective.
         operators: How many compute something.
         overlap_sms: SMs of the calls of the other half that are hidden here.
-        gemms_leaving_sms: The GEMMs, by the planner's names, that are planned for the other SMs.
+        gemms_leaving_sms: GEMMs, by the planner's names, and the SMs that they leave to the calls.
         compute_us, communication_us, us: What was predicted, the last one for both beside each other; None where the plan has
             no such window.
     """
@@ -73,7 +73,7 @@ class OverlapWindow:
     beside: tuple[tuple[int | None, int | str], ...]
     operators: int
     overlap_sms: int = 0
-    gemms_leaving_sms: tuple[str, ...] = ()
+    gemms_leaving_sms: tuple[tuple[str, int], ...] = ()
     compute_us: float | None = None
     communication_us: float | None = None
     us: float | None = None

@@ -20,6 +20,10 @@ is read by that stream alone, and is reused in its order.
 
 **Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
 CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/_sync.py``.
+
+**Clusters.** GEMMs on Hopper are clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
+all groups in turn and would break one of those in each of them; in clusters they are together, and most groups stay whole.
+Nothing else about the kernels is different.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ import torch
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 
+_CLUSTER_MIN_SMS = 100
+
 
 @cache
 def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
@@ -41,6 +47,16 @@ def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
     Groups share it. Their calls follow each other in the order of the program, as on the current stream.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+def cluster_size(ctas: int, device: torch.device) -> int:
+    """CTAs of a cluster, for a call with ``ctas`` CTAs, one an SM: as many as divide it, at most what every GPU allows.
+
+    1 on small GPUs: a place for a whole cluster must always become free, see ``kernels/_sync.py``.
+    """
+    if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
+        return 1
+    return next(size for size in (8, 4, 2, 1) if ctas % size == 0)
 
 
 def start_beside(request: Request, world_size: int, launch: Callable[[Request], Started]) -> Started:

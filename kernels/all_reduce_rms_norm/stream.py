@@ -10,6 +10,7 @@ import torch
 
 from tw_compile.kernels._sync import MAX_CTAS
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
     VECTOR,
@@ -173,12 +174,14 @@ class Stream(Algorithm):
             norm.weight_offset,
             norm.scale,
         )
+        grid = request.limited(self.sms(x.shape[0], state.world_size))
         kernel.launch(
             params,
             stream=torch.cuda.current_stream(state.device).cuda_stream,
-            grid=request.limited(self.sms(x.shape[0], state.world_size)),
+            grid=grid,
             block=shape.block,
             shared_bytes=_SHARED_BYTES,
+            cluster=cluster_size(grid, state.device) if request.overlap_sms else 1,
             programmatic=not request.overlap_sms,
         )
         return Started(hidden, residual)

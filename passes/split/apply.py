@@ -62,7 +62,9 @@ def _overlap(graph: fx.Graph, budgets: Budgets, config: Config) -> Overlap:
     return Overlap(woven.calls, windows, woven.exposures, lock.loose)
 
 
-def _window(window: Window, sms: int, leaving: tuple[str, ...], planned: PlannedWindow | None) -> OverlapWindow:
+def _window(
+    window: Window, sms: int, leaving: tuple[tuple[str, int], ...], planned: PlannedWindow | None
+) -> OverlapWindow:
     return OverlapWindow(
         kind=window.kind,
         computes=window.computes,

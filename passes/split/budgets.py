@@ -6,19 +6,24 @@ arrived is not. Only in windows that have a call of the other half beside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call
+from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
+from tw_compile.kernels.measured_reserve import Operand, Reserve, measured_reserve
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, Window
 from tw_compile.planning import DeviceProfile, Plan
 from tw_compile.planning import Window as PlannedWindow
+
+Leaving = dict[int, tuple[tuple[str, int], ...]]
+"""For windows by index: GEMMs, by the planner's names, and the SMs that they leave."""
 
 _LEAVING_SMS = {aten.mm.default: mm_leaving_sms, aten.addmm.default: addmm_leaving_sms}
 
@@ -49,10 +54,6 @@ class Budgets:
         windows = () if self.plan is None else self.plan.windows
         return min(max((one.ctas for one in windows), default=0) or DEFAULT_OVERLAP_SMS, MAX_OVERLAP_SMS)
 
-    def left_by_gemms(self, sms: int) -> int:
-        """What GEMMs leave to calls on ``sms`` SMs: as many as these, and those that they leave without their pair."""
-        return sms if self.profile is None else self.profile.sms - self.profile.sms_in_pairs(sms)
-
     def wants(self, window: Window) -> frozenset[str]:
         """The GEMMs, by the planner's names, that are better planned for the SMs that are left."""
         planned = self.planned(window)
@@ -61,31 +62,60 @@ class Budgets:
         return frozenset(gemm.name for gemm in planned.gemms if gemm.sms < self.profile.sms)
 
 
-def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets) -> dict[int, tuple[str, ...]]:
-    """Let GEMMs of a scheduled graph leave SMs to the calls beside them; what was done, by window, in the planner's names.
+Measure = Callable[[fx.Node, int, float], Reserve | None]
+"""``(GEMM, SMs of the call beside it, for how many microseconds)``; None where nothing is measured."""
 
-    GEMMs that Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
+
+def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Measure | None = None) -> Leaving:
+    """Let GEMMs of a scheduled graph leave SMs to the calls beside them; what was done, by window.
+
+    How many is measured, for each GEMM that begins before the sum has arrived; where that is not possible it is what the
+    call has. GEMMs that Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
     """
-    done: dict[int, tuple[str, ...]] = {}
-    wanted = [
-        budgets.wants(window) if sms else frozenset() for window, sms in zip(woven.windows, woven.reserved, strict=True)
-    ]
+    measure = measure or _measure
+    done: Leaving = {}
+    left_us: dict[int, float] = {}
     for node in graph.nodes:
         name = woven.parts.gemm_of(node)
-        if name is None:
+        index = node.meta[ANNOTATION]["window"] if name is not None else 0
+        sms = woven.reserved[index]
+        window = woven.windows[index]
+        planned = budgets.planned(window)
+        if name is None or not sms or planned is None or not _can_leave(node):
             continue
-        window = node.meta[ANNOTATION]["window"]
-        if name in wanted[window] and _leave(node, budgets.left_by_gemms(woven.reserved[window])):
-            done[window] = (*done.get(window, ()), name)
+        left = left_us.setdefault(index, planned.communication_us)
+        if left <= 0:
+            continue
+        best = measure(node, sms, left)
+        if best is not None:
+            left_us[index] = left - best.us
+        reserved = best.sms if best is not None else sms if name in budgets.wants(window) else 0
+        if reserved:
+            _leave(node, reserved)
+            done[index] = (*done.get(index, ()), (name, reserved))
     return done
 
 
-def _leave(node: fx.Node, sms: int) -> bool:
+def _measure(node: fx.Node, sms: int, busy_us: float) -> Reserve | None:
+    factors = node.args[:2] if is_call(node, ops.mm_start) else node.args
+    tensors = [value(factor) if isinstance(factor, fx.Node) else None for factor in factors]
+    operands = []
+    for tensor in tensors:
+        if tensor is None or not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+            return None
+        operands.append(Operand(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+    device = tensors[0].device  # type: ignore[union-attr]
+    return measured_reserve(tuple(operands), device, sms, busy_us)
+
+
+def _can_leave(node: fx.Node) -> bool:
+    """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
+    return is_call(node, ops.mm_start) or not (compat.tunes_gemms() or node.kwargs)
+
+
+def _leave(node: fx.Node, sms: int) -> None:
     if is_call(node, ops.mm_start):
         node.update_kwarg("reserved_sms", sms)
-        return True
-    if compat.tunes_gemms() or node.kwargs:  # addmm may scale, which the operator does not
-        return False
+        return
     node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
     node.args = (*node.args, sms)
-    return True

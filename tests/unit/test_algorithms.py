@@ -72,6 +72,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeKernel]:
     for module in (push, stream):
         monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0xABC))
     return made
 
@@ -390,7 +391,8 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
     ]
     assert (params.rank, params.tokens, params.weight_offset, params.scale) == (RANK, 10, 1.0, 0.5)
     shape = shape_for(HIDDEN, 2, 2, 4, 4)
-    expected = {"stream": 0xABC, "grid": 2, "block": shape.block, "shared_bytes": SHARED_BYTES, "programmatic": True}
+    expected = {"stream": 0xABC, "grid": 2, "block": shape.block, "shared_bytes": SHARED_BYTES, "cluster": 1}
+    expected["programmatic"] = True
     assert keywords == expected
     defines = dict(kernels[0].program.defines)
     assert Shape(defines["THREADS"], defines["GROUPS"], defines["STAGES"]) == shape
@@ -553,9 +555,9 @@ def test_two_shot_loads_what_its_launches_look_for(
     assert [kernel.launches for kernel in triton_kernels] == [2, 2]
 
 
-@pytest.mark.parametrize(("overlap_sms", "ctas"), [(0, 25), (3, 3), (32, 25)])
+@pytest.mark.parametrize(("overlap_sms", "ctas", "cluster"), [(0, 25, 1), (3, 3, 1), (16, 16, 8), (32, 25, 1)])
 def test_beside_other_work_all_have_the_sms_of_the_request(
-    kernels: list[FakeKernel], triton_kernels: list[FakeTritonKernel], overlap_sms: int, ctas: int
+    kernels: list[FakeKernel], triton_kernels: list[FakeTritonKernel], overlap_sms: int, ctas: int, cluster: int
 ) -> None:
     asked = replace(request(100), overlap_sms=overlap_sms)  # 25 rows a rank
     asked = replace(asked, outputs=asked.allocate(WORLD_SIZE))
@@ -566,6 +568,7 @@ def test_beside_other_work_all_have_the_sms_of_the_request(
     two_an_sm = min(25, 2 * ctas)
     assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas]
     assert [keywords["programmatic"] for keywords in launches] == 2 * [not overlap_sms]
+    assert launches[1]["cluster"] == cluster
     assert [kernel.grids for kernel in triton_kernels] == [[ctas]]
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import ops, p2p
-from tw_compile.kernels.all_reduce_rms_norm.beside import side_stream, start_beside
+from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, side_stream, start_beside
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
@@ -354,3 +354,12 @@ def test_empty_messages_and_those_without_room_are_not_beside_other_work(
     monkeypatch.setattr(transport, "_slot", lambda *_: None)
     transport.start(asked)
     assert taken == [asked] and machine.made == []
+
+
+@pytest.mark.parametrize(("ctas", "size"), [(1, 1), (2, 2), (6, 2), (12, 4), (8, 8), (16, 8), (32, 8), (25, 1)])
+def test_ctas_come_in_clusters_that_divide_them(monkeypatch: pytest.MonkeyPatch, ctas: int, size: int) -> None:
+    sms = 132
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=sms))
+    assert cluster_size(ctas, DEVICE) == size
+    sms = 96
+    assert cluster_size(ctas, DEVICE) == 1

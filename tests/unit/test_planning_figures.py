@@ -155,11 +155,11 @@ SIDE_BY_SIDE = [
 
 
 def test_gemms_beside_the_two_shot_kernel_take_about_as_long_as_predicted() -> None:
-    errors = []
+    errors, two_shot = [], H200.fused["two_shot"]
     for gemm, tokens, times in SIDE_BY_SIDE:
         for ctas, us in zip((8, 16, 32), times, strict=True):
-            alone = gemm_time(H200, gemm, tokens, H200.sms_in_pairs(ctas)).us
-            beside = fused_us(H200.fused["two_shot"], tokens, 8192, 4, ctas)
+            alone = gemm_time(H200, gemm, tokens, H200.sms_beside(two_shot, ctas)).us
+            beside = fused_us(two_shot, tokens, 8192, 4, ctas)
             errors.append(abs(H200.contention * max(alone, beside) / us - 1))
     assert fmean(errors) < 0.09
     assert sum(error > WITHIN for error in errors) <= 3
@@ -295,8 +295,8 @@ def flash_suffix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def split_plan(name: str, tokens: int, ctas: int, gemms_leave_sms: bool) -> Plan:
-    """Equal halves of one sequence, the stream kernel on as many CTAs, suffix attention by flash."""
-    stream = dataclasses.replace(H200.fused["stream"], ctas=(ctas,))
+    """Equal halves of one sequence, the stream kernel on as many CTAs without clusters, suffix attention by flash."""
+    stream = dataclasses.replace(H200.fused["stream"], ctas=(ctas,), cluster=1)
     profile = dataclasses.replace(H200, fused={**H200.fused, "stream": stream})
     layer = layer_of(name, 2, "cudnn", merged=False)
     return plan_layer(
@@ -346,7 +346,31 @@ def test_traced_gemms_are_predicted(columns: int, depth: int, alone: float, besi
     """Beside CTAs that leave too few pairs for all of their own, the last ones come after the first."""
     gemm = Gemm("any", columns, depth)
     assert gemm_time(H200, gemm, 2048, H200.sms).us == pytest.approx(alone, rel=WITHIN)
-    costs = Costs(H200, layer_of("llama-3.1-8b", 2, "cudnn", False), H200.fused["stream"], (4096,), False)
+    stream = dataclasses.replace(H200.fused["stream"], cluster=1)
+    costs = Costs(H200, layer_of("llama-3.1-8b", 2, "cudnn", False), stream, (4096,), False)
     if beside is not None:
         within = WITHIN if columns != 512 else 0.30  # the few late tiles of a small GEMM are faster than the first
         assert costs.beside(gemm, 2048, 4, left_us=300)[1] == pytest.approx(beside, rel=within)
+
+
+# Beside the stream kernel in clusters, with the best number of SMs left to it; model, tokens: columns and depth of a GEMM, how
+# many of it, CTAs, us of all
+BESIDE_CLUSTERS = [
+    ("llama-3.1-8b", 2048, (2048, 4096, 2), 16, 127.7),
+    ("llama-3.1-8b", 2048, (7168, 4096, 1), 16, 195.2),
+    ("llama-3.3-70b", 1024, (4096, 8192, 2), 8, 210.2),
+    ("llama-3.3-70b", 1024, (4096, 8192, 2), 16, 209.2),
+    ("llama-3.3-70b", 1024, (14336, 8192, 1), 8, 336.5),
+    ("llama-3.3-70b", 1024, (14336, 8192, 1), 16, 340.0),
+]
+
+
+@pytest.mark.parametrize(("model", "tokens", "gemms", "ctas", "us"), BESIDE_CLUSTERS)
+def test_gemms_beside_clusters_are_predicted(
+    model: str, tokens: int, gemms: tuple[int, int, int], ctas: int, us: float
+) -> None:
+    columns, depth, count = gemms
+    stream = dataclasses.replace(H200.fused["stream"], ctas=(ctas,))
+    costs = Costs(H200, layer_of(model, 2, "cudnn", False), stream, (2 * tokens,))
+    window = costs.window("mlp", 1, [(Gemm("any", columns, depth), tokens)] * count, tokens)
+    assert window.us == pytest.approx(us, rel=WITHIN)

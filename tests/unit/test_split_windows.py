@@ -14,6 +14,7 @@ from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
 from tw_compile import Config, compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
+from tw_compile.kernels.measured_reserve import Reserve
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import (
@@ -25,6 +26,7 @@ from tw_compile.passes.split import (
     rules_attention,
     split_tokens,
 )
+from tw_compile.passes.split import budgets as budgets_module
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, schedule
@@ -162,12 +164,38 @@ def test_gemms_that_begin_before_the_sum_arrives_leave_its_sms_and_compute_the_s
     result = woven(graph, budgets)
     done = reserve_sms(graph, result, budgets)
     graph.lint()
-    attention, mlp = ("qkv",) * 3, ("gate_up",) * 2
+    attention, mlp = (("qkv", 8),) * 3, (("gate_up", 24),) * 2
     assert done == {2: attention, 3: attention, 4: mlp, 5: mlp, 6: attention, 7: attention, 8: mlp, 9: mlp}
     given = [node.args[2] for node in graph.nodes if node.target is mm_leaving_sms]
-    assert given == ([16] * 6 + [32] * 4) * 2  # a CTA takes its SM from a pair, which GEMMs need both of
+    assert given == ([8] * 6 + [24] * 4) * 2
     for one, other in zip(expected, run_alone(graph, values), strict=True):
         assert torch.equal(one, other)
+
+
+def test_gemms_leave_what_is_measured_to_be_best_until_the_sum_has_arrived() -> None:
+    graph, budgets = planned()
+    budgets = with_windows(budgets, attention={"ctas": 8, "communication_us": 50.0}, mlp={"ctas": 24})
+    result = woven(graph, budgets)
+    asked: list[tuple[str | None, int, float]] = []
+
+    def measure(node: fx.Node, sms: int, busy_us: float) -> Reserve:
+        asked.append((result.parts.gemm_of(node), sms, busy_us))
+        return Reserve(0 if sms == 24 else sms + 4, 30.0)
+
+    done = reserve_sms(graph, result, budgets, measure)
+    attention = (("qkv", 12), ("qkv", 12))  # the third begins 10 us after the sum
+    assert done == {index: attention for index in (2, 3, 6, 7)}
+    assert asked[:2] == [("qkv", 8, 50.0), ("qkv", 8, 20.0)]
+    assert {name for name, sms, _ in asked if sms == 24} <= {"gate_up", "down"}
+
+
+def test_gemms_of_unknown_size_are_not_measured() -> None:
+    graph, _ = planned()
+    nodes = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert all(budgets_module._measure(node, 8, 50.0) is None for node in nodes)  # on a CPU
+    (node, *_) = nodes
+    node.args = (node.args[0], 3)
+    assert budgets_module._measure(node, 8, 50.0) is None
 
 
 def test_absorbed_gemms_leave_sms_by_an_argument() -> None:
@@ -175,7 +203,7 @@ def test_absorbed_gemms_leave_sms_by_an_argument() -> None:
     budgets = budgeted(with_windows(budgets, mlp={"ctas": 24}), "down")
     reserve_sms(graph, woven(graph, budgets), budgets)
     given = [node.kwargs.get("reserved_sms", 0) for node in graph.nodes if node.target is ops.mm_start]
-    assert given == [0, 0, 32, 32] * 2
+    assert given == [0, 0, 24, 24] * 2
     assert not find_ops(graph, "mm_leaving_sms")
 
 
@@ -241,7 +269,9 @@ def test_report_has_for_each_window_what_the_plan_gave_it() -> None:
             asked.communication_us,
             asked.us,
         )
-        assert set(window.gemms_leaving_sms) == {gemm.name for gemm in asked.gemms if gemm.sms < H200.sms}
+        assert {name for name, _ in window.gemms_leaving_sms} == {
+            gemm.name for gemm in asked.gemms if gemm.sms < H200.sms
+        }
     assert any(window.gemms_leaving_sms for window in steady)
     assert split.overlap.windows[0] == OverlapWindow("prologue", 1, (), split.overlap.windows[0].operators)
 

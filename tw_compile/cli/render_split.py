@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "planned for the rest", "compute us", "sum us", "us")
+WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "left by", "compute us", "sum us", "us")
 """SMs of the sum that travels, the GEMMs that are planned for the others, and predicted times."""
 
 
@@ -68,7 +68,7 @@ def _cells(window: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(dict.fromkeys(f"half {half}" if half in (1, 2) else str(half) for _, half in window["beside"]))
         or "-",
         str(window["overlap_sms"] or "-"),
-        ", ".join(dict.fromkeys(window["gemms_leaving_sms"])) or "-",
+        ", ".join(dict.fromkeys(f"{name} {left}" for name, left in window["gemms_leaving_sms"])) or "-",
         *("-" if window[key] is None else f"{window[key]:.0f}" for key in ("compute_us", "communication_us", "us")),
     )
 

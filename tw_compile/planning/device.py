@@ -86,6 +86,7 @@ class FusedKernel:
         row_us: What a row that is summed costs a CTA beyond its bytes.
         sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
         ctas: The numbers of CTAs to choose from, ascending.
+        cluster: The most CTAs that it keeps together in one group of SMs; 1 where they are dealt out to all groups.
     """
 
     traffic: str
@@ -95,6 +96,7 @@ class FusedKernel:
     row_us: float
     sharpness: float
     ctas: tuple[int, ...]
+    cluster: int
 
     @property
     def multicast(self) -> bool:
@@ -107,7 +109,7 @@ class DeviceProfile:
 
     Attributes:
         device_names: What ``torch.cuda.get_device_name`` says.
-        gpcs: Groups of SMs. Both SMs of a GEMM's pairs are of one group, see :meth:`sms_in_pairs`.
+        gpcs: Groups of SMs. Both SMs of a GEMM's pairs are of one group, see :meth:`sms_beside`.
         memory_gb_per_s: What elementwise kernels reach.
         rotary_gb_per_s: What rotary embedding reaches, as it is compiled: it transposes heads and tokens.
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
@@ -131,11 +133,13 @@ class DeviceProfile:
     all_reduce: Mapping[str, AllReduce]
     fused: Mapping[str, FusedKernel]
 
-    def sms_in_pairs(self, ctas: int) -> int:
-        """SMs that ``ctas`` CTAs leave to kernels of clusters of two, as cuBLAS's are.
+    def sms_beside(self, kernel: FusedKernel, ctas: int) -> int:
+        """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
 
-        CTAs are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
+        CTAs without clusters are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
         """
+        if kernel.cluster > 1:
+            return self.sms - ctas
         rounds, rest = divmod(ctas, 2 * self.gpcs)
         return self.sms - 2 * self.gpcs * rounds - 2 * min(rest, self.gpcs)
 

@@ -247,7 +247,9 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
         found |= {down, down + multiple}
         sms = costs.profile.sms
         for gemm in dict.fromkeys(costs.layer.gemms):
-            for budget in dict.fromkeys((sms, *(costs.profile.sms_in_pairs(ctas) for ctas in costs.kernel.ctas))):
+            for budget in dict.fromkeys(
+                (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
+            ):
                 tile = costs.gemm(gemm, middle or 1, budget).tile
                 for size in full_wave_tokens(gemm, tile, budget, middle):
                     found |= {size // multiple * multiple, (tokens - size) // multiple * multiple}

@@ -106,7 +106,7 @@ class Costs:
         cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn. Those that find no pair of SMs begin
         when the other kernel or the first of the rest ends, and then take as long as all others.
         """
-        free = self.profile.sms_in_pairs(ctas)
+        free = self.profile.sms_beside(self.kernel, ctas)
         if self.gemms_leave_sms or gemm.experts > 1:
             time = self.gemm(gemm, tokens, free)
             return time, time.us

@@ -1,0 +1,20 @@
+// Takes SMs for a time: a stand-in for a kernel of the same CTAs, to time what runs beside it.
+
+struct HoldParams {
+  unsigned long long nanoseconds;
+};
+
+static_assert(sizeof(unsigned long long) == 8);
+
+unsigned long long now() {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}
+
+extern "C" __global__ void hold_sms(const __grid_constant__ HoldParams params) {
+  unsigned long long begin = now();
+  while (now() - begin < params.nanoseconds) {
+    asm volatile("nanosleep.u32 200;");
+  }
+}

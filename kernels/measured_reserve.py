@@ -1,0 +1,108 @@
+"""How many SMs a matmul should leave to a kernel beside it: measured on the device, once for each shape.
+
+cuBLASLt can be told how many SMs there are, but not which. It may choose clusters of two, four or eight SMs, and those need
+SMs of one group (GPC), of which the kernel beside it has taken some: planned for exactly the SMs that are left, a matmul may
+find no place for its last clusters and take a wave more. How many it should leave can't be computed from outside, so the few
+numbers that can make a difference are tried, beside a stand-in that takes the same SMs for the same time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, side_stream
+from tw_compile.kernels.hold_sms import hold_sms
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+
+_MORE = (0, 4, 8, 12)
+"""SMs to leave beyond those that are taken."""
+_REPEATS = 5
+_LEAD_US = 150.0
+"""The device waits for so long before each trial, while the host enqueues it."""
+_SETTLE_US = 4.0
+"""From the fork to the matmul, so that the stand-in finds its SMs first."""
+_BUSY_STEP_US = 10
+_EQUAL = 1.01
+"""Times no further apart are taken for equal; then the fewer SMs are left."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as far as a matmul's time depends on it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, device: torch.device) -> torch.Tensor:
+        """Such a tensor, with random values: how much power a matmul takes depends on them."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).normal_()
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """``sms`` to leave, and the microseconds that the matmul then takes beside the other kernel."""
+
+    sms: int
+    us: float
+
+
+def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float) -> Reserve | None:
+    """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
+
+    ``operands``: those of ``mm`` or ``addmm``. None where it can't be measured: no device in use, no memory for the operands,
+    or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US)
+    return _measured(operands, device, ctas, busy)
+
+
+@cache
+def _measured(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int) -> Reserve | None:
+    with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
+        try:
+            tensors = [operand.make(device) for operand in operands]
+            matmul = mm_leaving_sms if len(tensors) == 2 else addmm_leaving_sms
+            numbers = (0, *(ctas + more for more in _MORE))
+            times: dict[int, list[float]] = {sms: [] for sms in numbers}
+            for sms in numbers:
+                matmul(*tensors, sms)  # chooses and loads its kernel
+            for _ in range(_REPEATS):
+                for sms in numbers:
+                    times[sms].append(_time_beside(partial(matmul, *tensors, sms), device, ctas, busy_us))
+        except torch.cuda.OutOfMemoryError:
+            return None
+    return best_of({sms: statistics.median(measured) for sms, measured in times.items()})
+
+
+def best_of(times: dict[int, float]) -> Reserve:
+    """The fewest SMs among those whose times are as good as the best."""
+    limit = min(times.values()) * _EQUAL
+    sms = min(sms for sms, us in times.items() if us <= limit)
+    return Reserve(sms, times[sms])
+
+
+def _time_beside(matmul: Callable[[], torch.Tensor], device: torch.device, ctas: int, busy_us: float) -> float:
+    """Microseconds from the fork to the end of the matmul."""
+    current, side = torch.cuda.current_stream(device), side_stream(device, 0)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold_sms(current, 1, _LEAD_US)
+    begin.record(current)
+    side.wait_event(begin)
+    hold_sms(side, ctas, busy_us, cluster_size(ctas, device))
+    hold_sms(current, 1, _SETTLE_US)
+    matmul()
+    end.record(current)
+    current.wait_stream(side)
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3 - _SETTLE_US

@@ -1,0 +1,52 @@
+"""What a matmul leaves to a kernel beside it: the choice, and the stand-in's machine code; timing needs a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tw_compile.kernels import measured_reserve as module
+from tw_compile.kernels.hold_sms import hold_program
+from tw_compile.kernels.measured_reserve import Operand, Reserve, best_of, measured_reserve
+
+OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({0: 120.0, 16: 90.0, 28: 80.0}, Reserve(28, 80.0)),
+        ({0: 80.5, 16: 80.0, 28: 90.0}, Reserve(0, 80.5)),
+        ({0: 100.0, 16: 80.0, 28: 79.9}, Reserve(16, 80.0)),
+    ],
+)
+def test_fewest_sms_among_equals_are_left(times: dict[int, float], best: Reserve) -> None:
+    assert best_of(times) == best
+
+
+def test_nothing_is_measured_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measured_reserve(OPERANDS, torch.device("cpu"), 16, 100.0) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert measured_reserve(OPERANDS, torch.device("cuda", 0), 16, 100.0) is None
+
+
+def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(module, "_measured", lambda *key: asked.append(key))
+    for busy_us in (1.0, 96.0, 104.0):
+        measured_reserve(OPERANDS, torch.device("cuda", 1), 16, busy_us)
+    assert asked == [(OPERANDS, torch.device("cuda", 1), 16, us) for us in (10, 100, 100)]
+
+
+def test_operands_are_laid_out_as_in_the_graph() -> None:
+    made = OPERANDS[1].make(torch.device("cpu"))
+    assert (made.shape, made.stride(), made.dtype) == ((32, 16), (1, 32), torch.bfloat16)
+    assert made.float().std() > 0.5
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_stand_in_waits_by_the_clock_of_the_gpu(capability: tuple[int, int]) -> None:
+    ptx = hold_program(capability).ptx()
+    assert "%globaltimer" in ptx and "nanosleep" in ptx
