@@ -103,7 +103,7 @@ def test_a_gemm_of_300_ctas_is_split_as_132_and_168() -> None:
         H200,
         sms=140,
         gemm=GemmRates(6.0, 1.0, 1e9, (TILE,)),
-        attention={"flash": AttentionRates(300.0, 1.0, 128)},
+        attention={"flash": AttentionRates(300.0, 300.0, 1.0, 128)},
         kernel="two_shot",
         fused={"two_shot": only},
     )
@@ -232,16 +232,16 @@ def test_a_suffix_is_a_call_of_its_own_where_the_kernel_has_no_bottom_right(monk
     def us(kernel: str, rows: range) -> float:
         return attention_us(H200, Attention(16, 4, 128, kernel=kernel), (4096, 4096), rows, 132)
 
-    cudnn, flash = H200.attention["cudnn"], H200.attention["flash"]
+    cudnn = H200.attention["cudnn"]
     assert us("cudnn", range(2048)) < us("flash", range(2048))
     monkeypatch.setattr(layer_module, "SUFFIX", {"cudnn": "flash"})
     assert us("cudnn", range(2048, 4096)) == us("flash", range(2048, 4096))
     whole = us("cudnn", range(4096, 8192))
     assert us("cudnn", range(2048, 8192)) == pytest.approx(us("flash", range(2048, 4096)) + whole)
     monkeypatch.setattr(layer_module, "SUFFIX", {"cudnn": layer_module.MERGED})
-    arithmetic = (us("flash", range(2048, 4096)) - flash.latency_us) * flash.tflops / cudnn.tflops
+    full = cudnn.latency_us + 4.0 * 128 * 16 * 2048 * 2048 / (cudnn.full_tflops * 1e6)
     merge = H200.launch_us + 3 * 2048 * 16 * 128 * 2 / (H200.memory_gb_per_s * 1e3)
-    assert us("cudnn", range(2048, 4096)) == pytest.approx(2 * cudnn.latency_us + arithmetic + merge)
+    assert us("cudnn", range(2048, 4096)) == pytest.approx(us("cudnn", range(2048)) + full + merge)
 
 
 def test_one_head_cannot_use_all_sms() -> None:
@@ -520,7 +520,7 @@ def test_joined_attention_runs_once_between_split_projections() -> None:
 def test_attention_is_joined_where_cutting_it_is_predicted_slower() -> None:
     """One head: a block of the last queries takes as long as all of attention, and both halves would have one."""
     layer = dataclasses.replace(dense(512, 8192, 1, 1), o_proj=Gemm("o_proj", 512, 128))
-    slow = dataclasses.replace(H200, attention={"flash": AttentionRates(20.0, 2.0, 4096)})
+    slow = dataclasses.replace(H200, attention={"flash": AttentionRates(20.0, 20.0, 2.0, 4096)})
     links = {"nccl": AllReduce("two_shot", 15.0, 50.0)}
     slow = dataclasses.replace(slow, fused={"stream": H200.fused["stream"]}, all_reduce=links)
     plan = plan_layer(slow, layer, 8192, min_gain=0.0)

@@ -168,7 +168,7 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("tokens", "window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "window takes"):
         left = name in ("window", "GEMMs: waves on SMs", "travels")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "GEMMs: waves on SMs")
     for one in plans:
         if one.mode is Mode.OFF:
             continue

@@ -59,10 +59,13 @@ class AttentionRates:
     """Of one attention kernel on the whole device; ``block_rows`` queries of one head are one CTA's work.
 
     Attributes:
+        tflops: Of causal attention, by the pairs of a query and a key that it sees.
+        full_tflops: Where all queries see all keys, which leaves no block half empty and no SM with less to do.
         latency_us: From the end of the kernel before it to full speed, with what the kernel needs cleared or copied.
     """
 
     tflops: float
+    full_tflops: float
     latency_us: float
     block_rows: int
 
@@ -114,7 +117,8 @@ class DeviceProfile:
         rotary_gb_per_s: What rotary embedding reaches, as it is compiled: it transposes heads and tokens.
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
         window_us: What it costs that two streams wait for each other.
-        contention: Factor on times of kernels that run beside each other on different SMs; they share power, L2 and memory.
+        contention: Factor on the time of what computes beside a fused kernel on other SMs; they share power, L2 and memory.
+        communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
     """
 
@@ -127,6 +131,7 @@ class DeviceProfile:
     launch_us: float
     window_us: float
     contention: float
+    communication_contention: float
     kernel: str
     gemm: GemmRates
     attention: Mapping[str, AttentionRates]
@@ -217,8 +222,9 @@ def parse_profile(text: str, source: str) -> DeviceProfile:
     profile = _part(DeviceProfile, values, source)
     if profile.kernel not in profile.fused:
         raise ValueError(f"{source}: kernel: expected one of {', '.join(profile.fused)}, got {profile.kernel!r}")
-    if profile.contention < 1.0:
-        raise ValueError(f"{source}: contention: expected at least 1, got {profile.contention}")
+    for name in ("contention", "communication_contention"):
+        if getattr(profile, name) < 1.0:
+            raise ValueError(f"{source}: {name}: expected at least 1, got {getattr(profile, name)}")
     for name, kernel in profile.fused.items():
         if kernel.ctas[-1] >= profile.sms:
             raise ValueError(

@@ -174,9 +174,12 @@ def attention_us(
         if suffix != MERGED:
             total += _call_us(profile, attention, suffix, [(first, last)], sms)
             continue
-        # The pairs of both calls are those of the span; the merge reads two results and writes one.
-        total += _call_us(profile, attention, attention.kernel, [(first, last)], sms)
-        total += profile.attention_rates(attention.kernel).latency_us
+        # All keys before the span for all of its queries, the span's own causally; the merge reads two results and writes one.
+        rates = profile.attention_rates(attention.kernel)
+        total += _call_us(profile, attention, attention.kernel, [(0, last - first)], sms)
+        pairs = sum(_pairs(first, last, window) - _pairs(0, last - first, window) for window in attention.windows)
+        flops = 4.0 * attention.head_dim * attention.heads * pairs / len(attention.windows)
+        total += rates.latency_us + flops * profile.sms / (rates.full_tflops * 1e6 * sms)
         nbytes = 3 * (last - first) * attention.heads * attention.head_dim * ELEMENT_BYTES
         total += profile.launch_us + nbytes / (profile.memory_gb_per_s * 1e3)
     return total
@@ -194,7 +197,7 @@ def _call_us(
     for window, count in kinds.items():
         pairs, longest = 0, 0
         for first, last in spans:
-            pairs += _causal_pairs(last, window) - _causal_pairs(first, window)
+            pairs += _pairs(first, last, window)
             longest = max(longest, min(last, window or last) * min(rates.block_rows, last - first))
         share = count / len(attention.windows)
         total += share * max(attention.heads * pairs / sms, longest) * pair_flops / per_sm_us
@@ -211,8 +214,11 @@ def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int
         start += length
 
 
-def _causal_pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, for the first ``length`` queries of a sequence."""
-    if window is None or length <= window:
-        return length * (length + 1) // 2
-    return window * (window + 1) // 2 + (length - window) * window
+def _pairs(first: int, last: int, window: int | None) -> int:
+    """Pairs of a query and a key that it sees, for queries from ``first`` to before ``last`` of a sequence."""
+
+    def of_first(queries: int) -> int:
+        seen = queries if window is None else min(queries, window)
+        return seen * (seen + 1) // 2 + (queries - seen) * seen
+
+    return of_first(last) - of_first(first)

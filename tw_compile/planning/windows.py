@@ -171,7 +171,7 @@ class Costs:
             alone = communication.fused_us(
                 self.kernel, message_tokens, self.layer.hidden_size, self.layer.world_size, ctas
             )
-            communication_us = profile.contention * alone
+            communication_us = profile.communication_contention * alone
         clock = 0.0
         gemms = []
         for step in steps:
