@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from dataclasses import asdict, replace
@@ -150,9 +151,11 @@ def test_changes_are_told_and_only_changes() -> None:
 def test_a_profile_recovers_the_machine_that_made_the_times() -> None:
     found = derive(report_of())
     assert found.profile is not None and found.profile.name == "H200, tuned"
-    assert found.profile.contention == CONTENTION
     shipped = shipped_profile(H200)
     assert shipped is not None
+    # In none of these pairs does the kernel take longer.
+    assert found.profile.contention == CONTENTION and "contention" in found.measured
+    assert found.profile.communication_contention == shipped.communication_contention
     assert found.profile.gemm == shipped.gemm and not any(name.startswith("gemm") for name in found.measured)
     two_shot = found.profile.all_reduce["torch_two_shot"]
     assert (two_shot.latency_us, two_shot.link_gb_per_s) == (pytest.approx(10.0), pytest.approx(250.0))
@@ -172,6 +175,9 @@ def test_a_pair_costs_what_its_parts_and_their_contention_say() -> None:
     assert pair_costs([row for row in rows if row.label != "gate_up"], beside.bench) == [
         one for one in costs if one.gemm != "gate_up"
     ]
+    waiting = [dataclasses.replace(one, longer="kernel", contention=factor) for factor in (0.9, 1.4, 1.5)]
+    assert contentions([*costs, *waiting]) == {"contention": CONTENTION, "communication_contention": 1.4}
+    assert contentions([]) == {}
 
 
 def test_a_second_tuning_keeps_what_the_first_said_about_other_world_sizes(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -140,7 +140,8 @@ class PairCost:
         alone_us: One after the other.
         best_us: The longer of the two, the GEMM as fast as on all SMs.
         plain_us, leaving_us: Both at once, the GEMM planned for all SMs, and for those that the kernel leaves.
-        contention: ``leaving_us`` by the longer of the two alone, the GEMM planned as in the pair.
+        longer: Which of the two takes longer alone, the GEMM planned as in the pair.
+        contention: ``leaving_us`` by the longer of the two.
     """
 
     world_size: int
@@ -152,6 +153,7 @@ class PairCost:
     best_us: float
     plain_us: float
     leaving_us: float
+    longer: Literal["kernel", "gemm"]
     contention: float
 
 
@@ -174,11 +176,18 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
                     if any((label, tokens) not in times for label in labels):
                         continue
                     kernel, whole, fewer, plain, leaving = (times[label, tokens] or 0.0 for label in labels)
-                    costs = (kernel + whole, max(kernel, whole), plain, leaving, leaving / max(kernel, fewer))
-                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
+                    costs = (kernel + whole, max(kernel, whole), plain, leaving)
+                    longer: Literal["kernel", "gemm"] = "kernel" if kernel > fewer else "gemm"
+                    factor = leaving / max(kernel, fewer)
+                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs, longer, factor))
     return found
 
 
-def contention(costs: Sequence[PairCost]) -> float | None:
-    """The median over pairs of at least 1; None without pairs."""
-    return statistics.median([max(1.0, one.contention) for one in costs]) if costs else None
+def contentions(costs: Sequence[PairCost]) -> dict[str, float]:
+    """A profile's factors on what computes and on what communicates: medians, at least 1, of the pairs that show them."""
+    found = {}
+    for name, longer in (("contention", "gemm"), ("communication_contention", "kernel")):
+        factors = [max(1.0, one.contention) for one in costs if one.longer == longer]
+        if factors:
+            found[name] = statistics.median(factors)
+    return found

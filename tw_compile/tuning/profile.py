@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +24,12 @@ _MIN_POINTS = 3
 
 
 def fitted(
-    base: DeviceProfile, kernel_runs: Sequence[Run], beside_runs: Sequence[Run], contention: float | None
+    base: DeviceProfile, kernel_runs: Sequence[Run], beside_runs: Sequence[Run], contentions: Mapping[str, float]
 ) -> tuple[DeviceProfile, frozenset[str]]:
     """The profile, and the dotted names of the values that are measured; all others are those of ``base``.
 
     An all_reduce is its row less the norm alone. Latency and rate are the least squares of relative errors; a fit without
-    a positive latency and rate is not one, and leaves the value alone.
+    a positive latency and rate is not one, and leaves the value alone. ``contentions``: values of the profile by name.
     """
     measured: set[str] = set()
     all_reduce, fused = dict(base.all_reduce), dict(base.fused)
@@ -40,16 +41,9 @@ def fitted(
         if name in fused:
             fused[name], found = _fitted_kernel(fused[name], algorithm, kernel_runs, beside_runs)
             measured |= {f"fused.{name}.{key}" for key in found}
-    if contention is not None:
-        measured.add("contention")
-    profile = replace(
-        base,
-        name=f"{base.name}, tuned",
-        contention=base.contention if contention is None else round(contention, 3),
-        all_reduce=all_reduce,
-        fused=fused,
-    )
-    return profile, frozenset(measured)
+    factors: dict[str, Any] = {name: round(factor, 3) for name, factor in contentions.items()}
+    profile = replace(base, name=f"{base.name}, tuned", all_reduce=all_reduce, fused=fused, **factors)
+    return profile, frozenset(measured | factors.keys())
 
 
 def _fitted_kernel(

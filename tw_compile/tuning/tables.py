@@ -19,7 +19,7 @@ from tw_compile.kernels.all_reduce_rms_norm.selection import Step, shipped_steps
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
 from tw_compile.runner.spec import UsageError
-from tw_compile.tuning.beside import PairCost, contention, pair_costs
+from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, Run, measured_steps, run_of_report, timings
 from tw_compile.tuning.profile import fitted, profile_text
@@ -87,7 +87,7 @@ def derive(report: dict[str, Any]) -> Derived:
     base = shipped_profile(device_name)
     profile, measured = None, frozenset[str]()
     if base is not None:
-        profile, measured = fitted(base, kernel_runs, beside_runs, contention(pairs))
+        profile, measured = fitted(base, kernel_runs, beside_runs, contentions(pairs))
     table = Table(THRESHOLDS_FILE, device_class, tuple(entries))
     return Derived(device_name, table, tuple(steps), profile, measured, tuple(pairs), bands)
 
