@@ -23,7 +23,7 @@ from tw_compile.planning.communication import fused_us, traffic_bytes
 from tw_compile.planning.device import parse_profile, profile_of_device, shipped_profile
 from tw_compile.runner.spec import UsageError
 from tw_compile.tuning import busy, run, show
-from tw_compile.tuning.beside import beside_contenders, pair_costs
+from tw_compile.tuning.beside import beside_contenders, contentions, pair_costs
 from tw_compile.tuning.busy import Usage, obstacles
 from tw_compile.tuning.spec import TuneSpec
 from tw_compile.tuning.tables import changes, derive, write
@@ -70,7 +70,7 @@ def row(label: str, tokens: int, hidden: int, us: float | None) -> Row:
 def beside_us(label: str) -> float:
     gemm = 300.0 if "gate_up" in label else 100.0
     if " on " in label:
-        return CONTENTION * gemm if "leaving" in label else 2 * gemm
+        return gemm + (CONTENTION - 1) * 50.0 if "leaving" in label else 2 * gemm
     return gemm if not label.startswith("tw-") else 50.0
 
 
@@ -171,7 +171,7 @@ def test_a_pair_costs_what_its_parts_and_their_contention_say() -> None:
     costs = pair_costs(rows, beside.bench)
     assert len(costs) == 2 * 2 * 2 * 3  # tokens, kernels, GEMMs, SM counts
     one = next(one for one in costs if one.gemm == "gate_up")
-    assert (one.alone_us, one.best_us, one.plain_us, one.leaving_us) == (350.0, 300.0, 600.0, 375.0)
+    assert (one.alone_us, one.best_us, one.plain_us, one.leaving_us, one.left) == (350.0, 300.0, 600.0, 312.5, 8)
     assert pair_costs([row for row in rows if row.label != "gate_up"], beside.bench) == [
         one for one in costs if one.gemm != "gate_up"
     ]

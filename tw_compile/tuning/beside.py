@@ -21,6 +21,8 @@ from tw_compile.runner.launch import report_to_parent
 from tw_compile.testing.gpu_problems import Problem
 
 KERNELS = ("tw-stream", "tw-push-two-shot")
+LEFT_BEYOND = (0, 12)
+"""SMs that a GEMM leaves beyond those of the kernel: its clusters need SMs of one group."""
 _TOLERANCE = 2**-6
 """Of a product's root mean square: cuBLAS may add up in another order when it plans for fewer SMs."""
 
@@ -77,7 +79,7 @@ class GemmAlone(Contender):
 
 
 class Beside(Operator):
-    """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies."""
+    """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies, leaving ``reserved`` SMs."""
 
     def __init__(self, variant: Variant, sms: int, gemm: Gemm, reserved: int) -> None:
         super().__init__(variant, sms if variant.sms is not None else None)
@@ -112,10 +114,14 @@ def beside_contenders(spec: BenchSpec) -> list[Contender]:
     for variant in variants:
         counts: Sequence[int | None] = spec.sms if variant.sms is not None else (None,)
         alone += [Operator(variant, sms) for sms in counts]
+    reserves = {sms: (0, *(sms + more for more in LEFT_BEYOND)) for sms in spec.sms}
     for gemm in gemms(spec.world_size):
-        alone += [GemmAlone(gemm, reserved) for reserved in (0, *spec.sms)]
+        alone += [GemmAlone(gemm, reserved) for reserved in sorted({one for some in reserves.values() for one in some})]
         pairs += [
-            Beside(variant, sms, gemm, reserved) for variant in variants for sms in spec.sms for reserved in (0, sms)
+            Beside(variant, sms, gemm, reserved)
+            for variant in variants
+            for sms in spec.sms
+            for reserved in reserves[sms]
         ]
     return alone + pairs
 
@@ -139,9 +145,10 @@ class PairCost:
     Attributes:
         alone_us: One after the other.
         best_us: The longer of the two, the GEMM as fast as on all SMs.
-        plain_us, leaving_us: Both at once, the GEMM planned for all SMs, and for those that the kernel leaves.
+        plain_us, leaving_us: Both at once, the GEMM planned for all SMs, and for fewer, as few as is best of those tried.
+        left: SMs that it then leaves.
         longer: Which of the two takes longer alone, the GEMM planned as in the pair.
-        contention: ``leaving_us`` by the longer of the two.
+        contention: By what factor the longer one was slower while the shorter one ran.
     """
 
     world_size: int
@@ -153,6 +160,7 @@ class PairCost:
     best_us: float
     plain_us: float
     leaving_us: float
+    left: int
     longer: Literal["kernel", "gemm"]
     contention: float
 
@@ -165,21 +173,22 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
         for variant in KERNELS if spec.device == "cuda" else [one.label for one in OURS_ON_CPU]:
             for sms in spec.sms:
                 for gemm in gemms(spec.world_size):
+                    kernel = times.get((f"{variant}-{sms}sm" if spec.device == "cuda" else variant, tokens))
                     pair = f"{variant} on {sms}, {gemm.name}"
-                    labels = (
-                        f"{variant}-{sms}sm" if spec.device == "cuda" else variant,
-                        gemm.name,
-                        f"{gemm.name} leaving {sms}",
-                        pair,
-                        f"{pair} leaving {sms}",
-                    )
-                    if any((label, tokens) not in times for label in labels):
+                    plain, whole = (times.get((label, tokens)) for label in (pair, gemm.name))
+                    leaving = [
+                        (us, sms + more, alone)
+                        for more in LEFT_BEYOND
+                        if (us := times.get((f"{pair} leaving {sms + more}", tokens)))
+                        and (alone := times.get((f"{gemm.name} leaving {sms + more}", tokens)))
+                    ]
+                    if kernel is None or plain is None or whole is None or not leaving:
                         continue
-                    kernel, whole, fewer, plain, leaving = (times[label, tokens] or 0.0 for label in labels)
-                    costs = (kernel + whole, max(kernel, whole), plain, leaving)
+                    both, left, fewer = min(leaving)
                     longer: Literal["kernel", "gemm"] = "kernel" if kernel > fewer else "gemm"
-                    factor = leaving / max(kernel, fewer)
-                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs, longer, factor))
+                    factor = 1.0 + (both - max(kernel, fewer)) / min(kernel, fewer)
+                    costs = (kernel + whole, max(kernel, whole), plain, both, left, longer, factor)
+                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
     return found
 
 

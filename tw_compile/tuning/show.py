@@ -107,7 +107,7 @@ def _print_pairs(console: Console, pairs: Sequence[PairCost]) -> None:
         box=None,
         pad_edge=False,
     )
-    names = ("", "tokens", "GEMM", "SMs", "in turn", "longer one", "both", "both, SMs left", "contention")
+    names = ("", "tokens", "GEMM", "SMs", "in turn", "longer one", "both", "both, SMs left", "left", "contention")
     for name in names:
         table.add_column(name, justify="left" if name in ("", "GEMM") else "right", header_style="dim")
     for one in best.values():
@@ -118,6 +118,7 @@ def _print_pairs(console: Console, pairs: Sequence[PairCost]) -> None:
             one.gemm,
             str(one.sms),
             *(f"{us:.0f}" for us in times),
+            str(one.left),
             f"{one.contention:.2f}",
         )
     console.print()
