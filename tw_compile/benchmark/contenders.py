@@ -334,6 +334,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         gated.append(Gated())
     if spec.device == "cpu":
         return select(spec, OURS_ON_CPU, [AllReduce("gloo+norm")]) + gated
+    from tw_compile.benchmark.copy_engines import CopyEngines
     from tw_compile.benchmark.flashinfer_peers import FlashInfer
 
     others = [
@@ -342,6 +343,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         SymmetricMemory("symm-two-shot+norm", one_shot=False),
         FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=max(spec.tokens)),
         FlashInfer("flashinfer-two-shot", one_shot=False, most_tokens=max(spec.tokens)),
+        CopyEngines(),
         NoCommunication(),
     ]
     return select(spec, OURS, others) + gated
