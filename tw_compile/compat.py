@@ -34,6 +34,11 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return {} if mode in (None, "default") else list_mode_options(mode)
 
 
+def cuda_graph_options() -> dict[str, Any]:
+    """Those of mode "reduce-overhead", where a graph on a GPU that can't be captured is an error, not a warning."""
+    return {**mode_options("reduce-overhead"), "triton.cudagraph_or_error": True}
+
+
 def inductor_option_names() -> set[str]:
     from torch._inductor import config
 

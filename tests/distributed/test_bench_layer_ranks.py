@@ -1,10 +1,12 @@
-"""``tw-compile bench layer`` on gloo ranks, and variants that fail on one rank or compute nonsense."""
+"""``bench layer`` and ``bench model`` on gloo ranks, and variants that fail on one rank or compute nonsense."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,33 +18,36 @@ from typer.testing import CliRunner
 
 from tw_compile import compat
 from tw_compile.benchmark.layer import worker
-from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.spec import LayerSpec, Scope
+from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
 from tw_compile.benchmark.layer.variants import Variant
-from tw_compile.benchmark.layer.worker import Entry, Outputs, Run, Stack, bench_tokens, build_stack
+from tw_compile.benchmark.layer.worker import Entry, bench_tokens
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.cli.app import app
-from tw_compile.models import to_double
 from tw_compile.report import GraphReport
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.gpu_problems import Context
 
-SPEC = LayerSpec("tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
+SPEC = LayerSpec("layer", "tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
 
 
 @pytest.mark.timeout(400)
-def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("scope", "all_reduces"), [("layer", 2), ("model", 3)])
+def test_smoke_test_on_gloo_ranks(scope: str, all_reduces: int, tmp_path: Path) -> None:
     files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json")}
     args = ["--device", "cpu", "--repeats", "20", "--only", "fused,no-communication"]
     args += [part for name, file in files.items() for part in (f"--{name}", str(file))]
-    result = CliRunner().invoke(app, ["bench", "layer", *args])
+    result = CliRunner().invoke(app, ["bench", scope, *args])
     assert result.exit_code == 0, result.output
     assert "say nothing about speed" in result.output and "PASSED" in result.output
     assert "7/7 8 tokens: timing" in result.output
     report = json.loads(files["json"].read_text())
-    assert (report["world_size"], report["layers"], report["tokens"]) == (2, 1, [8])
+    assert (report["command"], report["world_size"], report["layers"]) == (f"bench {scope}", 2, 1)
+    assert (report["tokens"], report["hidden_size"]) == ([8], 512)
     fused, alone = report["rows"]
-    assert (fused["label"], fused["all_reduces"], fused["fused"], fused["numerics"]) == ("fused", 2, 2, "ok")
-    assert (alone["label"], alone["all_reduces"], alone["numerics"]) == ("no-communication", 2, "not checked")
+    assert (fused["label"], fused["numerics"]) == ("fused", "ok")
+    assert fused["all_reduces"] == fused["fused"] == all_reduces  # a model's first is the embedding's
+    assert (alone["label"], alone["all_reduces"], alone["numerics"]) == ("no-communication", all_reduces, "not checked")
     assert all(0 < row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in report["rows"])
     assert fused["speedup"] is None and 1e-4 < fused["hidden_error"] < 1e-1
     lines = list(csv.DictReader(files["csv"].open()))
@@ -60,11 +65,11 @@ LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph",
 
 
 def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
-    def compiled(variant: Variant, stack: Stack, residual: torch.Tensor) -> tuple[Run, int]:
+    def compiled(variant: Variant, subject: Subject, inputs: torch.Tensor) -> tuple[Run, int]:
         label, runs = variant.label, iter(range(1000))
 
         def forward(x: torch.Tensor) -> Outputs:
-            hidden, h = stack(x)
+            hidden, h = subject(x)
             is_bad = rank == 1 and (label != "wrong later" or next(runs) > 5)
             if is_bad and label == "raises":
                 raise RuntimeError("lost\nwith all its hands")
@@ -76,24 +81,26 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
                 h[0, 0, 0] = float("nan")
             return hidden, h
 
-        run = Run(forward, residual)
+        run = Run(forward, inputs)
         run()
         return run, 0 if label == "no graph" else 2
 
     return compiled
 
 
-def _bench_broken(ranks: Ranks) -> list[dict[str, Any]]:
-    stack = build_stack(SPEC, torch.device("cpu"))
-    double = Stack(to_double(stack.decoder))
+def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
+    spec = replace(SPEC, scope=scope)
+    subject = build_subject(spec, torch.device("cpu"))
     everyone = [Variant(label, "peer") for label in LABELS]
     with mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)):
-        rows = bench_tokens(SPEC, ranks, everyone, (stack, double), 6, lambda what: None)
+        (reference,) = worker._references(spec, ranks, subject, lambda what: None)
+        rows = bench_tokens(spec, ranks, everyone, subject, reference, lambda what: None)
     return [vars(row) for row in rows]
 
 
-def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: GlooRanks) -> None:
-    results = gloo_ranks.run(_on_ranks, _bench_broken)
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: GlooRanks, scope: Scope) -> None:
+    results = gloo_ranks.run(_on_ranks, partial(_bench_broken, scope=scope))
     assert results[0] == results[1]
     rows = {row["label"]: row for row in results[0]}
     outcomes = {label: (row["outcome"], row["numerics"], row["p50_us"] is not None) for label, row in rows.items()}
@@ -115,14 +122,15 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
 
 
 def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
-    stack = build_stack(SPEC, torch.device("cpu"))
+    subject = build_subject(SPEC, torch.device("cpu"))
 
-    def forward(stack: Any, inputs: torch.Tensor) -> Outputs:
+    def forward(subject: Any, inputs: torch.Tensor) -> Outputs:
         raise torch.OutOfMemoryError("out of memory")
 
     steps: list[str] = []
     with mock.patch.object(worker, "reference_forward", forward):
-        rows = bench_tokens(SPEC, ranks, [Variant("fused", "ours")], (stack, stack), 6, steps.append)
+        (reference,) = worker._references(SPEC, ranks, subject, steps.append)
+        rows = bench_tokens(SPEC, ranks, [Variant("fused", "ours")], subject, reference, steps.append)
     assert len(steps) == 3
     return [(row.outcome, row.reason) for row in rows]
 

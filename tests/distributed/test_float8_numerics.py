@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from hf_norm import HFNorm
 from torch import nn
 
 from tw_compile import Config, TWCompilePass, collect_reports
@@ -32,22 +33,12 @@ class StaticFloat8Linear(nn.Module):
         return (quantised.to(x.dtype) @ self.weight.t()) * SCALE
 
 
-class Norm(nn.Module):
-    def __init__(self, common: torch.Generator) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(1 + 0.3 * torch.randn(H, generator=common))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
 class Decoder(nn.Module):
     def __init__(self, rank: int) -> None:
         super().__init__()
         common, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(100 + rank)
         self.layers = nn.ModuleList(StaticFloat8Linear(own) for _ in range(4))
-        self.norms = nn.ModuleList(Norm(common) for _ in range(5))
+        self.norms = nn.ModuleList(HFNorm(H, common) for _ in range(5))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stream, hidden = x, self.norms[0](x)

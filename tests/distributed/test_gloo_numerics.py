@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from hf_norm import HFNorm
 from torch import nn
 
 from tw_compile.testing import Comparison, GlooRanks, compare_on_gloo
@@ -20,16 +21,6 @@ def second_group() -> dist.ProcessGroup:
     return _SECOND[0]
 
 
-class HFNorm(nn.Module):
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(1 + 0.3 * torch.randn(H, generator=generator))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = x.double() if x.dtype == torch.float64 else x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
-
-
 class Decoder(nn.Module):
     """Attention-like blocks on one group, MLP-like blocks on another; a bias, an early norm, a final norm."""
 
@@ -39,7 +30,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(H, H, bias=False) for _ in range(4))
         for block in self.blocks:
             block.weight.data = 0.2 * torch.randn(H, H, generator=own)
-        self.norms = nn.ModuleList(HFNorm(common) for _ in range(5))
+        self.norms = nn.ModuleList(HFNorm(H, common) for _ in range(5))
         self.bias = nn.Parameter(torch.randn(H, generator=common))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

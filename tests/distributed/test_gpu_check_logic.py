@@ -140,6 +140,7 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
         for module in (gpu_stress, gpu_producer, gpu_overlap):
             stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
             stack.enter_context(mock.patch.object(module, "new_counter", new_counter))
+        for module in (gpu_stress, gpu_overlap):
             stack.enter_context(mock.patch.object(module, "capture", capture))
         stack.enter_context(mock.patch.object(gpu_stress, "_CALLS_PER_REPLAY", 20))
         stack.enter_context(mock.patch.object(gpu_overlap, "_GEMM", 16))

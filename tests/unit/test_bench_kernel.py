@@ -15,19 +15,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tw_compile import compat
 from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contenders import Contender, Operator, Variant, add_rms_norm_, contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
-from tw_compile.benchmark.measure import LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.benchmark.measure import LaunchTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.benchmark.plot import plot, spread
 from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import SMOKE_TEST, print_report
 from tw_compile.benchmark.tune import steps_from, table_of
-from tw_compile.cli import bench
+from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.kernels.all_reduce_rms_norm.selection import Step
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
@@ -134,6 +136,30 @@ def test_a_loop_times_every_call_in_turn() -> None:
 
     assert LoopTimer([lambda: call("a"), lambda: call("b")], 5).run() > 0
     assert seen == list("ababa")
+
+
+def test_a_launch_is_timed_from_when_the_gpus_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[object] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            order.append("event")
+
+        def synchronize(self) -> None:
+            order.append("waited")
+
+        def elapsed_time(self, end: object) -> float:
+            return 0.006
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "ones", lambda size, device: None)
+    monkeypatch.setattr(compat, "delay_stream", order.append)
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: order.append("met"))
+    assert LaunchTimer(lambda: order.append("launch"), count=3, head_start=7).run() == pytest.approx(2.0)
+    assert order == [7, "met", "event", "launch", "event", "waited"]
 
 
 def test_call_that_breaks_a_capture_is_the_reason_and_not_the_broken_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,17 +422,17 @@ def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: py
 def test_ranks_are_the_gpus_that_are_there(
     gpus: int, tp: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "_gpus", lambda: gpus)
-    assert bench.ranks_here("bench kernel", tp, "cuda") == ranks
+    monkeypatch.setattr(bench_common, "_gpus", lambda: gpus)
+    assert bench_common.ranks_here("bench kernel", tp, "cuda") == ranks
 
 
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_gpus", lambda: 1)
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 1)
     with pytest.raises(UsageError, match="--device: expected cpu"):
-        bench.ranks_here("bench kernel", None, "cuda")
-    monkeypatch.setattr(bench, "_gpus", lambda: 4)
+        bench_common.ranks_here("bench kernel", None, "cuda")
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
     with pytest.raises(UsageError, match="--tp: expected at most 4"):
-        bench.ranks_here("bench kernel", 8, "cuda")
+        bench_common.ranks_here("bench kernel", 8, "cuda")
 
 
 def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception) -> Any:

@@ -1,4 +1,4 @@
-"""``tw-compile bench layer`` without its ranks: variants, graphs, arithmetic, files and refusals."""
+"""``bench layer`` and ``bench model`` without their ranks: variants, graphs, arithmetic, files and refusals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,25 +18,28 @@ import torch.nn.functional as F
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tw_compile import Config
+from tw_compile import Config, compat
+from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
 from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.subject import Model, Subject
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
 from tw_compile.benchmark.layer.variants import variants
+from tw_compile.benchmark.ranks import one_line
 from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.table import SMOKE_TEST
-from tw_compile.cli import bench
+from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.models import reference, reference_forward
 from tw_compile.runner.spec import UsageError
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.capture import capture_graphs
 
-SPEC = LayerSpec("llama-3.3-70b", 4, "cuda", "bfloat16", (1024, 4096))
+SPEC = LayerSpec("layer", "llama-3.3-70b", 4, "cuda", "bfloat16", (1024, 4096))
 MIB = 2**20
 
 
@@ -58,8 +62,9 @@ def measured(tokens: int = 1024) -> list[LayerRow]:
     return complete(rows, "cuda")
 
 
-def report_of(rows: list[LayerRow], device: str = "cuda") -> dict[str, Any]:
+def report_of(rows: list[LayerRow], device: str = "cuda", scope: str = "layer") -> dict[str, Any]:
     return {
+        "command": f"bench {scope}",
         "machine": "x86_64 64 cpus",
         "model": "llama-3.3-70b",
         "device": device,
@@ -73,7 +78,7 @@ def report_of(rows: list[LayerRow], device: str = "cuda") -> dict[str, Any]:
         "environment": {"NCCL_NVLS_ENABLE": "0"},
         "rows": [asdict(one) for one in rows],
         "sweeps": sweeps(rows),
-        "versions": {"torch": "2.11.0", "nccl": "2.28.9", "commit": "unknown"},
+        "versions": {"torch": "2.11.0", "nccl": "2.28.9", "flashinfer": None, "commit": "unknown"},
     }
 
 
@@ -120,6 +125,8 @@ def test_who_takes_part() -> None:
         "inductor+gloo",
         "no-communication",
     ]
+    of_model = dataclasses.replace(SPEC, scope="model")
+    assert [one.label for one in variants(of_model, 1024)] == ["fused", "split", "fused+split", *unfused]
     only = dataclasses.replace(SPEC, only=("inductor+nccl", "fused"))
     assert [one.label for one in variants(only, 1024)] == ["fused", "inductor+nccl"]
     with pytest.raises(UsageError, match=r"--only: expected some of fused, .*, got 'fuse'"):
@@ -250,6 +257,36 @@ def test_operators_write_the_message_to_the_slot_of_their_site(monkeypatch: pyte
         symmetric.mm_all_reduce(torch.randn(5, 3), b, "a", "group", 0)
 
 
+def test_a_slot_is_no_larger_than_what_its_kernel_is_tried_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def empty(nbytes: int, device: torch.device) -> torch.Tensor:
+        made.append(nbytes)
+        return torch.empty(16, dtype=torch.uint8)
+
+    monkeypatch.setattr(compat, "symm_mem_empty", empty)
+    monkeypatch.setattr(compat, "symm_mem_rendezvous", lambda buffer, group: (None,))
+    ranks: Any = SimpleNamespace(together=lambda work: work(), ctx=SimpleNamespace(group_name="group"))
+    slots = Slots(ranks, 64 * MIB)
+    for kind in ("one_shot", "two_shot", "one_shot"):
+        assert slots.view(kind, 0, (2, 2), torch.empty(0)).shape == (2, 2)
+    assert made == [32 * MIB, 64 * MIB]
+
+
+def test_runs_of_a_model_are_of_cuda_graphs_or_fail() -> None:
+    assert Model.options(None)["triton.cudagraph_or_error"] and Model.options(None)["triton.cudagraphs"]  # type: ignore[arg-type]
+    assert Subject.options(None) == {}  # type: ignore[arg-type]
+
+
+def test_reason_of_a_compile_that_failed_is_its_cause() -> None:
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        raise ValueError("not captured\nat all")
+
+    with pytest.raises(compat.BackendCompilerFailed) as failed:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert one_line(failed.value) == "ValueError: not captured"
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_reference_attention_head_by_head_is_the_same(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -278,6 +315,8 @@ def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     assert "1024 tokens in 2 sequences, messages of 16.0 MiB" in text
     assert "against inductor+symm-two-shot, the best unfused here" in text
     assert "inductor+symm-one-shot: messages too large" in text
+    assert "us a layer" in text
+    assert "us a run" in printed(report_of(measured(), scope="model"))
     failed = row("fused", "ours", None, outcome="numerics failed", reason="hidden: error 2")
     text = printed(report_of([failed, *measured()[1:]]))
     assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
@@ -292,10 +331,11 @@ def test_csv_has_a_line_for_each_row() -> None:
     assert {(line["model"], line["layers"], line["torch"]) for line in lines} == {("llama-3.3-70b", "4", "2.11.0")}
 
 
-def test_plot_is_a_picture(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_plot_is_a_picture(scope: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "layer.svg"
-    layer_plot.plot(report_of([*measured(), *measured(4096)]), str(file))
+    layer_plot.plot(report_of([*measured(), *measured(4096)], scope=scope), str(file))
     assert "<svg" in file.read_text()
 
 
@@ -319,15 +359,16 @@ def test_plot_is_a_picture(tmp_path: Path) -> None:
         (["--plot", "layer.gif"], "--plot", "layer.gif"),
     ],
 )
-def test_bad_input_is_one_line(args: list[str], named: str, came: str) -> None:
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_bad_input_is_one_line(scope: str, args: list[str], named: str, came: str) -> None:
     device = [] if "--device" in args else ["--device", "cpu"]
-    result = CliRunner().invoke(app, ["bench", "layer", *device, *args])
+    result = CliRunner().invoke(app, ["bench", scope, *device, *args])
     lines = result.output.strip().splitlines()
     assert result.exit_code == 2
     assert len(lines) == 1 and named in lines[0] and "expected" in lines[0] and came in lines[0]
 
 
-def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow]) -> tuple[Any, LayerSpec]:
+def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow], *args: str) -> tuple[Any, LayerSpec]:
     specs: list[LayerSpec] = []
 
     def run(spec: LayerSpec, progress: Any) -> dict[str, Any]:
@@ -337,15 +378,33 @@ def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow]) -> tuple[Any, 
         return report_of(rows)
 
     monkeypatch.setattr(layer_run, "run", run)
-    monkeypatch.setattr(bench, "_gpus", lambda: 4)
-    return CliRunner().invoke(app, ["bench", "layer", "--tokens", "1024,4096", "--batch", "2"]), specs[0]
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
+    return CliRunner().invoke(app, ["bench", *args]), specs[0]
 
 
 def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, spec = _bench(monkeypatch, measured())
+    args = ("layer", "--tokens", "1024,4096", "--batch", "2")
+    result, spec = _bench(monkeypatch, measured(), *args)
     assert result.exit_code == 0 and "PASSED" in result.output
     steps = 3 + 2 * (2 + len(variants(spec, 1024)))
     assert f"{steps}/{steps} step {steps - 1}" in result.output
     assert (spec.model, spec.world_size, spec.layers, spec.batch) == ("llama-3.3-70b", 4, 4, 2)
     wrong = row("fused", "ours", None, outcome="numerics failed", reason="hidden: not finite")
-    assert _bench(monkeypatch, [wrong])[0].exit_code == 1
+    assert _bench(monkeypatch, [wrong], *args)[0].exit_code == 1
+
+
+def test_model_is_cut_to_16_layers_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, spec = _bench(monkeypatch, measured(), "model", "--tp", "2", "--model", "qwen2.5-72b")
+    assert result.exit_code == 0 and "PASSED" in result.output
+    assert (spec.scope, spec.model, spec.world_size, spec.layers) == ("model", "qwen2.5-72b", 2, 16)
+    assert (min(spec.tokens), max(spec.tokens), len(spec.tokens), spec.sweep_split) == (512, 32768, 7, False)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_report_says_what_was_asked_for(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"device_name": "d", "hidden_size": 8, "rows": [asdict(one) for one in measured()]}
+    monkeypatch.setattr(bench_run, "spawn_ranks", lambda spec, progress, entry: found)
+    spec = dataclasses.replace(SPEC, scope=scope, only=("fused", "no-communication"))
+    report = layer_run.run(spec, lambda what: None)
+    assert report.items() >= (dataclasses.asdict(spec) | found | {"command": f"bench {scope}", "sweeps": []}).items()
+    assert report["environment"]["NCCL_NVLS_ENABLE"] == "0"

@@ -31,8 +31,9 @@ def test_default_mode_has_no_options(mode: str | None) -> None:
     assert compat.mode_options("reduce-overhead")["triton.cudagraphs"] is True
 
 
-def test_the_hook_is_an_option_of_inductor() -> None:
-    assert compat.POST_GRAD_HOOK in compat.inductor_option_names()
+def test_what_is_set_are_options_of_inductor() -> None:
+    assert {compat.POST_GRAD_HOOK, *compat.cuda_graph_options()} <= compat.inductor_option_names()
+    assert compat.cuda_graph_options()["triton.cudagraphs"] is True
 
 
 @pytest.mark.parametrize("nothing", [None, [], ()])

@@ -17,7 +17,7 @@ from tw_compile.benchmark.contenders import AllReduce, Operator, SymmetricMemory
 from tw_compile.benchmark.gated import Gated, regret_csv, regret_line, regrets, set_regret
 from tw_compile.benchmark.results import Outcome, Row, failures
 from tw_compile.benchmark.spec import BenchSpec, Size
-from tw_compile.cli import bench
+from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.gating import Entry, Gate, Node, Settings, Source, Table
@@ -155,12 +155,12 @@ def test_gated_takes_part_only_when_asked() -> None:
 def test_gated_has_sizes_of_its_own_and_regret_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[BenchSpec] = []
 
-    def run(spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
+    def measure(run: Any, steps: int, print_report: Any, spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
         seen.append(spec)
         return {"rows": []}
 
-    monkeypatch.setattr(bench, "_gpus", lambda: 2)
-    monkeypatch.setattr(bench, "_bench_kernel", run)
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 2)
+    monkeypatch.setattr(bench_common, "measure", measure)
     assert CliRunner().invoke(app, ["bench", "kernel", "--gated"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "kernel"]).exit_code == 0
     assert [(one.hidden, one.gated) for one in seen] == [((2048, 4096, 8192), True), ((8192,), False)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -21,7 +19,7 @@ from tw_compile.benchmark.contenders import (
     SymmetricMemory,
 )
 from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.results import Row, csv_text, made_with, rows_of
 from tw_compile.benchmark.spec import Size
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
@@ -160,11 +158,5 @@ def regret_line(report: dict[str, Any]) -> str:
 
 def regret_csv(report: dict[str, Any]) -> str:
     """One line a size, each with what it was measured with."""
-    made_with = {name: report[name] for name in ("machine", "device", "device_name", "dtype", "repeats")}
-    made_with |= report["versions"]
-    text = io.StringIO()
-    names = [*Regret.__dataclass_fields__, *made_with]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(one) | made_with for one in regrets(report))
-    return text.getvalue()
+    names = ("machine", "device", "device_name", "dtype", "repeats")
+    return csv_text([asdict(one) for one in regrets(report)], made_with(report, names))

@@ -1,10 +1,11 @@
-"""The report as a picture: time against tokens, and how near to the bound. Needs matplotlib."""
+"""Reports as pictures: time against tokens, and how near to the bound. Needs matplotlib."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +31,66 @@ def require(path: str) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A number of ``rows`` against tokens; ``settings`` are those of matplotlib's axes.
+
+    ``title`` stands over it; ``line`` is a height that is marked.
+    """
+
+    rows: Sequence[Measured]
+    field: str
+    settings: dict[str, Any]
+    title: str = ""
+    line: float | None = None
+
+
 def plot(report: dict[str, Any], path: str) -> None:
     """One line of two panels for each hidden size; written to ``path`` (png or svg)."""
+    rows = rows_of(report)
+    lines = []
+    for hidden in sorted({row.hidden for row in rows}):
+        own = [row for row in rows if row.hidden == hidden]
+        title = f"hidden {hidden}, {report['dtype']}"
+        share = {
+            "ylim": (0, 1),
+            "ylabel": f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s",
+        }
+        # Who moves less has another bound.
+        shared = [row for row in own if not row.quantises]
+        lines.append([times_panel(own, "a call", title), Panel(shared, "share_of_bound", share, title)])
+    draw(lines, f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}", path)
+
+
+def times_panel(rows: Sequence[Measured], unit: str, title: str = "") -> Panel:
+    label = f"µs {unit} (median, slowest rank; band: p20 to p80)"
+    return Panel(rows, "p50_us", {"yscale": "log", "ylabel": label}, title)
+
+
+def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
+    """Lines of as many panels each, written to ``path``; shares are in percent."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = rows_of(report)
-    hidden_sizes = sorted({row.hidden for row in rows})
-    figure = Figure(figsize=(13, 5.2 * len(hidden_sizes) + 0.6), layout="constrained")
+    figure = Figure(figsize=(13, 5.2 * len(lines) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(hidden_sizes), 2, squeeze=False)
-    for (left, right), hidden in zip(axes, hidden_sizes, strict=True):
-        own = [row for row in rows if row.hidden == hidden]
-        draw_lines(left, own, "p50_us")
-        left.set(yscale="log", ylabel="µs a call (median, slowest rank; band: p20 to p80)")
-        draw_lines(
-            right, [row for row in own if not row.quantises], "share_of_bound"
-        )  # who moves less has another bound
-        right.set(ylim=(0, 1), ylabel=f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s")
-        right.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
-        for panel in (left, right):
-            tokens_axis(panel, sorted({row.tokens for row in own}))
-            panel.set_title(f"hidden {hidden}, {report['dtype']}", loc="left", fontsize=10)
-        figure.canvas.draw()  # settles the limits that the labels are placed by
-        for panel in (left, right):
-            label_ends(panel)
-    figure.suptitle(
-        f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}",
-        x=0.01,
-        ha="left",
-        fontsize=12,
-    )
+    axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
+    placed = [
+        (axis, panel) for row, line in zip(axes, lines, strict=True) for axis, panel in zip(row, line, strict=True)
+    ]
+    for axis, panel in placed:
+        draw_lines(axis, panel.rows, panel.field)
+        axis.set(**panel.settings)
+        axis.set_title(panel.title, loc="left", fontsize=10)
+        if panel.field.startswith("share"):
+            axis.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
+        tokens_axis(axis, sorted({row.tokens for row in panel.rows}))
+    figure.canvas.draw()  # settles the limits that the labels are placed by
+    for axis, panel in placed:
+        label_ends(axis)
+        if panel.line is not None:
+            axis.axhline(panel.line, color="#777777", linewidth=1.0)  # after the labels, which every line gets
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     save(figure, path)
 
 

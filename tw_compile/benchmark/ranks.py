@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from tw_compile import compat
+from tw_compile.runner.group import process_group
+from tw_compile.runner.launch import Progress, report_to_parent
+from tw_compile.runner.spec import RanksSpec
 from tw_compile.testing.gpu_problems import Context
 
 T = TypeVar("T")
@@ -61,8 +69,31 @@ class Ranks:
         return result[0]
 
 
+def work_as_rank(
+    spec: RanksSpec, rank: int, scratch: str, messages: Connection, work: Callable[[Ranks, Progress], dict[str, Any]]
+) -> None:
+    """Be a spawned rank: join the others, do ``work``, tell the parent what came of it and on which device, and end."""
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
+
+    def joined(progress: Progress) -> dict[str, Any]:
+        progress("joining")
+        with process_group(spec, rank, rank, f"file://{scratch}/store"), torch.no_grad():
+            if spec.device == "cuda":
+                device, name = torch.device("cuda", rank), torch.cuda.get_device_name()
+            else:
+                torch.set_num_threads(1)
+                device, name = torch.device("cpu"), platform.machine()
+            assert dist.group.WORLD is not None
+            context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
+            ranks = Ranks(context, dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout)))
+            return {"device_name": name, **work(ranks, progress)}
+
+    report_to_parent(messages, joined)
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Type and first line of the message."""
+    """Type and first line of the message; of what a backend of torch.compile raised, if that is what failed."""
+    error = getattr(error, "inner_exception", error)
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0]}"
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, Size, bounds_us, bus_bytes
@@ -69,8 +69,13 @@ class Measured(Protocol):
     kind: str
     tokens: int
     outcome: Outcome
+    reason: str | None
     numerics: str
+    p20_us: float | None
     p50_us: float | None
+    p80_us: float | None
+    speedup: float | None
+    best_peer: str | None
 
 
 AnyRow = TypeVar("AnyRow", bound=Measured)
@@ -129,22 +134,20 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
 
 def as_csv(report: dict[str, Any]) -> str:
     """One line a contender and size, each with the machine and the versions it was measured with."""
-    made_with = {
-        name: report[name]
-        for name in (
-            "machine",
-            "device",
-            "device_name",
-            "world_size",
-            "dtype",
-            "calls",
-            "repeats",
-            "rotate_from",
-            "seed",
-        )
-    } | report["versions"]
+    names = ("machine", "device", "device_name", "world_size", "dtype", "calls", "repeats", "rotate_from", "seed")
+    return csv_text([asdict(row) for row in rows_of(report)], made_with(report, names))
+
+
+def made_with(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """What a line of a CSV file says beside its numbers: ``names`` of the report, and versions."""
+    return {name: report[name] for name in names} | report["versions"]
+
+
+def csv_text(rows: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
+    """One line a row, each with what is ``common`` to all."""
+    lines = [row | common for row in rows]
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Row)] + list(made_with), lineterminator="\n")
+    writer = csv.DictWriter(text, lines[0] if lines else common, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(asdict(row) | made_with for row in rows_of(report))
+    writer.writerows(lines)
     return text.getvalue()

@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark and put their rows into a report."""
+"""Start the ranks of a benchmark and put what they found into a report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.results import SCHEMA_VERSION
 from tw_compile.benchmark.spec import LINK_GB_PER_S, BenchSpec
 from tw_compile.benchmark.worker import rank_process
-from tw_compile.runner.launch import spawn_ranks
+from tw_compile.runner.launch import Progress, spawn_ranks
 from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.versions import versions
 
@@ -33,7 +34,7 @@ def steps(spec: BenchSpec) -> int:
     return 2 + len(list(spec.sizes())) * (2 + len(contenders(spec)))
 
 
-def run(spec: BenchSpec, progress: Callable[[str], None]) -> dict[str, Any]:
+def run(spec: BenchSpec, progress: Progress) -> dict[str, Any]:
     """The whole benchmark, as plain values.
 
     Raises:
@@ -41,32 +42,35 @@ def run(spec: BenchSpec, progress: Callable[[str], None]) -> dict[str, Any]:
         RankError: A rank failed, died or did not finish in time.
     """
     contenders(spec)
+    return launch(spec, "bench kernel", rank_process, progress) | {"link_gb_per_s": LINK_GB_PER_S}
+
+
+def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progress) -> dict[str, Any]:
+    """Run ``entry`` on the ranks of ``spec``; the report has what was asked for, what they found, and what it was made with.
+
+    Raises:
+        UsageError: The ranks found the request to be impossible.
+        RankError: A rank failed, died or did not finish in time.
+    """
     with multicast_off():
         progress(f"starting {spec.world_size} ranks")
-        found = spawn_ranks(spec, progress, rank_process)
+        found = spawn_ranks(spec, progress, entry)
         environment = {name: os.environ[name] for name in MULTICAST_OFF}
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": "bench kernel",
+        "command": command,
         "machine": f"{platform.machine()} {os.cpu_count()} cpus",
-        "device": spec.device,
-        "device_name": found["device_name"],
-        "cache_bytes": found["cache_bytes"],
-        "world_size": spec.world_size,
-        "dtype": spec.dtype,
-        "hidden": list(spec.hidden),
-        "tokens": list(spec.tokens),
-        "calls": spec.calls,
-        "repeats": spec.repeats,
-        "rotate_from": spec.rotate_from,
-        "seed": spec.seed,
-        "link_gb_per_s": LINK_GB_PER_S,
+        **asdict(spec),
+        **found,
         "environment": environment,
-        "rows": found["rows"],
-        "versions": {
-            **versions(),
-            "triton": installed_version("triton"),
-            "nccl": nccl_version() if spec.device == "cuda" else None,
-            "flashinfer": installed_version("flashinfer-python"),
-        },
+        "versions": all_versions(spec.device),
+    }
+
+
+def all_versions(device: str) -> dict[str, Any]:
+    return {
+        **versions(),
+        "triton": installed_version("triton"),
+        "nccl": nccl_version() if device == "cuda" else None,
+        "flashinfer": installed_version("flashinfer-python"),
     }

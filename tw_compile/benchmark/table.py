@@ -1,54 +1,163 @@
-"""The report as text: one table a size."""
+"""Reports as text: one table a size."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from tw_compile.benchmark.gated import LABEL, regret_line
-from tw_compile.benchmark.results import Measured, Row, failures, rows_of
+from tw_compile.benchmark.results import AnyRow, Measured, Row, failures, rows_of
 
-COLUMNS = ("", "p50 us", "p20 - p80 us", "GB/s", "of bound", "SMs", "speed-up", "residual", "numerics")
-_NUMBERS = COLUMNS[1:7]
 WIDTH = 100
 SMOKE_TEST = "gloo ranks on a CPU, a smoke test: these times say nothing about speed"
 STYLES = {"ours": "bold", "bound": "dim"}
+_LEFT = ("", "residual", "numerics")
+
+
+class ReportTable(Generic[AnyRow]):
+    """What one benchmark's report says as text; :meth:`print` is the same for all.
+
+    Attributes:
+        own_columns: Between times and verdict; :meth:`own_cells` fills them.
+        baseline: What a speed-up is against.
+    """
+
+    own_columns: tuple[str, ...]
+    baseline: str
+
+    def __init__(self, report: dict[str, Any], rows: list[AnyRow]) -> None:
+        self.report = report
+        self.rows = rows
+
+    def subject(self) -> str:
+        """What was measured."""
+        raise NotImplementedError
+
+    def method(self) -> str:
+        """How it was measured."""
+        raise NotImplementedError
+
+    def unit(self) -> str:
+        """Of the times."""
+        raise NotImplementedError
+
+    def size(self, row: AnyRow) -> str:
+        """Rows of the same size make a table."""
+        raise NotImplementedError
+
+    def title(self, rows: list[AnyRow]) -> str:
+        raise NotImplementedError
+
+    def own_cells(self, row: AnyRow) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def note(self, row: AnyRow) -> str | None:
+        """A line below the table."""
+        raise NotImplementedError
+
+    def conclusions(self, rows: list[AnyRow]) -> list[str]:
+        """Lines about all rows of a table."""
+        return []
+
+    def summary(self) -> str | None:
+        """A line about all tables."""
+        return None
+
+    def print(self, console: Console) -> None:
+        """Header, one table a size, and who failed."""
+        report, versions = self.report, self.report["versions"]
+        if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
+            console.width = max(console.width, WIDTH)
+        console.print(
+            f"{self.subject()}, {report['world_size']} x {report['device_name']}, {report['dtype']}, "
+            f"torch {versions['torch']}",
+            style="bold",
+            markup=False,
+        )
+        if report["device"] != "cuda":
+            console.print(SMOKE_TEST, style="yellow")
+        else:
+            switched = ", ".join(f"{name}={value}" for name, value in report["environment"].items())
+            made_with = f"{switched}; NCCL {versions['nccl']}, FlashInfer {versions['flashinfer'] or '-'}"
+            for line in (f"slowest rank, {self.method()}", made_with):
+                console.print(line, style="dim", markup=False, soft_wrap=True)
+        for _, group in groupby(self.rows, key=self.size):
+            console.print()
+            self._print_size(console, list(group))
+        summary = self.summary()
+        if summary is not None:
+            console.print()
+            console.print(summary, style="bold", markup=False, soft_wrap=True)
+        print_verdict(console, [(row, self.size(row)) for row in failures(self.rows)])
+
+    def _print_size(self, console: Console, rows: list[AnyRow]) -> None:
+        table = Table(
+            title=self.title(rows), title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim"
+        )
+        for name in ("", self.unit(), "p20 - p80", *self.own_columns, "numerics"):
+            table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True)
+        for row in rows:
+            span = "-" if row.p20_us is None else f"{row.p20_us:.1f} - {row.p80_us:.1f}"
+            cells = (row.label, number(row.p50_us, ".1f"), span, *self.own_cells(row), verdict(row))
+            table.add_row(*map(escape, cells), style=STYLES.get(row.kind))
+        console.print(table)
+        peers = sorted({row.best_peer for row in rows if row.best_peer is not None})
+        notes = [f"speed-up: against {', '.join(peers)}, {self.baseline} here"] if peers else []
+        for row in rows:
+            notes += [f"{row.label}: {text}" for text in (self.note(row), row.reason) if text is not None]
+        for note in notes:
+            console.print(f"  {note}", style="dim", markup=False, soft_wrap=True)
+        for line in self.conclusions(rows):
+            console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+class KernelTable(ReportTable[Row]):
+    own_columns = ("GB/s", "of bound", "SMs", "speed-up", "residual")
+    baseline = "the best peer"
+
+    def subject(self) -> str:
+        return "all_reduce + residual + RMSNorm"
+
+    def method(self) -> str:
+        return (
+            f"{self.report['repeats']} replays of CUDA graphs of {self.report['calls']} calls; GB/s is bus bandwidth; the "
+            f"bound is two-shot traffic at {self.report['link_gb_per_s']:.0f} GB/s a direction"
+        )
+
+    def unit(self) -> str:
+        return "us a call"
+
+    def size(self, row: Row) -> str:
+        return f"[{row.tokens}, {row.hidden}]"
+
+    def title(self, rows: list[Row]) -> str:
+        sets = max(row.sets for row in rows)
+        return f"{rows[0].tokens} tokens x {rows[0].hidden}, {mebibytes(rows[0].nbytes)}, input sets: {sets}"
+
+    def own_cells(self, row: Row) -> tuple[str, ...]:
+        return (
+            number(row.bus_gb_per_s, ".1f"),
+            number(row.share_of_bound, ".1%"),
+            number(row.num_sms, "d"),
+            times(row.speedup),
+            row.residual_form.partition(" ")[0] or "-",
+        )
+
+    def note(self, row: Row) -> str | None:
+        regret = "" if row.regret is None else f"; regret {row.regret:.1%}, best {row.best}"
+        return None if row.chosen is None else f"{row.chosen}{regret}"
+
+    def summary(self) -> str | None:
+        return regret_line(self.report) if any(row.label == LABEL for row in self.rows) else None
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Header, one table a size, and who failed."""
-    versions = report["versions"]
-    if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
-        console.width = max(console.width, WIDTH)
-    console.print(
-        f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}, {report['dtype']}, "
-        f"torch {versions['torch']}",
-        style="bold",
-        markup=False,
-    )
-    if report["device"] != "cuda":
-        console.print(SMOKE_TEST, style="yellow")
-    else:
-        console.print(
-            f"slowest rank, {report['repeats']} replays of CUDA graphs of {report['calls']} calls; GB/s is bus bandwidth; the "
-            f"bound is two-shot traffic at {report['link_gb_per_s']:.0f} GB/s a direction",
-            style="dim",
-        )
-        switched = ", ".join(f"{name}={value}" for name, value in report["environment"].items())
-        console.print(f"{switched}; NCCL {versions['nccl']}, FlashInfer {versions['flashinfer'] or '-'}", style="dim")
-    rows = rows_of(report)
-    for (hidden, tokens), group in groupby(rows, key=lambda row: (row.hidden, row.tokens)):
-        console.print()
-        _print_size(console, hidden, tokens, list(group))
-    if any(row.label == LABEL for row in rows):
-        console.print()
-        console.print(regret_line(report), style="bold", markup=False, soft_wrap=True)
-    print_verdict(console, [(row, f"[{row.tokens}, {row.hidden}]") for row in failures(rows)])
+    KernelTable(report, rows_of(report)).print(console)
 
 
 def print_verdict(console: Console, bad: Sequence[tuple[Any, str]]) -> None:
@@ -61,40 +170,6 @@ def print_verdict(console: Console, bad: Sequence[tuple[Any, str]]) -> None:
         console.print("PASSED  ours: error budget and equal bits on all ranks, at every size", style="green")
 
 
-def _print_size(console: Console, hidden: int, tokens: int, rows: list[Row]) -> None:
-    title = f"{tokens} tokens x {hidden}, {mebibytes(rows[0].nbytes)}, input sets: {max(row.sets for row in rows)}"
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(escape, _cells(row)), style=STYLES.get(row.kind))
-    console.print(table)
-    peers = sorted({row.best_peer for row in rows if row.best_peer is not None})
-    if peers:
-        console.print(f"  speed-up: against {', '.join(peers)}, the best peer here", style="dim", markup=False)
-    for row in rows:
-        if row.chosen is not None:
-            regret = "" if row.regret is None else f"; regret {row.regret:.1%}, best {row.best}"
-            console.print(f"  {row.label}: {row.chosen}{regret}", style="dim", markup=False, soft_wrap=True)
-        if row.reason is not None:
-            console.print(f"  {row.label}: {row.reason}", style="dim", markup=False, soft_wrap=True)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    span = "-" if row.p20_us is None else f"{row.p20_us:.1f} - {row.p80_us:.1f}"
-    return (
-        row.label,
-        number(row.p50_us, ".1f"),
-        span,
-        number(row.bus_gb_per_s, ".1f"),
-        number(row.share_of_bound, ".1%"),
-        number(row.num_sms, "d"),
-        number(row.speedup, ".2f") + ("" if row.speedup is None else "x"),
-        row.residual_form.partition(" ")[0] or "-",
-        verdict(row),
-    )
-
-
 def verdict(row: Measured) -> str:
     if row.kind == "bound" and row.outcome in ("timed", "computed"):
         return row.outcome
@@ -103,6 +178,10 @@ def verdict(row: Measured) -> str:
 
 def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"
 
 
 def mebibytes(count: int) -> str:

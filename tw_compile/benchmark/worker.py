@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import datetime
 import gc
-import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from tw_compile import compat
 from tw_compile.benchmark.contenders import Contender, contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
-from tw_compile.benchmark.ranks import Ranks, UnavailableError
+from tw_compile.benchmark.ranks import Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
 from tw_compile.gating.current import current_node
 from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
-from tw_compile.runner.launch import report_to_parent
+from tw_compile.runner.launch import Progress
 from tw_compile.testing.gpu_problems import (
     Context,
     Form,
@@ -36,58 +32,26 @@ from tw_compile.testing.gpu_problems import (
     unfused,
 )
 
-Progress = Callable[[str], None]
-
 CPU_CACHE_BYTES = 32 * 2**20
 
 
 def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
     """Entry point of a spawned rank."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
-    report_to_parent(messages, lambda progress: run_rank(spec, rank, f"file://{scratch}/store", progress))
+    work_as_rank(spec, rank, scratch, messages, partial(run_rank, spec, contenders))
 
 
 def run_rank(
-    spec: BenchSpec,
-    rank: int,
-    init_method: str,
-    progress: Progress,
-    take_part: Callable[[BenchSpec], list[Contender]] = contenders,
+    spec: BenchSpec, take_part: Callable[[BenchSpec], list[Contender]], ranks: Ranks, progress: Progress
 ) -> dict[str, Any]:
-    """Everything one rank does; the rows are complete on every rank. Calls ``progress`` ``steps`` times, see ``run.py``."""
-    progress("joining")
-    timeout = datetime.timedelta(seconds=spec.timeout)
-    if spec.device == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        properties = torch.cuda.get_device_properties(device)
-        device_name, cache_bytes = properties.name, properties.L2_cache_size
-        options: dict[str, Any] = {"device_id": device}
-    else:
-        torch.set_num_threads(1)
-        device, device_name, cache_bytes, options = torch.device("cpu"), platform.machine(), CPU_CACHE_BYTES, {}
-    dist.init_process_group(
-        "nccl" if spec.device == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=spec.world_size,
-        timeout=timeout,
-        **options,
-    )
-    assert dist.group.WORLD is not None
-    context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
-    ranks = Ranks(context, dist.new_group(backend="gloo", timeout=timeout))
+    """Everything one rank does; the rows are complete on every rank. Calls ``progress`` ``steps`` times less two."""
+    on_gpus = spec.device == "cuda"
+    cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
     everyone = take_part(spec)
     rows: list[Row] = []
-    with torch.no_grad():
-        for size in spec.sizes():
-            rows += bench_size(spec, ranks, everyone, size, cache_bytes, progress)
-    device_class = current_node().device_class if spec.device == "cuda" else "generic"
-    # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
-    dist.destroy_process_group()
+    for size in spec.sizes():
+        rows += bench_size(spec, ranks, everyone, size, cache_bytes, progress)
     return {
-        "device_name": device_name,
-        "device_class": device_class,
+        "device_class": current_node().device_class if on_gpus else "generic",
         "cache_bytes": cache_bytes,
         "rows": [asdict(row) for row in rows],
     }

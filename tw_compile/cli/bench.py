@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import os
 import platform
 from typing import Annotated, Any
@@ -14,9 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
+from tw_compile.cli.bench_common import (
+    CsvOption,
+    DeviceOption,
+    DtypeOption,
+    OnlyOption,
+    PlotOption,
+    RanksOption,
+    RepeatsOption,
+    SeedOption,
+    TimeoutOption,
+)
 from tw_compile.cli.common import JsonOption, ModelOption
-from tw_compile.runner.spec import DTYPES, RunSpec, UsageError
+from tw_compile.runner.spec import RunSpec, UsageError
 
 SCHEMA_VERSION = 1
 TOKENS = 4096
@@ -31,7 +40,7 @@ def passes(
     model: ModelOption = "llama-3.3-70b",
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks to play.")] = 8,
     layers: Annotated[str, typer.Option(metavar="N[,N...]", help="Layer counts to compile.")] = "20,40,80",
-    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the table as CSV.")] = None,
+    csv_file: CsvOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Time the passes beside the rest of a cold compile, for several depths of one model; needs no GPU.
@@ -48,7 +57,7 @@ def passes(
         from tw_compile.runner.versions import versions
 
         deepest = RunSpec(model, tp, "cuda", (TOKENS,), "bfloat16", counts[-1])
-        check_depth(deepest)
+        bench_common.check_depth(model, counts[-1])
         progress("warming up on one layer")
         inspect_model(_with_layers(deepest, 1))
         rows = []
@@ -71,23 +80,22 @@ def passes(
     _print(console, report, counts)
     common.write_json(report, json_file)
     if csv_file is not None:
-        common.write_file("--csv", csv_file, _csv(rows, report["versions"]))
+        from tw_compile.benchmark.results import csv_text
+
+        made_with = {"machine": f"{platform.machine()} {os.cpu_count()} cpus", **versions()}
+        common.write_file("--csv", csv_file, csv_text(rows, made_with))
 
 
 CUDA_SIZES = ("8192", "1,4,16,64,256,1024,4096,16384")
 CPU_SIZES = ("512", "1,16,63")
 GATED_HIDDEN = "2048,4096,8192"
-CUDA_RANKS = (8, 4, 2)
-MIN_REPEATS = 20
 
 
 @app.command()
 @common.one_line_errors
 def kernel(
-    tp: Annotated[
-        int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there, 2 on CPU")
-    ] = None,
-    device: Annotated[str, typer.Option(metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks.")] = "cuda",
+    tp: RanksOption = None,
+    device: DeviceOption = "cuda",
     hidden: Annotated[
         str | None,
         typer.Option(metavar="N[,N...]", help="Hidden sizes.", show_default=f"{CUDA_SIZES[0]}, {CPU_SIZES[0]} on CPU"),
@@ -96,17 +104,17 @@ def kernel(
         str | None,
         typer.Option(metavar="N[,N...]", help="Token counts.", show_default=f"{CUDA_SIZES[1]}, {CPU_SIZES[1]} on CPU"),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
-    only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Contenders that take part.")] = None,
+    dtype: DtypeOption = "bfloat16",
+    only: OnlyOption = None,
     sms: Annotated[
         str | None, typer.Option(metavar="N[,N...]", help="SM counts to try for those of ours that take one.")
     ] = None,
     calls: Annotated[int, typer.Option(metavar="N", help="Calls in one CUDA graph.")] = 20,
-    repeats: Annotated[int, typer.Option(metavar="N", help=f"Timed replays, at least {MIN_REPEATS}.")] = 50,
+    repeats: RepeatsOption = 50,
     rotate_from: Annotated[
         int, typer.Option(metavar="BYTES", help="Messages from this size on rotate over more inputs than L2 holds.")
     ] = 2**20,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the random inputs.")] = 0,
+    seed: SeedOption = 0,
     gated: Annotated[
         bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
     ] = False,
@@ -114,11 +122,9 @@ def kernel(
         str | None,
         typer.Option("--regret", metavar="FILE.csv", help="With --gated: write how far its choices are from the best."),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1200.0,
-    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
-    plot_file: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times and shares of the bound.")
-    ] = None,
+    timeout: TimeoutOption = 1200.0,
+    csv_file: CsvOption = None,
+    plot_file: PlotOption = None,
     table_file: Annotated[
         str | None,
         typer.Option(
@@ -132,17 +138,9 @@ def kernel(
     Everyone is held to an error budget against float64 first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
     ours failed, 2 bad input.
     """
-    common.one_of("--device", device, ("cuda", "cpu"))
-    common.one_of("--dtype", dtype, DTYPES)
-    common.positive("--tp", tp)
     common.positive("--calls", calls)
-    if repeats < MIN_REPEATS:
-        raise UsageError(f"--repeats: expected at least {MIN_REPEATS}, got {repeats}")
-    for option, number in (("--rotate-from", rotate_from), ("--seed", seed)):
-        if number < 0:
-            raise UsageError(f"{option}: expected 0 or more, got {number}")
-    if timeout <= 0:
-        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    if rotate_from < 0:
+        raise UsageError(f"--rotate-from: expected 0 or more, got {rotate_from}")
     if regret_file is not None and not gated:
         raise UsageError(f"--regret: expected --gated with it, got {regret_file!r} alone")
     default_hidden, default_tokens = CUDA_SIZES if device == "cuda" else CPU_SIZES
@@ -157,39 +155,20 @@ def kernel(
         calls=calls,
         repeats=repeats,
         rotate_from=rotate_from,
-        only=tuple(only.split(",")) if only else (),
+        only=bench_common.labels(only),
         sms=common.numbers("--sms", sms) if sms else (),
         seed=seed,
         timeout=timeout,
         gated=gated,
     )
-    files = {
-        "--csv": csv_file,
-        "--json": json_file,
-        "--plot": plot_file,
-        "--table": table_file,
-        "--regret": regret_file,
-    }
-    for option, file in files.items():
-        common.writable(option, file)
-    if plot_file is not None:
-        from tw_compile.benchmark.plot import require
-
-        require(plot_file)
-    report = _bench_kernel(dataclasses.replace(spec, world_size=ranks_here("bench kernel", tp, device)), json_file)
-    _write_files(report, csv_file, plot_file, table_file, regret_file)
-
-
-def _bench_kernel(spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
+    files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
+    bench_common.check(spec, tp, files | {"--regret": regret_file})
+    spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report
 
-    console = common.make_console(json_file)
-    with common.stages(console, steps(spec)) as progress:
-        report = run(spec, progress)
-    print_report(console, report)
-    common.write_json(report, json_file)
-    return report
+    report = bench_common.measure(run, steps(spec), print_report, spec, json_file)
+    _write_files(report, csv_file, plot_file, table_file, regret_file)
 
 
 def _write_files(
@@ -200,7 +179,7 @@ def _write_files(
     regret_file: str | None,
 ) -> None:
     """What was asked for beside the JSON; then exits with 1 when one of ours failed."""
-    from tw_compile.benchmark.results import as_csv, failures, rows_of
+    from tw_compile.benchmark.results import as_csv, rows_of
 
     if csv_file is not None:
         common.write_file("--csv", csv_file, as_csv(report))
@@ -219,53 +198,11 @@ def _write_files(
         from tw_compile.benchmark.plot import plot
 
         plot(report, plot_file)
-    if failures(rows_of(report)):
-        raise typer.Exit(common.EXIT_FAILED)
-
-
-def ranks_here(command: str, tp: int | None, device: str) -> int:
-    """``--tp`` where this machine has the GPUs for it, or what it has them for.
-
-    Raises:
-        UsageError: It has not, or these are the ranks of a launcher.
-    """
-    from tw_compile.runner.launch import torchrun_world_size
-
-    if torchrun_world_size() is not None:
-        raise UsageError(
-            f"{command}: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
-        )
-    if tp == 1:
-        raise UsageError("--tp: expected at least 2 ranks, got 1")
-    if device == "cpu":
-        return tp or 2
-    gpus = _gpus()
-    if gpus < 2:
-        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
-    if tp is not None and tp > gpus:
-        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
-    return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+    bench_common.exit_if_failed(rows_of(report))
 
 
 def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
     return dataclasses.replace(spec, layers=layers)
-
-
-def check_depth(spec: RunSpec) -> None:
-    from tw_compile.models import load_config
-
-    try:
-        depth = load_config(spec.model).num_hidden_layers
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model}: {error}") from error
-    if spec.layers is not None and spec.layers > depth:
-        raise UsageError(f"--layers: expected at most {depth}, the layers of {spec.model}, got {spec.layers}")
 
 
 def _row(spec: RunSpec, layers: int, inspection: Any) -> dict[str, Any]:
@@ -281,16 +218,6 @@ def _row(spec: RunSpec, layers: int, inspection: Any) -> dict[str, Any]:
         seconds / inspection.compile_seconds,
     )
     return dict(zip(COLUMNS, values, strict=True))
-
-
-def _csv(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
-    """The rows, each with the machine and the versions it was measured with."""
-    made_with = {"machine": f"{platform.machine()} {os.cpu_count()} cpus", **versions}
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*COLUMNS, *made_with], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row | made_with for row in rows)
-    return text.getvalue()
 
 
 def _print(console: Console, report: dict[str, Any], counts: list[int]) -> None:

@@ -57,7 +57,8 @@ def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
     """Be the rank that the environment says (torchrun's variables); only rank 0 gets the result, the others None."""
     import torch.distributed as dist
 
-    from tw_compile.runner.worker import process_group, run_rank
+    from tw_compile.runner.group import process_group
+    from tw_compile.runner.worker import run_rank
 
     rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     with process_group(spec, rank, local_rank, "env://"):
@@ -161,7 +162,8 @@ def run_in_process_group(spec: RunSpec, rank: int, scratch: str, messages: Conne
 
     def work(doing: Progress) -> dict[str, Any]:
         doing("importing torch and transformers")
-        from tw_compile.runner.worker import process_group, run_rank
+        from tw_compile.runner.group import process_group
+        from tw_compile.runner.worker import run_rank
 
         with process_group(spec, rank, rank, f"file://{scratch}/store"):
             return run_rank(spec, Path(scratch), doing)

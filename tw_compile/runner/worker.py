@@ -6,15 +6,13 @@ a host share (a C++ or Triton kernel is still built once, as in production), and
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import logging
 import math
 import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import reserved_bytes
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
-from tw_compile.runner.spec import RanksSpec, RunSpec, UsageError
+from tw_compile.runner.spec import RunSpec, UsageError
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
@@ -39,26 +37,6 @@ Outputs = tuple[torch.Tensor, ...]
 OUTPUT_NAMES = ("hidden", "residual")
 WARM_UP = 5
 ITERATIONS = 20
-
-
-@contextlib.contextmanager
-def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str) -> Iterator[None]:
-    """Join the default process group and take this rank's device."""
-    options: dict[str, Any] = {}
-    if spec.device == "cuda":
-        torch.cuda.set_device(local_rank)
-        options["device_id"] = torch.device("cuda", local_rank)
-    dist.init_process_group(
-        "nccl" if spec.device == "cuda" else "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=spec.world_size,
-        timeout=datetime.timedelta(seconds=spec.timeout),
-        **options,
-    )
-    yield
-    # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
-    dist.destroy_process_group()
 
 
 @dataclass

@@ -9,13 +9,16 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, reference64: torch.Tensor) -> float:
-    """``|actual - reference| / |reference|`` in the 2-norm over all elements, in float64; 0 for two empty tensors."""
+    """``|actual - reference| / |reference|`` in the 2-norm over all elements, in float64, where the reference is.
+
+    0 for two empty tensors.
+    """
     if actual.shape != reference64.shape:
         raise ValueError(f"shapes differ: actual {list(actual.shape)}, reference {list(reference64.shape)}")
-    reference = reference64.detach().double().cpu()
+    reference = reference64.detach().double()
     if reference.numel() == 0:
         return 0.0
-    difference = torch.linalg.vector_norm(actual.detach().double().cpu() - reference)
+    difference = torch.linalg.vector_norm(actual.detach().to(reference) - reference)
     return float(difference / torch.linalg.vector_norm(reference).clamp_min(torch.finfo(torch.float64).tiny))
 
 

@@ -9,7 +9,7 @@ that need NCCL, and with a hundredth of the calls where there are very many (``g
 
 Exits 0 when every check passed on every rank. ``tests/gpu/test_p2p.py`` runs this and reads the results. A check's name ends
 in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call. Those of
-``split_attention`` need no other rank.
+``split_attention`` need no other rank; ``thousand_split_steps`` is about a whole compiled model.
 
 Two kinds of checks run only when ``--only`` is the beginning of their name. ``million_launches`` (10 to 90 s a transport)
 reports how many launches were made, and how many of them were found right::
@@ -55,7 +55,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tw_compile import compat
-from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_stress
+from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_split_steps, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_problems import Context, Form
 from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
@@ -103,6 +103,7 @@ ALONE = (
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
     gpu_producer.mm_leaving_sms_is_a_matmul,
+    gpu_split_steps.thousand_split_steps,
 )
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 from tw_compile.testing.gpu_problems import Context, Form, Results, expect_right, make_problem
-from tw_compile.testing.gpu_producer import make_product
+from tw_compile.testing.gpu_producer import Product, make_product, replay_products
 from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
 from tw_compile.testing.gpu_transports import finished, subject
 
@@ -98,35 +98,21 @@ def overlap_random_skew(ctx: Context, transport: str) -> None:
 def overlap_captured_and_replayed(ctx: Context, transport: str) -> None:
     """Replays of calls beside matmuls and of one that is not, with other inputs and eager calls of both kinds between them."""
     used, gemms = subject(transport), make_gemms(ctx)
-    products = [make_product(ctx, 65, 4096, Form(), seed) for seed in range(4)]
-    other = make_product(ctx, 7, 4096, Form(), 9)
-    want = expected_results(ctx, used, [product.problem for product in products])
-    want_other = expected_results(ctx, used, [other.problem])[0]
-    static = make_product(ctx, 65, 4096, Form(), 5)
-    inputs = (*static.factors, static.problem.residual, static.problem.weight)
-    plain = static.problem.request(ctx)
-    overlapped, overlapped_other = replace(plain, overlap_sms=8), replace(other.problem.request(ctx), overlap_sms=4)
 
-    def enqueue() -> list[Results]:
-        first = used.start(ctx, overlapped, static.factors, gemms)
-        second = used.start(ctx, plain, static.factors)
-        return [first, second, used.start(ctx, overlapped, static.factors, gemms)]
+    def enqueue(product: Product) -> list[Results]:
+        plain = product.problem.request(ctx)
+        overlapped = replace(plain, overlap_sms=8)
+        first = used.start(ctx, overlapped, product.factors, gemms)
+        second = used.start(ctx, plain, product.factors)
+        return [first, second, used.start(ctx, overlapped, product.factors, gemms)]
 
-    enqueue()
-    graph, results = capture(enqueue)
-    wrong = new_counter(ctx)
-    for iteration in range(40):
-        product = products[iteration % len(products)]
-        values = (*product.factors, product.problem.residual, product.problem.weight)
-        for tensor, value in zip(inputs, values, strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        for result in results:
-            count_differences(wrong, result, want[iteration % len(products)])
-        if iteration % 3:
-            request = overlapped_other if iteration % 3 == 1 else other.problem.request(ctx)
-            count_differences(wrong, used.call(ctx, request, other.factors, gemms), want_other)
-    expect_none_wrong(ctx, wrong, gemms)
+    def between(iteration: int, other: Product) -> Results | None:
+        if iteration % 3 == 0:
+            return None
+        request = replace(other.problem.request(ctx), overlap_sms=4 if iteration % 3 == 1 else 0)
+        return used.call(ctx, request, other.factors, gemms)
+
+    expect_none_wrong(ctx, replay_products(ctx, used, enqueue, between), gemms)
 
 
 def overlap_two_slots(ctx: Context, transport: str) -> None:

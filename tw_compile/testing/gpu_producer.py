@@ -6,15 +6,22 @@ What it must give are the bits of a matmul followed by the plain operator, whose
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from tw_compile import compat
 from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
-from tw_compile.testing.gpu_problems import Context, Form, Problem, expect_within_budget, make_problem
-from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
-from tw_compile.testing.gpu_transports import Factors, subject
+from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_within_budget, make_problem
+from tw_compile.testing.gpu_stress import (
+    FIRST_SITE,
+    count_differences,
+    expected_results,
+    new_counter,
+    replay_with_other_inputs,
+)
+from tw_compile.testing.gpu_transports import Factors, Subject, subject
 
 _K = 512
 _FORMS = (Form(), FIRST_SITE, Form(torch.float16, bias=True), Form(out="none", hidden_scale=0.02))
@@ -112,24 +119,39 @@ def mm_random_skew(ctx: Context, transport: str) -> None:
 def mm_captured_and_replayed(ctx: Context, transport: str) -> None:
     """Replays of products, with other factors and eager calls of another size between them, equal eager plain calls."""
     used = subject(transport)
+
+    def enqueue(product: Product) -> list[Results]:
+        request = product.problem.request(ctx)
+        return [used.start(ctx, request, product.factors) for _ in range(3)]
+
+    def between(iteration: int, other: Product) -> Results | None:
+        return None if iteration % 3 else used.call(ctx, other.problem.request(ctx), other.factors)
+
+    wrong = replay_products(ctx, used, enqueue, between)
+    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
+
+
+def replay_products(
+    ctx: Context,
+    used: Subject,
+    enqueue: Callable[[Product], list[Results]],
+    between: Callable[[int, Product], Results | None],
+) -> torch.Tensor:
+    """How many elements are wrong in replays of ``enqueue``, and in the calls of another product between them, if any."""
     products = [make_product(ctx, 65, 4096, Form(), seed) for seed in range(4)]
     other = make_product(ctx, 7, 4096, Form(), 9)
     want = expected_results(ctx, used, [product.problem for product in products])
-    want_other = expected_results(ctx, used, [other.problem])[0]
+    (want_other,) = expected_results(ctx, used, [other.problem])
     static = make_product(ctx, 65, 4096, Form(), 5)
-    inputs = (*static.factors, static.problem.residual, static.problem.weight)
-    request = static.problem.request(ctx)
-    used.call(ctx, request, static.factors)
-    graph, results = capture(lambda: [used.start(ctx, request, static.factors) for _ in range(3)])
     wrong = new_counter(ctx)
-    for iteration in range(40):
-        product = products[iteration % len(products)]
-        values = (*product.factors, product.problem.residual, product.problem.weight)
-        for tensor, value in zip(inputs, values, strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        for result in results:
-            count_differences(wrong, result, want[iteration % len(products)])
-        if iteration % 3 == 0:
-            count_differences(wrong, used.call(ctx, other.problem.request(ctx), other.factors), want_other)
-    ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
+
+    def call_other(iteration: int) -> None:
+        results = between(iteration, other)
+        if results is not None:
+            count_differences(wrong, results, want_other)
+
+    inputs, *values = [
+        (*product.factors, product.problem.residual, product.problem.weight) for product in (static, *products)
+    ]
+    replay_with_other_inputs(wrong, lambda: enqueue(static), inputs, values, want, call_other)
+    return wrong

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
@@ -183,6 +183,30 @@ def capture(function: Callable[[], list[Results]]) -> tuple[torch.cuda.CUDAGraph
     return graph, results
 
 
+def replay_with_other_inputs(
+    wrong: torch.Tensor,
+    enqueue: Callable[[], list[Results]],
+    inputs: Sequence[torch.Tensor],
+    values: Sequence[Sequence[torch.Tensor]],
+    want: list[Results],
+    between: Callable[[int], None],
+) -> None:
+    """Capture ``enqueue`` and replay it, with each of ``values`` in ``inputs`` in turn; ``want`` has the results of each.
+
+    ``between`` gets the number of every replay after it.
+    """
+    enqueue()  # what it needs is made before the capture
+    graph, results = capture(enqueue)
+    for iteration in range(40):
+        index = iteration % len(values)
+        for tensor, value in zip(inputs, values[index], strict=True):
+            tensor.copy_(value)
+        graph.replay()
+        for result in results:
+            count_differences(wrong, result, want[index])
+        between(iteration)
+
+
 def captured_and_replayed(ctx: Context, transport: str) -> None:
     """Replays, with other inputs and eager calls of other sizes between them, equal eager calls bit by bit."""
     used = subject(transport)
@@ -192,18 +216,14 @@ def captured_and_replayed(ctx: Context, transport: str) -> None:
     want_other = expected_results(ctx, used, [other])[0]
     static = make_problem(ctx, 65, 4096, Form(), 5)
     request = static.request(ctx)
-    graph, results = capture(lambda: [used.start(ctx, request) for _ in range(3)])
     wrong = new_counter(ctx)
-    for iteration in range(40):
-        problem = problems[iteration % len(problems)]
-        static.x.copy_(problem.x)
-        static.residual.copy_(problem.residual)
-        static.weight.copy_(problem.weight)
-        graph.replay()
-        for result in results:
-            count_differences(wrong, result, want[iteration % len(problems)])
+
+    def between(iteration: int) -> None:
         if iteration % 3 == 0:
             count_differences(wrong, used.call(ctx, other.request(ctx)), want_other)
+
+    inputs, *values = [(problem.x, problem.residual, problem.weight) for problem in (static, *problems)]
+    replay_with_other_inputs(wrong, lambda: [used.start(ctx, request) for _ in range(3)], inputs, values, want, between)
     ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
 
 

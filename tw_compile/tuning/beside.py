@@ -7,17 +7,16 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from tw_compile.benchmark.contenders import OURS, OURS_ON_CPU, Call, Contender, Operator, Variant
-from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.ranks import Ranks, work_as_rank
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.worker import run_rank
 from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
-from tw_compile.runner.launch import report_to_parent
 from tw_compile.testing.gpu_problems import Problem
 
 KERNELS = ("tw-stream", "tw-push-two-shot")
@@ -128,14 +127,7 @@ def beside_contenders(spec: BenchSpec) -> list[Contender]:
 
 def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
     """Entry point of a spawned rank."""
-    import os
-
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
-
-    def work(progress: Callable[[str], None]) -> dict[str, Any]:
-        return run_rank(spec, rank, f"file://{scratch}/store", progress, beside_contenders)
-
-    report_to_parent(messages, work)
+    work_as_rank(spec, rank, scratch, messages, functools.partial(run_rank, spec, beside_contenders))
 
 
 @dataclass(frozen=True)

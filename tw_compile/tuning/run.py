@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.contenders import contenders
-from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
+from tw_compile.benchmark.run import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.runner.launch import spawn_ranks
-from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
-from tw_compile.runner.versions import versions
 from tw_compile.tuning import beside
 from tw_compile.tuning.spec import Stage, TuneSpec
 
@@ -35,15 +33,6 @@ def contender_count(stage: Stage) -> int:
 def steps(stage: Stage) -> int:
     """How often a stage calls ``progress``."""
     return 2 + len(list(stage.bench.sizes())) * (2 + contender_count(stage))
-
-
-def all_versions(device: str) -> dict[str, Any]:
-    return {
-        **versions(),
-        "triton": installed_version("triton"),
-        "nccl": nccl_version() if device == "cuda" else None,
-        "flashinfer": installed_version("flashinfer-python"),
-    }
 
 
 def key_of(spec: TuneSpec, devices: list[str]) -> Report:

@@ -1,1 +1,1 @@
-"""``tw-compile bench layer``: decoder layers compiled in several ways, checked, and timed beside each other."""
+"""``bench layer`` and ``bench model``: decoder layers, or a model's first ones as a whole, compiled in several ways."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
-from tw_compile.benchmark.results import Outcome, best_peer
-
-SCHEMA_VERSION = 1
+from tw_compile.benchmark.results import Outcome, best_peer, csv_text, made_with
 
 
 @dataclass
@@ -21,14 +17,15 @@ class LayerRow:
     Attributes:
         kind: "ours", "peer" or "bound".
         nbytes: Of one rank's message.
-        all_reduces: Of the stack's graph; ``fused`` is how many of them a fused operator does.
+        all_reduces: Of the graph; ``fused`` is how many of them a fused operator does.
         reason: Why there is no time.
         numerics: "ok", "failed", or "not checked" when it did not come to that.
         hidden_error: Of the normalised output against float64, relative, the worst rank's; ``residual_error`` that of the
             residual stream.
         peak_bytes: What one run allocates beyond weights and input at its peak; without symmetric memory, which is
             allocated once.
-        p50_us: Median microseconds a layer, of the slowest rank; p20 and p80 likewise. None without a time.
+        p50_us: Median microseconds a layer, or a run of the model, of the slowest rank; p20 and p80 likewise. None without
+            a time.
         speedup: The best peer's median time by this one's; ours only.
         best_peer: Which one that is.
         communication_hidden: Which share of the best peer's time beyond that without communication is gone; ours only.
@@ -112,10 +109,6 @@ def rows_of(report: dict[str, Any]) -> list[LayerRow]:
 
 def as_csv(report: dict[str, Any]) -> str:
     """One line a variant and number of tokens, each with the machine and the versions it was measured with."""
-    names = ("machine", "device", "device_name", "model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
-    made_with = {name: report[name] for name in names} | report["versions"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(LayerRow)] + list(made_with), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) | made_with for row in rows_of(report))
-    return text.getvalue()
+    asked = ("model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
+    common = made_with(report, ("command", "machine", "device", "device_name", *asked))
+    return csv_text([asdict(row) for row in rows_of(report)], common)

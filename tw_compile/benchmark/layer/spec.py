@@ -1,8 +1,11 @@
-"""What one benchmark of layers is asked to do. Imports no torch."""
+"""What one benchmark of layers, or of a model, is asked to do. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Scope = Literal["layer", "model"]
 
 
 @dataclass(frozen=True)
@@ -10,17 +13,19 @@ class LayerSpec:
     """One benchmark; plain values, so that it can be handed to another process.
 
     Attributes:
+        scope: What is timed, see :mod:`tw_compile.benchmark.layer.subject`.
         model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a smoke test).
         tokens: Of one prefill, over all its sequences; multiples of ``batch``.
         batch: Sequences of equal length.
-        layers: In the stack that is timed.
+        layers: How many of the model's.
         repeats: Timed runs of each variant.
-        sweep_split: Time the fused stack split at other places than the planned one, too.
+        sweep_split: Time the fused ones split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
+    scope: Scope
     model: str
     world_size: int
     device: str

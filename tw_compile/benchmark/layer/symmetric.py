@@ -15,6 +15,7 @@ import torch.fx as fx
 from torch.library import Library
 
 from tw_compile import compat
+from tw_compile.benchmark.contenders import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.graph.predicates import aten, is_call, is_view
 
@@ -27,7 +28,7 @@ _library.define("mm_all_reduce(Tensor a, Tensor b, str kind, str group_name, int
 
 
 class Slots:
-    """Symmetric memory of one group: for each all_reduce of a graph a buffer of ``capacity`` bytes.
+    """Symmetric memory of one group: for each all_reduce of a graph a buffer of ``capacity`` bytes, less for one-shot.
 
     A two-shot sum stays in its buffer, which the graph takes for a tensor of its own until the next run of the graph. So no
     two all_reduces of a graph share one, and neither do graphs of the two kinds.
@@ -46,7 +47,8 @@ class Slots:
             raise ValueError(f"shape: expected at most {self.capacity} bytes, got {list(shape)} of {like.dtype}")
         if (kind, site) not in self._buffers:
             # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
-            buffer = self._ranks.together(lambda: compat.symm_mem_empty(self.capacity, like.device))
+            most = self.capacity if kind == "two_shot" else min(self.capacity, SYMM_MEM_ONE_SHOT_MAX_BYTES)
+            buffer = self._ranks.together(lambda: compat.symm_mem_empty(most, like.device))
             handle, *_ = compat.symm_mem_rendezvous(buffer, self._ranks.ctx.group_name)
             self._buffers[kind, site] = buffer, handle
         buffer, _ = self._buffers[kind, site]

@@ -1,4 +1,4 @@
-"""The ways to compile a stack of layers that are compared."""
+"""The ways to compile a stack of layers, or a model, that are compared."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GraphPass = CountAllReduces | DropAllReduces | UseSymmetricMemory
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to compile the stack.
+    """One way to compile it.
 
     Attributes:
         kind: "ours", "peer" (unfused), or "bound" for what is no way to do it but a limit.
@@ -62,11 +62,8 @@ class Variant:
 
 FUSED = Variant("fused", "ours")
 PLANNED = Variant("fused+split", "ours", config={"split": "auto"})
-SPLIT = (
-    Variant("split", "ours", config={"fuse": False}, halves=True),
-    PLANNED,
-    Variant("fused+split-all-sms", "ours", config={"split": "auto", "split_gemm_sms": "off"}),
-)
+SPLIT = (Variant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
+ALL_SMS = Variant("fused+split-all-sms", "ours", config={"split": "auto", "split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
     Variant(
@@ -92,7 +89,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    known = [FUSED, *SPLIT]
+    known = [FUSED, *SPLIT, *([ALL_SMS] if spec.scope == "layer" else [])]
     if spec.device == "cuda":
         known += [Variant("inductor+nccl", "peer"), *SYMMETRIC]
     else:

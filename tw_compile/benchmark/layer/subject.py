@@ -1,0 +1,123 @@
+"""What is compiled in several ways: a stack of layers, or a model from its token ids on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+from tw_compile import compat
+from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.measure import GraphTimer, LaunchTimer, LoopTimer, Timer
+from tw_compile.models import Decoder, build_decoder, load_config, to_double
+from tw_compile.runner.spec import UsageError
+from tw_compile.testing.gpu_problems import Context
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+class Run:
+    """One run of what was compiled; ``outputs`` are the last one's, or where the replays of a captured one write."""
+
+    def __init__(self, compiled: Any, inputs: torch.Tensor) -> None:
+        self._compiled = compiled
+        self._inputs = inputs
+        self.outputs: Outputs | None = None
+
+    def __call__(self) -> Outputs:
+        self.outputs = None  # before the next ones are allocated
+        # Where the compiled code has CUDA graphs of its own, what the last run returned may be overwritten.
+        torch.compiler.cudagraph_mark_step_begin()
+        self.outputs = self._compiled(self._inputs)
+        return self.outputs
+
+
+class Subject(nn.Module):
+    """Part of a decoder, sharded over the default process group: normalised output and residual stream out.
+
+    This one is a stack of layers: residual stream in. Without embedding and head, every all_reduce is followed by a residual
+    add and a norm, as in the middle of a model. It is captured as it is in one CUDA graph, and the time of a layer is the
+    stack's by its number of layers. One norm and the table of the rotary embedding come on top once a stack, for all
+    variants alike, and so does what a split exposes at its two ends; the difference of two depths would leave these out,
+    but is as noisy as both together and compiles everything twice.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    @property
+    def hidden_size(self) -> int:
+        return self.decoder.config.hidden_size
+
+    def in_float64(self) -> Subject:
+        """The same in float64."""
+        return type(self)(to_double(self.decoder))
+
+    def inputs(self, spec: LayerSpec, ctx: Context, tokens: int) -> torch.Tensor:
+        """Random ones, the same on every rank."""
+        shape = (spec.batch, tokens // spec.batch, self.hidden_size)
+        generator = ctx.generator(spec.seed, tokens)
+        return torch.randn(shape, generator=generator, device=ctx.device).to(getattr(torch, spec.dtype))
+
+    def forward(self, residual: torch.Tensor) -> Outputs:
+        """``[batch, seq, hidden]`` -> two of the same shape."""
+        residual = self.decoder.model(inputs_embeds=residual, use_cache=False).last_hidden_state
+        return self.decoder.norm(residual), residual
+
+    def options(self) -> dict[str, Any]:
+        """Of Inductor, for all variants."""
+        return {}
+
+    def parts(self, spec: LayerSpec) -> int:
+        """By what the time of a run is divided."""
+        return spec.layers
+
+    def timer(self, run: Run) -> Timer:
+        return GraphTimer([run], 1) if next(self.parameters()).is_cuda else LoopTimer([run], 1)
+
+
+class Model(Subject):
+    """From token ids through the first layers to the final norm, in torch.compile's mode "reduce-overhead".
+
+    The embedding's all_reduce is in it, and so are the copies and checks that Inductor's CUDA graphs come with; what the
+    host takes before it replays one is not, as the GPU is kept busy meanwhile.
+    """
+
+    def inputs(self, spec: LayerSpec, ctx: Context, tokens: int) -> torch.Tensor:
+        shape = (spec.batch, tokens // spec.batch)
+        generator = ctx.generator(spec.seed, tokens)
+        return torch.randint(self.decoder.config.vocab_size, shape, generator=generator, device=ctx.device)
+
+    def forward(self, ids: torch.Tensor) -> Outputs:
+        """``[batch, seq]`` -> two of ``[batch, seq, hidden]``."""
+        return self.decoder(ids)
+
+    def options(self) -> dict[str, Any]:
+        return compat.cuda_graph_options()
+
+    def parts(self, spec: LayerSpec) -> int:
+        return 1
+
+    def timer(self, run: Run) -> Timer:
+        return LaunchTimer(run) if next(self.parameters()).is_cuda else LoopTimer([run], 1)
+
+
+def build_subject(spec: LayerSpec, device: torch.device) -> Subject:
+    """With random weights.
+
+    Raises:
+        UsageError: The model can't be built as asked.
+    """
+    try:
+        decoder = build_decoder(
+            load_config(spec.model),
+            device=device,
+            dtype=getattr(torch, spec.dtype),
+            num_layers=spec.layers,
+            seed=spec.seed,
+        )
+    except ValueError as error:
+        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
+    return (Subject if spec.scope == "layer" else Model)(decoder)

@@ -1,0 +1,122 @@
+"""What the benchmarks that time something have in common: options, what is refused, and how a report is made and written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tw_compile.cli import common
+from tw_compile.runner.spec import DTYPES, UsageError
+
+CUDA_RANKS = (8, 4, 2)
+MIN_REPEATS = 20
+
+RanksOption = Annotated[
+    int | None, typer.Option("--tp", metavar="N", help="Ranks.", show_default="the GPUs that are there, 2 on CPU")
+]
+DeviceOption = Annotated[str, typer.Option("--device", metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES))]
+OnlyOption = Annotated[str | None, typer.Option("--only", metavar="LABEL[,...]", help="Who takes part.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", help=f"Timed runs, at least {MIN_REPEATS}.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of what is random.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long.")]
+CsvOption = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")]
+PlotOption = Annotated[
+    str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times, and what follows from them.")
+]
+
+
+def labels(only: str | None) -> tuple[str, ...]:
+    return tuple(only.split(",")) if only else ()
+
+
+def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:
+    """Refuse what no benchmark can do; ``files`` by option.
+
+    Raises:
+        UsageError: An option has a value that makes no sense.
+    """
+    common.one_of("--device", spec.device, ("cuda", "cpu"))
+    common.one_of("--dtype", spec.dtype, DTYPES)
+    common.positive("--tp", tp)
+    if spec.repeats < MIN_REPEATS:
+        raise UsageError(f"--repeats: expected at least {MIN_REPEATS}, got {spec.repeats}")
+    if spec.seed < 0:
+        raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
+    if spec.timeout <= 0:
+        raise UsageError(f"--timeout: expected a positive number of seconds, got {spec.timeout}")
+    for option, file in files.items():
+        common.writable(option, file)
+    plot_file = files.get("--plot")
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import require
+
+        require(plot_file)
+
+
+def ranks_here(command: str, tp: int | None, device: str) -> int:
+    """``--tp`` where this machine has the GPUs for it, or what it has them for.
+
+    Raises:
+        UsageError: It has not, or these are the ranks of a launcher.
+    """
+    from tw_compile.runner.launch import torchrun_world_size
+
+    if torchrun_world_size() is not None:
+        raise UsageError(
+            f"{command}: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
+        )
+    if tp == 1:
+        raise UsageError("--tp: expected at least 2 ranks, got 1")
+    if device == "cpu":
+        return tp or 2
+    gpus = _gpus()
+    if gpus < 2:
+        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
+    if tp is not None and tp > gpus:
+        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
+    return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def check_depth(model: str, layers: int | None) -> None:
+    from tw_compile.models import load_config
+
+    try:
+        depth = load_config(model).num_hidden_layers
+    except ValueError as error:
+        raise UsageError(f"--model {model}: {error}") from error
+    if layers is not None and layers > depth:
+        raise UsageError(f"--layers: expected at most {depth}, the layers of {model}, got {layers}")
+
+
+def measure(
+    run: Callable[..., dict[str, Any]],
+    steps: int,
+    print_report: Callable[[Console, dict[str, Any]], None],
+    spec: Any,
+    json_file: str | None,
+) -> dict[str, Any]:
+    """The report of ``run``, which calls its progress ``steps`` times; shown, and written where ``--json`` says."""
+    console = common.make_console(json_file)
+    with common.stages(console, steps) as progress:
+        report = run(spec, progress)
+    print_report(console, report)
+    common.write_json(report, json_file)
+    return report
+
+
+def exit_if_failed(rows: Sequence[Any]) -> None:
+    """Exits with 1 when one of ours failed."""
+    from tw_compile.benchmark.results import failures
+
+    if failures(rows):
+        raise typer.Exit(common.EXIT_FAILED)

@@ -1,0 +1,33 @@
+"""How a rank joins the others."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile.runner.spec import RanksSpec
+
+
+@contextlib.contextmanager
+def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str) -> Iterator[None]:
+    """Join the default process group and take this rank's device."""
+    options: dict[str, Any] = {}
+    if spec.device == "cuda":
+        torch.cuda.set_device(local_rank)
+        options["device_id"] = torch.device("cuda", local_rank)
+    dist.init_process_group(
+        "nccl" if spec.device == "cuda" else "gloo",
+        init_method=init_method,
+        rank=rank,
+        world_size=spec.world_size,
+        timeout=datetime.timedelta(seconds=spec.timeout),
+        **options,
+    )
+    yield
+    # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
+    dist.destroy_process_group()
