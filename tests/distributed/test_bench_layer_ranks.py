@@ -61,7 +61,7 @@ def _on_ranks(rank: int, check: Callable[[Ranks], Any]) -> Any:
         return check(Ranks(Context(rank, 2, torch.device("cpu"), compat.group_name(world)), world))
 
 
-LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good")
+LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good", "ours unequal")
 
 
 def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
@@ -75,7 +75,7 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
                 raise RuntimeError("lost\nwith all its hands")
             if is_bad and label in ("wrong", "wrong later"):
                 hidden[-1, -1, -1] += 10
-            if is_bad and label == "unequal":
+            if is_bad and label in ("unequal", "ours unequal"):
                 hidden[-1, -1, -1] *= 1 + 2**-7
             if is_bad and label == "not finite":
                 h[0, 0, 0] = float("nan")
@@ -91,8 +91,16 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
 def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
     spec = replace(SPEC, scope=scope)
     subject = build_subject(spec, torch.device("cpu"))
-    everyone = [Variant(label, "peer") for label in LABELS]
-    with mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)):
+    everyone = [Variant(label, "ours" if label.startswith("ours") else "peer") for label in LABELS]
+    deviation = worker._deviation
+
+    def deviation_of_peers(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | None:
+        return None if entry.variant.kind == "ours" else deviation(ranks, entry, reports)
+
+    with (
+        mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)),
+        mock.patch.object(worker, "_deviation", deviation_of_peers),
+    ):
         (reference,) = worker._references(spec, ranks, subject, lambda what: None)
         rows = bench_tokens(spec, ranks, everyone, subject, reference, lambda what: None)
     return [vars(row) for row in rows]
@@ -108,7 +116,8 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
     assert outcomes == {
         "raises": ("error", "not checked", False),
         "wrong": failed,
-        "unequal": failed,
+        "unequal": ("timed", "ok", True),
+        "ours unequal": failed,
         "wrong later": failed,
         "not finite": failed,
         "no graph": ("error", "not checked", False),
@@ -116,7 +125,8 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
     }
     assert rows["raises"]["reason"] == "rank 1: RuntimeError: lost"
     assert rows["wrong"]["reason"].startswith("hidden: error ")
-    assert "differs from rank 0" in rows["unequal"]["reason"]
+    assert "within budget, but rank 1: hidden: differs from rank 0" in rows["unequal"]["reason"]
+    assert rows["ours unequal"]["reason"] == "rank 1: hidden: differs from rank 0"
     assert rows["not finite"]["residual_error"] is None
     assert rows["good"]["reason"] is None and rows["good"]["hidden_error"] > 0
 

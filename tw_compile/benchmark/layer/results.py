@@ -18,7 +18,7 @@ class LayerRow:
         kind: "ours", "peer" or "bound".
         nbytes: Of one rank's message.
         all_reduces: Of the graph; ``fused`` is how many of them a fused operator does.
-        reason: Why there is no time.
+        reason: Why there is no time, or what else is to be known about it.
         numerics: "ok", "failed", or "not checked" when it did not come to that.
         hidden_error: Of the normalised output against float64, relative, the worst rank's; ``residual_error`` that of the
             residual stream.

@@ -228,7 +228,10 @@ def _split(split: Split) -> str:
 
 
 def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:
-    """Hold the outputs of the last run to the error budget of ``run``, and to equal bits on all ranks; else no time."""
+    """Hold the outputs of the last run to the error budget of ``run``, and ours to equal bits on all ranks; else no time.
+
+    Inductor's own reductions are tuned on each rank for itself, so ranks of an unfused model may round otherwise.
+    """
     if not entry.variant.reduces:
         return True
     assert entry.run is not None and entry.run.outputs is not None and reference.want is not None
@@ -246,8 +249,11 @@ def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:
     for name, output in zip(OUTPUT_NAMES, outputs, strict=True):
         expect_same_on_all_ranks(checked, name, output)
     unequal = ranks.agree("; ".join(checked.failures) or None)
-    failures += [] if unequal is None else [unequal]
     row = entry.row
+    if unequal is not None and entry.variant.kind == "ours":
+        failures.append(unequal)
+    elif unequal is not None:
+        row.reason = f"within budget, but {unequal}"
     row.numerics = "failed" if failures else "ok"
     row.hidden_error, row.residual_error = (finite(error) for error in worst)
     if failures:
