@@ -107,6 +107,7 @@ class SplitRefusal(StrEnum):
     TOKEN_COUNT_UNKNOWN = "token_count_unknown"
     NO_DEVICE_PROFILE = "no_device_profile"
     LAYER_NOT_RECOGNISED = "layer_not_recognised"
+    ATTENTION_NOT_MEASURED = "attention_not_measured"
     TRANSPORT_NOT_PLANNED = "transport_not_planned"
     FUSION_FAILED = "fusion_failed"
     SPLIT_FAILED = "split_failed"

@@ -35,11 +35,12 @@ def family_graph(
     dynamic: bool | None = False,
     config: Config = FUSED,
     dtype: torch.dtype = torch.float32,
+    padded: bool = False,
     **fields: Any,
 ) -> fx.Graph:
     """The graph that the fusion pass leaves of two tiny layers; call it inside a fake process group.
 
-    ``fields`` override the family's configuration.
+    ``padded``: another input, ``[batch, seq]``, is 0 where a token is padding. ``fields`` override the family's configuration.
     """
     seen: list[fx.Graph] = []
     fuse = TWCompilePass(config)
@@ -50,7 +51,14 @@ def family_graph(
 
     torch.manual_seed(0)
     decoder = build_decoder(config_from_dict({**FAMILIES[family], **fields}), device="cpu", dtype=dtype)
-    capture_graphs(decoder, (torch.zeros(batch, seq, dtype=torch.long),), pass_=record, dynamic=dynamic)
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    inputs = (tokens, torch.ones_like(tokens)) if padded else (tokens,)
+
+    def forward(ids: torch.Tensor, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = decoder.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        return decoder.norm(residual), residual
+
+    capture_graphs(forward if padded else decoder, inputs, pass_=record, dynamic=dynamic)
     (graph,) = seen
     return graph
 
@@ -68,8 +76,8 @@ def random_values(graph: fx.Graph, sizes: dict[str, int] | None = None, seed: in
     values: list[Any] = []
     for node in graph.find_nodes(op="placeholder"):
         fake = node.meta["val"]
-        if not isinstance(fake, torch.Tensor):
-            values.append(number(fake))
+        if not isinstance(fake, torch.Tensor):  # a process group, from torch 2.14 on; here nothing reads it
+            values.append(number(fake) if isinstance(fake, int | torch.SymInt) else fake)
             continue
         shape = [number(size) for size in fake.shape]
         if not fake.is_floating_point():

@@ -7,6 +7,7 @@ has a test per difference.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -358,10 +359,10 @@ def delay_stream(cycles: int) -> None:
 
 
 @contextlib.contextmanager
-def trace_flash_attention() -> Iterator[None]:
-    """Trace mask-free half-precision attention on (fake) CUDA tensors to the flash kernel.
+def trace_fused_attention() -> Iterator[None]:
+    """Trace half-precision attention on (fake) CUDA tensors to the flash kernel, or with a mask to the efficient one.
 
-    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, this or cuDNN's.
+    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, these or cuDNN's.
     """
     aten = torch.ops.aten
     operator = aten.scaled_dot_product_attention.default
@@ -379,11 +380,22 @@ def trace_flash_attention() -> Iterator[None]:
     ) -> torch.Tensor:
         is_half = query.dtype in (torch.float16, torch.bfloat16)
         same_width = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-        if query.device.type == "cuda" and attn_mask is None and is_half and same_width:
+        fused = query.device.type == "cuda" and is_half and same_width
+        if fused and attn_mask is None:
             outputs = aten._scaled_dot_product_flash_attention.default(
                 query, keys, value, dropout_p, is_causal, scale=scale
             )
             return outputs[0]
+        if fused and attn_mask is not None and query.shape[1] == keys.shape[1]:
+            if attn_mask.dtype == torch.bool:
+                seen, hidden = (query.new_full((), number) for number in (0.0, -math.inf))
+                attn_mask = torch.where(attn_mask, seen, hidden)
+            count = attn_mask.shape[-1]
+            padded = torch.nn.functional.pad(attn_mask, (0, -count % 16))  # the kernel wants rows of 32 bytes
+            bias = padded[..., :count].expand(*query.shape[:2], -1, -1)
+            return aten._scaled_dot_product_efficient_attention.default(
+                query, keys, value, bias, False, dropout_p, is_causal, scale=scale
+            )[0]
         return operator._op_dk(
             key, query, keys, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

@@ -1,8 +1,12 @@
 """Whether a mask of attention provably hides from every token all tokens behind it, whatever else it hides.
 
-Masks are read backwards from where attention takes them: through views, ``where`` and logic down to a comparison of positions
-of keys with positions of queries. Those are computed for real, as vectors: ``[queries, keys]`` is never made. What depends on
-inputs, such as padding, may only hide more.
+Masks are read backwards from where attention takes them: through views, ``where``, logic and arithmetic down to comparisons of
+positions of keys with positions of queries. Those are computed for real, as vectors: ``[queries, keys]`` is never made. Of all
+other values only their bounds are known, by interval arithmetic; inputs, such as padding, may be anything.
+
+A large negative number, such as ``torch.finfo(dtype).min``, hides a key only from queries that see another one: of a row that
+is large and negative throughout, softmax is the mean over all keys. So where it is not minus infinity that hides, each token
+must be proven to see itself.
 """
 
 from __future__ import annotations
@@ -10,6 +14,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from enum import Enum
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,104 +24,151 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, same_size
 
+HIDES = -(2.0**100)
+"""Added to a score, this and less leaves an exponential of exactly 0 beside a score without: no two differ by that much.
+
+Those of float16 do: its smallest number, -65504, is not taken for hiding."""
+
 _MAX_POSITIONS = 1 << 22
 
-_AND = (aten.bitwise_and.Tensor, aten.logical_and.default)
-_OR = (aten.bitwise_or.Tensor, aten.logical_or.default)
-_NOT = (aten.bitwise_not.default, aten.logical_not.default)
-_UNCHANGED = (
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.detach.default,
-    torch.ops.prims.convert_element_type.default,
-    aten._to_copy.default,
-)
+Bounds = tuple[float, float]
+"""The smallest and the largest number of some elements; bools are 0 and 1."""
+
+_FALSE, _TRUE, _EITHER, _ANY = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (-math.inf, math.inf)
+
+
+class _Part(Enum):
+    """Of a matrix ``[queries, keys]``: where the key is behind the query, and where it is the query's own."""
+
+    ABOVE = "above the diagonal"
+    DIAGONAL = "on the diagonal"
+
+
 _VIEWS = (
     aten.expand.default,
     aten.reshape.default,
     aten.unsqueeze.default,
     aten.view.default,
 )
-
-_COMPARED: dict[Any, str] = {
-    aten.le.Tensor: "le",
-    aten.lt.Tensor: "lt",
-    aten.ge.Tensor: "ge",
-    aten.gt.Tensor: "gt",
-    aten.le.Scalar: "le",
-    aten.lt.Scalar: "lt",
-    aten.ge.Scalar: "ge",
-    aten.gt.Scalar: "gt",
+_COPIES = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.detach.default,
+)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_ARITHMETIC: dict[Any, Callable[[float, float], float]] = {
+    aten.add.Tensor: operator.add,
+    aten.sub.Tensor: operator.sub,
+    aten.mul.Tensor: operator.mul,
+    aten.bitwise_and.Tensor: min,
+    aten.logical_and.default: min,
+    aten.bitwise_or.Tensor: max,
+    aten.logical_or.default: max,
 }
-_MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt"}
-_NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt"}
+_LOGIC = (
+    aten.bitwise_and.Tensor,
+    aten.bitwise_or.Tensor,
+    aten.logical_and.default,
+    aten.logical_or.default,
+    aten.bitwise_not.default,
+    aten.logical_not.default,
+)
+_COMPARED: dict[Any, str] = {
+    getattr(getattr(aten, name), overload): name
+    for name in ("le", "lt", "ge", "gt", "eq", "ne")
+    for overload in ("Tensor", "Scalar")
+}
+_MIRRORED = {"le": "ge", "ge": "le", "lt": "gt", "gt": "lt", "eq": "eq", "ne": "ne"}
+_NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
-def hides_later_keys(mask: fx.Node) -> bool:
-    """Whether ``mask[..., i, j]`` of a ``[..., tokens, tokens]`` mask is False, or minus infinity, for every ``j > i``.
+def objection_to(mask: fx.Node) -> str | None:
+    """Why a ``[..., tokens, tokens]`` mask may let tokens see those behind them; None if it is proven not to.
 
-    False also where that can't be proven.
+    It is a bool, or is added to scores.
     """
     shape = mask.meta["val"].shape
     if len(shape) < 2 or not same_size(shape[-2], shape[-1]) or not isinstance(shape[-1], int):
-        return False
+        return "is not of a known number of tokens, squared"
     with compat.real_tensors(), torch.no_grad():
-        return _Proof(shape[-1]).hidden(mask)
+        proof = _Proof(shape[-1])
+        highest = proof.bounds(mask, _Part.ABOVE)[1]
+        if mask.meta["val"].dtype == torch.bool:
+            return None if highest == 0.0 else "is not proven to hide later tokens"
+        if highest == -math.inf:
+            return None
+        if highest > HIDES:
+            return f"is not proven to hide later tokens, by minus infinity or by {HIDES:.0e} and less"
+        seen = proof.bounds(mask, _Part.DIAGONAL)[0] >= 0.0
+        return None if seen else "is not minus infinity where it hides, and may hide all tokens from one"
 
 
 class _Proof:
-    """Of a mask of ``size`` queries and keys. "Above" is where the key is behind the query, above the diagonal."""
+    """Of a mask of ``size`` queries and keys."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._known: dict[fx.Node, torch.Tensor | None] = {}
 
-    def hidden(self, mask: Any) -> bool:
-        """Whether a mask is False, or minus infinity, above."""
-        if isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bool:
-            return self.is_above(mask, False)
-        inner = self._same_matrix(mask)
-        if inner is not None:
-            return self.hidden(inner)
-        if is_call(mask, aten.where.self):
-            condition, chosen, other = mask.args
-            if self.is_above(condition, False):
-                return self.hidden(other)
-            if self.is_above(condition, True):
-                return self.hidden(chosen)
-            return self.hidden(chosen) and self.hidden(other)
-        return _constant(mask) == -math.inf
+    def bounds(self, node: Any, part: _Part) -> Bounds:
+        """Of the elements of a matrix in ``part``, or of all elements of what is broadcast against one."""
+        if isinstance(node, bool | int | float):
+            return float(node), float(node)
+        if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            return _ANY
+        dtype = node.meta["val"].dtype
+        low, high = self._found(node, part)
+        if dtype == torch.bool:
+            return _clipped(low), _clipped(high)
+        if dtype.is_floating_point:
+            return _rounded(low, dtype), _rounded(high, dtype)
+        within = not dtype.is_complex and torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max
+        return (low, high) if within else _ANY
 
-    def is_above(self, condition: Any, what: bool) -> bool:
-        """Whether a condition is ``what`` everywhere above."""
-        inner = self._same_matrix(condition)
+    def _found(self, node: fx.Node, part: _Part) -> Bounds:
+        inner = self._same_matrix(node)
         if inner is not None:
-            return self.is_above(inner, what)
-        if is_call(condition, *_NOT):
-            return self.is_above(condition.args[0], not what)
-        if is_call(condition, *_AND, *_OR):
-            enough = any if is_call(condition, *_AND) is not what else all
-            return enough(self.is_above(one, what) for one in condition.args)
-        if isinstance(condition, fx.Node) and condition.target in _COMPARED:
-            return self._compared(condition, what)
-        constant = _constant(condition)
-        return constant is not None and bool(constant) is what
+            return self.bounds(inner, part)
+        if is_call(node, aten.full.default):
+            return self.bounds(node.args[1], part)
+        if is_call(node, *_CASTS):
+            return self._cast(node, part)
+        if is_call(node, aten.where.self):
+            condition, chosen, other = node.args
+            met = self.bounds(condition, part)
+            if met in (_TRUE, _FALSE):
+                return self.bounds(chosen if met == _TRUE else other, part)
+            (low, high), (low_other, high_other) = self.bounds(chosen, part), self.bounds(other, part)
+            return min(low, low_other), max(high, high_other)
+        if is_call(node, *_LOGIC) and any(_dtype(one) != torch.bool for one in node.args):
+            return _EITHER if _dtype(node) == torch.bool else _ANY
+        if is_call(node, aten.bitwise_not.default, aten.logical_not.default):
+            low, high = self.bounds(node.args[0], part)
+            return 1.0 - high, 1.0 - low
+        if node.op == "call_function" and node.target in _ARITHMETIC and not node.kwargs:
+            compute = _ARITHMETIC[node.target]
+            corners = [compute(*pair) for pair in product(*(self.bounds(one, part) for one in node.args))]
+            return _ANY if any(map(math.isnan, corners)) else (min(corners), max(corners))
+        if node.op == "call_function" and node.target in _COMPARED:
+            return self._compared(node, part)
+        return _ANY
 
-    def _same_matrix(self, node: Any) -> Any:
+    def _cast(self, node: fx.Node, part: _Part) -> Bounds:
+        low, high = self.bounds(node.args[0], part)
+        if _dtype(node) == torch.bool:
+            return _TRUE if low > 0.0 or high < 0.0 else _FALSE if low == high == 0.0 else _EITHER
+        kept = _dtype(node).is_floating_point or _dtype(node.args[0]) in (torch.bool, _dtype(node))
+        return (low, high) if kept else _ANY
+
+    def _same_matrix(self, node: fx.Node) -> Any:
         """What ``node`` only views, with the same ``[queries, keys]`` in its last dims; None if it is no such view."""
-        if not isinstance(node, fx.Node) or node.op != "call_function":
-            return None
-        inner: Any
         if is_call(node, aten.slice.Tensor):
             return self._padded(node)
-        if is_call(node, *_UNCHANGED):
-            inner = node.args[0]
-            floats = (node.meta["val"].is_floating_point(), inner.meta["val"].is_floating_point())
-            kept = node.meta["val"].dtype == inner.meta["val"].dtype or all(floats)
-            return inner if kept else None
+        if is_call(node, *_COPIES):
+            return node.args[0]
         if is_call(node, *_VIEWS):
-            inner = node.args[0]
+            inner: Any = node.args[0]
             if inner.meta["val"].dim() == 0:
                 return inner
             return inner if _last_dims(inner) == _last_dims(node) == (self.size, self.size) else None
@@ -135,33 +188,51 @@ class _Proof:
         taken_off = is_last and (start or 0, end, step) == (0, self.size, 1) and len(pad) == 2 and pad[0] == 0
         return inner if taken_off and _last_dims(inner) == (self.size, self.size) else None
 
-    def _compared(self, node: fx.Node, what: bool) -> bool:
-        """Of a comparison of positions; also as ``a - b`` with a number, as ``tril`` has it."""
+    def _compared(self, node: fx.Node, part: _Part) -> Bounds:
+        found = self._compared_positions(node, part)
+        if found is not None:
+            return found
+        name = _COMPARED[node.target]
+        left, right = node.args[:2]
+        if not isinstance(right, fx.Node) and _rounded(right, _dtype(left)) != right:  # type: ignore[arg-type]
+            return _EITHER
+        (low, high), (low_other, high_other) = (self.bounds(one, part) for one in (left, right))
+        if name in ("eq", "ne"):
+            same = low == high == low_other == high_other
+            apart = high < low_other or low > high_other
+            if not (same or apart):
+                return _EITHER
+            return _TRUE if same is (name == "eq") else _FALSE
+        holds: Callable[[float, float], bool] = getattr(operator, name)
+        outcomes = {holds(low, high_other), holds(high, low_other)}
+        return _EITHER if len(outcomes) > 1 else _TRUE if outcomes == {True} else _FALSE
+
+    def _compared_positions(self, node: fx.Node, part: _Part) -> Bounds | None:
+        """Of a comparison of positions; also as ``a - b`` with a number, as ``tril`` has it. None if it is another."""
         left, right = node.args[:2]
         name = _COMPARED[node.target]
         offset: Any = 0
         if not isinstance(right, fx.Node):
             if not is_call(left, aten.sub.Tensor) or left.kwargs or not isinstance(right, int):
-                return False
+                return None
             (left, right), offset = left.args[:2], right
         a, b = self._positions(left), self._positions(right)
         if a is None or b is None:
-            return False
+            return None
         b = b + offset
+        if a.dim() == 0 or b.dim() == 0:
+            return None
         if a.shape[-1] == 1:
             a, b, name = b, a, _MIRRORED[name]
         keys, queries = a.flatten(), b.flatten()
         if (a.shape[-1], b.shape[-1]) != (self.size, 1) or len(keys) != self.size or len(queries) != self.size:
-            return False
+            return None
         if b.dim() < 2 or b.shape[-2] != self.size:
-            return False
-        if not what:
-            name = _NEGATED[name]
-        holds: Callable[[Any, Any], torch.Tensor] = getattr(operator, name)
-        latest = name in ("ge", "gt")
-        behind = keys[1:].flip(0)
-        worst = (behind.cummin(0) if latest else behind.cummax(0)).values.flip(0) if len(behind) else behind
-        return bool(holds(worst, queries[:-1]).all())
+            return None
+        always = _holds_above if part is _Part.ABOVE else _holds_between
+        if always(name, keys, queries):
+            return _TRUE
+        return _FALSE if always(_NEGATED[name], keys, queries) else _EITHER
 
     def _positions(self, node: Any) -> torch.Tensor | None:
         """The values of a vector that depends on no input; None if it does, or is a matrix."""
@@ -193,14 +264,33 @@ class _Proof:
         return node.target(*args, **{**kwargs, **on_cpu})  # type: ignore[operator]
 
 
+def _holds_between(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
+    """Of each key and the query of its own index."""
+    return bool(getattr(operator, name)(keys, queries).all())
+
+
+def _holds_above(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
+    """Of each query and all keys of a larger index; False of equality, which the extreme ones do not tell."""
+    behind = keys[1:].flip(0)
+    if name in ("eq", "ne"):
+        return not len(behind)
+    latest = name in ("ge", "gt")
+    worst = (behind.cummin(0) if latest else behind.cummax(0)).values.flip(0) if len(behind) else behind
+    return _holds_between(name, worst, queries[:-1])
+
+
+def _clipped(number: float) -> float:
+    """What a number that stands for a bool is."""
+    return min(max(number, 0.0), 1.0)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(number, dtype=torch.float64).to(dtype))
+
+
+def _dtype(operand: Any) -> torch.dtype:
+    return operand.meta["val"].dtype if isinstance(operand, fx.Node) else torch.tensor(operand).dtype
+
+
 def _last_dims(node: fx.Node) -> tuple[Any, ...]:
     return tuple(node.meta["val"].shape[-2:])
-
-
-def _constant(node: Any) -> float | bool | int | None:
-    """The number that fills a tensor."""
-    if isinstance(node, bool | int | float):
-        return node
-    if is_call(node, aten.full.default) and isinstance(node.args[1], bool | int | float):
-        return node.args[1]
-    return None

@@ -121,6 +121,10 @@ def _planners(
     layer = layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
+    attention = layer.shape.attention
+    if attention.masked and attention.kernel not in profile.attention:
+        detail = f"{profile.name}'s profile has no attention.{attention.kernel}, of a kernel that is given a mask"
+        return NotSplit(SplitRefusal.ATTENTION_NOT_MEASURED, detail)
     kernel = _kernel(profile, layer.transport, config)
     if kernel is None:
         detail = f"{profile.name}'s profile has no kernel for the transport {layer.transport}"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 import torch.fx as fx
+import torch.utils._pytree as pytree
 
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, same_size, value
@@ -235,6 +236,7 @@ class _Duplicator:
             f"{node.name}: more than one result is read"
         )
         results = list(node.users) if several else [node]
+        self._reason = None
         layout = verdict.out[0] if isinstance(verdict.out, tuple) else verdict.out
         halves = build(self, 0), build(self, 1)
         for half, made in enumerate(halves):
@@ -331,8 +333,14 @@ class _Duplicator:
     def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
         return self.rows(operand, half, rows) if half == 0 else self._joined(operand, 2)
 
+    def whole(self, operand: fx.Node) -> fx.Node:
+        return self._joined(operand)
+
     def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         part: Part = "shared" if half is None else _PARTS[half]
+        for one in pytree.arg_tree_leaves(*args, **kwargs):
+            replaced = isinstance(one, fx.Node) and (one in self._halves or self._whole.get(one, one) is not one)
+            assert not replaced, f"{one} is read by a half, and goes"
         return self._call(target, args, kwargs, part, meta={} if half is None else self._like.meta)
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:

@@ -23,7 +23,7 @@ from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split.registry import registered
 from tw_compile.passes.split.rules_attention import SDPA
 from tw_compile.passes.split.token_axis import TokenAxis
-from tw_compile.planning import Attention, Gemm, LayerShape
+from tw_compile.planning import Attention, Gemm, LayerShape, masked_kernel
 
 _c10d = torch.ops._c10d_functional
 
@@ -52,6 +52,14 @@ class GraphLayer:
 class _NotRecognisedError(Exception):
     """What about the graph is not a layer that the planner knows; never leaves this module."""
 
+    reason = SplitRefusal.LAYER_NOT_RECOGNISED
+
+
+class _NotMeasuredError(_NotRecognisedError):
+    """What it is, and that no profile says how long it takes."""
+
+    reason = SplitRefusal.ATTENTION_NOT_MEASURED
+
 
 @dataclass
 class _Part:
@@ -69,7 +77,7 @@ def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefuse
         parts, sums = _parts(graph, axis)
         return _layer(parts, sums)
     except _NotRecognisedError as error:
-        return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
+        return SplitRefused(error.reason, str(error))
 
 
 def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]]:
@@ -88,6 +96,8 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
             if part.attention is not None:
                 raise _NotRecognisedError(f"{node.name} is the second attention between two sums")
             part.attention, part.before_attention = _attention(node, axis), len(part.gemms)
+        elif _is_scores(node, axis):
+            raise _NotMeasuredError(f"{node.name} begins attention of matmuls and a softmax, of which no time is known")
         elif _is_uncounted(node):
             part.uncounted = part.uncounted or node.name
         if is_call(node, ops.start, ops.mm_start, _c10d.all_reduce.default):
@@ -109,6 +119,14 @@ def _is_uncounted(node: fx.Node) -> bool:
     if node.target.namespace in _UNCOUNTED_NAMESPACES:
         return True
     return registered(node.target) is None and any(value(one) is not None for one in node.all_input_nodes)
+
+
+def _is_scores(node: fx.Node, axis: TokenAxis) -> bool:
+    """Whether a matmul has a result for each two tokens of a request: queries by keys, where no operator does attention."""
+    if not is_call(node, aten.bmm.default, aten.baddbmm.default):
+        return False
+    seq = axis.tokens // axis.batch
+    return all(same_size(size, seq) for size in _shape(node)[-2:])
 
 
 def _is_outer_product(node: fx.Node) -> bool:
@@ -144,13 +162,12 @@ def _attention(node: fx.Node, axis: TokenAxis) -> Attention:
     if not same_size(query[2], key[2]):
         raise _NotRecognisedError(f"{node.name} has {query[2]} queries and {key[2]} keys a request")
     arguments = _arguments(node)
-    if arguments.get("is_causal") is not True or any(
-        arguments.get(name) is not None for name in ("attn_mask", "attn_bias")
-    ):
-        raise _NotRecognisedError(f"{node.name} is not causal, or has a mask, which may be a sliding window")
+    masked = any(arguments.get(name) is not None for name in ("attn_mask", "attn_bias"))
+    if not masked and arguments.get("is_causal") is not True:
+        raise _NotRecognisedError(f"{node.name} is not causal")
     heads, head_dim = _number(query[1], node), _number(query[3], node)
     kernel = next((name for target, name in _KERNELS.items() if is_call(node, target)), "flash")
-    return Attention(heads, heads, head_dim, kernel=kernel)
+    return Attention(heads, heads, head_dim, kernel=masked_kernel(kernel) if masked else kernel, masked=masked)
 
 
 def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:

@@ -113,11 +113,14 @@ class HalfBuilder(Protocol):
     def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
         """A half's rows and all before them."""
 
+    def whole(self, operand: fx.Node) -> fx.Node:
+        """All of an operand, joined if it is split."""
+
     def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A new operator; ``half`` None for one that does not depend on the tokens."""
+        """A new operator; ``half`` None for one that is made for both."""
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
-        """The node that ``make`` has added for this ``key`` when it was first asked for; it may depend on no tokens."""
+        """The node that ``make`` has added for this ``key`` when it was first asked for; it may be of neither half."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ is aligned to the top left, and so are the kernels behind it but for one, which 
 
 The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. cuDNN attends to the earlier keys, of which none is
 hidden, and to the suffix's own, which are as many as its queries; each result counts by the sum of its exponentials. A mask
-that is given is sliced, if it provably hides later tokens (``causal_mask``). Where a half ends inside of one of several
-requests, it makes one call for its whole requests and one for its part of the cut one; with a mask that joins, and so does
-FlexAttention, whose block masks are functions.
+that is given is sliced, if it provably hides later tokens (``causal_mask``); padding, in it, stays what it is. Where a half
+ends inside of one of several requests, it makes one call for its whole requests and one for its part of the cut one.
+FlexAttention joins, as its block masks are functions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, same_size
 from tw_compile.passes.base import JoinReason
-from tw_compile.passes.split.causal_mask import hides_later_keys
+from tw_compile.passes.split.causal_mask import objection_to
 from tw_compile.passes.split.layout import HalfBuilder, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
 
@@ -120,23 +120,24 @@ def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
             return call.join(JoinReason.ATTENTION, "keys or values are not those of the queries' tokens")
     mask, causal = _mask(call), call.argument("is_causal")
     seq = call.shape(call.args[0])[-2]
-    if rows.outer is not None and (mask is not None or not isinstance(call.units, int) or not isinstance(seq, int)):
-        what = "with a mask" if mask is not None else "of unknown length"
-        return call.join(JoinReason.ATTENTION_REQUESTS, f"a half ends inside of one of several requests {what}")
+    if rows.outer is not None and not (isinstance(call.units, int) and isinstance(seq, int)):
+        return call.join(
+            JoinReason.ATTENTION_REQUESTS, "a half ends inside of one of several requests of unknown length"
+        )
     if mask is not None:
-        if causal or call.layout(mask) is not None or not hides_later_keys(mask):
-            return call.join(JoinReason.ATTENTION_MASK, f"{mask.name} is not proven to hide later tokens")
+        objection = _objection_to(call, mask)
+        if objection is not None:
+            return call.join(JoinReason.ATTENTION_MASK, f"{mask.name} {objection}")
     elif not causal:
         return call.join(JoinReason.ATTENTION, "tokens see later ones")
     attend_suffix = _suffix_of(call)
-    if mask is None and attend_suffix is None:
+    if attend_suffix is None:
         return call.join(JoinReason.ATTENTION_KERNEL, "no kernel known to align its causal mask to the bottom right")
     if call.join_attention:
         return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens is predicted to be faster")
 
     def build(builder: HalfBuilder, half: int) -> fx.Node:
         if rows.outer is not None:
-            assert attend_suffix is not None
             return _requests(call, builder, half, rows, attend_suffix)
         query = builder.rows(call.args[0], half, rows)
 
@@ -147,16 +148,23 @@ def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
             earlier, own = ([builder.rows(one, part, rows) for one in (key, value)] for part in (0, 1))
             return earlier, own
 
-        if mask is not None:
-            return _masked(call, builder, half, query, seen())
         if half == 0:
-            return _attend(call, builder, half, query, seen())
-        assert attend_suffix is not None
+            return _attend(call, builder, half, query, seen(), **_mask_part(call, builder, None, 0, builder.units[0]))
         return attend_suffix(call, builder, Suffix(*builder.units, query, seen, parts))
 
     results = call.node.meta["val"]
     several = not isinstance(results, torch.Tensor)
     return RowWise((rows, *(None,) * (len(results) - 1)) if several else rows, build=build)
+
+
+def _objection_to(call: Call, mask: fx.Node) -> str | None:
+    if call.argument("is_causal"):
+        return "is given beside is_causal"
+    # A mask that was split along its keys, as padding is, is put together again; it needs nothing of the halves' tokens.
+    layout = call.layout(mask)
+    if layout is not None and (not isinstance(layout, Rows) or layout.order is not None):
+        return "means something only within its half"
+    return objection_to(mask)
 
 
 Pair = Sequence[fx.Node]
@@ -168,7 +176,7 @@ class Suffix:
     """The last ``queries`` tokens of a sequence of ``keys``, behind ``begin`` others, in half 2; sizes are numbers or nodes.
 
     ``seen`` gives the keys and values of the whole sequence, which are joined for that if need be; ``parts`` those of the
-    others and those of the suffix.
+    others and those of the suffix. ``request`` is its number, where there are several.
     """
 
     begin: Any
@@ -177,6 +185,7 @@ class Suffix:
     query: fx.Node
     seen: Callable[[], Pair]
     parts: Callable[[], tuple[Pair, Pair]]
+    request: int | None = None
 
 
 _AttendSuffix = Callable[[Call, HalfBuilder, Suffix], fx.Node]
@@ -190,7 +199,7 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_su
     shapes = [call.shape(one) for one in call.args[:3]]
     seq = shapes[0][2]
     first, second, _ = builder.units
-    part = first % seq
+    cut, part = divmod(first, seq)
     own = [builder.rows(one, half, rows) for one in call.args[:3]]
 
     def between(node: fx.Node, begin: int, end: int) -> fx.Node:
@@ -205,7 +214,7 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_su
         def seen() -> Pair:
             return [builder.call(half, aten.cat.default, list(pair), 2) for pair in zip(earlier, later, strict=True)]
 
-        suffix = Suffix(part, rest, seq, query, seen, lambda: (earlier, later))
+        suffix = Suffix(part, rest, seq, query, seen, lambda: (earlier, later), cut)
         pieces.append(attend_suffix(call, builder, suffix))
     begin, end = (0, first - part) if half == 0 else (-first % seq, second)
     count = (end - begin) // seq
@@ -215,18 +224,23 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_su
             for one, shape in zip(own, shapes, strict=True)
         ]
         query, *others = (builder.call(half, aten.permute.default, one, [1, 0, 2, 3]) for one in whole)
-        made = _attend(call, builder, half, query, others)
+        begins = 0 if half == 0 else cut + bool(part)
+        masked = _mask_part(call, builder, range(begins, begins + count), 0, seq)
+        made = _attend(call, builder, half, query, others, **masked)
         made = builder.call(half, aten.permute.default, made, [1, 0, 2, 3])
         pieces.append(builder.call(half, aten.reshape.default, made, [1, shapes[0][1], count * seq, shapes[2][3]]))
     if part and half == 0:
         query, *others = [between(one, end, first) for one in own]
-        pieces.append(_attend(call, builder, half, query, others))
+        masked = _mask_part(call, builder, range(cut, cut + 1), 0, part)
+        pieces.append(_attend(call, builder, half, query, others, **masked))
     return pieces[0] if len(pieces) == 1 else builder.call(half, aten.cat.default, pieces, 2)
 
 
 def _suffix_of(call: Call) -> _AttendSuffix | None:
     """How the attention of queries that are the last of their keys is computed; None where nothing is proven to."""
     target = call.node.target
+    if _mask(call) is not None:
+        return _by_given_mask
     if target is aten._scaled_dot_product_flash_attention.default:
         return _by_itself
     if target is aten._scaled_dot_product_cudnn_attention.default:
@@ -332,21 +346,35 @@ def _suffix_mask(call: Call, builder: HalfBuilder, begin: Any, queries: Any, key
     return builder.call(None, aten.where.self, seen, number(0.0), number(-math.inf))
 
 
-def _masked(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair) -> fx.Node:
-    """With a half's rows of the given mask; half 1 without the keys behind it, which the mask hides."""
+def _by_given_mask(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+    requests = None if suffix.request is None else range(suffix.request, suffix.request + 1)
+    masked = _mask_part(call, builder, requests, suffix.begin, suffix.keys)
+    return _attend(call, builder, 1, suffix.query, suffix.seen(), **masked)
+
+
+def _mask_part(call: Call, builder: HalfBuilder, requests: range | None, begin: Any, end: Any) -> dict[str, fx.Node]:
+    """The argument that is the given mask, of queries from ``begin`` to before ``end``; empty where none is given.
+
+    Keys from ``end`` on are left out, which the mask hides. ``requests`` None is all of them.
+    """
+    names = {declared.name for declared in call.node.target._schema.arguments}  # type: ignore[union-attr]
     mask = _mask(call)
-    rank = len(call.shape(mask))
-    first = builder.units[0]
+    if mask is None:
+        return {}
+    shape = call.shape(mask)
+    rank, seq = len(shape), shape[-1]
     # cuDNN wants the address of a mask aligned, which that of a row need not be.
     copied = call.node.target is aten._scaled_dot_product_cudnn_attention.default
 
     def part() -> fx.Node:
-        bounds = (0, first) if half == 0 else (first, _END)
-        made = builder.call(None, aten.slice.Tensor, mask, rank - 2, *bounds)
-        if half == 0:
-            made = builder.call(None, aten.slice.Tensor, made, rank - 1, 0, first)
-        return builder.call(None, aten.clone.default, made) if copied else made
+        made = whole = builder.whole(mask)
+        if requests is not None and rank == 4 and shape[0] not in (1, len(requests)):
+            made = builder.call(None, aten.slice.Tensor, made, 0, requests.start, requests.stop)
+        if (begin, end) != (0, seq):
+            made = builder.call(None, aten.slice.Tensor, made, rank - 2, begin, end)
+        if end != seq:
+            made = builder.call(None, aten.slice.Tensor, made, rank - 1, 0, end)
+        return builder.call(None, aten.clone.default, made) if copied and made is not whole else made
 
-    made = builder.once((mask, half, copied), part)
-    names = {declared.name for declared in call.node.target._schema.arguments}  # type: ignore[union-attr]
-    return _attend(call, builder, half, query, others, **{name: made for name in _MASKS if name in names})
+    made = builder.once((mask, requests, begin, end, copied), part)
+    return {name: made for name in _MASKS if name in names}

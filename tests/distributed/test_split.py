@@ -44,6 +44,7 @@ def outputs_of_both(
         ("olmo2", 1, 63, 62, "token"),
         ("mixtral", 3, 21, 20, "token"),
         ("gpt_oss", 3, 21, 2, "request"),
+        ("qwen3_moe", 1, 1025, 512, "token"),
     ],
 )
 def test_split_equals_unsplit_on_two_ranks(

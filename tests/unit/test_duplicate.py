@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +21,27 @@ from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
 
 EAGER = ("gemma2", "gpt_oss")
+WINDOWED = ("mistral", "gemma2", "gpt_oss")
 FEW = ("llama", "gemma2", "olmo2", "mixtral", "gpt_oss")
 
 
 @functools.cache
 def captured(
-    family: str, batch: int, seq: int, dynamic: bool = False, fuse: bool = True, dtype: torch.dtype = torch.float32
+    family: str,
+    batch: int,
+    seq: int,
+    dynamic: bool = False,
+    fuse: bool = True,
+    dtype: torch.dtype = torch.float32,
+    padded: bool = False,
+    narrow: bool = False,
 ) -> fx.Graph:
     config = {"config": UNFUSED} if not fuse else {}
-    window = {"sliding_window": 16} if family == "mistral" else {}
+    window: dict[str, Any] = {"sliding_window": 16} if family in WINDOWED else {}
+    if narrow:
+        window |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     with fake_process_group(WORLD_SIZE):
-        return family_graph(family, batch, seq, dynamic=dynamic, dtype=dtype, **config, **window)
+        return family_graph(family, batch, seq, dynamic=dynamic, dtype=dtype, padded=padded, **config, **window)
 
 
 def split(graph: fx.Graph, first: int | fx.Node, unit: Unit = "token") -> tuple[fx.Graph, SplitReport]:
@@ -58,12 +70,19 @@ def test_one_request_of_63_tokens(family: str) -> None:
         assert report.duplicated > report.joined
 
 
-@pytest.mark.parametrize(("family", "seq", "first"), [("llama", 1025, 512), ("mistral", 1000, 333)])
-def test_one_long_request(family: str, seq: int, first: int) -> None:
-    graph = captured(family, 1, seq)
-    after, report = split(graph, first)
+@pytest.mark.parametrize(
+    ("family", "seq"),
+    [
+        *product(SPLIT_FAMILIES, (1025, 4096)),
+        *product(("mistral", "gemma2"), (1000,)),
+        *product(("llama", "mixtral", "gpt_oss"), (1024,)),
+    ],
+)
+def test_one_long_request(family: str, seq: int) -> None:
+    graph = captured(family, 1, seq, narrow=True)
+    after, report = split(graph, seq // 3)
     assert_same_results(graph, after)
-    assert report.joins == {}
+    assert set(report.joins) == ({"contracts_tokens"} if family in EAGER else set())
 
 
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
@@ -99,6 +118,33 @@ def test_whole_requests_have_no_join(family: str) -> None:
         after, report = split(graph, first, "request")
         assert_same_results(graph, after)
         assert report.joins == {}
+
+
+@pytest.mark.parametrize("family", SPLIT_FAMILIES)
+def test_padding_of_ragged_requests_is_respected(family: str) -> None:
+    """Requests of 21, 13 and 5 tokens, padded behind them or before."""
+    graph = captured(family, 3, 21, padded=True)
+    halves = [split(graph, first, unit) for first, unit in ((30, "token"), (2, "request"))]
+    for _, report in halves:
+        assert family in EAGER or report.joins == {"selects_tokens": 1}, "the padding's rows are looked up once"
+    lengths = torch.tensor([[21], [13], [5]])
+    results = []
+    for seen in (torch.arange(21) < 21, torch.arange(21) < lengths, torch.arange(21) >= 21 - lengths):
+        values = [seen.expand(3, 21).long() if is_mask else one for is_mask, one in padding_and_others(graph)]
+        results.append(run_alone(graph, values))
+        for after, _ in halves:
+            for expected, found in zip(results[-1], run_alone(after, values), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
+    assert not any(torch.allclose(results[0][0], one[0], rtol=1e-2) for one in results[1:]), "the padding is read"
+
+
+def padding_and_others(graph: fx.Graph) -> list[tuple[bool, Any]]:
+    """Values of the placeholders, and which is the padding's: the second of the integer ones."""
+    values = random_values(graph)
+    integer = [
+        index for index, one in enumerate(values) if isinstance(one, torch.Tensor) and not one.is_floating_point()
+    ]
+    return [(index == integer[1], value) for index, value in enumerate(values)]
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "olmo2"])

@@ -182,7 +182,9 @@ def test_multicast_instructions(arch: int, dtype: str, hidden_size: int, tmp_pat
     width = "F32x4" if dtype == "fp32" else f"{dtype.upper().replace('FP', 'F')}x8"
     assert {line.count(width) for line in sass.splitlines() if "LDGMC" in line} == {1}
     assert {"SYS" in line for line in sass.splitlines() if "LDGMC" in line} == {True}
-    assert sass.count("STG.E.128.STRONG.SYS") == 2 * accesses
+    # ptxas may drop an access that is behind the row's end in every thread.
+    needed = -(-hidden_size * (4 if dtype == "fp32" else 2) // (16 * 32 * num_warps))
+    assert 2 * needed <= sass.count("STG.E.128.STRONG.SYS") <= 2 * accesses
 
 
 @pytest.mark.parametrize("arch", [90, 100])

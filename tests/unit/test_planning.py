@@ -228,6 +228,17 @@ def test_a_sliding_window_and_whole_sequences_cost_less() -> None:
     assert us((9000,), (8192,)) == full
 
 
+def test_a_kernel_that_is_given_a_mask_works_on_all_keys_that_it_is_given() -> None:
+    def us(rows: range, masked: bool) -> float:
+        attention = Attention(64, 8, 128, kernel="flash", masked=masked)
+        return attention_us(H200, attention, (4096, 4096), rows, 132) - H200.attention["flash"].latency_us
+
+    whole = us(range(8192), True)
+    assert whole == pytest.approx(2 * us(range(8192), False), rel=1e-3)
+    assert us(range(1024), True) == pytest.approx(whole / 2 * (1024 * 1024) / 4096**2)
+    assert us(range(1024, 4096), True) == pytest.approx(whole / 2 * (3072 * 4096) / 4096**2)
+
+
 def test_a_suffix_is_a_call_of_its_own_where_the_kernel_has_no_bottom_right(monkeypatch: pytest.MonkeyPatch) -> None:
     def us(kernel: str, rows: range) -> float:
         return attention_us(H200, Attention(16, 4, 128, kernel=kernel), (4096, 4096), rows, 132)

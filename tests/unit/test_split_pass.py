@@ -6,6 +6,8 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from split_graphs import family_graph
 from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.models import build_decoder, load_config
-from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.models.config import config_from_dict, tensor_parallel_plan
 from tw_compile.passes.base import SplitRefusal
 from tw_compile.passes.split import layer_of_graph, profile, rules_attention
 from tw_compile.passes.split.duplicate import _Duplicator
@@ -38,17 +40,34 @@ def group() -> Iterator[None]:
         yield
 
 
+WINDOWED = {
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32768,
+    "sliding_window": 1024,
+}
+"""Mistral-7B but for its window, which is 4096 tokens."""
+
+
 def inspected(
-    model: str = "llama-3.1-8b", batch: int = 1, seq: int = 4096, bounds: tuple[int, int] | None = None, **options: Any
+    model: str | dict[str, Any] = "llama-3.1-8b",
+    batch: int = 1,
+    seq: int = 4096,
+    bounds: tuple[int, int] | None = None,
+    **options: Any,
 ) -> tuple[Split, fx.Graph]:
     """What the passes make of one layer on fake GPUs; ``bounds`` are those of a symbolic ``seq``."""
     with fake_cuda():
-        decoder = build_decoder(load_config(model), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        config = load_config(model) if isinstance(model, str) else config_from_dict(model)
+        decoder = build_decoder(config, device="cuda", dtype=torch.bfloat16, num_layers=1)
         ids = torch.zeros(batch, seq, dtype=torch.long, device="cuda")
         if bounds is not None:
             torch._dynamo.mark_dynamic(ids, 1, min=bounds[0], max=bounds[1])
-        config = Config(**{"split": "auto", "device_profile": "H200", "strict": True, **options})
-        seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=config)
+        given = Config(**{"split": "auto", "device_profile": "H200", "strict": True, **options})
+        seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=given)
     assert seen.report.split is not None
     return seen.report.split, seen.after.graph
 
@@ -124,7 +143,8 @@ def test_plan_says_why_a_graph_is_left() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"model": "gemma-2-9b", "seq": 64}, SplitRefusal.LAYER_NOT_RECOGNISED),
+        ({"model": "gemma-2-9b", "seq": 64}, SplitRefusal.ATTENTION_NOT_MEASURED),
+        pytest.param({"model": WINDOWED}, SplitRefusal.ATTENTION_NOT_MEASURED, id="sliding window"),
         ({"fuse": False}, SplitRefusal.LAYER_NOT_RECOGNISED),
         ({"transport": "nccl"}, SplitRefusal.TRANSPORT_NOT_PLANNED),
         ({"device_profile": "auto"}, SplitRefusal.NO_DEVICE_PROFILE),
@@ -143,6 +163,19 @@ def test_graph_that_cannot_be_planned_is_left(
         options = {**options, "device_profile": "auto"}
     split, _ = inspected(**options)
     assert (split.mode, split.reason) == ("off", reason), split.detail
+
+
+def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
+    shipped = (resources.files("tw_compile.configs") / "devices" / "h200.toml").read_text()
+    own = tmp_path / "own.toml"
+    own.write_text(f"{shipped}\n[attention.efficient_masked]\ntflops = 200\nlatency_us = 2\nblock_rows = 64\n")
+    split, graph = inspected(model=WINDOWED, device_profile=str(own))
+    assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail
+    assert split.joins == {}
+    first, second = split.sizes
+    attention = find_ops(graph, "_scaled_dot_product_efficient_attention")
+    masks = [tuple(node.args[3].meta["val"].shape)[2:] for node in attention]  # type: ignore[union-attr]
+    assert masks == [(first, first), (second, 4096)]
 
 
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:

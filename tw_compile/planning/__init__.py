@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tw_compile.planning.device import DeviceProfile, load_profile, profile_names, profile_of_device
 from tw_compile.planning.gemm import Gemm
-from tw_compile.planning.layer import Attention, LayerShape, layer_shape
+from tw_compile.planning.layer import Attention, LayerShape, layer_shape, masked_kernel
 from tw_compile.planning.plan import Mode, Off, Plan, plan_layer
 from tw_compile.planning.windows import GemmPlan, Window
 
@@ -20,6 +20,7 @@ __all__ = [
     "Window",
     "layer_shape",
     "load_profile",
+    "masked_kernel",
     "plan_layer",
     "profile_names",
     "profile_of_device",

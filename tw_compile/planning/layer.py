@@ -21,13 +21,15 @@ _ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention of one rank.
+    """Causal attention of one rank, by its kernel or by a mask.
 
     Attributes:
         heads: Query heads of the rank.
         kv_heads: Key and value heads of the rank.
         windows: Sliding windows in tokens, one for each kind of layer; None is none. Times are the mean over them.
         kernel: ``cudnn``, which torch takes first on these devices, ``flash``, ``efficient`` or another of the profile's.
+        masked: A mask is added to the scores. Then all keys that are given are worked on, whatever it hides; kernels have other
+            rates so, and another name in the profile (:func:`masked_kernel`).
     """
 
     heads: int
@@ -35,6 +37,12 @@ class Attention:
     head_dim: int
     windows: tuple[int | None, ...] = (None,)
     kernel: str = "cudnn"
+    masked: bool = False
+
+
+def masked_kernel(name: str) -> str:
+    """What a profile calls a kernel of attention that is given a mask."""
+    return f"{name}_masked"
 
 
 @dataclass(frozen=True)
@@ -197,7 +205,7 @@ def _call_us(
     for window, count in kinds.items():
         pairs, longest = 0, 0
         for first, last in spans:
-            pairs += _pairs(first, last, window)
+            pairs += (last - first) * last if attention.masked else _pairs(first, last, window)
             longest = max(longest, min(last, window or last) * min(rates.block_rows, last - first))
         share = count / len(attention.windows)
         total += share * max(attention.heads * pairs / sms, longest) * pair_flops / per_sm_us

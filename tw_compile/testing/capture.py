@@ -17,7 +17,7 @@ from tw_compile.compat import (
     compile_post_grad,
     fake_process_group,
     fold_constants_on_cpu,
-    trace_flash_attention,
+    trace_fused_attention,
     without_graph_cache,
 )
 
@@ -68,6 +68,6 @@ def fake_cuda() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
         mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
         fold_constants_on_cpu(),
-        trace_flash_attention(),
+        trace_fused_attention(),
     ):
         yield
