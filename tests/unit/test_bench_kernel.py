@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile import compat
+from tw_compile.benchmark import measure
 from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contenders import Contender, Operator, Variant, add_rms_norm_, contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
-from tw_compile.benchmark.measure import LaunchTimer, LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.benchmark.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.benchmark.plot import plot, spread
 from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
@@ -158,8 +160,10 @@ def test_a_launch_is_timed_from_when_the_gpus_have_met(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "ones", lambda size, device: None)
     monkeypatch.setattr(compat, "delay_stream", order.append)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: order.append("met"))
-    assert LaunchTimer(lambda: order.append("launch"), count=3, head_start=7).run() == pytest.approx(2.0)
-    assert order == [7, "met", "event", "launch", "event", "waited"]
+    graph = SimpleNamespace(replay=lambda: order.append("replay"))
+    monkeypatch.setattr(measure, "capture", lambda calls, count: graph)
+    assert GraphTimer([], 3).run() == pytest.approx(2.0)
+    assert order == [measure._HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
 
 
 def test_call_that_breaks_a_capture_is_the_reason_and_not_the_broken_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,6 @@ from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
 from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import Model, Subject
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
 from tw_compile.benchmark.layer.variants import variants
@@ -271,11 +270,6 @@ def test_a_slot_is_no_larger_than_what_its_kernel_is_tried_for(monkeypatch: pyte
     for kind in ("one_shot", "two_shot", "one_shot"):
         assert slots.view(kind, 0, (2, 2), torch.empty(0)).shape == (2, 2)
     assert made == [32 * MIB, 64 * MIB]
-
-
-def test_runs_of_a_model_are_of_cuda_graphs_or_fail() -> None:
-    assert Model.options(None)["triton.cudagraph_or_error"] and Model.options(None)["triton.cudagraphs"]  # type: ignore[arg-type]
-    assert Subject.options(None) == {}  # type: ignore[arg-type]
 
 
 def test_reason_of_a_compile_that_failed_is_its_cause() -> None:

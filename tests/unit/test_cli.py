@@ -173,7 +173,7 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     for text in (result.output, files[1].read_text()):
         assert decision in text and "joins: none" in text
         assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1") == 1
-        assert "planned for the" in text and "gate_up" in text
+        assert "left by" in text and "gate_up" in text
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -16,9 +16,7 @@ from tw_compile.benchmark.ranks import Ranks
 
 WARM_UP_ROUNDS = 3
 # About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
-_REPLAY_HEAD_START = 500_000
-# About 2.5 ms: also what compiled code does before it replays a graph of its own.
-CALL_HEAD_START = 5_000_000
+_HEAD_START_CYCLES = 500_000
 
 
 class Timer(Protocol):
@@ -28,36 +26,25 @@ class Timer(Protocol):
         """Microseconds a call on this rank; all ranks at once."""
 
 
-class LaunchTimer:
-    """What ``launch`` enqueues, ``count`` calls, between two events on the GPU.
+class GraphTimer:
+    """``count`` calls, in turn from ``calls``, as one CUDA graph between two events on the GPU."""
 
-    ``head_start``: GPU clocks, more than the host needs to enqueue it.
-    """
-
-    def __init__(self, launch: Callable[[], object], count: int = 1, head_start: int = CALL_HEAD_START) -> None:
-        self._launch = launch
+    def __init__(self, calls: Sequence[Call], count: int) -> None:
+        self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
+        self._graph = capture(calls, count)
         self._count = count
-        self._head_start = head_start
         self._one = torch.ones(1, device="cuda")
 
     def run(self) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Everything is in the queue when the GPUs meet in the all_reduce, so no rank's clock runs while another still launches.
-        compat.delay_stream(self._head_start)
+        compat.delay_stream(_HEAD_START_CYCLES)
         dist.all_reduce(self._one, op=dist.ReduceOp.MAX)
         begin.record()
-        self._launch()
+        self._graph.replay()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3 / self._count
-
-
-class GraphTimer(LaunchTimer):
-    """``count`` calls, in turn from ``calls``, as one CUDA graph."""
-
-    def __init__(self, calls: Sequence[Call], count: int) -> None:
-        self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
-        super().__init__(capture(calls, count).replay, count, _REPLAY_HEAD_START)
 
 
 def capture(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:

@@ -101,8 +101,8 @@ def model(
 ) -> None:
     """Time a sharded model, cut to its first layers, from token ids to the final norm, compiled as `bench layer` does it.
 
-    With mode "reduce-overhead" for all variants. Every variant is held to the error budget of `run` first; who fails it
-    gets no time. Exit code: 0 ours passed, 1 one of ours failed, 2 bad input.
+    Every variant is held to the error budget of `run` first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
+    ours failed, 2 bad input.
     """
     spec = _spec("model", model, device, tokens, batch, layers, dtype, only, repeats, seed, timeout)
     _bench(spec, tp, csv_file, plot_file, json_file)

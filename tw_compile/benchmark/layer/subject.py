@@ -7,9 +7,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from tw_compile import compat
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.measure import GraphTimer, LaunchTimer, LoopTimer, Timer
+from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.models import Decoder, build_decoder, load_config, to_double
 from tw_compile.runner.spec import UsageError
 from tw_compile.testing.gpu_problems import Context
@@ -27,8 +26,6 @@ class Run:
 
     def __call__(self) -> Outputs:
         self.outputs = None  # before the next ones are allocated
-        # Where the compiled code has CUDA graphs of its own, what the last run returned may be overwritten.
-        torch.compiler.cudagraph_mark_step_begin()
         self.outputs = self._compiled(self._inputs)
         return self.outputs
 
@@ -66,10 +63,6 @@ class Subject(nn.Module):
         residual = self.decoder.model(inputs_embeds=residual, use_cache=False).last_hidden_state
         return self.decoder.norm(residual), residual
 
-    def options(self) -> dict[str, Any]:
-        """Of Inductor, for all variants."""
-        return {}
-
     def parts(self, spec: LayerSpec) -> int:
         """By what the time of a run is divided."""
         return spec.layers
@@ -79,11 +72,7 @@ class Subject(nn.Module):
 
 
 class Model(Subject):
-    """From token ids through the first layers to the final norm, in torch.compile's mode "reduce-overhead".
-
-    The embedding's all_reduce is in it, and so are the copies and checks that Inductor's CUDA graphs come with; what the
-    host takes before it replays one is not, as the GPU is kept busy meanwhile.
-    """
+    """From token ids through the first layers to the final norm; the embedding's all_reduce is in it."""
 
     def inputs(self, spec: LayerSpec, ctx: Context, tokens: int) -> torch.Tensor:
         shape = (spec.batch, tokens // spec.batch)
@@ -94,14 +83,8 @@ class Model(Subject):
         """``[batch, seq]`` -> two of ``[batch, seq, hidden]``."""
         return self.decoder(ids)
 
-    def options(self) -> dict[str, Any]:
-        return compat.cuda_graph_options()
-
     def parts(self, spec: LayerSpec) -> int:
         return 1
-
-    def timer(self, run: Run) -> Timer:
-        return LaunchTimer(run) if next(self.parameters()).is_cuda else LoopTimer([run], 1)
 
 
 def build_subject(spec: LayerSpec, device: torch.device) -> Subject:

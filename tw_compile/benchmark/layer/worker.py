@@ -191,7 +191,6 @@ def _compiled(variant: Variant, subject: Subject, inputs: torch.Tensor) -> tuple
         backend, options = "tw_compile", Config(strict=True, **variant.options(batch * seq, batch)).as_options()
     else:
         backend, options = "inductor", {compat.POST_GRAD_HOOK: graph_pass}
-    options |= subject.options()
     run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
     _finished(run)
     return run, None if graph_pass is None else graph_pass.seen
