@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def obstacle() -> str | None:
     return None
 
 
+def dispatch() -> str:
+    """What is taken for the dispatch of the vLLM that is installed: 0.20, 0.24 or 0.33."""
+    return "vllm-" + metadata.version("vllm").rpartition(".")[0]
+
+
+def middle_pieces() -> int:
+    """How many pieces between the first and the last one are compiled: equal ones once, but by 0.33 each."""
+    return LAYERS - 1 if dispatch() == "vllm-0.33" else 1
+
+
 def prepare(folder: Path) -> None:
     """Make this process ready for ``import vllm``; files go to ``folder``."""
     source, library = folder / "stub.c", folder / "libcuda.so.1"
@@ -127,15 +138,17 @@ def make_groups(config: Any) -> None:
         parallel_state.initialize_model_parallel(WORLD_SIZE, backend="fake")
 
 
-def add_cpu_kernels() -> torch.library.Library:
+def add_cpu_kernels() -> list[torch.library.Library]:
     """vLLM registers these for CUDA alone. Attention gives its query back; a sum of one rank's summand and zeros is that."""
     import vllm.model_executor.layers.attention.attention  # noqa: F401, it registers them
 
-    library = torch.library.Library("vllm", "FRAGMENT")
+    library, extension = (torch.library.Library(name, "FRAGMENT") for name in ("vllm", "_C"))
     library.impl("all_reduce", lambda tensor, group_name: tensor.clone(), "CPU")
     library.impl("unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0), "CPU")
     library.impl("unified_attention_with_output", _attention, "CPU")
-    return library
+    if hasattr(torch.ops._C, "vocab_parallel_embedding"):  # since some version between 0.24 and 0.33
+        extension.impl("vocab_parallel_embedding", _embedding, "CPU")
+    return [library, extension]
 
 
 def add_float8_cpu_kernels() -> torch.library.Library:
@@ -171,6 +184,11 @@ def _scaled_mm(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, bias: Any = None
 ) -> None:
     out.copy_((a.float() @ b.float()) * a_scale * b_scale)
+
+
+def _embedding(result: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, start: int, end: int, *rest: int) -> None:
+    own = (ids >= start) & (ids < end)
+    result.copy_(weight[torch.where(own, ids - start, 0)] * own.unsqueeze(-1))
 
 
 def _attention(query: torch.Tensor, key: Any, value: Any, output: torch.Tensor, *rest: Any, **more: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import HIDDEN, MAX_TOKENS, engine_config, llama
+from fake_vllm import HIDDEN, MAX_TOKENS, engine_config, llama, middle_pieces
 from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.usefixtures("groups", "one_rank")
 
 TOKENS = (MAX_TOKENS, 7)
 ROW_BYTES = 2 * HIDDEN
-PIECES = 3  # the embedding's, the ones between, the last one: equal ones are compiled once
 
 
 def run(config: Any) -> tuple[list[torch.Tensor], list[GraphReport]]:
@@ -86,7 +85,8 @@ def test_every_piece_is_fused_once_per_range_and_a_warm_start_finds_it(
     counts = {
         tokens: [r.counts["fused"] for r in reports if r.tokens == tokens] for tokens in ((1, 32), (33, MAX_TOKENS))
     }
-    assert counts == {(1, 32): [1, 2, 2], (33, MAX_TOKENS): [1, 2, 2]}
+    fused = [1, *[2] * middle_pieces(), 2]
+    assert counts == {(1, 32): fused, (33, MAX_TOKENS): fused}
     assert all(report.counts["fused"] == report.counts["all_reduce"] for report in reports)
     for graph in graphs:
         names = {operator_name(node) for node in graph.nodes}
@@ -105,7 +105,7 @@ def test_the_residual_of_a_piece_is_whole_and_inside_it_sharded(
     monkeypatch.setenv("TW_COMPILE", "1")
     run(engine_config(folder))
     layouts = [[node.args[-5] for node in graph.nodes if "norm_start" in operator_name(node)] for graph in graphs]
-    assert layouts == [["replicated"], ["sharded", "replicated"], ["sharded", "none"]]
+    assert layouts == [["replicated"], *[["sharded", "replicated"]] * middle_pieces(), ["sharded", "none"]]
 
 
 def test_a_range_of_sizes_is_decided_by_its_own_bounds(
@@ -117,7 +117,7 @@ def test_a_range_of_sizes_is_decided_by_its_own_bounds(
     assert_as_good(outputs, unfused)
     by_range = {report.tokens: set(report.refusals) for report in reports}
     assert by_range == {(1, 32): {"below_fuse_min_bytes"}, (33, MAX_TOKENS): set()}
-    assert sum(count_ops(graph, "vllm.all_reduce.default") for graph in graphs) == 5
+    assert sum(count_ops(graph, "vllm.all_reduce.default") for graph in graphs) == 3 + 2 * middle_pieces()
 
 
 def test_an_internal_error_leaves_every_piece_and_the_start_goes_on(
@@ -134,7 +134,7 @@ def test_an_internal_error_leaves_every_piece_and_the_start_goes_on(
     monkeypatch.setenv("TW_COMPILE", "1")
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         outputs, reports = run(engine_config(folder))
-    assert [set(report.refusals) for report in reports] == [{"rewrite_failed"}] * PIECES
+    assert [set(report.refusals) for report in reports] == [{"rewrite_failed"}] * (2 + middle_pieces())
     assert "left a graph as it was: RuntimeError: on purpose" in caplog.text
     for one, other in zip(outputs, unfused, strict=True):
         assert torch.equal(one, other)
@@ -148,7 +148,7 @@ def test_a_refused_engine_keeps_its_graphs_also_without_the_plugin(
     config = engine_config(folder, compilation={"inductor_passes": slot})
     config.parallel_config.enable_dbo = True
     outputs, reports = run(config)
-    assert [set(report.refusals) for report in reports] == [{"dual_batch_overlap"}] * PIECES
+    assert [set(report.refusals) for report in reports] == [{"dual_batch_overlap"}] * (2 + middle_pieces())
     for one, other in zip(outputs, unfused, strict=True):
         assert torch.equal(one, other)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import HIDDEN, MAX_TOKENS, engine_config
+from fake_vllm import HIDDEN, MAX_TOKENS, dispatch, engine_config
 from graph_builder import GraphBuilder
 
 import tw_compile
@@ -70,7 +70,7 @@ def test_variable_or_additional_config_switch_it_on(
     if options is None:
         monkeypatch.setenv("TW_COMPILE", "1")
     config = engine_config(folder, additional_config={} if options is None else {"tw_compile": options})
-    assert slot_of(config).config.host == "vllm-0.24"
+    assert slot_of(config).config.host == dispatch()
 
 
 def test_options_reach_the_pass_its_uuid_and_both_hashes(folder: Path, on: None) -> None:
@@ -176,7 +176,10 @@ def test_refusals_leave_the_configuration_alone(
 def test_the_start_says_in_one_line_what_is_on(folder: Path, on: None, vllm_log: pytest.LogCaptureFixture) -> None:
     engine_config(folder)
     (line,) = [record.message for record in vllm_log.records if record.name == "vllm.tw_compile"]
-    assert line.startswith("tw_compile: on, 2 ranks, vllm-0.24; fusing") and f"token ranges end at {MAX_TOKENS}" in line
+    assert (
+        line.startswith(f"tw_compile: on, 2 ranks, {dispatch()}; fusing")
+        and f"token ranges end at {MAX_TOKENS}" in line
+    )
 
 
 def test_an_internal_error_leaves_the_configuration_and_warns_once(

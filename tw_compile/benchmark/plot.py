@@ -7,9 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from tw_compile.benchmark.results import Measured, rows_of
+from tw_compile.benchmark.results import rows_of
 from tw_compile.benchmark.spec import ONE_SHOT_BOUND, TWO_SHOT_BOUND
 from tw_compile.runner.spec import UsageError
 
@@ -19,6 +19,19 @@ SUFFIXES = (".png", ".svg")
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 _MARKERS = "osD^vP*X"
 _LABEL_GAP = 0.046  # of the panel's height
+
+
+class Point(Protocol):
+    """What a row of any benchmark has, besides the number that is drawn."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def tokens(self) -> int: ...
 
 
 def require(path: str) -> None:
@@ -38,7 +51,7 @@ class Panel:
     ``title`` stands over it; ``line`` is a height that is marked.
     """
 
-    rows: Sequence[Measured]
+    rows: Sequence[Point]
     field: str
     settings: dict[str, Any]
     title: str = ""
@@ -62,7 +75,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     draw(lines, f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}", path)
 
 
-def times_panel(rows: Sequence[Measured], unit: str, title: str = "") -> Panel:
+def times_panel(rows: Sequence[Point], unit: str, title: str = "") -> Panel:
     label = f"µs {unit} (median, slowest rank; band: p20 to p80)"
     return Panel(rows, "p50_us", {"yscale": "log", "ylabel": label}, title)
 
@@ -102,7 +115,7 @@ def save(figure: Any, path: str) -> None:
         raise UsageError(f"--plot: expected a file that can be written, got {path!r} ({error.strerror})") from error
 
 
-def draw_lines(panel: Any, rows: Sequence[Measured], field: str) -> None:
+def draw_lines(panel: Any, rows: Sequence[Point], field: str) -> None:
     """A line for every contender that has the number; bounds are thin and without colour."""
     styles = _styles(rows)
     for label, style in styles.items():
@@ -122,11 +135,11 @@ def draw_lines(panel: Any, rows: Sequence[Measured], field: str) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _numbers(rows: Sequence[Measured], field: str) -> list[float]:
+def _numbers(rows: Sequence[Point], field: str) -> list[float]:
     return [math.nan if getattr(row, field) is None else getattr(row, field) for row in rows]
 
 
-def _styles(rows: Sequence[Measured]) -> dict[str, dict[str, Any]]:
+def _styles(rows: Sequence[Point]) -> dict[str, dict[str, Any]]:
     """By label: ours thick and solid, peers thinner and dashed, bounds grey."""
     styles: dict[str, dict[str, Any]] = {}
     number = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from tw_compile.cli import bench, bench_layer, doctor, explain, inspect, plan, run, tune
+from tw_compile.cli import bench, bench_layer, bench_vllm, doctor, explain, inspect, plan, run, tune
 
 app = typer.Typer(
     name="tw-compile",
@@ -22,4 +22,5 @@ app.command("doctor")(doctor.doctor)
 app.command("tune")(tune.tune)
 bench.app.command("layer")(bench_layer.layer)
 bench.app.command("model")(bench_layer.model)
+bench.app.command("vllm")(bench_vllm.vllm)
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,373 @@
+"""``tw-compile bench vllm`` with an engine that is none: plans, traces, statistics, refusals, files, processes."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tw_compile import Config
+from tw_compile.benchmark.vllm import plot as vllm_plot
+from tw_compile.benchmark.vllm import run as vllm_run
+from tw_compile.benchmark.vllm.results import (
+    NO_BASELINE,
+    NO_CONTROL,
+    VllmRow,
+    as_csv,
+    compare,
+    failures,
+    judge,
+    measure,
+    noise,
+    rows_of,
+)
+from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, traces, variants
+from tw_compile.benchmark.vllm.table import print_report
+from tw_compile.benchmark.vllm.traces import LONGEST, SHORTEST, Trace, mixed_lengths, prompt_tokens
+from tw_compile.cli.app import app
+from tw_compile.models import preset_names
+from tw_compile.runner.spec import UsageError
+
+SPEC = VllmSpec(
+    "tiny-llama", 2, "bfloat16", (64, 128), (1, 4), prompts=3, prompt_tokens=20, requests=5, decode_tokens=6
+)
+
+# An engine whose "speed" and tokens depend on its arguments, as vLLM's would.
+_LLM = """
+import os, time
+from types import SimpleNamespace as Object
+
+class SamplingParams:
+    def __init__(self, **given): self.__dict__.update(given)
+
+class LLM:
+    def __init__(self, **given):
+        if given.get("broken"): raise ValueError("no such engine")
+        self.given = given
+        print("INFO x] tw_compile: on, fusing" if os.environ["TW_COMPILE"] == "1" else "INFO x] nothing", flush=True)
+        time.sleep(given.get("slow", 0.0))
+
+    def collective_rpc(self, name, args=()):
+        passes = os.environ["TW_COMPILE"] == "1" and not self.given.get("ignored")
+        facts = {"compile_seconds": 1.5, "peak_bytes": 2**30, "device_name": "none", "passes": passes}
+        return [facts] * self.given["tensor_parallel_size"] if name == "tw_compile_facts" else None
+
+    def sleep(self, level): assert level == 0
+
+    def enqueue(self, prompts, params, use_tqdm): self.asked = list(zip(prompts, params))
+
+    def wake_up(self, tags): assert tags == ["scheduling"]
+
+    def wait_for_completion(self, use_tqdm):
+        begin, speed = time.monotonic(), 2.0 if self.given.get("additional_config") else 1.0
+        time.sleep(0.002)
+        found = []
+        for prompt, params in self.asked:
+            ids = [sum(prompt["prompt_token_ids"]) % 97 + number for number in range(params.max_tokens)]
+            last = begin + 1 + (len(ids) - 1) * 0.01 / speed
+            stats = Object(first_token_ts=begin + 1, last_token_ts=last, num_generation_tokens=len(ids))
+            found.append(Object(request_id="0", outputs=[Object(token_ids=ids)], metrics=stats))
+        return found
+"""
+
+
+def vllm_row(
+    label: str, kind: Any, rate: float | None, compared: int = 1000, differing: int = 0, **rest: Any
+) -> VllmRow:
+    found = VllmRow(label, kind, "mixed", 1024, 64, **rest)
+    if rate is not None:
+        found.tokens_per_s, found.slowest, found.fastest = rate, 0.9 * rate, 1.1 * rate
+        if kind != "baseline":
+            found.compared, found.differing = compared, differing
+    return found
+
+
+def judged(*rows: VllmRow) -> dict[str, VllmRow]:
+    judge(rows)
+    return {row.label: row for row in rows}
+
+
+def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() -> None:
+    labels = [one.label for one in variants(SPEC)]
+    assert labels == ["off", "fuse", "fuse+split", "off-nccl", "off-nccl-tree"]
+    for one in VARIANTS:
+        assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
+        assert (one.kind == "control") == ("disable_custom_all_reduce" in one.arguments)
+        Config(**one.arguments.get("additional_config", {}).get("tw_compile", {}))
+    with pytest.raises(UsageError, match=r"--only: expected some of off, .*, got 'on'"):
+        variants(dataclasses.replace(SPEC, only=("on",)))
+
+
+def test_every_chunk_is_an_engine_and_decode_runs_in_the_largest() -> None:
+    plan = engines(SPEC, "folder")
+    assert [(one.chunk, one.variant.label) for one in plan[:6]] == [
+        (64, "off"), (64, "fuse"), (64, "fuse+split"), (64, "off-nccl"), (64, "off-nccl-tree"), (128, "off"),
+    ]  # fmt: skip
+    assert [[trace.label for trace in one.traces] for one in (plan[0], plan[5])] == [
+        ["prefill", "mixed"], ["prefill", "mixed", "decode-1", "decode-4"],
+    ]  # fmt: skip
+    only_decode = engines(dataclasses.replace(SPEC, kinds=("decode",)), "folder")
+    assert {one.chunk for one in only_decode} == {128}
+
+
+def test_engines_of_a_benchmark_differ_in_nothing_but_the_variant() -> None:
+    spec = dataclasses.replace(SPEC, engine={"additional_config": {"other": 1}, "max_num_seqs": 7})
+    off, fuse, _, nccl, _ = [dict(one.arguments) for one in engines(spec, "folder")[:5]]
+    assert off["additional_config"] == {"other": 1} and off["max_num_seqs"] == 7
+    assert fuse.pop("additional_config") == {"other": 1, "tw_compile": {"split": "off"}}
+    del off["additional_config"], nccl["additional_config"]
+    assert fuse == off and nccl == off | {"disable_custom_all_reduce": True}
+    assert off["max_model_len"] >= max(trace.longest for trace in traces(spec, 128))
+
+
+def test_all_prompts_of_decode_fit_into_one_step() -> None:
+    spec = dataclasses.replace(SPEC, chunks=(1024,), batches=(1, 64, 1000), kinds=("decode",))
+    assert [trace.prompts[0] for trace in traces(spec, 1024)] == [128, 16, 1]
+    assert engines(spec, "folder")[0].arguments["max_num_seqs"] == 1000
+
+
+def test_lengths_and_tokens_are_the_seeds() -> None:
+    first, again, other = mixed_lengths(400, 0), mixed_lengths(400, 0), mixed_lengths(400, 1)
+    assert first == again != other
+    for lengths, median in zip(first, (120, 150), strict=True):
+        assert min(lengths) >= SHORTEST and max(lengths) <= LONGEST
+        assert 0.8 * median < statistics.median(lengths) < 1.25 * median < statistics.mean(lengths)
+    trace = Trace("prefill", (3, 50), (1, 1))
+    tokens = prompt_tokens(trace, 10, 0)
+    assert [len(one) for one in tokens] == [3, 50] and set(tokens[1]) == set(range(10))
+    assert prompt_tokens(trace, 10, 0) == tokens != prompt_tokens(trace, 10, 1)
+
+
+def test_tokens_are_compared_up_to_the_first_difference() -> None:
+    assert compare([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == (5, 0)
+    assert compare([[1, 2, 3], [4, 5]], [[1, 9, 3], [8, 5]]) == (3, 2)
+
+
+def test_rates_and_percentiles() -> None:
+    rounds = [
+        {"seconds": 2.0, "first": [0.1, 0.3], "between": [0.01, 0.03]},
+        {"seconds": 1.0, "first": [0.1, 0.3], "between": [0.01, 0.05]},
+        {"seconds": 4.0, "first": [0.1, 0.3], "between": [0.01, 0.01]},
+    ]
+    rates = {}
+    for kind in ("prefill", "mixed", "decode"):
+        row = VllmRow("off", "baseline", kind, 64, 2)
+        measure(row, Trace(kind, (30, 10), (5, 5)), rounds)
+        rates[kind] = (row.tokens_per_s, row.slowest, row.fastest)
+        assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((200, 10))
+        assert row.tpot_p99_ms == pytest.approx(49)
+    assert rates["prefill"] == (20, 10, 40)
+    assert rates["mixed"] == (25, 12.5, 50)
+    assert rates["decode"] == pytest.approx((2 / 0.02, 2 / 0.03, 2 / 0.01))
+    single = VllmRow("off", "baseline", "prefill", 64, 2)
+    measure(single, Trace("prefill", (30, 10), (1, 1)), [{"seconds": 1.0, "first": [0.1, 0.1], "between": []}])
+    assert single.tpot_p50_ms is None and single.ttft_p99_ms == pytest.approx(100)
+
+
+def test_speedup_where_tokens_agree_as_often_as_the_controls() -> None:
+    rows = judged(
+        vllm_row("off", "baseline", 100.0),
+        vllm_row("fuse", "ours", 120.0, 1000, 12),
+        vllm_row("off-nccl", "control", 80.0, 1000, 10),
+    )
+    assert rows["fuse"].speedup == pytest.approx(1.2) and rows["fuse"].refused is None
+    assert rows["fuse"].speedup_low == pytest.approx(108 / 110)
+    assert rows["fuse"].speedup_high == pytest.approx(132 / 90)
+    assert rows["fuse"].agreement == pytest.approx(0.988)
+    assert rows["off-nccl"].speedup is None and not failures(rows.values())
+
+
+def test_no_speedup_where_tokens_agree_less_often_than_noise_allows() -> None:
+    rows = judged(
+        vllm_row("off", "baseline", 100.0),
+        vllm_row("fuse", "ours", 120.0, 1000, 40),
+        vllm_row("off-nccl", "control", 80.0, 1000, 10),
+        vllm_row("off-nccl-tree", "control", 80.0, 1000, 2),
+    )
+    fuse = rows["fuse"]
+    assert fuse.speedup is None and fuse.refused is not None
+    assert (
+        "96.000% of its tokens are those of off, of off-nccl 99.000%" in fuse.refused
+    )  # the control that agrees least
+    assert failures(rows.values()) == [fuse]
+
+
+def test_few_differences_on_every_trace_are_many_together() -> None:
+    rows = []
+    for requests in range(1, 21):
+        for label, kind, differing in (("off", "baseline", 0), ("fuse", "ours", 6), ("off-nccl", "control", 2)):
+            row = vllm_row(label, kind, 100.0, 1000, differing)
+            row.requests = requests
+            rows.append(row)
+    judge(rows)
+    refused = {row.refused for row in rows if row.kind == "ours"}
+    assert len(refused) == 1 and "over all traces" in str(refused)
+    judge(alone := rows[:3])
+    assert alone[1].refused is None
+
+
+def test_noise_is_three_standard_errors_of_the_difference() -> None:
+    assert noise(400, 4, 400, 4) == pytest.approx(3 * (0.01 * 0.99 * 2 / 400) ** 0.5)
+    assert noise(64, 0, 64, 0) == 0.0
+
+
+def test_no_speedup_without_a_baseline_or_a_control() -> None:
+    alone = judged(vllm_row("off", "baseline", 100.0), vllm_row("fuse", "ours", 120.0))["fuse"]
+    assert (alone.speedup, alone.refused) == (None, NO_CONTROL)
+    lost = judged(
+        vllm_row("off", "baseline", None, reason="vLLM ended with 1"),
+        vllm_row("fuse", "ours", 120.0),
+        vllm_row("off-nccl", "control", 100.0),
+    )
+    assert (lost["fuse"].speedup, lost["fuse"].refused) == (None, NO_BASELINE)
+    assert failures([alone]) == [] and failures(lost.values()) == [lost["off"]]
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of that name, for the processes that are started."""
+    (tmp_path / "vllm.py").write_text(_LLM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
+    return tmp_path
+
+
+SMALL = dataclasses.replace(SPEC, chunks=(64,), batches=(4,), repeats=2, only=("off", "fuse", "off-nccl"))
+
+
+def ran(spec: VllmSpec, logs: Path | None = None) -> dict[str, Any]:
+    return vllm_run.run(spec, lambda what: None, None if logs is None else str(logs))
+
+
+def test_engines_run_in_turn_and_are_put_beside_each_other(vllm: Path, tmp_path: Path) -> None:
+    report = json.loads(json.dumps(ran(SMALL, tmp_path)))
+    rows = {(row.label, row.trace): row for row in rows_of(report)}
+    assert len(rows) == 9 and not failures(rows.values())
+    decode = rows["fuse", "decode"]
+    assert decode.speedup == pytest.approx(2.0) and decode.tpot_p50_ms == pytest.approx(5.0)
+    assert (decode.agreement, decode.compared) == (1.0, 4 * 6)
+    assert (decode.compile_s, decode.peak_bytes) == (1.5, 2**30) and decode.startup_s is not None
+    assert [one["lines"] for one in report["engines"]] == [[], ["on, fusing"], []]
+    assert "tw_compile: on" in (tmp_path / "fuse-64.log").read_text()
+
+    read = list(csv.DictReader(io.StringIO(as_csv(report))))
+    assert len(read) == 9 and {line["model"] for line in read} == {"tiny-llama"}
+    text = printed(report)
+    assert "2.000x" in text and "PASSED" in text and "log-normal" in text and "fuse, 64: on, fusing" in text
+    pytest.importorskip("matplotlib")
+    vllm_plot.plot(report, str(tmp_path / "plot.svg"))
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(name in drawn for name in ("tokens/s", "speed-up over off", "requests"))
+
+
+def test_an_engine_that_fails_is_a_row_with_the_reason(vllm: Path) -> None:
+    report = ran(dataclasses.replace(SMALL, engine={"broken": True}, only=("off",)))
+    rows = rows_of(report)
+    assert {row.reason for row in rows} == {"vLLM ended with 1: ValueError: no such engine"}
+    assert "FAILED  off, prefill at 64: vLLM ended with 1" in printed(report)
+
+
+def test_an_engine_that_hangs_is_ended(vllm: Path) -> None:
+    report = ran(dataclasses.replace(SMALL, engine={"slow": 60.0}, only=("off",), timeout=2.0))
+    assert all(str(row.reason).startswith("not finished after 2 s") for row in rows_of(report))
+
+
+def test_ours_without_the_passes_is_no_measurement(vllm: Path) -> None:
+    report = ran(dataclasses.replace(SMALL, engine={"ignored": True}))
+    reasons = {row.label: row.reason for row in rows_of(report)}
+    assert reasons["fuse"] == "vLLM ran without the passes: on, fusing" and reasons["off"] is None
+
+
+def test_the_models_configuration_is_written_whole(tmp_path: Path) -> None:
+    for name in preset_names():
+        vllm_run.write_model(VllmSpec(name, 2, "bfloat16", (64,), (1,), 1, kinds=("decode",)), tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert written["num_hidden_layers"] == 1 and written["architectures"][0].endswith("ForCausalLM")
+
+
+def printed(report: dict[str, Any]) -> str:
+    text = io.StringIO()
+    print_report(Console(file=text, highlight=False), report)
+    return text.getvalue()
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "vllm", *arguments])
+
+
+BAD: Sequence[tuple[tuple[str, ...], str]] = (
+    (("--model", "nothing"), "--model nothing: source: expected a preset"),
+    (("--model", "tiny-llama", "--layers", "99"), "--layers: expected at most"),
+    (("--model", "tiny-llama", "--prompt-tokens", "9999999"), "expected at most"),
+    (("--layers", "0"), "--layers: expected a positive number, got 0"),
+    (("--tp", "1"), "--tp: expected at least 2 ranks, got 1"),
+    (("--chunks", "64,64"), "--chunks: expected different positive numbers"),
+    (("--batches", "x"), "--batches: expected different positive numbers"),
+    (
+        ("--model", "tiny-llama", "--batches", "9999"),
+        "--batches: expected at most 8192, the largest of --chunks, got 9999",
+    ),
+    (("--traces", "chat"), "--traces: expected some of prefill, mixed, decode, got 'chat'"),
+    (("--only", "on"), "--only: expected some of off,"),
+    (("--engine", "[1]"), "--engine: expected a JSON object, got '[1]'"),
+    (("--engine", "{"), "--engine: expected a JSON object, got '{'"),
+    (("--decode-tokens", "1"), "--decode-tokens: expected at least 2, got 1"),
+    (("--repeats", "0"), "--repeats: expected a positive number, got 0"),
+    (("--kv-cache-gib", "0"), "--kv-cache-gib: expected a positive number, got 0"),
+    (("--seed", "-1"), "--seed: expected 0 or more, got -1"),
+    (("--timeout", "0"), "--timeout: expected a positive number of seconds, got 0"),
+    (("--dtype", "int8"), "--dtype: expected one of"),
+    (("--logs", "/no/such/folder"), "--logs: expected a folder that exists"),
+    (("--csv", "/no/such/folder/x.csv"), "--csv: expected a file in a folder that exists"),
+    (("--plot", "x.gif"), "--plot: expected a file that ends in .png or .svg"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments, "--dry-run")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_without_vllm_or_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "expected vLLM to be installed" in invoke().stderr
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    result = invoke("--tp", "4")
+    assert (result.exit_code, result.stderr) == (2, "error: bench vllm: expected 4 GPUs for --tp 4, got 0\n")
+
+
+def test_the_command_writes_what_was_asked_for(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.syspath_prepend(vllm)
+    small = ("--model", "tiny-llama", "--chunks", "64", "--batches", "2", "--requests", "3", "--prompts", "2")
+    given = (*small, "--prompt-tokens", "9", "--repeats", "1", "--only", "off,fuse,off-nccl")
+    result = invoke(*given, "--csv", str(vllm / "rows.csv"), "--json", str(vllm / "report.json"))
+    assert result.exit_code == 0, result.output
+    assert "3/3 off-nccl, 64 tokens a step: prefill, mixed, decode-2" in result.stdout
+    report = json.loads((vllm / "report.json").read_text())
+    assert (report["world_size"], len(report["rows"]), report["versions"]["torch"]) == (2, 9, torch.__version__)
+    assert len((vllm / "rows.csv").read_text().splitlines()) == 10
+    failed = invoke(*given, "--engine", '{"ignored": true}')
+    assert failed.exit_code == 1 and "FAILED  fuse, prefill at 64: vLLM ran without the passes" in failed.stdout
+
+
+def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    result = invoke("--model", "tiny-llama", "--tp", "4", "--chunks", "256", "--dry-run", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    assert "5 starts of vLLM with 4 ranks" in result.stdout and "disable_custom_all_reduce=True" in result.stdout
+    assert "decode-64: 64 requests" in result.stdout
+    assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]

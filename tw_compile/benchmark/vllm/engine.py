@@ -1,0 +1,81 @@
+"""The process of one engine: starts vLLM, runs the traces, writes their times and tokens. Imports vLLM.
+
+Started by :mod:`tw_compile.benchmark.vllm.run` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tw_compile.benchmark.vllm.traces import Trace, prompt_tokens
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """The engine's facts, and for each trace its tokens and the rounds' times in seconds."""
+    begin = time.monotonic()
+    from vllm import LLM
+
+    llm = LLM(**job["arguments"])
+    startup = time.monotonic() - begin
+    llm.collective_rpc("tw_compile_randomise", args=(job["seed"],))
+    traces = [Trace(one["kind"], tuple(one["prompts"]), tuple(one["outputs"])) for one in job["traces"]]
+    prompts = [prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in traces]
+    tokens: list[list[list[int]]] = []
+    rounds: list[list[dict[str, Any]]] = [[] for _ in traces]
+    for number in range(1 + job["repeats"]):
+        for index, trace in enumerate(traces):
+            outputs, times = _once(llm, trace, prompts[index])
+            if number == 0:  # warms up
+                tokens.append([list(one.outputs[0].token_ids) for one in outputs])
+            else:
+                rounds[index].append(times)
+    facts = llm.collective_rpc("tw_compile_facts")
+    return {
+        "startup_seconds": startup,
+        "compile_seconds": max(one["compile_seconds"] for one in facts),
+        "peak_bytes": max(one["peak_bytes"] for one in facts),
+        "device_name": facts[0]["device_name"],
+        "passes": all(one["passes"] for one in facts),
+        "traces": [{"tokens": some, "rounds": times} for some, times in zip(tokens, rounds, strict=True)],
+    }
+
+
+def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], dict[str, Any]]:
+    """All requests are queued before the clock starts, so that steps hold the same requests in every run.
+
+    Times are the engine's: the first token from the start of the clock, and the mean of those between later ones.
+    """
+    from vllm import SamplingParams
+
+    # Each its own object: vLLM writes to them.
+    asked = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in trace.outputs
+    ]
+    llm.sleep(level=0)
+    llm.enqueue([{"prompt_token_ids": one} for one in prompts], asked, use_tqdm=False)
+    begin = time.monotonic()
+    llm.wake_up(tags=["scheduling"])
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    seconds = time.monotonic() - begin
+    for output, count in zip(outputs, trace.outputs, strict=True):
+        if len(output.outputs[0].token_ids) != count:
+            raise RuntimeError(f"request {output.request_id}: {len(output.outputs[0].token_ids)} tokens, not {count}")
+    stats = [output.metrics for output in outputs]
+    later = [one for one in stats if one.num_generation_tokens > 1]
+    return outputs, {
+        "seconds": seconds,
+        "first": [one.first_token_ts - begin for one in stats],
+        "between": [(one.last_token_ts - one.first_token_ts) / (one.num_generation_tokens - 1) for one in later],
+    }
+
+
+def main(job: str, result: str) -> None:
+    Path(result).write_text(json.dumps(run(json.loads(Path(job).read_text()))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,189 @@
+"""Rows of the report: what the engines measured, and what follows from it. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from tw_compile.benchmark.vllm.spec import Kind
+from tw_compile.benchmark.vllm.traces import Trace
+
+SCHEMA_VERSION = 1
+NOISE = 3.0
+"""Standard errors by which an agreement may be lower than the control's."""
+NO_BASELINE = "no baseline ran"
+NO_CONTROL = "no control ran: nothing says how often the tokens of vLLM alone differ"
+
+
+@dataclass
+class VllmRow:
+    """One variant on one trace.
+
+    Attributes:
+        kind: "baseline", "control" or "ours".
+        trace: "prefill", "mixed" or "decode".
+        chunk: ``max_num_batched_tokens``.
+        requests: Of the trace; those of a decode trace run side by side.
+        reason: Why there are no times.
+        tokens_per_s: Median over the rounds: prompts' tokens (prefill), all tokens (mixed), or the requests by the median time
+            between tokens (decode); ``slowest`` and ``fastest`` are those of single rounds.
+        ttft_p50_ms: Milliseconds from the start, when all requests are there, to a request's first token.
+        tpot_p50_ms: Milliseconds between the later tokens of a request.
+        startup_s: Of vLLM's constructor with empty caches; ``compile_s`` is the part that vLLM calls torch.compile's.
+        peak_bytes: Of torch's allocator on the worst GPU.
+        compared: Greedy tokens that follow the same tokens as the baseline's; ``differing`` of them are others.
+        speedup: Tokens/s by the baseline's; ours only, and only where the tokens agree as often as a control's.
+        speedup_low: Our slowest round by the baseline's fastest; ``speedup_high`` the other way round.
+        refused: Why there is no speed-up.
+    """
+
+    label: str
+    kind: Kind
+    trace: str
+    chunk: int
+    requests: int
+    reason: str | None = None
+    tokens_per_s: float | None = None
+    slowest: float | None = None
+    fastest: float | None = None
+    ttft_p50_ms: float | None = None
+    ttft_p99_ms: float | None = None
+    tpot_p50_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    startup_s: float | None = None
+    compile_s: float | None = None
+    peak_bytes: int | None = None
+    compared: int | None = None
+    differing: int | None = None
+    agreement: float | None = None
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    refused: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """What the plots are against: the chunk size, or a decode trace's batch."""
+        return self.requests if self.trace == "decode" else self.chunk
+
+
+def measure(row: VllmRow, trace: Trace, rounds: Sequence[dict[str, Any]]) -> None:
+    """Fill in what follows from the times of ``rounds``, see :mod:`tw_compile.benchmark.vllm.engine`."""
+    rates = [_rate(trace, one) for one in rounds]
+    row.tokens_per_s, row.slowest, row.fastest = statistics.median(rates), min(rates), max(rates)
+    row.ttft_p50_ms, row.ttft_p99_ms = _percentiles([time for one in rounds for time in one["first"]])
+    between = [time for one in rounds for time in one["between"]]
+    if between:
+        row.tpot_p50_ms, row.tpot_p99_ms = _percentiles(between)
+
+
+def _rate(trace: Trace, times: dict[str, Any]) -> float:
+    if trace.kind == "decode":
+        return len(trace.prompts) / statistics.median(times["between"])
+    count = sum(trace.prompts) + (sum(trace.outputs) if trace.kind == "mixed" else 0)
+    return count / times["seconds"]
+
+
+def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
+    p50, p99 = np.percentile(seconds, (50, 99)) * 1e3
+    return float(p50), float(p99)
+
+
+def compare(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """How many tokens of the requests follow equal tokens, and how many of these differ, which is one a request at most.
+
+    After the first difference the two answer different questions, so nothing more is compared.
+    """
+    compared = differing = 0
+    for one, other in zip(tokens, others, strict=True):
+        equal = next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+        compared += len(one) if equal is None else equal + 1
+        differing += equal is not None
+    return compared, differing
+
+
+def noise(compared: int, differing: int, compared_of_control: int, differing_of_control: int) -> float:
+    """By how much two agreements of the same rate may differ: ``NOISE`` standard errors of the difference."""
+    both = compared + compared_of_control
+    rate = (differing + differing_of_control) / both
+    return NOISE * math.sqrt(rate * (1 - rate) * (1 / compared + 1 / compared_of_control))
+
+
+def judge(rows: Sequence[VllmRow]) -> None:
+    """Fill in agreements, and speed-ups where they may be said: for each trace, and for all traces of a variant together."""
+    for row in rows:
+        if row.compared and row.differing is not None:
+            row.agreement = 1 - row.differing / row.compared
+    for row in rows:
+        if row.kind != "ours" or row.tokens_per_s is None:
+            continue
+        here = [one for one in rows if (one.trace, one.chunk, one.requests) == (row.trace, row.chunk, row.requests)]
+        baseline = next((one for one in here if one.kind == "baseline" and one.tokens_per_s is not None), None)
+        if baseline is None:
+            row.refused = NO_BASELINE
+            continue
+        everywhere = [one for one in rows if one.label == row.label]
+        row.refused = _refusal([row], _controls(here)) or _refusal(everywhere, _controls(rows), " over all traces")
+        if row.refused is None:
+            assert baseline.tokens_per_s and baseline.fastest and baseline.slowest and row.slowest and row.fastest
+            row.speedup = row.tokens_per_s / baseline.tokens_per_s
+            row.speedup_low = row.slowest / baseline.fastest
+            row.speedup_high = row.fastest / baseline.slowest
+
+
+def _controls(rows: Iterable[VllmRow]) -> dict[str, list[VllmRow]]:
+    found: dict[str, list[VllmRow]] = {}
+    for row in rows:
+        if row.kind == "control":
+            found.setdefault(row.label, []).append(row)
+    return found
+
+
+def _refusal(ours: Sequence[VllmRow], controls: dict[str, list[VllmRow]], where: str = "") -> str | None:
+    """Why the tokens of ``ours`` are not as good as those of vLLM itself, by the control that agrees least."""
+    counts = {label: _counts(rows) for label, rows in controls.items()}
+    counts = {label: count for label, count in counts.items() if count[0]}
+    if not counts:
+        return NO_CONTROL
+    label, control = max(counts.items(), key=lambda item: item[1][1] / item[1][0])
+    own = _counts(ours)
+    allowed = noise(*own, *control)
+    if own[1] / own[0] <= control[1] / control[0] + allowed:
+        return None
+    agree, expected = 1 - own[1] / own[0], 1 - control[1] / control[0]
+    return (
+        f"{agree:.3%} of its tokens{where} are those of off, of {label} {expected:.3%}, "
+        f"and no more than {allowed:.3%} can be noise"
+    )
+
+
+def _counts(rows: Sequence[VllmRow]) -> tuple[int, int]:
+    timed = [row for row in rows if row.compared]
+    return sum(row.compared or 0 for row in timed), sum(row.differing or 0 for row in timed)
+
+
+def failures(rows: Iterable[VllmRow]) -> list[VllmRow]:
+    """Those without times, and those of ours whose tokens are not good enough; leaving out a variant is no failure."""
+    return [row for row in rows if row.reason is not None or row.refused not in (None, NO_BASELINE, NO_CONTROL)]
+
+
+def rows_of(report: dict[str, Any]) -> list[VllmRow]:
+    return [VllmRow(**row) for row in report["rows"]]
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    """One line a variant and trace, each with the machine and the versions it was measured with."""
+    names = ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed")
+    made_with = {name: report[name] for name in names} | report["versions"]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [field.name for field in fields(VllmRow)] + list(made_with), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) | made_with for row in rows_of(report))
+    return text.getvalue()

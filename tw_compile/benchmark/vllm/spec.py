@@ -1,0 +1,187 @@
+"""What one benchmark of vLLM engines is asked to do: variants, engines, traces. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tw_compile.benchmark.vllm.traces import Trace, mixed_lengths
+from tw_compile.runner.spec import UsageError
+
+Kind = Literal["baseline", "control", "ours"]
+KINDS = ("prefill", "mixed", "decode")
+DECODE_PROMPT = 128
+"""Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
+MIN_SEQUENCES = 256
+EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
+
+_OFF = {"TW_COMPILE": "0"}
+_ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the engine.
+
+    Attributes:
+        kind: "baseline" is vLLM alone, "control" vLLM alone with another all_reduce, "ours" has the passes.
+        environment: What its processes get beside the user's environment.
+        arguments: Of ``vllm.LLM``, beside those that all have.
+    """
+
+    label: str
+    kind: Kind
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(_OFF))
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+VARIANTS = (
+    Variant("off", "baseline"),
+    Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
+    Variant("fuse+split", "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
+    Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
+    # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
+    Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
+)
+
+
+@dataclass(frozen=True)
+class VllmSpec:
+    """One benchmark; plain values.
+
+    Attributes:
+        model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
+        chunks: Values of ``max_num_batched_tokens``; each is an engine of its own for every variant.
+        batches: Of the decode traces, which run in the engines of the largest chunk alone.
+        kinds: Traces that take part, of ``KINDS``.
+        prompts: Requests of the prefill trace, each of ``prompt_tokens``.
+        requests: Of the mixed trace, see :func:`tw_compile.benchmark.vllm.traces.mixed_lengths`.
+        decode_tokens: That each request of a decode trace generates.
+        repeats: Timed rounds over an engine's traces, after one that warms up.
+        only: Labels of the variants that take part; empty means all.
+        kv_cache_bytes: Of the KV cache on each GPU, the same for all.
+        engine: Further arguments of ``vllm.LLM``, for all.
+        timeout: Seconds after which an engine has failed.
+    """
+
+    model: str
+    world_size: int
+    dtype: str
+    chunks: tuple[int, ...]
+    batches: tuple[int, ...]
+    layers: int | None = None
+    kinds: tuple[str, ...] = KINDS
+    prompts: int = 64
+    prompt_tokens: int = 2048
+    requests: int = 512
+    decode_tokens: int = 128
+    repeats: int = 3
+    only: tuple[str, ...] = ()
+    kv_cache_bytes: int = 8 * 2**30
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    timeout: float = 900.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One start of vLLM: a variant at a chunk size, and what it runs."""
+
+    variant: Variant
+    chunk: int
+    arguments: Mapping[str, Any]
+    traces: tuple[Trace, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant.label}, {self.chunk} tokens a step"
+
+
+def variants(spec: VllmSpec) -> list[Variant]:
+    """Who takes part, in the order of the runs.
+
+    Raises:
+        UsageError: ``--only`` names nobody.
+    """
+    labels = [one.label for one in VARIANTS]
+    for label in spec.only:
+        if label not in labels:
+            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
+    return [one for one in VARIANTS if not spec.only or one.label in spec.only]
+
+
+def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
+    """What the engines of a chunk size run."""
+    found = []
+    if "prefill" in spec.kinds:
+        found.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
+    if "mixed" in spec.kinds:
+        found.append(Trace("mixed", *mixed_lengths(spec.requests, spec.seed)))
+    if "decode" in spec.kinds and chunk == max(spec.chunks):
+        for batch in spec.batches:
+            prompt = max(1, min(DECODE_PROMPT, chunk // batch))
+            found.append(Trace("decode", (prompt,) * batch, (spec.decode_tokens,) * batch))
+    return tuple(found)
+
+
+def engines(spec: VllmSpec, folder: str) -> list[Engine]:
+    """Every start of vLLM, in order; ``folder`` has the model's ``config.json``.
+
+    Raises:
+        UsageError: ``--only`` names nobody, no trace is left, or a batch is more than a step has tokens.
+    """
+    if "decode" in spec.kinds and max(spec.batches) > max(spec.chunks):
+        raise UsageError(
+            f"--batches: expected at most {max(spec.chunks)}, the largest of --chunks, got {max(spec.batches)}"
+        )
+    plan = {chunk: traces(spec, chunk) for chunk in spec.chunks}
+    everything = [trace for found in plan.values() for trace in found]
+    if not everything:
+        raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {','.join(spec.kinds)!r}")
+    common = {
+        "model": folder,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "tensor_parallel_size": spec.world_size,
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": max(trace.longest for trace in everything),
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "enable_prefix_caching": False,
+        "disable_log_stats": False,  # else requests have no times
+        "worker_extension_cls": EXTENSION,
+    }
+
+    def arguments(chunk: int, variant: Variant) -> dict[str, Any]:
+        sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # more than a step has tokens, vLLM refuses
+        own = common | {"max_num_batched_tokens": chunk, "max_num_seqs": sequences}
+        return _merged(own, spec.engine, variant.arguments)
+
+    return [
+        Engine(one, chunk, arguments(chunk, one), plan[chunk])
+        for chunk in spec.chunks
+        if plan[chunk]
+        for one in variants(spec)
+    ]
+
+
+def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
+    """What the engine's process is told."""
+    return {
+        "arguments": dict(engine.arguments),
+        "traces": [asdict(trace) for trace in engine.traces],
+        "repeats": spec.repeats,
+        "seed": spec.seed,
+        "vocabulary": vocabulary,
+    }
+
+
+def _merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Later ones win; tables inside of them are merged, too."""
+    result: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = _merged(result[key], value) if both else value
+    return result

@@ -1,0 +1,107 @@
+"""The report as text: one table a trace."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tw_compile.benchmark.table import WIDTH, mebibytes, number
+from tw_compile.benchmark.vllm.results import NOISE, VllmRow, failures, rows_of
+from tw_compile.benchmark.vllm.traces import MIXED
+
+COLUMNS = ("", "tokens/s", "slowest - fastest", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "speed-up", "as off's")
+_STYLES = {"ours": "bold", "control": "dim"}
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """Header, one table a trace, one of starts, and who failed."""
+    versions = report["versions"]
+    if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
+        console.width = max(console.width, WIDTH)
+    console.print(
+        f"{report['model']}, layers: {report['layers']}, {report['world_size']} x {report['device_name']}, "
+        f"{report['dtype']}, vLLM {versions['vllm']}, torch {versions['torch']}",
+        style="bold",
+        markup=False,
+    )
+    switched = ", ".join(f"{name}={value}" for name, value in report["environment"].items())
+    console.print(
+        f"median of {report['repeats']} rounds; random weights and tokens, greedy; TTFT from the start, when all requests are "
+        f"there; as off's: share of the tokens after equal ones, which may be {NOISE:.0f} standard errors below that of the "
+        f"controls; {switched}; NCCL {versions['nccl']}",
+        style="dim",
+        soft_wrap=True,
+    )
+    rows = rows_of(report)
+    for (_, trace, tokens), group in groupby(sorted(rows, key=_order), key=_order):
+        console.print()
+        _print_trace(console, trace, tokens, list(group))
+    console.print()
+    _print_starts(console, report["engines"])
+    console.print()
+    bad = failures(rows)
+    for row in bad:
+        line = f"FAILED  {row.label}, {row.trace} at {row.tokens}: {row.reason or row.refused}"
+        console.print(line, style="red", markup=False, soft_wrap=True)
+    if not bad:
+        console.print("PASSED  all engines ran, and our tokens are as good as the controls'", style="green")
+
+
+def _order(row: VllmRow) -> tuple[int, str, int]:
+    return ("prefill", "mixed", "decode").index(row.trace), row.trace, row.tokens
+
+
+def _print_trace(console: Console, trace: str, tokens: int, rows: list[VllmRow]) -> None:
+    what = f"decode, {tokens} requests" if trace == "decode" else f"{trace}, {tokens} tokens a step"
+    table = Table(title=what, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, _cells(row)), style=_STYLES.get(row.kind))
+    console.print(table)
+    if trace == "mixed":
+        console.print(f"  {rows[0].requests} requests: {MIXED}", style="dim", markup=False, soft_wrap=True)
+    for row in rows:
+        if row.refused is not None:
+            console.print(f"  {row.label}: no speed-up: {row.refused}", style="dim", markup=False, soft_wrap=True)
+
+
+def _cells(row: VllmRow) -> tuple[str, ...]:
+    return (
+        row.label,
+        number(row.tokens_per_s, ",.0f"),
+        "-" if row.slowest is None else f"{row.slowest:,.0f} - {row.fastest:,.0f}",
+        _pair(row.ttft_p50_ms, row.ttft_p99_ms),
+        _pair(row.tpot_p50_ms, row.tpot_p99_ms),
+        number(row.speedup, ".3f") + ("" if row.speedup is None else "x"),
+        number(row.agreement, ".2%"),
+    )
+
+
+def _pair(p50: float | None, p99: float | None) -> str:
+    return "-" if p50 is None else f"{p50:.2f} / {p99:.2f}"
+
+
+def _print_starts(console: Console, engines: list[dict[str, Any]]) -> None:
+    title = "starts with empty caches"
+    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
+    for name in ("", "tokens a step", "start s", "torch.compile s", "peak memory"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for one in engines:
+        peak = one.get("peak_bytes")
+        table.add_row(
+            one["variant"],
+            str(one["chunk"]),
+            number(one.get("startup_seconds"), ".1f"),
+            number(one.get("compile_seconds"), ".1f"),
+            "-" if peak is None else mebibytes(peak),
+        )
+    console.print(table)
+    for one in engines:
+        for line in one["lines"]:
+            text = f"  {one['variant']}, {one['chunk']}: {line}"
+            console.print(text, style="dim", markup=False, soft_wrap=True)

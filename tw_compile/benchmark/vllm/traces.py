@@ -1,0 +1,52 @@
+"""Requests of a trace: lengths and random tokens, always the same for a seed. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+PROMPT_MEDIAN, PROMPT_SIGMA = 120.0, 1.1
+OUTPUT_MEDIAN, OUTPUT_SIGMA = 150.0, 0.8
+SHORTEST, LONGEST = 4, 1024
+MIXED = (
+    f"prompts log-normal with median {PROMPT_MEDIAN:.0f} and sigma {PROMPT_SIGMA}, outputs with median {OUTPUT_MEDIAN:.0f} "
+    f"and sigma {OUTPUT_SIGMA}, both {SHORTEST} to {LONGEST} tokens"
+)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests that are all there when the clock starts: tokens of each prompt, and how many each generates."""
+
+    kind: str
+    prompts: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        return f"decode-{len(self.prompts)}" if self.kind == "decode" else self.kind
+
+    @property
+    def longest(self) -> int:
+        return max(map(sum, zip(self.prompts, self.outputs, strict=True)))
+
+
+def mixed_lengths(requests: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lengths of prompts and of outputs like those of chats: ``MIXED``, drawn independently of each other.
+
+    The means are 202 and 205 tokens, about what benchmarks report of ShareGPT; its lengths themselves need its data.
+    """
+    drawn = random.Random(seed)
+
+    def lengths(median: float, sigma: float) -> tuple[int, ...]:
+        values = (drawn.lognormvariate(math.log(median), sigma) for _ in range(requests))
+        return tuple(min(max(round(value), SHORTEST), LONGEST) for value in values)
+
+    return lengths(PROMPT_MEDIAN, PROMPT_SIGMA), lengths(OUTPUT_MEDIAN, OUTPUT_SIGMA)
+
+
+def prompt_tokens(trace: Trace, vocabulary: int, seed: int) -> list[list[int]]:
+    """The tokens of each prompt, uniform over the vocabulary."""
+    drawn = random.Random(f"{trace.label} {seed}")
+    return [[drawn.randrange(vocabulary) for _ in range(length)] for length in trace.prompts]

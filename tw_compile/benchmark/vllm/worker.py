@@ -1,0 +1,53 @@
+"""What vLLM's workers can do besides (``worker_extension_cls``): random weights that matter, and facts. Imports vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import ReplicatedLinear
+
+STD = 0.02
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, whose ``rank``, ``vllm_config`` and ``get_model`` it reads."""
+
+    def tw_compile_randomise(self: Any, seed: int) -> None:
+        randomise(self.get_model(), self.rank, seed)
+
+    def tw_compile_facts(self: Any) -> dict[str, Any]:
+        """Seconds of compilation, the device, its peak bytes, and whether the passes are in the engine."""
+        compilation = self.vllm_config.compilation_config
+        inside = compilation.inductor_compile_config.values()
+        return {
+            "compile_seconds": compilation.compilation_time,
+            "device_name": torch.cuda.get_device_name(),
+            "peak_bytes": torch.cuda.max_memory_allocated(),
+            "passes": any(type(one).__module__.startswith("tw_compile.") for one in inside),
+        }
+
+
+@torch.inference_mode()  # whichever mode they were made in
+def randomise(model: nn.Module, rank: int, seed: int) -> None:
+    """Normal weights of deviation 0.02, other ones on every rank where they are sharded; norms are 1, biases 0.
+
+    vLLM's dummy weights are the same on all ranks, so that a sum over two ranks is exact in any order, and so small, norms'
+    too, that no layer changes a bit of the residual: with them wrong sums would give the same tokens. Weights that are
+    quantised stay as they are.
+    """
+    number = 0
+    for module in model.modules():
+        replicated = isinstance(module, ReplicatedLinear)
+        for name, parameter in module.named_parameters(recurse=False):
+            number += 1
+            if parameter.dtype not in _DTYPES:
+                continue
+            if parameter.dim() < 2:
+                parameter.fill_(1.0 if name == "weight" else 0.0)
+                continue
+            generator = torch.Generator(parameter.device)
+            generator.manual_seed((seed * 2**20 + number) * 2**10 + (0 if replicated else rank))
+            parameter.normal_(0.0, STD, generator=generator)

@@ -1,0 +1,191 @@
+"""``tw-compile bench vllm``: vLLM engines without the passes and with them."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tw_compile.benchmark.vllm.spec import KINDS, VllmSpec
+from tw_compile.cli import common
+from tw_compile.cli.common import JsonOption, LayersOption
+from tw_compile.runner.spec import DTYPES, UsageError
+
+CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
+
+
+@common.one_line_errors
+def vllm(
+    model: Annotated[
+        str, typer.Option(metavar="NAME|config.json|DIR", help="Whose shape; the weights are random.")
+    ] = "llama-3.3-70b",
+    tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there")] = None,
+    layers: LayersOption = None,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
+    chunks: Annotated[str, typer.Option(metavar="N[,N...]", help="max_num_batched_tokens, an engine each.")] = CHUNKS,
+    batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Requests of the decode traces.")] = BATCHES,
+    traces: Annotated[str, typer.Option(metavar="KIND[,...]", help="Traces that take part.")] = ",".join(KINDS),
+    prompts: Annotated[int, typer.Option(metavar="N", help="Requests of the prefill trace.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each of them.")] = 2048,
+    requests: Annotated[int, typer.Option(metavar="N", help="Requests of the mixed trace.")] = 512,
+    decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
+    only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Variants that take part.")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
+    engine: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all.")] = "{}",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of weights, tokens and lengths.")] = 0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give an engine up after so long.")] = 900.0,
+    logs: Annotated[str | None, typer.Option(metavar="DIR", help="Keep what the engines print.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; needs no GPU and no vLLM.")] = False,
+    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
+    plot_file: Annotated[
+        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw tokens/s and speed-ups.")
+    ] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Run vLLM without the passes, fusing, and fusing and splitting, in turn, on the same traces.
+
+    Greedy tokens are compared with those of vLLM alone. There is no speed-up where they agree less often than those of vLLM
+    with another all_reduce do. Exit code: 0 all ran and agree, 1 an engine failed or tokens are not good enough, 2 bad input.
+    """
+    spec = VllmSpec(
+        model=model,
+        world_size=0 if tp is None else tp,
+        dtype=dtype,
+        layers=layers,
+        chunks=common.numbers("--chunks", chunks),
+        batches=common.numbers("--batches", batches),
+        kinds=tuple(traces.split(",")),
+        prompts=prompts,
+        prompt_tokens=prompt_tokens,
+        requests=requests,
+        decode_tokens=decode_tokens,
+        repeats=repeats,
+        only=tuple(only.split(",")) if only else (),
+        kv_cache_bytes=int(kv_cache_gib * 2**30),
+        engine=_table(engine),
+        seed=seed,
+        timeout=timeout,
+    )
+    _check(spec, tp)
+    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file)):
+        common.writable(option, file)
+    if logs is not None and not Path(logs).is_dir():
+        raise UsageError(f"--logs: expected a folder that exists, got {logs!r}")
+    if plot_file is not None:
+        from tw_compile.benchmark.plot import require
+
+        require(plot_file)
+    spec = _with_ranks(spec, tp, dry_run)
+    if dry_run:
+        _show(common.make_console(json_file), spec, json_file)
+        return
+    _finish(_bench(spec, logs, json_file), csv_file, plot_file)
+
+
+def _table(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise UsageError(f"--engine: expected a JSON object, got {text!r}")
+    return found
+
+
+def _check(spec: VllmSpec, tp: int | None) -> None:
+    from tw_compile.benchmark.vllm.spec import variants
+
+    common.one_of("--dtype", spec.dtype, DTYPES)
+    for option, number in (
+        ("--layers", spec.layers),
+        ("--prompts", spec.prompts),
+        ("--prompt-tokens", spec.prompt_tokens),
+        ("--requests", spec.requests),
+        ("--repeats", spec.repeats),
+        ("--kv-cache-gib", spec.kv_cache_bytes),
+    ):
+        common.positive(option, number)
+    for kind in spec.kinds:
+        if kind not in KINDS:
+            raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {kind!r}")
+    if tp is not None and tp < 2:
+        raise UsageError(f"--tp: expected at least 2 ranks, got {tp}")
+    if spec.decode_tokens < 2:
+        raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")
+    if spec.seed < 0:
+        raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
+    if spec.timeout <= 0:
+        raise UsageError(f"--timeout: expected a positive number of seconds, got {spec.timeout}")
+    variants(spec)
+
+
+def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:
+    """The spec for ``tp`` ranks or as many as there are GPUs; a dry run takes what is asked for, or 2."""
+    import dataclasses
+
+    import torch
+
+    from tw_compile.benchmark.vllm.run import require_vllm
+    from tw_compile.cli.bench_common import CUDA_RANKS
+
+    gpus = torch.cuda.device_count()
+    ranks = tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), 2)
+    if not dry_run:
+        require_vllm()
+        if ranks > gpus:
+            raise UsageError(f"bench vllm: expected {ranks} GPUs for --tp {ranks}, got {gpus}")
+    return dataclasses.replace(spec, world_size=ranks)
+
+
+def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
+    """What would run, engine by engine."""
+    from tw_compile.benchmark.vllm.run import described, write_model
+    from tw_compile.benchmark.vllm.spec import engines
+
+    with tempfile.TemporaryDirectory(prefix="tw_compile_") as folder:
+        write_model(spec, Path(folder))
+        plan = [described(engine) for engine in engines(spec, "MODEL")]
+    console.print(
+        f"{len(plan)} starts of vLLM with {spec.world_size} ranks, one after the other; {1 + spec.repeats} rounds each"
+    )
+    for one in plan:
+        console.print(f"{one['variant']}, {one['chunk']} tokens a step", style="bold", markup=False)
+        environment = " ".join(f"{name}={value}" for name, value in one["environment"].items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in one["arguments"].items())
+        console.print(f"  {environment} vllm.LLM({arguments})", markup=False, soft_wrap=True)
+        for trace in one["traces"]:
+            text = f"{trace['prompt_tokens']} tokens in, {trace['output_tokens']} out"
+            console.print(f"  {trace['trace']}: {trace['requests']} requests, {text}", markup=False)
+    common.write_json({"schema_version": 1, "command": "bench vllm --dry-run", "engines": plan}, json_file)
+
+
+def _bench(spec: VllmSpec, logs: str | None, json_file: str | None) -> dict[str, Any]:
+    from tw_compile.benchmark.vllm.run import run
+    from tw_compile.benchmark.vllm.spec import engines
+    from tw_compile.benchmark.vllm.table import print_report
+
+    console = common.make_console(json_file)
+    with common.stages(console, len(engines(spec, ""))) as progress:
+        report = run(spec, progress, logs)
+    print_report(console, report)
+    common.write_json(report, json_file)
+    return report
+
+
+def _finish(report: dict[str, Any], csv_file: str | None, plot_file: str | None) -> None:
+    """What was asked for beside the JSON; then exits with 1 when something failed."""
+    from tw_compile.benchmark.vllm.results import as_csv, failures, rows_of
+
+    if csv_file is not None:
+        common.write_file("--csv", csv_file, as_csv(report))
+    if plot_file is not None:
+        from tw_compile.benchmark.vllm.plot import plot
+
+        plot(report, plot_file)
+    if failures(rows_of(report)):
+        raise typer.Exit(common.EXIT_FAILED)
