@@ -114,6 +114,8 @@ class SplitRefusal(StrEnum):
     NO_COMMUNICATION = "no_communication"
     CALL_WITHOUT_START = "call_without_start"
     SLOT_IN_FLIGHT_TWICE = "slot_in_flight_twice"
+    OPERATOR_WITHOUT_RULE = "operator_without_rule"
+    NEEDS_ALL_TOKENS = "needs_all_tokens"
 
 
 @dataclass(frozen=True)

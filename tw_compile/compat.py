@@ -179,6 +179,26 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
 
 
+def new_size(like: torch.Tensor, low: int, high: int) -> torch.SymInt:
+    """A size that an operator computes, of which nothing is known but that it is from ``low`` to ``high``.
+
+    ``like`` is a fake tensor of a mode with symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    size = like.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[attr-defined]
+    _constrain_range_for_size(size, low, high)
+    return size
+
+
+def bind_new_sizes(node: fx.Node) -> None:
+    """Note on a node which sizes of :func:`new_size` it introduces; Inductor defines them there."""
+    from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+
+    environment = graph_fake_mode(node.graph).shape_env
+    node.meta["unbacked_bindings"] = compute_unbacked_bindings(environment, node.meta["val"]) or {}
+
+
 def is_symbol(size: int | torch.SymInt) -> bool:
     """Whether a size is one symbol, and not computed from others."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.is_symbol)

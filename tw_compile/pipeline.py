@@ -46,7 +46,12 @@ class TWCompilePass(compat.CustomGraphPass):
         self.rewrite(graph, current_gate(self.config))  # what is wrong with a user's file is the user's to know
 
     def rewrite(self, graph: fx.Graph, gate: Gate, tokens: fusion.TokenRange | None = None) -> report.GraphReport:
-        """Rewrite ``graph`` by ``gate``; for ``tokens`` see :func:`fusion.fuse_all_reduce_rms_norm`. Publishes the report."""
+        """Rewrite ``graph`` by ``gate`` and publish the report.
+
+        Args:
+            tokens: ``graph`` is a piece of a model between two attention operators, which the host runs with these token
+                counts. For fusing see :func:`fusion.fuse_all_reduce_rms_norm`, for splitting :func:`split.split_graph`.
+        """
         result = report.GraphReport(tokens=tokens)
         begin = time.perf_counter()
         profile = split.current_profile(self.config)
@@ -63,7 +68,7 @@ class TWCompilePass(compat.CustomGraphPass):
         message = "tw_compile: %d of %d all_reduces fused %s"
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
         if self.config.split != "off":
-            result.split = self._split(graph, profile, result)
+            result.split = self._split(graph, profile, result, tokens)
         result.seconds = time.perf_counter() - begin
         report.publish(result)
         return result
@@ -74,14 +79,20 @@ class TWCompilePass(compat.CustomGraphPass):
         report.publish(result)
         return result
 
-    def _split(self, graph: fx.Graph, profile: DeviceProfile | None, result: report.GraphReport) -> report.Split:
+    def _split(
+        self,
+        graph: fx.Graph,
+        profile: DeviceProfile | None,
+        result: report.GraphReport,
+        tokens: fusion.TokenRange | None,
+    ) -> report.Split:
         """Split what fusing has left; the fused graph stays if that is refused or fails."""
         asked = self.config.split
         if result.warning:
             done = report.Split(asked, "off", SplitRefusal.FUSION_FAILED, result.warning)
         else:
             try:
-                done = split.split_graph(graph, self.config, profile)
+                done = split.split_graph(graph, self.config, profile, tokens)
             except Exception as error:
                 if self.config.strict:
                     raise

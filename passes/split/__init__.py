@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tw_compile.passes.split.apply import split_graph
-from tw_compile.passes.split.choose import Choice, NotSplit, choose_split
+from tw_compile.passes.split.choose import Choice, NotSplit, choose_split, choose_split_of_piece
 from tw_compile.passes.split.duplicate import SplitReport, split_tokens
-from tw_compile.passes.split.layer import GraphLayer, layer_of_graph
+from tw_compile.passes.split.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.layout import HalfCall, HalfIndex, HalfSize, Join, Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.profile import current_profile
@@ -37,9 +37,11 @@ __all__ = [
     "Window",
     "analyse",
     "choose_split",
+    "choose_split_of_piece",
     "current_profile",
     "find_token_axis",
     "layer_of_graph",
+    "layer_of_piece",
     "lock_order",
     "schedule",
     "split_graph",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.fx as fx
 
 from tw_compile.config import Config
+from tw_compile.graph.copy import copy_of, restore
 from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
-from tw_compile.passes.split.choose import NotSplit, choose_split
+from tw_compile.passes.split.choose import NotSplit, choose_split, choose_split_of_piece
 from tw_compile.passes.split.duplicate import split_tokens
 from tw_compile.passes.split.lock import lock_order
 from tw_compile.passes.split.schedule import Window, schedule
@@ -16,20 +17,41 @@ from tw_compile.planning import Window as PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split
 
 
-def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Split:
+def split_graph(
+    graph: fx.Graph,
+    config: Config,
+    profile: DeviceProfile | None,
+    piece_tokens: tuple[int, int | None] | None = None,
+) -> Split:
     """Split ``graph`` in place, as ``config.split`` has it, which is not ``off``.
 
-    A refusal, or an exception, leaves the graph as it was, or split and right. Nothing may read the graph afterwards: operators
-    may be in subgraphs that keep their order.
+    A refusal, or an exception, leaves the graph as it was. Nothing may read the graph afterwards: operators may be in subgraphs
+    that keep their order.
+
+    Args:
+        piece_tokens: The graph is a piece of a model, between two attention operators; the smallest and the largest number of
+            tokens (None: unbounded) that its host runs it with.
     """
     device_profile = "" if profile is None else profile.name
-    choice = choose_split(graph, config, profile)
+    piece = piece_tokens is not None
+    choice = (
+        choose_split(graph, config, profile)
+        if piece_tokens is None
+        else choose_split_of_piece(graph, config, profile, piece_tokens)
+    )
     if isinstance(choice, NotSplit):
         return Split(config.split, "off", choice.reason, choice.detail, device_profile=device_profile, plan=choice.plan)
-    result = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
-    if isinstance(result, SplitRefused):
-        return Split(config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan)
-    overlap = _overlap(graph, Budgets(choice.plan, profile), config)
+    before = copy_of(graph)
+    try:
+        result = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
+        if isinstance(result, SplitRefused):
+            return Split(
+                config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan
+            )
+        overlap = _overlap(graph, Budgets(choice.plan, profile), config, piece)
+    except Exception:
+        restore(graph, before)
+        raise
     return Split(
         asked=config.split,
         mode="join" if ATTENTION_JOINS & set(result.joins) else "split",
@@ -48,9 +70,9 @@ def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None) 
     )
 
 
-def _overlap(graph: fx.Graph, budgets: Budgets, config: Config) -> Overlap:
+def _overlap(graph: fx.Graph, budgets: Budgets, config: Config, piece: bool) -> Overlap:
     """Put the operators of a split graph into the order of the weave, give windows what the plan says, and keep it so."""
-    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms)
+    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, piece)
     if isinstance(woven, SplitRefused):
         return Overlap(refused=f"{woven.reason}: {woven.detail}")
     leaving = reserve_sms(graph, woven, budgets) if config.split_gemm_sms == "auto" else {}

@@ -9,13 +9,17 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.config import Config
-from tw_compile.passes.base import ATTENTION_JOINS, SplitRefusal, SplitRefused
-from tw_compile.passes.split.layer import GraphLayer, layer_of_graph
+from tw_compile.graph.predicates import is_call, same_size
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.base import ATTENTION_JOINS, JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.split.layer import GraphLayer, layer_of_graph, layer_of_piece
+from tw_compile.passes.split.layout import Join
 from tw_compile.passes.split.token_axis import TokenAxis, analyse, find_token_axis
 from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half, shares_of_range
 from tw_compile.planning.plan import RESOLUTION
 
-_CUT = "the token count is symbolic, and cutting inside of a request would guard the graph on it"
+_SEVERAL = "several requests of unknown length are split between them, not inside of one"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Choice:
     """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none."""
 
     axis: TokenAxis
-    first: int
+    first: int | FirstHalf
     plan: Plan | None = None
 
     @property
@@ -98,9 +102,33 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
         return planners
     if isinstance(axis.tokens, int):
         return _planned(planners, axis.tokens)
-    if planners[0].axis.unit == "token":
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
     return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+
+
+def choose_split_of_piece(
+    graph: fx.Graph, config: Config, profile: DeviceProfile | None, counts: tuple[int, int | None]
+) -> Choice | NotSplit:
+    """As :func:`choose_split`, for a piece of a model that ends before one attention and begins behind another.
+
+    Halves meet at the outputs of the piece and nowhere else; ``counts`` are the smallest and the largest number of tokens that
+    it is compiled for. One function of the token count is right for all of them.
+    """
+    if not any(is_call(node, ops.start, ops.mm_start) for node in graph.nodes):
+        return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
+    axis = find_token_axis(graph, piece=True)
+    if isinstance(axis, SplitRefused):
+        return NotSplit(axis.reason, axis.detail)
+    joins = [one for one in analyse(graph, axis).verdicts.values() if isinstance(one, Join)]
+    unknown = [one for one in joins if one.reason is JoinReason.UNKNOWN_OPERATOR]
+    if joins:
+        reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
+        return NotSplit(reason, (unknown or joins)[0].detail)
+    if config.split_tokens is not None:
+        return _as_asked(graph, axis, config, profile, counts)
+    planners = _planners(graph, [axis], config, profile, piece=True)
+    if isinstance(planners, NotSplit):
+        return planners
+    return _planned(planners, axis.tokens) if isinstance(axis.tokens, int) else _planned_range(planners[0], *counts)
 
 
 def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
@@ -112,13 +140,13 @@ def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
 
 
 def _planners(
-    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None
+    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None, piece: bool = False
 ) -> list[_Planner] | NotSplit:
     """One for each of the axes, which are of the same tokens."""
     if profile is None:
         return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
     axis = axes[-1]
-    layer = layer_of_graph(graph, axis)
+    layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
     attention = layer.shape.attention
@@ -132,21 +160,40 @@ def _planners(
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
-    return [_Planner(one, axis.batch, profile, layer, kernel, _attention(graph, one), leave) for one in axes]
+    attentions = [Mode.JOIN if piece else _attention(graph, one) for one in axes]
+    return [
+        _Planner(one, axis.batch, profile, layer, kernel, attention, leave)
+        for one, attention in zip(axes, attentions, strict=True)
+    ]
 
 
-def _as_asked(graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
-    """The split that the option names, between requests if it ends with one; the plan says what its windows run with."""
+def _as_asked(
+    graph: fx.Graph,
+    axis: TokenAxis,
+    config: Config,
+    profile: DeviceProfile | None,
+    counts: tuple[int, int | None] | None = None,
+) -> Choice | NotSplit:
+    """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
+
+    ``counts``: those of a piece. The plan is for the largest number of tokens, where that is symbolic.
+    """
     first, tokens = config.split_tokens, axis.tokens
     assert first is not None
     if not isinstance(tokens, int):
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _CUT)
+        half = _constant_half(first, *(counts or compat.size_bounds(tokens)))
+        if isinstance(half, NotSplit):
+            return half
+        if not same_size(axis.batch, 1):
+            return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
+        planners = _planners(graph, [axis], config, profile, piece=counts is not None)
+        return Choice(axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first))
     if first >= tokens:
         return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
-    requests, units = _requests(graph, axis), first
+    requests, units = None if counts else _requests(graph, axis), first
     if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
         axis, units = requests, first * axis.batch // tokens
-    planners = _planners(graph, [axis], config, profile)
+    planners = _planners(graph, [axis], config, profile, piece=counts is not None)
     return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
 
 
@@ -181,9 +228,10 @@ def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
 
 def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
     """One graph for ``low`` to ``high`` tokens is split if that pays at both ends and wherever ``low`` has doubled."""
-    if high is None:
-        detail = f"one graph for {low} and any more tokens; bound it, as by torch._dynamo.mark_dynamic(min=, max=)"
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail)
+    if high is None or (planner.axis.unit == "token" and high > MOST_TOKENS):
+        return _unbounded(low)
+    if planner.axis.unit == "token" and planner.batch != 1:
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
     counts = [max(low, 1)]
     while counts[-1] * 2 < high:
         counts.append(counts[-1] * 2)
@@ -196,7 +244,46 @@ def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | No
         detail = f"one graph for {low} to {high} tokens, and at {tokens} it would be off ({why})"
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, off[0])
     plan = plans[len(plans) // 2]
-    return Choice(planner.axis, planner.first(plan), plan)
+    if planner.axis.unit == "request":
+        return Choice(planner.axis, planner.first(plan), plan)
+    first = _first_half_of_range(planner, plans, low, high)
+    if first is None:
+        detail = f"one graph for {low} to {high} tokens, and no share of them is a first half that pays for all"
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, plan)
+    return Choice(planner.axis, first, planner.plan(plan.tokens, first(plan.tokens)))
+
+
+def _first_half_of_range(planner: _Planner, plans: list[Plan], low: int, high: int) -> FirstHalf | None:
+    """The share of the tokens that is least behind the best plans of a range, where it is furthest behind.
+
+    Compared are sixteenths, in whole tiles of GEMMs; None if each is off somewhere.
+    """
+    best: tuple[float, int, int] | None = None
+    chosen = None
+    for first in shares_of_range(low, high, planner.layer.shape.world_size):
+        own = [planner.plan(plan.tokens, first(plan.tokens)) for plan in plans]
+        if any(plan.mode is Mode.OFF for plan in own):
+            continue
+        behind = max(plan.us / other.us for plan, other in zip(own, plans, strict=True))
+        rank = (round(behind, 3), abs(2 * first.numerator - first.denominator), -first.multiple)
+        if best is None or rank < best:
+            best, chosen = rank, first
+    return chosen
+
+
+def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSplit:
+    """``first`` tokens of ``low`` to ``high``."""
+    if high is None or high > MOST_TOKENS:
+        return _unbounded(low)
+    try:
+        return constant_first_half(first, low, high)
+    except ValueError as error:
+        return NotSplit(SplitRefusal.TOO_FEW_TOKENS, str(error))
+
+
+def _unbounded(low: int) -> NotSplit:
+    detail = f"one graph for {low} and any more tokens; bound it, as by torch._dynamo.mark_dynamic(min=, max=)"
+    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail)
 
 
 def _off(plan: Plan) -> NotSplit:

@@ -18,6 +18,7 @@ from tw_compile import compat
 from tw_compile.graph.predicates import is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import SplitRefusal, SplitRefused
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.split.duplicate import mutated
 
 _c10d = torch.ops._c10d_functional
@@ -125,6 +126,8 @@ def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Nod
 
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The operands that a node writes to; all of them where no schema says."""
+    if functionalised(node) is not None:  # it returns what the operator behind it would have written
+        return []
     return node.all_input_nodes if compat.is_higher_order(node.target) else mutated(node)
 
 
@@ -154,7 +157,8 @@ class _Aliases:
                     self._unite(node, producer)
             elif node.op == "call_function" and makes_view(node):
                 for operand in node.all_input_nodes:
-                    self._unite(node, operand)
+                    if not isinstance(operand.meta.get("val"), torch.SymInt):  # a size is no memory
+                        self._unite(node, operand)
 
     def find(self, node: fx.Node) -> fx.Node:
         root = node

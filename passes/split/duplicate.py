@@ -21,7 +21,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, same_size, value
+from tw_compile.graph.predicates import aten, has_default_strides, is_call, same_size, value
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.layout import (
@@ -36,8 +36,9 @@ from tw_compile.passes.split.layout import (
     Size,
     Slice,
 )
-from tw_compile.passes.split.sizes import Sizes
+from tw_compile.passes.split.sizes import First, Sizes
 from tw_compile.passes.split.token_axis import Analysis, TokenAxis, Unit, analyse, find_token_axis
+from tw_compile.planning.halves import FirstHalf
 
 _END = 9223372036854775807
 _FREE_STRIDES: dict[Any, Any] = {
@@ -76,7 +77,7 @@ class SplitReport:
 
 def split_tokens(
     graph: fx.Graph,
-    first: int | fx.Node,
+    first: First,
     *,
     axis: TokenAxis | None = None,
     unit: Unit = "token",
@@ -86,6 +87,7 @@ def split_tokens(
 
     Args:
         first: Tokens of half 1, or requests if that is the axis's unit. A node holds a SymInt and comes before every tensor's.
+            A ``FirstHalf`` is computed when the graph runs, and nothing is assumed of it but its bounds: no guard is added.
         axis: What is split; found by the messages that the ranks add up if None (:func:`find_token_axis`).
         unit: What ``axis`` None looks for.
         join_attention: Attention runs once also where it could be cut into prefix and suffix.
@@ -114,7 +116,9 @@ def split_tokens(
     return duplicator.report
 
 
-def _check_first(graph: fx.Graph, first: int | fx.Node, axis: TokenAxis) -> None:
+def _check_first(graph: fx.Graph, first: First, axis: TokenAxis) -> None:
+    if isinstance(first, FirstHalf):
+        return
     size = first.meta["val"] if isinstance(first, fx.Node) else first
     if not 1 <= size < axis.size:
         raise ValueError(f"first: expected 1 to {axis.size - 1} {axis.unit}s, got {size}")
@@ -157,7 +161,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 
 class _Duplicator:
-    def __init__(self, graph: fx.Graph, analysis: Analysis, first: int | fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, analysis: Analysis, first: First) -> None:
         self.graph = graph
         self.analysis = analysis
         self.fake_mode = compat.graph_fake_mode(graph)
@@ -169,7 +173,8 @@ class _Duplicator:
         self._new: list[fx.Node] = []
         self._outputs: Any = None
         units = self.sizes.units
-        self.report = SplitReport(analysis.axis.unit, str(units[0]), str(units[1]), joins=analysis.joins)
+        sizes = (str(first), f"s-({first})") if isinstance(first, FirstHalf) else (str(units[0]), str(units[1]))
+        self.report = SplitReport(analysis.axis.unit, *sizes, joins=analysis.joins)
 
     def run(self) -> None:
         """Add the nodes of the split graph; the old ones stay."""
@@ -361,6 +366,9 @@ class _Duplicator:
                     base = self._shape_call(aten.unsqueeze.default, (base, 0))
                 base = self._shape_call(aten.expand.default, (base, self._arguments(how.shape)))
             base = self._folded(base, rows)
+            if self.sizes.opaque:
+                self._sliced[key] = self._views(base, rows)
+                return self._sliced[key]
             middle = self.sizes.rows(0, rows.per_unit)
             made = [
                 self._call(aten.slice.Tensor, (base, rows.dim, *bounds), {}, part, role="slice")
@@ -369,13 +377,41 @@ class _Duplicator:
             self._sliced[key] = (made[0], made[1])
         return self._sliced[key]
 
+    def _views(self, node: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
+        """What slices are, where a slice would have to compare sizes of which too little is known."""
+        if node.op == "placeholder" and not same_size(node.meta["val"].storage_offset(), 0):
+            node = self._shape_call(aten.clone.default, (node,))  # Inductor counts from where an input begins
+        whole: torch.Tensor = node.meta["val"]
+        strides = self._arguments(whole.stride())
+        made = []
+        for half, begin in ((0, 0), (1, self.sizes.units[0] * rows.per_unit * whole.stride(rows.dim))):
+            shape = self._arguments(whole.shape)
+            shape[rows.dim] = self.sizes.rows(half, rows.per_unit)
+            offset = self.sizes.argument(whole.storage_offset() + begin)
+            made.append(
+                self._call(aten.as_strided.default, (node, shape, strides, offset), {}, _PARTS[half], role="slice")
+            )
+        return made[0], made[1]
+
     def _join(self, node: fx.Node, part: Part) -> fx.Node:
         layout = self.analysis.layouts[node]
         assert isinstance(layout, Rows) and layout.order is None, f"{node.name} can't be joined: {layout}"
         self.report.cats += 1
         halves = list(self._halves[node])
         joined = self._call(aten.cat.default, (halves, layout.dim), {}, part, role="cat")
+        if self.sizes.opaque:
+            joined = self._of_known_size(joined, layout, part)
         return self._unfolded(joined, layout, tuple(node.meta["val"].shape))
+
+    def _of_known_size(self, node: fx.Node, rows: Rows, part: Part) -> fx.Node:
+        """Halves put together, as a value of the size that their sum is, though the compiler doesn't know that."""
+        shape: list[Size] = list(node.meta["val"].shape)
+        shape[rows.dim] = rows.per_unit * self.analysis.axis.size
+        assert has_default_strides(node.meta["val"]), f"{node.name} is not contiguous: {node.meta['val'].stride()}"
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return self._call(
+            aten.as_strided.default, (node, self._arguments(shape), self._arguments(strides), 0), {}, part, role="cat"
+        )
 
     def _folded(self, node: fx.Node, rows: Rows) -> fx.Node:
         """``[batch, ..., seq, ...]`` as ``[1, ..., batch * seq, ...]``."""

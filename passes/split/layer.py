@@ -8,6 +8,7 @@ All layers must be alike, and nothing may be there that the planner does not cou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,14 +75,48 @@ class _Part:
 def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
     """The layer that ``graph``, as the fusion pass leaves it, repeats. ``graph`` is not changed."""
     try:
-        parts, sums = _parts(graph, axis)
+        parts, sums, _ = _parts(graph, axis)
         return _layer(parts, sums)
     except _NotRecognisedError as error:
         return SplitRefused(error.reason, str(error))
 
 
-def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]]:
-    """The parts that have GEMMs, and the sum that each ends with. What follows the last sum belongs to no layer."""
+def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
+    """The layer that a model repeats, by a piece of it from behind one attention to before the next.
+
+        o_proj GEMM | sum | gate, up GEMMs, down GEMM | sum | q, k, v GEMMs
+
+    The heads are those of the input ``[tokens, heads, head_dim]`` that o_proj reads.
+    """
+    try:
+        parts, sums, rest = _parts(graph, axis)
+        if len(parts) != 2 or not rest.gemms:
+            raise _NotRecognisedError(f"{len(parts)} sums behind GEMMs, then {len(rest.gemms)} GEMMs: no whole layer")
+        first, second = parts
+        hidden_size, world_size, transport = _checked_sums([first, second, rest], [*sums, None])
+        first.attention = _attention_before(axis, first)
+        first.gemms, first.before_attention = [*rest.gemms, *first.gemms], len(rest.gemms)
+        qkv, attention, o_proj = _attention_part(first, hidden_size)
+        shape = LayerShape(world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
+        return GraphLayer(shape, transport)
+    except _NotRecognisedError as error:
+        return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
+
+
+def _attention_before(axis: TokenAxis, part: _Part) -> Attention:
+    """The attention whose result a part begins with."""
+    depth = part.gemms[0].depth
+    for node in axis.inputs:
+        shape = _shape(node)
+        if len(shape) == 3 and same_size(shape[1] * shape[2], depth):
+            return Attention(_number(shape[1], node), _number(shape[1], node), _number(shape[2], node), kernel="flash")
+    raise _NotRecognisedError(
+        f"no input [tokens, heads, head_dim] has the {depth} columns that {part.gemms[0].name} reads"
+    )
+
+
+def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node], _Part]:
+    """The parts that have GEMMs, and the sum that each ends with; and what follows the last sum."""
     parts, sums = [], []
     part = _Part()
     for node in graph.nodes:
@@ -105,7 +140,7 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
                 parts.append(part)
                 sums.append(node)
             part = _Part()
-    return parts, sums
+    return parts, sums, part
 
 
 def _is_uncounted(node: fx.Node) -> bool:
@@ -173,20 +208,10 @@ def _attention(node: fx.Node, axis: TokenAxis) -> Attention:
 def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
     if not parts:
         raise _NotRecognisedError("no GEMM before a sum over ranks")
-    for part, node in zip(parts, sums, strict=True):
-        if part.uncounted:
-            raise _NotRecognisedError(f"{part.uncounted}, before {node.name}, is not in the planner's formulas")
-        if not is_call(node, ops.start, ops.mm_start):
-            raise _NotRecognisedError(f"{node.name} is not fused")
+    hidden_size, world_size, transport = _checked_sums(parts, sums)
     attention_first = [part.attention is not None for part in parts]
     if len(parts) % 2 or attention_first != [True, False] * (len(parts) // 2):
         raise _NotRecognisedError("sums behind attention and behind MLP do not take turns")
-    messages = {_message(node) for node in sums}
-    if len(messages) > 1:
-        raise _NotRecognisedError("sums differ in columns, dtype, ranks or transport")
-    hidden_size, dtype, world_size, transport = messages.pop()
-    if dtype.itemsize != 2:
-        raise _NotRecognisedError(f"{dtype}: plans are for 16 bits")
     layers = {
         LayerShape(world_size, hidden_size, *_attention_part(first, hidden_size), _mlp_part(second, hidden_size))
         for first, second in zip(parts[::2], parts[1::2], strict=True)
@@ -194,6 +219,22 @@ def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
     if len(layers) > 1:
         raise _NotRecognisedError(f"layers are of {len(layers)} kinds")
     return GraphLayer(layers.pop(), transport)
+
+
+def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> tuple[int, int, str]:
+    """Columns, ranks and transport of the sums that parts end with, None for one that ends with no sum."""
+    for part, node in zip(parts, sums, strict=True):
+        if part.uncounted:
+            raise _NotRecognisedError(f"{part.uncounted} is not in the planner's formulas")
+        if node is not None and not is_call(node, ops.start, ops.mm_start):
+            raise _NotRecognisedError(f"{node.name} is not fused")
+    messages = {_message(node) for node in sums if node is not None}
+    if len(messages) > 1:
+        raise _NotRecognisedError("sums differ in columns, dtype, ranks or transport")
+    hidden_size, dtype, world_size, transport = messages.pop()
+    if dtype.itemsize != 2:
+        raise _NotRecognisedError(f"{dtype}: plans are for 16 bits")
+    return hidden_size, world_size, transport
 
 
 def _message(node: fx.Node) -> tuple[int, torch.dtype, int, str]:

@@ -29,6 +29,7 @@ from tw_compile import compat
 from tw_compile.graph.predicates import aten, has_default_strides, value
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import CommunicationCall, argument, find_calls, makes_view, predecessors
 from tw_compile.passes.split.parts import computes, half_of
@@ -117,7 +118,12 @@ def _is_copied_by_readers(node: fx.Node) -> bool:
 
 
 def has_own_kernel(node: fx.Node) -> bool:
-    """Whether the operator is a matmul or an attention, which Inductor does not merge with others."""
+    """Whether the operator is a matmul or an attention, which Inductor does not merge with others.
+
+    Not what a host's later pass looks for at the top level of the graph: it may not be put into a subgraph.
+    """
+    if functionalised(node) is not None:
+        return False
     if compat.is_higher_order(node.target):
         return True
     packet = getattr(node.target, "overloadpacket", None)

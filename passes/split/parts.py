@@ -7,6 +7,7 @@ what a window runs with and what it is called, never what is computed: attention
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -43,7 +44,7 @@ def is_plain_gemm(node: fx.Node) -> bool:
     return is_call(node, aten.mm.default, aten.addmm.default, ops.mm_start)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Part:
     has_attention: bool = False
     is_grouped: bool = False
@@ -51,18 +52,29 @@ class _Part:
 
 
 class Parts:
-    """The parts of ``order``, whose calls are ``calls``."""
+    """The parts of ``order``, whose calls are ``calls``.
 
-    def __init__(self, order: Sequence[fx.Node], calls: Sequence[CommunicationCall]) -> None:
+    With ``piece`` each half begins behind attention and ends before it, both of which are elsewhere: what comes before its
+    first start is its o_proj, and what follows its last one its qkv. Where it has one start, as behind the embedding, there is
+    no o_proj.
+    """
+
+    def __init__(self, order: Sequence[fx.Node], calls: Sequence[CommunicationCall], piece: bool = False) -> None:
         self._part: dict[fx.Node, _Part | None] = {}
         self._behind_attention: set[fx.Node] = set()
         starts = {call.start for call in calls}
-        of_half: dict[Part, _Part] = {}
+        of_half: dict[Part, _Part] = {1: _Part(True), 2: _Part(True)} if piece else {}
+        started = Counter(half_of(start) for start in starts)
         nearest: _Part | None = None
+        o_proj: list[_Part] = []
         for node in reversed(order):
             half = half_of(node)
             if node in starts:
-                of_half[half] = nearest = _Part()
+                started[half] -= 1
+                behind_attention = piece and not started[half] and len(starts) > 2
+                of_half[half] = nearest = _Part(behind_attention)
+                if behind_attention:
+                    o_proj.append(nearest)
             if not (computes(node) or node in starts):
                 continue
             part = of_half.get(half) if half in (1, 2) else nearest
@@ -72,7 +84,7 @@ class Parts:
             if _is_attention(node):
                 for one in [part] if half in (1, 2) else of_half.values():
                     one.has_attention = True
-            elif not part.has_attention:
+            elif not part.has_attention or part in o_proj:
                 self._behind_attention.add(node)
             part.is_grouped |= "grouped_mm" in str(node.target)
             if is_plain_gemm(node):

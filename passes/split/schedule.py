@@ -26,6 +26,7 @@ from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import CommunicationCall, find_calls, predecessors, written_by
 from tw_compile.passes.split.duplicate import Part
+from tw_compile.passes.split.lock import has_own_kernel
 from tw_compile.passes.split.parts import Kind, Parts, computes, half_of
 
 DEFAULT_OVERLAP_SMS = 16
@@ -88,7 +89,7 @@ OverlapSMs = int | Callable[[Window], int]
 
 
 def schedule(
-    graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS, most_sms: int | None = None
+    graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS, most_sms: int | None = None, piece: bool = False
 ) -> Schedule | SplitRefused:
     """Reorder a graph that :func:`split_tokens` has split, and annotate its operators with ``window`` and ``stream``.
 
@@ -98,6 +99,7 @@ def schedule(
         overlap_sms: SMs for the communication of each fused call that computation hides, or a function of the first window
             in which it does. Calls that are exposed get 0: all that they want.
         most_sms: That all calls in flight may have together; None for what ``overlap_sms`` says.
+        piece: The graph begins behind an attention operator and ends before one, see :class:`Parts`.
 
     A refusal leaves the graph as it was, in an order that is right.
     """
@@ -108,10 +110,13 @@ def schedule(
         return calls
     if not calls:
         return SplitRefused(SplitRefusal.NO_COMMUNICATION, "no call whose time could be hidden")
-    order = _Weaver(graph, calls).order()
+    weaver = _Weaver(graph, calls)
+    order = weaver.order()
     _reorder(graph, order)
-    parts = Parts(order, calls)
-    timeline = _Timeline(order, calls, parts)
+    parts = Parts(order, calls, piece)
+    # Angles of rotary embeddings and the like: of a model they belong to the first layer, of a piece to no window.
+    aside = {node for node in weaver.aside if not has_own_kernel(node)} if piece else set()
+    timeline = _Timeline(order, calls, parts, aside)
     for node in order:
         _annotate(node, timeline.window_of[node], node in timeline.communication)
     given: dict[CommunicationCall, int] = {}
@@ -141,8 +146,8 @@ class _Weaver:
                     self._after[one].append(node)
                     self._missing[node] += 1
         self._parts, rest = self._divide()
-        self._aside = {node for node in rest if not self._late(node)}
-        self._ready_aside = [self._key(node) for node in self._aside if not self._missing[node]]
+        self.aside = {node for node in rest if not self._late(node)}
+        self._ready_aside = [self._key(node) for node in self.aside if not self._missing[node]]
         heapq.heapify(self._ready_aside)
 
     def order(self) -> list[fx.Node]:
@@ -200,7 +205,7 @@ class _Weaver:
             self._missing[user] -= 1
             if not self._missing[user]:
                 ready.append(user)
-                if user in self._aside:
+                if user in self.aside:
                     heapq.heappush(self._ready_aside, self._key(user))
         return ready
 
@@ -211,7 +216,8 @@ class _Weaver:
 class _Timeline:
     """Cuts an order into windows: one ends behind each start, and before each wait that follows a half's computation."""
 
-    def __init__(self, order: list[fx.Node], calls: list[CommunicationCall], parts: Parts) -> None:
+    def __init__(self, order: list[fx.Node], calls: list[CommunicationCall], parts: Parts, aside: set[fx.Node]) -> None:
+        self._aside = aside
         self.windows: list[Window] = []
         self.hides: list[tuple[CommunicationCall, ...]] = []
         self.window_of: dict[fx.Node, int] = {}
@@ -234,6 +240,8 @@ class _Timeline:
         self.window_of = {node: min(index, last) for node, index in self.window_of.items()}
 
     def _counts(self, node: fx.Node) -> bool:
+        if node in self._aside:
+            return False
         return node.target is ops.mm_start or (computes(node) and node not in self.communication)
 
     def _add(self, node: fx.Node) -> None:

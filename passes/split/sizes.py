@@ -10,18 +10,19 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten
+from tw_compile.graph.predicates import aten, value
+from tw_compile.kernels.tokens_of_half import arguments_of, tokens_of_half
 from tw_compile.passes.split.layout import Size
+from tw_compile.planning.halves import FirstHalf
+
+First = int | fx.Node | FirstHalf
+"""The units of half 1; a node must hold a SymInt and come before everything that is split."""
 
 
 class Sizes:
     """The units of both halves, and nodes for symbolic sizes, made once each right behind the inputs of the graph."""
 
-    def __init__(self, graph: fx.Graph, total: Size, first: int | fx.Node) -> None:
-        """
-        Args:
-            first: The units of half 1; a node must hold a SymInt and come before everything that is split.
-        """
+    def __init__(self, graph: fx.Graph, total: Size, first: First) -> None:
         self.graph = graph
         self.new: list[fx.Node] = []
         self._placeholders = graph.find_nodes(op="placeholder")
@@ -30,6 +31,12 @@ class Sizes:
         for node in self._placeholders:
             if isinstance(node.meta.get("val"), torch.SymInt):
                 self._known[node.meta["val"].node.expr] = node
+        self.units: tuple[Size, Size]
+        self.opaque = isinstance(first, FirstHalf)
+        """Whether the compiler does not know that the halves add up to ``total``."""
+        if isinstance(first, FirstHalf):
+            self.units = self._computed(total, first)
+            return
         if isinstance(first, fx.Node):
             if first.op != "placeholder":
                 self._last = first
@@ -37,7 +44,22 @@ class Sizes:
             head: Size = first.meta["val"]
         else:
             head = first
-        self.units: tuple[Size, Size] = (head, total - head)
+        self.units = head, total - head
+
+    def _computed(self, total: Size, first: FirstHalf) -> tuple[Size, Size]:
+        """Halves that an operator computes when the graph runs, but for one that is the same for all token counts."""
+        tokens = self.argument(total)
+        like = next(node for node in self._placeholders if value(node) is not None)
+        halves: list[Size] = []
+        for half, (least, most) in enumerate(first.bounds):
+            if least == most:
+                halves.append(least)
+                continue
+            node = self._call(tokens_of_half, (like, tokens, half, *arguments_of(first)))
+            compat.bind_new_sizes(node)
+            self._known[node.meta["val"].node.expr] = node
+            halves.append(node.meta["val"])
+        return halves[0], halves[1]
 
     def rows(self, half: int, per_unit: Size) -> Any:
         """``per_unit`` times the units of half 0 or 1, as an argument."""

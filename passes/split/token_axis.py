@@ -19,7 +19,14 @@ from tw_compile.graph.predicates import aten, is_call, is_cast, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
-from tw_compile.passes.split import rules_attention, rules_comm, rules_compute, rules_routing, rules_shape  # noqa: F401
+from tw_compile.passes.split import (  # noqa: F401
+    rules_attention,
+    rules_comm,
+    rules_compute,
+    rules_routing,
+    rules_shape,
+    rules_vllm,
+)
 from tw_compile.passes.split.layout import Join, Layout, Local, Rows, RowWise, Size, Verdict
 from tw_compile.passes.split.registry import Call, registered
 
@@ -81,7 +88,9 @@ class Analysis:
         return found if isinstance(found, RowWise) else None
 
 
-def find_token_axis(graph: fx.Graph, *, unit: Unit = "token", tokens: Size | None = None) -> TokenAxis | SplitRefused:
+def find_token_axis(
+    graph: fx.Graph, *, unit: Unit = "token", tokens: Size | None = None, piece: bool = False
+) -> TokenAxis | SplitRefused:
     """The token axis of a graph, by the sizes of what the ranks add up: ``[tokens, hidden]`` or ``[batch, seq, hidden]``.
 
     The inputs that hold tokens are the integer ones with as many entries; if there are none, those of floating point that are
@@ -90,15 +99,18 @@ def find_token_axis(graph: fx.Graph, *, unit: Unit = "token", tokens: Size | Non
     Args:
         unit: ``request`` splits between requests, and needs at least two.
         tokens: Their number, where no collective tells.
+        piece: The graph is a piece of a model: dim 0 of its inputs holds tokens, of hidden states and integers alike.
     """
     if tokens is None:
         tokens = _tokens_of_messages(graph)
     if tokens is None:
         return SplitRefused(SplitRefusal.NO_TOKEN_AXIS, "no all_reduce says how many tokens there are")
     placeholders = [node for node in graph.find_nodes(op="placeholder") if value(node) is not None]
-    batches = {node: requests for node in placeholders if (requests := _batch(node, tokens)) is not None}
+    batches = {node: requests for node in placeholders if (requests := _batch(node, tokens, piece)) is not None}
     integer = [node for node in batches if not node.meta["val"].is_floating_point()]
-    found = integer or [node for node in batches if node.meta["val"].dim() >= 2 and not _is_weight(node)]
+    floating = [node for node in batches if node.meta["val"].is_floating_point()]
+    hidden = [node for node in floating if node.meta["val"].dim() >= 2 and not _is_weight(node)]
+    found = [*integer, *hidden] if piece else integer or hidden
     batch = next((batches[node] for node in found if not same_size(batches[node], 1)), 1)
     axis = TokenAxis(unit, tokens, batch, {})
     inputs = {node: rows for node in found if (rows := axis.rows_of_shape(tuple(node.meta["val"].shape))) is not None}
@@ -127,10 +139,10 @@ def _tokens_of_messages(graph: fx.Graph) -> Size | None:
     return max(counts, key=lambda one: one[1])[0] if counts else None
 
 
-def _batch(node: fx.Node, tokens: Size) -> Size | None:
+def _batch(node: fx.Node, tokens: Size, piece: bool) -> Size | None:
     """The requests of an input with one entry, or row, per token; None if it is no such input."""
     shape = node.meta["val"].shape
-    if len(shape) >= 2 and same_size(shape[0] * shape[1], tokens):
+    if not piece and len(shape) >= 2 and same_size(shape[0] * shape[1], tokens):
         return shape[0]
     return 1 if len(shape) >= 1 and same_size(shape[0], tokens) else None
 
@@ -143,11 +155,13 @@ _WEIGHT_PLACES = (
     (addmm_leaving_sms, 2),
     (ops.mm_start, 1),
     (aten.embedding.default, 0),
+    (aten.index_select.default, 0),
+    (aten.index.Tensor, 0),
 )
 
 
 def _is_weight(node: fx.Node) -> bool:
-    """Whether a matmul takes the input as its second factor, or an embedding as its table."""
+    """Whether a matmul takes the input as its second factor, or a lookup as its table."""
     for user in node.users:
         if is_call(user, aten.permute.default, aten.t.default, aten.transpose.int) or is_cast(user):
             if _is_weight(user):

@@ -325,6 +325,7 @@ BAD: Sequence[tuple[tuple[str, ...], str]] = (
     (("--repeats", "0"), "--repeats: expected a positive number, got 0"),
     (("--kv-cache-gib", "0"), "--kv-cache-gib: expected a positive number, got 0"),
     (("--seed", "-1"), "--seed: expected 0 or more, got -1"),
+    (("--split", "half"), "--split: expected auto or a positive number of tokens, got 'half'"),
     (("--timeout", "0"), "--timeout: expected a positive number of seconds, got 0"),
     (("--dtype", "int8"), "--dtype: expected one of"),
     (("--logs", "/no/such/folder"), "--logs: expected a folder that exists"),

@@ -17,6 +17,7 @@ from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.token_axis import TokenAxis, Unit
+from tw_compile.planning.halves import FirstHalf
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
 
@@ -101,6 +102,19 @@ def test_symbolic_token_count(family: str) -> None:
     assert_same_results(before, graph, {symbol: 63})
     assert_same_results(before, by_number, {symbol: 1000})
     assert_same_results(before, graph, {symbol: 1025})
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_halves_that_are_computed_when_the_graph_runs(family: str) -> None:
+    """The compiler knows nothing of them but bounds, so nothing becomes a guard."""
+    graph = copy_of(captured(family, 1, 63, dynamic=True))
+    seq = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
+    before, guards = copy_of(graph), len(seq.node.shape_env.guards)
+    with fake_process_group(WORLD_SIZE):
+        assert isinstance(split_tokens(graph, FirstHalf(32, 1100, 7, 16, 8)), SplitReport)
+    assert len(seq.node.shape_env.guards) == guards
+    for tokens in (32, 1025):
+        assert_same_results(before, graph, {str(seq): tokens})
 
 
 @pytest.mark.parametrize("family", FEW)

@@ -27,9 +27,6 @@ HIDDEN = 48  # not a power of two, rows of 192 bytes
 WORKER_SECONDS = 50
 
 
-# --- compile only
-
-
 def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides: Any) -> Any:
     """The kernel compiled for compute capability ``arch``; ``overrides`` replace argument types or constants."""
     from triton.backends.compiler import GPUTarget

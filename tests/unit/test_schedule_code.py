@@ -19,6 +19,7 @@ from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.schedule import Schedule, schedule
 from tw_compile.passes.split.token_axis import Unit
 from tw_compile.planning import load_profile
+from tw_compile.planning.halves import FirstHalf
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops
 
 aten = torch.ops.aten
@@ -35,6 +36,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "requests": {"batch": 2, "first": 1},
     "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
     "dynamic": {"batch": 1, "first": 32, "layers": 1, "dynamic": True},
+    "computed halves": {"batch": 1, "first": FirstHalf(32, 128, 1, 2, 16), "layers": 1, "dynamic": True},
     "budgets": {"batch": 1, "first": 32, "layers": 1, "profile": "H200"},
     "budgets, gemms stay": {
         "batch": 2,
@@ -70,7 +72,7 @@ def generated(form: str, lock: bool = True) -> Generated:
         fuse(graph)
         if given["cudnn"]:
             choose_cudnn(graph)
-        budgets = planned(graph, given["profile"], given["first"] * (64 if given["batch"] > 1 else 1))
+        budgets = planned(graph, given["profile"], given["first"] * 64 if given["batch"] > 1 else given["first"])
         unit: Unit = "request" if given["batch"] > 1 else "token"
         report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
         assert isinstance(report, SplitReport)

@@ -17,7 +17,7 @@ import torch.fx as fx
 from graph_builder import copy_of
 from split_graphs import family_graph
 
-from tw_compile import Config, TWCompilePass, collect_reports
+from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.config import config_from_dict, tensor_parallel_plan
@@ -111,14 +111,14 @@ def test_one_request_is_cut_into_prefix_and_suffix_in_four_windows_a_layer() -> 
 
 def test_attention_joins_where_the_plan_says_that_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "weave", lambda costs, first, tokens: ())
-    split, _ = inspected()
+    split, _ = inspected(seq=16384)
     assert split.plan is not None and split.mode == split.plan.mode == "join"
     assert split.joins == {"attention_planned": 1} and len(split.join_details) == 1
 
 
 def test_attention_that_cannot_be_cut_is_planned_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
-    split, _ = inspected()
+    split, _ = inspected(seq=16384)
     assert split.plan is not None and split.mode == split.plan.mode == "join"
     assert split.joins == {"attention_kernel": 1}
 
@@ -149,7 +149,8 @@ def test_plan_says_why_a_graph_is_left() -> None:
         ({"transport": "nccl"}, SplitRefusal.TRANSPORT_NOT_PLANNED),
         ({"device_profile": "auto"}, SplitRefusal.NO_DEVICE_PROFILE),
         ({"split": "4096"}, SplitRefusal.TOO_FEW_TOKENS),
-        ({"split": "600", "bounds": (600, 8192)}, SplitRefusal.TOKEN_COUNT_UNKNOWN),
+        ({"split": "600", "bounds": (600, 8192)}, SplitRefusal.TOO_FEW_TOKENS),
+        ({"split": "600", "bounds": (600, 8192), "batch": 2, "seq": 1024}, SplitRefusal.TOKEN_COUNT_UNKNOWN),
         ({"bounds": (16, 8192)}, SplitRefusal.TOKEN_COUNT_UNKNOWN),
     ],
     ids=str,
@@ -168,7 +169,9 @@ def test_graph_that_cannot_be_planned_is_left(
 def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
     shipped = (resources.files("tw_compile.configs") / "devices" / "h200.toml").read_text()
     own = tmp_path / "own.toml"
-    own.write_text(f"{shipped}\n[attention.efficient_masked]\ntflops = 200\nlatency_us = 2\nblock_rows = 64\n")
+    own.write_text(
+        f"{shipped}\n[attention.efficient_masked]\ntflops = 200\nlatency_us = 2\nblock_rows = 64\nfull_tflops = 200\n"
+    )
     split, graph = inspected(model=WINDOWED, device_profile=str(own))
     assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail
     assert split.joins == {}
@@ -176,6 +179,17 @@ def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Pa
     attention = find_ops(graph, "_scaled_dot_product_efficient_attention")
     masks = [tuple(node.args[3].meta["val"].shape)[2:] for node in attention]  # type: ignore[union-attr]
     assert masks == [(first, first), (second, 4096)]
+
+
+def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> None:
+    split, graph = inspected(bounds=(4096, 8192))
+    first, second = split.sizes
+    assert split.mode == "split" and split.joins == {} and str(first).startswith("s*") and second == f"s-({first})"
+    assert split.overlap is not None and split.overlap.exposed == {"nothing_left": 1}
+    environment = compat.graph_fake_mode(graph).shape_env
+    assert not environment.guards and not any(environment.deferred_runtime_asserts.values())
+    fixed, _ = inspected(bounds=(2048, 8192), split="600")
+    assert (fixed.mode, fixed.sizes) == ("split", (600, "s-(600)"))
 
 
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:

@@ -104,6 +104,18 @@ def test_ranges_follow_the_options() -> None:
     assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
 
 
+def test_ranges_of_a_split_are_doublings_or_begin_where_both_halves_are_as_long() -> None:
+    def ends(split: str, **changes: int) -> list[int]:
+        config = Config(host="vllm-0.24", split=split)
+        return plan.range_endpoints(replace(ENGINE, **changes), config, plan.gates(config, (9, 0)))
+
+    assert ends("off", tensor_parallel_size=4) == []
+    assert ends("auto", tensor_parallel_size=4) == [1024, 2048, 4096]
+    assert ends("auto", tensor_parallel_size=4, max_tokens=1024) == []
+    assert ends("auto") == [15, 1024, 2048, 4095]
+    assert ends("512", tensor_parallel_size=4) == [1023]
+
+
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:
     """vLLM fuses up to 512 KiB; unfused it would be custom below 256 KiB and multimem, the faster one, from there."""
     settings = Settings("vllm-0.24")

@@ -34,6 +34,7 @@ def vllm(
     requests: Annotated[int, typer.Option(metavar="N", help="Requests of the mixed trace.")] = 512,
     decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
+    split: Annotated[str, typer.Option(metavar="auto|N", help="Of fuse+split: planned, or tokens of half 1.")] = "auto",
     only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Variants that take part.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
     engine: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all.")] = "{}",
@@ -65,6 +66,7 @@ def vllm(
         requests=requests,
         decode_tokens=decode_tokens,
         repeats=repeats,
+        split=split,
         only=tuple(only.split(",")) if only else (),
         kv_cache_bytes=int(kv_cache_gib * 2**30),
         engine=_table(engine),
@@ -115,6 +117,8 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
             raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {kind!r}")
     if tp is not None and tp < 2:
         raise UsageError(f"--tp: expected at least 2 ranks, got {tp}")
+    if spec.split != "auto" and not (spec.split.isdecimal() and int(spec.split)):
+        raise UsageError(f"--split: expected auto or a positive number of tokens, got {spec.split!r}")
     if spec.decode_tokens < 2:
         raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")
     if spec.seed < 0:

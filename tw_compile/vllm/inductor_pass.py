@@ -121,8 +121,13 @@ def _log(result: report.GraphReport) -> None:
     counts = result.counts
     tokens = "-".join(map(str, result.tokens or ()))
     taken = f", {result.fused_by_host} fused by FlashInfer" if result.fused_by_host else ""
-    message = "tw_compile: a piece for %s tokens, %d of %d all_reduces fused%s %s"
-    logger.info(message, tokens, counts["fused"], counts["all_reduce"], taken, result.refusals or "")
+    halves = f", {_halves(result.split)}" if result.split is not None else ""
+    message = "tw_compile: a piece for %s tokens, %d of %d all_reduces fused%s%s %s"
+    logger.info(message, tokens, counts["fused"], counts["all_reduce"], taken, halves, result.refusals or "")
+
+
+def _halves(split: report.Split) -> str:
+    return f"not split: {split.reason}" if split.mode == "off" else f"split {split.sizes[0]} + {split.sizes[1]} of s"
 
 
 def _resolve_group(name: str) -> dist.ProcessGroup | None:

@@ -17,6 +17,9 @@ from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.passes.base import HostRefusal
 
+SPLIT_FROM = 1024
+"""Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -64,7 +67,11 @@ def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...
 
 
 def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
-    """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``."""
+    """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``.
+
+    Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned. An
+    option that names the first half has one from where the second is as long.
+    """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
     if config.transport == "auto":
@@ -77,6 +84,11 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
         ends.add((config.fuse_min_bytes - 1) // row_bytes)
     if config.fuse_max_bytes is not None:
         ends.add(config.fuse_max_bytes // row_bytes)
+    if config.split_tokens is not None:
+        ends.add(2 * config.split_tokens - 1)
+    elif config.split == "auto":
+        doubled = {SPLIT_FROM * 2**doublings for doublings in range((engine.max_tokens // SPLIT_FROM).bit_length())}
+        ends |= {end for end in doubled if not {end - 1, end + 1} & ends}  # else there would be a range of one size
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from tw_compile.benchmark.vllm.traces import Trace, mixed_lengths
@@ -15,6 +15,7 @@ DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
 MIN_SEQUENCES = 256
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
+SPLIT = "fuse+split"
 
 _OFF = {"TW_COMPILE": "0"}
 _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
@@ -39,7 +40,7 @@ class Variant:
 VARIANTS = (
     Variant("off", "baseline"),
     Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
-    Variant("fuse+split", "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
+    Variant(SPLIT, "ours", _ON),
     Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
@@ -59,6 +60,7 @@ class VllmSpec:
         requests: Of the mixed trace, see :func:`tw_compile.benchmark.vllm.traces.mixed_lengths`.
         decode_tokens: That each request of a decode trace generates.
         repeats: Timed rounds over an engine's traces, after one that warms up.
+        split: Of the variant that splits: ``auto``, or tokens of half 1.
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Of the KV cache on each GPU, the same for all.
         engine: Further arguments of ``vllm.LLM``, for all.
@@ -77,6 +79,7 @@ class VllmSpec:
     requests: int = 512
     decode_tokens: int = 128
     repeats: int = 3
+    split: str = "auto"
     only: tuple[str, ...] = ()
     kv_cache_bytes: int = 8 * 2**30
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -108,7 +111,9 @@ def variants(spec: VllmSpec) -> list[Variant]:
     for label in spec.only:
         if label not in labels:
             raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
-    return [one for one in VARIANTS if not spec.only or one.label in spec.only]
+    splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
+    everyone = [replace(one, arguments=splits) if one.label == SPLIT else one for one in VARIANTS]
+    return [one for one in everyone if not spec.only or one.label in spec.only]
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:

@@ -1,0 +1,66 @@
+"""The tokens of one half of a symbolic number of them, computed when the graph runs.
+
+    tokens_of_half(rows, tokens, half, low, high, numerator, denominator, multiple, constant) -> number
+
+Half 0 has ``tokens * numerator // denominator`` rounded down to ``multiple``, plus ``constant``; half 1 the rest. ``rows``
+[tokens, ...] is not read: Inductor asks an operator's operands for its device.
+
+To the compiler the result is a number of which it knows the bounds alone, as it does of what ``item()`` returns ("unbacked"
+symbols of PyTorch's ``ShapeEnv``). About halves of ``s`` tokens that are expressions of ``s`` it would ask questions such as
+``s - s//2 > 1``, which it answers by the count at hand and then takes for true of every graph that shares the symbol. About
+these it can assume nothing that the bounds don't prove. Other counts than ``low`` to ``high``, for which they hold, are a
+``ValueError``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import Library
+
+from tw_compile import compat
+from tw_compile.planning.halves import FirstHalf
+
+_library = Library("tw_compile", "FRAGMENT")
+_library.define(
+    "tokens_of_half(Tensor rows, SymInt tokens, int half, int low, int high, "
+    "int numerator, int denominator, int multiple, int constant) -> SymInt"
+)
+
+
+def arguments_of(first: FirstHalf) -> tuple[int, ...]:
+    """What the operator is given behind ``half``."""
+    return first.low, first.high, first.numerator, first.denominator, first.multiple, first.constant
+
+
+def _tokens_of_half(
+    rows: torch.Tensor,
+    tokens: int,
+    half: int,
+    low: int,
+    high: int,
+    numerator: int,
+    denominator: int,
+    multiple: int,
+    constant: int,
+) -> int:
+    if not low <= tokens <= high:
+        raise ValueError(f"tokens: expected {low} to {high}, for which the graph was split, got {tokens}")
+    first = tokens * numerator // denominator // multiple * multiple + constant
+    return tokens - first if half else first
+
+
+def _tokens_of_half_fake(
+    rows: torch.Tensor, tokens: Any, half: int, low: int, high: int, *formula: int
+) -> int | torch.SymInt:
+    if isinstance(tokens, int):
+        return _tokens_of_half(rows, tokens, half, low, high, *formula)
+    return compat.new_size(rows, *FirstHalf(low, high, *formula).bounds[half])
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("tokens_of_half", _tokens_of_half, _key)
+torch.library.register_fake("tw_compile::tokens_of_half", _tokens_of_half_fake, lib=_library)
+
+tokens_of_half = torch.ops.tw_compile.tokens_of_half.default

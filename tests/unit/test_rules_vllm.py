@@ -1,0 +1,170 @@
+"""vLLM's operators in graphs that are split."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.fx as fx
+from graph_builder import GraphBuilder, copy_of, run_graph
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+from tw_compile.passes.base import JoinReason
+from tw_compile.passes.split import Join, SplitReport, TokenAxis, analyse, find_token_axis, split_tokens
+from tw_compile.passes.split.dependences import written_by
+from tw_compile.passes.split.lock import has_own_kernel
+
+aten = torch.ops.aten
+TOKENS, HIDDEN, EPS = 12, 8, 1e-5
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight
+
+
+def _fused_add(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, ...]:
+    return _rms_norm(x + residual, weight, epsilon), x + residual
+
+
+def _silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
+    gate, up = input.chunk(2, -1)
+    result.copy_(torch.nn.functional.silu(gate) * up)
+
+
+def _per_token(result: torch.Tensor, input: torch.Tensor) -> None:
+    result.copy_(input)
+
+
+def _norm_into(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, epsilon: float) -> None:
+    result.copy_(_rms_norm(input, weight, epsilon))
+
+
+def _rotary(
+    positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cos_sin: torch.Tensor
+) -> None:
+    for one in (query, key):
+        one.mul_(cos_sin[positions].repeat(1, one.shape[1] // head_size))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_operators() -> Iterator[None]:
+    """Operators of the names of vLLM 0.24's, and as much of their signatures as matters."""
+    kind = "CompositeExplicitAutograd"
+    with (
+        torch.library._scoped_library("vllm", "FRAGMENT") as vllm,
+        torch.library._scoped_library("vllm_ir", "FRAGMENT") as ir,
+        torch.library._scoped_library("_C", "FRAGMENT") as kernels,
+    ):
+        vllm.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+        vllm.impl("all_reduce", lambda tensor, group_name: tensor * 2, kind)
+        ir.define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor")
+        ir.impl("rms_norm", _rms_norm, kind)
+        ir.define("fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor weight, float epsilon) -> (Tensor, Tensor)")
+        ir.impl("fused_add_rms_norm", _fused_add, kind)
+        kernels.define("silu_and_mul(Tensor! result, Tensor input) -> ()")
+        kernels.impl("silu_and_mul", _silu_and_mul, kind)
+        kernels.define("rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()")
+        kernels.impl("rms_norm", _norm_into, kind)
+        kernels.define(
+            "rotary_embedding(Tensor positions, Tensor! query, Tensor! key, int head_size, Tensor cos_sin_cache) -> ()"
+        )
+        kernels.impl("rotary_embedding", _rotary, kind)
+        kernels.define("per_token(Tensor! result, Tensor input) -> ()")
+        kernels.impl("per_token", _per_token, kind)
+        yield
+
+
+class Piece(GraphBuilder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.residual = self.input(TOKENS, HIDDEN), self.input(TOKENS, HIDDEN)
+        self.positions = self.input(TOKENS, dtype=torch.long)
+        self.weight, self.matrix = self.input(HIDDEN), self.input(HIDDEN, HIDDEN)
+
+    def mm(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.mm.default, x, self.matrix)
+
+    def part(self, of: fx.Node, index: int) -> fx.Node:
+        return self.call(operator.getitem, of, index)
+
+    def writes(self, target: object, **arguments: object) -> fx.Node:
+        return self.call(auto_functionalized, target, **arguments)
+
+    def empty(self, *shape: int) -> fx.Node:
+        return self.call(aten.empty.memory_format, list(shape), dtype=torch.float32, device=torch.device("cpu"))
+
+    def axis(self) -> TokenAxis:
+        axis = find_token_axis(self.graph, tokens=TOKENS, piece=True)
+        assert isinstance(axis, TokenAxis) and len(axis.inputs) == 3
+        return axis
+
+
+def test_vllms_operators_are_run_by_each_half_on_tensors_of_its_own() -> None:
+    b = Piece()
+    wide = b.call(aten.cat.default, [b.mm(b.x), b.mm(b.x)], 1)
+    gated = b.part(b.writes(torch.ops._C.silu_and_mul.default, result=b.empty(TOKENS, HIDDEN), input=wide), 1)
+    summed = b.call(torch.ops.vllm.all_reduce.default, b.mm(gated), "tp:0")
+    both = b.call(torch.ops.vllm_ir.fused_add_rms_norm.default, summed, b.residual, b.weight, EPS)
+    hidden = b.call(torch.ops.vllm_ir.rms_norm.default, b.part(both, 0), b.weight, EPS)
+    norm = torch.ops._C.rms_norm.default
+    result = b.empty(TOKENS, HIDDEN)
+    hidden = b.part(b.writes(norm, result=result, input=hidden, weight=b.weight, epsilon=EPS), 1)
+    halves = b.call(aten.split_with_sizes.default, b.mm(hidden), [4, 4], -1)
+    query, key = b.part(halves, 0), b.part(halves, 1)
+    angles = b.input(64, 4)
+    rotary = torch.ops._C.rotary_embedding.default
+    rotated = b.writes(rotary, positions=b.positions, query=query, key=key, head_size=4, cos_sin_cache=angles)
+    b.graph.output((b.part(rotated, 1), b.part(rotated, 2), b.part(both, 1)))
+    split = copy_of(b.graph)
+    report = split_tokens(split, 5, axis=find_axis(split))
+    assert isinstance(report, SplitReport) and not report.joins and not report.joined
+    calls = [node for node in split.nodes if node.target is auto_functionalized]
+    assert len(calls) == 6 and not any(has_own_kernel(node) or written_by(node) for node in calls)
+    results = [node.kwargs["result"] for node in calls if "result" in node.kwargs]
+    assert [node.meta["val"].shape[0] for node in results] == [5, 7, 5, 7] and len(set(results)) == 4  # type: ignore[union-attr]
+    generator = torch.Generator().manual_seed(0)
+    values = [
+        torch.randint(0, 64, one.meta["val"].shape)
+        if one is b.positions
+        else torch.randn(one.meta["val"].shape, generator=generator)
+        for one in b.inputs
+    ]
+    given = [[one.clone() for one in values] for _ in range(2)]
+    for one, other in zip(run_graph(split, given[0]), run_graph(b.graph, given[1]), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def find_axis(graph: fx.Graph) -> TokenAxis:
+    axis = find_token_axis(graph, tokens=TOKENS, piece=True)
+    assert isinstance(axis, TokenAxis)
+    return axis
+
+
+def reasons(b: Piece) -> list[JoinReason]:
+    return [one.reason for one in analyse(b.graph, b.axis()).verdicts.values() if isinstance(one, Join)]
+
+
+def test_operator_that_writes_and_is_not_declared_joins() -> None:
+    b = Piece()
+    written = b.writes(torch.ops._C.per_token.default, result=b.empty(TOKENS, HIDDEN), input=b.x)
+    b.graph.output(b.part(written, 1))
+    assert JoinReason.UNKNOWN_OPERATOR in reasons(b)
+
+
+def test_result_that_is_no_new_tensor_and_angles_that_vary_join() -> None:
+    b = Piece()
+    wide = b.call(aten.cat.default, [b.mm(b.x), b.mm(b.x)], 1)
+    written = b.writes(torch.ops._C.silu_and_mul.default, result=b.residual, input=wide)
+    b.graph.output(b.part(written, 1))
+    assert JoinReason.OPERANDS_DISAGREE in reasons(b)
+    b = Piece()
+    rotary = torch.ops._C.rotary_embedding.default
+    rotated = b.writes(
+        rotary, positions=b.positions, query=b.mm(b.x), key=b.mm(b.x), head_size=8, cos_sin_cache=b.residual
+    )
+    b.graph.output(b.part(rotated, 1))
+    assert JoinReason.OPERANDS_DISAGREE in reasons(b)
