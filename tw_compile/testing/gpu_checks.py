@@ -32,6 +32,7 @@ Racecheck knows shared memory only; what peers do to each other's memory is what
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import sys
@@ -103,6 +104,7 @@ ALONE = (
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
     gpu_producer.mm_leaving_sms_is_a_matmul,
+    gpu_producer.mm_reserve_is_measured,
     gpu_split_steps.thousand_split_steps,
 )
 
@@ -170,8 +172,12 @@ def join(rank: int, world_size: int, gpus: int, folder: str) -> Context:
     return Context(rank, world_size, device, compat.group_name(dist.group.WORLD), shortened_by=shortened_by)
 
 
-def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str]) -> None:
-    """One rank: every check in order, a line of JSON when one starts and one when it ends."""
+def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str], timeout: float) -> None:
+    """One rank: every check in order, a line of JSON when one starts and one when it ends.
+
+    Shortly before ``timeout`` it says where it is: nobody can ask it when it has been killed.
+    """
+    faulthandler.dump_traceback_later(0.9 * timeout)
     context = join(rank, world_size, gpus, folder)
     with open(f"{folder}/rank{rank}.jsonl", "w", buffering=1) as report:
         for name in names:
@@ -200,7 +206,8 @@ def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> 
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
         workers = [
-            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names)) for rank in range(world_size)
+            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names, timeout))
+            for rank in range(world_size)
         ]
         for worker in workers:
             worker.start()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tw_compile import compat
+from tw_compile.kernels.measured_reserve import Operand, measured_reserve
 from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_within_budget, make_problem
 from tw_compile.testing.gpu_stress import (
@@ -76,6 +77,18 @@ def mm_leaving_sms_is_a_matmul(ctx: Context) -> None:
             graph.replay()
             expect_within_budget(ctx, f"{label}, captured", captured, base, want)
         ctx.expect(torch.equal(torch.mm(*factors), base), f"[{tokens}, {_K}]: torch.mm is another after it")
+
+
+def mm_reserve_is_measured(ctx: Context) -> None:
+    """What a matmul should leave is a number that was tried, its time one of microseconds, and neither waits for peers."""
+    factors = make_product(ctx, 1024, 4096, Form()).factors
+    operands = tuple(Operand(tuple(factor.shape), factor.stride(), factor.dtype) for factor in factors)
+    for ctas in (4, 16):
+        found = measured_reserve(operands, ctx.device, ctas, 100.0)
+        ctx.expect(found is not None, f"{ctas} CTAs: not measured")
+        if found is not None:
+            tried = 0 if found.sms == 0 else found.sms - ctas
+            ctx.expect(tried in range(0, 13, 4) and 1 < found.us < 10_000, f"{ctas} CTAs: {found}")
 
 
 def mm_shapes_in_turn(ctx: Context, transport: str) -> None:
