@@ -62,8 +62,8 @@ class Budgets:
         return frozenset(gemm.name for gemm in planned.gemms if gemm.sms < self.profile.sms)
 
 
-Measure = Callable[[fx.Node, int, float], Reserve | None]
-"""``(GEMM, SMs of the call beside it, for how many microseconds)``; None where nothing is measured."""
+Measure = Callable[[fx.Node, int, float, int], Reserve | None]
+"""``(GEMM, SMs of the call beside it, for how many microseconds, tokens of its half)``; None where nothing is measured."""
 
 
 def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Measure | None = None) -> Leaving:
@@ -86,7 +86,8 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
         left = left_us.setdefault(index, planned.communication_us)
         if left <= 0:
             continue
-        best = measure(node, sms, left)
+        tokens = next((gemm.tokens for gemm in planned.gemms if gemm.name == name), 0)
+        best = measure(node, sms, left, tokens)
         if best is not None:
             left_us[index] = left - best.us
         reserved = best.sms if best is not None else sms if name in budgets.wants(window) else 0
@@ -96,14 +97,18 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     return done
 
 
-def _measure(node: fx.Node, sms: int, busy_us: float) -> Reserve | None:
+def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
     factors = node.args[:2] if is_call(node, ops.mm_start) else node.args
     tensors = [value(factor) if isinstance(factor, fx.Node) else None for factor in factors]
     operands = []
     for tensor in tensors:
-        if tensor is None or not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        if tensor is None or not all(isinstance(stride, int) for stride in tensor.stride()):
             return None
-        operands.append(Operand(tuple(tensor.shape), tensor.stride(), tensor.dtype))
+        # A size that is not known is the half's number of tokens, which the plan is made for one value of.
+        shape = tuple(size if isinstance(size, int) else tokens for size in tensor.shape)
+        if 0 in shape:
+            return None
+        operands.append(Operand(shape, tensor.stride(), tensor.dtype))
     device = tensors[0].device  # type: ignore[union-attr]
     return measured_reserve(tuple(operands), device, sms, busy_us)
 

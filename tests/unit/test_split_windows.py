@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.fx as fx
 from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tw_compile import Config, compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
-from tw_compile.kernels.measured_reserve import Reserve
+from tw_compile.kernels.measured_reserve import Operand, Reserve
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import (
@@ -37,6 +39,7 @@ from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 from tw_compile.testing.graphs import find_ops
 
 H200 = load_profile("H200")
+FP32, CPU = torch.float32, torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +181,8 @@ def test_gemms_leave_what_is_measured_to_be_best_until_the_sum_has_arrived() -> 
     result = woven(graph, budgets)
     asked: list[tuple[str | None, int, float]] = []
 
-    def measure(node: fx.Node, sms: int, busy_us: float) -> Reserve:
+    def measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve:
+        assert tokens == node.meta["val"].shape[0]
         asked.append((result.parts.gemm_of(node), sms, busy_us))
         return Reserve(0 if sms == 24 else sms + 4, 30.0)
 
@@ -189,13 +193,21 @@ def test_gemms_leave_what_is_measured_to_be_best_until_the_sum_has_arrived() -> 
     assert {name for name, sms, _ in asked if sms == 24} <= {"gate_up", "down"}
 
 
-def test_gemms_of_unknown_size_are_not_measured() -> None:
-    graph, _ = planned()
-    nodes = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default]
-    assert all(budgets_module._measure(node, 8, 50.0) is None for node in nodes)  # on a CPU
-    (node, *_) = nodes
-    node.args = (node.args[0], 3)
-    assert budgets_module._measure(node, 8, 50.0) is None
+def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(budgets_module, "measured_reserve", lambda operands, *rest: seen.append((operands, rest)))
+    environment = ShapeEnv()
+    graph = fx.Graph()
+    left, right = graph.placeholder("left"), graph.placeholder("right")
+    with FakeTensorMode(shape_env=environment):
+        left.meta["val"] = torch.empty(environment.create_unbacked_symint(), 32)
+        right.meta["val"] = torch.empty(32, 48)
+    product = graph.call_function(torch.ops.aten.mm.default, (left, right))
+    assert budgets_module._measure(product, 8, 50.0, 1024) is None
+    assert seen == [((Operand((1024, 32), (32, 1), FP32), Operand((32, 48), (48, 1), FP32)), (CPU, 8, 50.0))]
+    assert budgets_module._measure(product, 8, 50.0, 0) is None and len(seen) == 1
+    right.meta["val"] = None
+    assert budgets_module._measure(product, 8, 50.0, 1024) is None and len(seen) == 1
 
 
 def test_absorbed_gemms_leave_sms_by_an_argument() -> None:
