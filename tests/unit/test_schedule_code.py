@@ -185,9 +185,10 @@ def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
     found = generated(form)
     order = calls(found.lines)
     leaving = [one for one in order if "leaving" in one]
-    assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {"16"}
+    most = str(load_profile("H200").fused["stream"].ctas[-1])  # halves this small want all that they can get
+    assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {most}
     reserved = {one.split()[-1] for one in order if one.startswith("start") and "arg" in one}
-    assert reserved == ({"0", "16"} if form == "budgets" else set())
+    assert reserved == ({"0", most} if form == "budgets" else set())
     products = [line for line in found.lines if "mm_leaving_sms.default(" in line]
     assert all("reinterpret_tensor(arg" in line for line in products), "weights are read where they are"
 
