@@ -11,15 +11,19 @@ import torch.fx as fx
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.base import JoinReason
+from tw_compile.passes.fusion.forms import VLLM
 from tw_compile.passes.split.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
 
 _c10d = torch.ops._c10d_functional
 
 
-@token_rule(_c10d.all_reduce.default, enters=True)
+@token_rule(_c10d.all_reduce.default, VLLM, enters=True)
 def _all_reduce(call: Call) -> Verdict:
-    """Any elementwise reduction. Rows in the order of a sort could differ between ranks."""
+    """Any elementwise reduction. Rows in the order of a sort could differ between ranks.
+
+    vLLM's is ready when it returns, and nothing of the other half can hide it.
+    """
     message = call.args[0]
     rows = call.entered(message)
     if rows is None or rows.order is not None:

@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, is_call
 from tw_compile.passes.base import JoinReason
-from tw_compile.passes.fusion.forms import VLLM, functionalised
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.split.layout import HalfCall, HalfSize, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
 
@@ -28,16 +28,6 @@ _ROW_WISE = {
     "_C::rms_norm": _Writes(("input",), ("result",)),
     "_C::rotary_embedding": _Writes(("positions", "query", "key")),
 }
-
-
-@token_rule(VLLM, enters=True)
-def _all_reduce(call: Call) -> Verdict:
-    """A sum that is ready when the operator returns; nothing of the other half can hide it."""
-    message = call.args[0]
-    rows = call.entered(message)
-    if rows is None or rows.order is not None:
-        return call.join(JoinReason.ROUTING_NOT_UNDONE)
-    return RowWise(rows, call.slice_of(message, rows))
 
 
 @token_rule("vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm")
