@@ -4,8 +4,6 @@ struct HoldParams {
   unsigned long long nanoseconds;
 };
 
-static_assert(sizeof(unsigned long long) == 8);
-
 unsigned long long now() {
   unsigned long long ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));

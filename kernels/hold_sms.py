@@ -9,9 +9,7 @@ from pathlib import Path
 import torch
 
 from tw_compile.kernels.cuda.launch import Kernel, prepare
-from tw_compile.kernels.cuda.program import Program, arch_of
-
-_SHARED_BYTES = 227 * 1024  # all that a CTA can have on sm_90 and sm_100, so that nothing shares its SM
+from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES, Program, arch_of
 
 
 class HoldParams(ctypes.Structure):
@@ -26,14 +24,17 @@ def hold_program(capability: tuple[int, int]) -> Program:
 
 
 def hold_sms(stream: torch.cuda.Stream, ctas: int, microseconds: float, cluster: int = 1) -> None:
-    """Enqueue ``ctas`` CTAs, in clusters of ``cluster``, that keep an SM each for ``microseconds``; the device is current."""
+    """Enqueue ``ctas`` CTAs, in clusters of ``cluster``, that keep an SM each for ``microseconds``.
+
+    The device is current, and its major capability one of ``FULL_SHARED_MAJORS``.
+    """
     kernel = _kernel(stream.device)
     kernel.launch(
         HoldParams(int(microseconds * 1e3)),
         stream=stream.cuda_stream,
         grid=ctas,
         block=32,
-        shared_bytes=_SHARED_BYTES,
+        shared_bytes=FULL_SHARED_BYTES,  # nothing shares its SM
         cluster=cluster,
     )
 

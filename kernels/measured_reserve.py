@@ -17,6 +17,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, side_stream
+from tw_compile.kernels.cuda.program import FULL_SHARED_MAJORS
 from tw_compile.kernels.hold_sms import hold_sms
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 
@@ -56,13 +57,15 @@ class Reserve:
 def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float) -> Reserve | None:
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
-    ``operands``: those of ``mm`` or ``addmm``. None where it can't be measured: no device in use, no memory for the operands,
-    or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    ``operands``: those of ``mm`` or ``addmm``. None where it can't be measured: no device in use, one that the stand-in is not
+    for, no memory for the operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
+        return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US)
     return _measured(operands, device, ctas, busy)
 

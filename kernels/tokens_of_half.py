@@ -20,7 +20,7 @@ import torch
 from torch.library import Library
 
 from tw_compile import compat
-from tw_compile.planning.halves import FirstHalf
+from tw_compile.planning.halves import FirstHalf, tokens_of_first_half
 
 _library = Library("tw_compile", "FRAGMENT")
 _library.define(
@@ -47,7 +47,7 @@ def _tokens_of_half(
 ) -> int:
     if not low <= tokens <= high:
         raise ValueError(f"tokens: expected {low} to {high}, for which the graph was split, got {tokens}")
-    first = tokens * numerator // denominator // multiple * multiple + constant
+    first = tokens_of_first_half(tokens, numerator, denominator, multiple, constant)
     return tokens - first if half else first
 
 

@@ -25,10 +25,8 @@ from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
-from tw_compile.kernels.cuda.program import Program, arch_of
+from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES, FULL_SHARED_MAJORS, Program, arch_of
 
-_SHARED_BYTES = 227 * 1024  # what a CTA can have on sm_90 and sm_100
-_MAJOR_CAPABILITIES = (9, 10)
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
 _ROW_ALIGNMENT = 128
@@ -100,7 +98,7 @@ def shape_for(
 
 def _stages(groups: int, results: int, result: int, stage: int) -> int:
     """Stages of each group's ring beside the groups' results; all in bytes."""
-    room = _SHARED_BYTES - _HEADER_BYTES - groups * results * result
+    room = FULL_SHARED_BYTES - _HEADER_BYTES - groups * results * result
     return min(_MAX_STAGES, room // stage) // groups
 
 
@@ -132,8 +130,10 @@ class Stream(Algorithm):
         if row_bytes % _BULK_BYTES:
             return f"a row of {row_bytes} bytes is not a multiple of {_BULK_BYTES} bytes"
         major, minor = torch.cuda.get_device_capability(request.x.device)
-        if major not in _MAJOR_CAPABILITIES:
-            return f"compute capability {major}.{minor} has less than {_SHARED_BYTES} bytes of shared memory for a CTA"
+        if major not in FULL_SHARED_MAJORS:
+            return (
+                f"compute capability {major}.{minor} has less than {FULL_SHARED_BYTES} bytes of shared memory for a CTA"
+            )
         shape = self._shape(request)
         if shape.stages < 2 or shape.block > _MAX_BLOCK:
             return f"rows of {hidden_size} x {request.x.dtype} are too long for one CTA"
@@ -180,7 +180,7 @@ class Stream(Algorithm):
             stream=torch.cuda.current_stream(state.device).cuda_stream,
             grid=grid,
             block=shape.block,
-            shared_bytes=_SHARED_BYTES,
+            shared_bytes=FULL_SHARED_BYTES,
             cluster=cluster_size(grid, state.device) if request.overlap_sms else 1,
             programmatic=not request.overlap_sms,
         )
@@ -214,7 +214,7 @@ class Stream(Algorithm):
         defines |= shape.defines() | {
             "STAGED": int(staged),
             "PULL": int(self._private_output),
-            "SHARED_BYTES": _SHARED_BYTES,
+            "SHARED_BYTES": FULL_SHARED_BYTES,
         }
         arch = arch_of(torch.cuda.get_device_capability(state.device))
         program = Program(SOURCES / "stream.cu", StreamParams, arch, tuple(defines.items()))

@@ -31,6 +31,9 @@ HEADERS = Path(__file__).parent
 _OPTIONS = ("-std=c++17", "-lineinfo", "-default-device", "-no-source-include")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ARCHITECTURE_SPECIFIC = ((9, 0), (10, 0), (10, 3))
+FULL_SHARED_BYTES = 227 * 1024
+"""All of an SM's shared memory that a CTA can have, where the device's major capability is of ``FULL_SHARED_MAJORS``."""
+FULL_SHARED_MAJORS = (9, 10)
 
 _cubins: dict[str, bytes] = {}
 

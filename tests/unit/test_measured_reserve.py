@@ -31,10 +31,16 @@ def test_nothing_is_measured_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPat
 
 
 def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked: list[object] = []
+    capability = (8, 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(module, "_measured", lambda *key: asked.append(key))
+    assert (
+        measured_reserve(OPERANDS, torch.device("cuda", 1), 16, 100.0) is None and not asked
+    )  # no room for the stand-in
+    capability = (9, 0)
     for busy_us in (1.0, 96.0, 104.0):
         measured_reserve(OPERANDS, torch.device("cuda", 1), 16, busy_us)
     assert asked == [(OPERANDS, torch.device("cuda", 1), 16, us) for us in (10, 100, 100)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any, Generic
@@ -19,7 +20,7 @@ STYLES = {"ours": "bold", "bound": "dim"}
 _LEFT = ("", "residual", "numerics")
 
 
-class ReportTable(Generic[AnyRow]):
+class ReportTable(ABC, Generic[AnyRow]):
     """What one benchmark's report says as text; :meth:`print` is the same for all.
 
     Attributes:
@@ -34,31 +35,33 @@ class ReportTable(Generic[AnyRow]):
         self.report = report
         self.rows = rows
 
+    @abstractmethod
     def subject(self) -> str:
         """What was measured."""
-        raise NotImplementedError
 
+    @abstractmethod
     def method(self) -> str:
         """How it was measured."""
-        raise NotImplementedError
 
+    @abstractmethod
     def unit(self) -> str:
         """Of the times."""
-        raise NotImplementedError
 
+    @abstractmethod
     def size(self, row: AnyRow) -> str:
         """Rows of the same size make a table."""
-        raise NotImplementedError
 
+    @abstractmethod
     def title(self, rows: list[AnyRow]) -> str:
-        raise NotImplementedError
+        """Of a table of these rows."""
 
+    @abstractmethod
     def own_cells(self, row: AnyRow) -> tuple[str, ...]:
-        raise NotImplementedError
+        """As many as there are ``own_columns``."""
 
+    @abstractmethod
     def note(self, row: AnyRow) -> str | None:
         """A line below the table."""
-        raise NotImplementedError
 
     def conclusions(self, rows: list[AnyRow]) -> list[str]:
         """Lines about all rows of a table."""

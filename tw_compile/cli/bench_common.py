@@ -40,10 +40,19 @@ def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:
         UsageError: An option has a value that makes no sense.
     """
     common.one_of("--device", spec.device, ("cuda", "cpu"))
-    common.one_of("--dtype", spec.dtype, DTYPES)
     common.positive("--tp", tp)
     if spec.repeats < MIN_REPEATS:
         raise UsageError(f"--repeats: expected at least {MIN_REPEATS}, got {spec.repeats}")
+    check_run(spec, files)
+
+
+def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
+    """What every benchmark has: dtype, seed, time limit and files, by option.
+
+    Raises:
+        UsageError: An option has a value that makes no sense.
+    """
+    common.one_of("--dtype", spec.dtype, DTYPES)
     if spec.seed < 0:
         raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
     if spec.timeout <= 0:

@@ -11,9 +11,10 @@ import typer
 from rich.console import Console
 
 from tw_compile.benchmark.vllm.spec import KINDS, VllmSpec
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
+from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption
 from tw_compile.cli.common import JsonOption, LayersOption
-from tw_compile.runner.spec import DTYPES, UsageError
+from tw_compile.runner.spec import UsageError
 
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
 
@@ -25,7 +26,7 @@ def vllm(
     ] = "llama-3.3-70b",
     tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there")] = None,
     layers: LayersOption = None,
-    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
     chunks: Annotated[str, typer.Option(metavar="N[,N...]", help="max_num_batched_tokens, an engine each.")] = CHUNKS,
     batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Requests of the decode traces.")] = BATCHES,
     traces: Annotated[str, typer.Option(metavar="KIND[,...]", help="Traces that take part.")] = ",".join(KINDS),
@@ -35,17 +36,15 @@ def vllm(
     decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
     split: Annotated[str, typer.Option(metavar="auto|N", help="Of fuse+split: planned, or tokens of half 1.")] = "auto",
-    only: Annotated[str | None, typer.Option(metavar="LABEL[,...]", help="Variants that take part.")] = None,
+    only: OnlyOption = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
     engine: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all.")] = "{}",
-    seed: Annotated[int, typer.Option(metavar="N", help="Of weights, tokens and lengths.")] = 0,
+    seed: SeedOption = 0,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give an engine up after so long.")] = 900.0,
     logs: Annotated[str | None, typer.Option(metavar="DIR", help="Keep what the engines print.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; needs no GPU and no vLLM.")] = False,
-    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")] = None,
-    plot_file: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw tokens/s and speed-ups.")
-    ] = None,
+    csv_file: CsvOption = None,
+    plot_file: PlotOption = None,
     json_file: JsonOption = None,
 ) -> None:
     """Run vLLM without the passes, fusing, and fusing and splitting, in turn, on the same traces.
@@ -67,21 +66,16 @@ def vllm(
         decode_tokens=decode_tokens,
         repeats=repeats,
         split=split,
-        only=tuple(only.split(",")) if only else (),
+        only=bench_common.labels(only),
         kv_cache_bytes=int(kv_cache_gib * 2**30),
         engine=_table(engine),
         seed=seed,
         timeout=timeout,
     )
     _check(spec, tp)
-    for option, file in (("--csv", csv_file), ("--json", json_file), ("--plot", plot_file)):
-        common.writable(option, file)
+    bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None and not Path(logs).is_dir():
         raise UsageError(f"--logs: expected a folder that exists, got {logs!r}")
-    if plot_file is not None:
-        from tw_compile.benchmark.plot import require
-
-        require(plot_file)
     spec = _with_ranks(spec, tp, dry_run)
     if dry_run:
         _show(common.make_console(json_file), spec, json_file)
@@ -102,7 +96,6 @@ def _table(text: str) -> dict[str, Any]:
 def _check(spec: VllmSpec, tp: int | None) -> None:
     from tw_compile.benchmark.vllm.spec import variants
 
-    common.one_of("--dtype", spec.dtype, DTYPES)
     for option, number in (
         ("--layers", spec.layers),
         ("--prompts", spec.prompts),
@@ -121,10 +114,6 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
         raise UsageError(f"--split: expected auto or a positive number of tokens, got {spec.split!r}")
     if spec.decode_tokens < 2:
         raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")
-    if spec.seed < 0:
-        raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
-    if spec.timeout <= 0:
-        raise UsageError(f"--timeout: expected a positive number of seconds, got {spec.timeout}")
     variants(spec)
 
 
@@ -135,10 +124,9 @@ def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:
     import torch
 
     from tw_compile.benchmark.vllm.run import require_vllm
-    from tw_compile.cli.bench_common import CUDA_RANKS
 
     gpus = torch.cuda.device_count()
-    ranks = tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), 2)
+    ranks = tp or next((ranks for ranks in bench_common.CUDA_RANKS if ranks <= gpus), 2)
     if not dry_run:
         require_vllm()
         if ranks > gpus:

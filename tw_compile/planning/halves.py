@@ -15,9 +15,14 @@ TILE_ROWS = (256, 128)
 """Of GEMMs' tiles, larger ones first."""
 
 
+def tokens_of_first_half(tokens: int, numerator: int, denominator: int, multiple: int, constant: int) -> int:
+    """``tokens * numerator // denominator``, rounded down to a multiple of ``multiple``, plus ``constant``."""
+    return tokens * numerator // denominator // multiple * multiple + constant
+
+
 @dataclass(frozen=True)
 class FirstHalf:
-    """``tokens * numerator // denominator``, rounded down to a multiple of ``multiple``, plus ``constant``.
+    """:func:`tokens_of_first_half` of the token counts of a range.
 
     Proven for every count from ``low`` to ``high``, by computing all of them, to leave ``least`` tokens or more in each half.
 
@@ -44,7 +49,7 @@ class FirstHalf:
             )
 
     def __call__(self, tokens: int) -> int:
-        return tokens * self.numerator // self.denominator // self.multiple * self.multiple + self.constant
+        return tokens_of_first_half(tokens, self.numerator, self.denominator, self.multiple, self.constant)
 
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], tuple[int, int]]:
