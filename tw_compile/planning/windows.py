@@ -103,7 +103,7 @@ class Costs:
     def beside(self, gemm: Gemm, tokens: int, ctas: int, left_us: float) -> tuple[GemmTime, float]:
         """A GEMM that begins while ``ctas`` CTAs are taken for another ``left_us``, and its microseconds without contention.
 
-        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn. Those that find no pair of SMs begin
+        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn. Those that find no SMs begin
         when the other kernel or the first of the rest ends, and then take as long as all others.
         """
         free = self.profile.sms_beside(self.kernel, ctas)
@@ -163,7 +163,7 @@ class Costs:
         return min(options, key=lambda window: max(window.compute_us, SLACK * window.communication_us))
 
     def _window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int) -> Window:
-        """While the sum travels, compute has the SMs that are left, GEMMs those in pairs; contention slows both."""
+        """While the sum travels, compute has the SMs that are left, GEMMs as many as fit; contention slows both."""
         profile = self.profile
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
