@@ -3,10 +3,9 @@
 // Rank r owns rows_per_rank rows. GROUPS groups of threads of a CTA take turns with its rows. One thread keeps a ring of
 // shared-memory stages for each group filled with its rows from all ranks (one stage: one row of one rank). The group adds
 // up a row in rank order as its stages fill, adds bias and residual, normalises and writes both results to one of its
-// RESULTS pieces of shared memory, and another thread has them copied to where they belong. While the group's sums of
-// squares come together it adds up its next row, whose residual is on its way to registers for a row's time. So little but
-// arithmetic is left between two rows, and few CTAs fill the links: 2(N-1)/N x M bytes each way, nothing read or written
-// twice.
+// RESULTS pieces of shared memory, and another thread has them copied to where they belong. While one group waits for its
+// sums of squares or for a free piece, others compute: what is left is what an SM's bytes cost, and few CTAs fill the links:
+// 2(N-1)/N x M bytes each way, nothing read or written twice.
 //
 // Each group has a ring of its own because a wait for an mbarrier knows the parity of a phase and not its number: a group
 // that waits for a stage has itself emptied it the time before, so it is never two phases ahead.
@@ -54,7 +53,6 @@ using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
 inline constexpr int BLOCK = GROUPS * THREADS + 64;  // one warp fills the rings, one publishes the results
-inline constexpr bool AHEAD = VECTORS <= 2;          // more of the next row would not fit in the registers
 inline constexpr int X_BYTES = HIDDEN * sizeof(X_TYPE);
 inline constexpr int HIDDEN_BYTES = HIDDEN * sizeof(HIDDEN_TYPE);
 inline constexpr int RESIDUAL_BYTES = HIDDEN * sizeof(RESIDUAL_OUT_TYPE);
@@ -127,16 +125,14 @@ struct Cta {
     const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
     Loaded<THREADS, WEIGHT_TYPE> weight;
     weight.fetch(p.weight, thread);
-    Loaded<THREADS, RESIDUAL_TYPE> residual;
     int stage = 0, buffer = 0;
     uint32_t stage_parity = 0, buffer_parity = 1;
-
-    const auto fetch = [&](int index) {
+    for (int index = group, turn = 0; index < own_rows; index += GROUPS, ++turn) {
       const int local = local_row(index);
       const uint64_t row = own_begin + local;
-      if (index < own_rows) residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
-    };
-    const auto add_up = [&](float (&h)[VECTORS][8]) {
+      Loaded<THREADS, RESIDUAL_TYPE> residual;
+      residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
+      float h[VECTORS][8];
 #pragma unroll
       for (int source = 0; source < WORLD_SIZE; ++source) {
         wait_for(&shared.full[group][stage], stage_parity);
@@ -150,28 +146,12 @@ struct Cta {
         if (thread % 32 == 0) mbarrier_arrive(&shared.empty[group][stage]);
         if (++stage == STAGES) stage = 0, stage_parity ^= 1;
       }
-    };
-    const auto finish = [&](float (&h)[VECTORS][8], int turn) {
       const float squares = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
       if (thread % 32 == 0) {
         shared.partials[turn & 1][group][thread / 32] = squares;
         mbarrier_arrive(&shared.squared[group][turn & 1]);
       }
       warp_sync();
-    };
-
-    float h[VECTORS][8];
-    fetch(group);
-    if (group < own_rows) {
-      add_up(h);
-      finish(h, 0);
-      if (AHEAD) fetch(group + GROUPS);
-    }
-    for (int index = group, turn = 0; index < own_rows; index += GROUPS, ++turn) {
-      const bool more = index + GROUPS < own_rows;
-      float next[VECTORS][8];
-      if (AHEAD && more) add_up(next);
-
       wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);
       const float factor = inverse_rms(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
       if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);
@@ -191,16 +171,6 @@ struct Cta {
       if (thread % 32 == 0) mbarrier_arrive(&shared.ready[group][buffer]);
       warp_sync();
       if (++buffer == RESULTS) buffer = 0, buffer_parity ^= 1;
-
-      if (!more) break;
-      if (!AHEAD) {
-        fetch(index + GROUPS);
-        add_up(next);
-      }
-      finish(next, turn + 1);
-      if (AHEAD) fetch(index + 2 * GROUPS);
-      for (int v = 0; v < VECTORS; ++v)
-        for (int i = 0; i < 8; ++i) h[v][i] = next[v][i];
     }
   }
 

@@ -30,11 +30,10 @@ from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES, FULL_SHARED_MAJOR
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
 _ROW_ALIGNMENT = 128
-_VECTORS_PER_THREAD = 2  # as much of a residual as registers can hold twice; stream.cu prefetches it
-_MOST_VECTORS_PER_THREAD = 4  # for rows that need more threads than a CTA can have
-_MOST_THREADS = 512
+_VECTORS_PER_THREAD = 4  # what registers can hold of a sum, a residual and a weight
 _CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
 _MAX_GROUPS = 8
+_LEAST_THREADS = _CTA_THREADS // _MAX_GROUPS
 _MAX_STAGES = 32
 _ENOUGH_STAGES = {3: 8, 2: 2}  # by results
 _MAX_BLOCK = 1024
@@ -62,7 +61,7 @@ class Shape:
     threads: int
     groups: int
     stages: int
-    results: int = 2
+    results: int = 1
 
     @property
     def block(self) -> int:
@@ -81,19 +80,24 @@ def shape_for(
     ``residual_itemsize``: of the new residual, 0 for none; ``collected_itemsize``: of the widest rows that are copied back
     from peers, 0 for none.
     """
-    vectors = hidden_size // VECTOR
-    each = _VECTORS_PER_THREAD if vectors <= _VECTORS_PER_THREAD * _MOST_THREADS else _MOST_VECTORS_PER_THREAD
-    threads = -(-vectors // (each * 32)) * 32
+    threads = max(_LEAST_THREADS, _threads(hidden_size, _VECTORS_PER_THREAD))
     groups = max(1, min(_MAX_GROUPS, _CTA_THREADS // threads))
     result = _aligned(hidden_size * hidden_itemsize) + _aligned(hidden_size * residual_itemsize)
     stage = _aligned(hidden_size * max(x_itemsize, collected_itemsize))
-    while groups > 1 and _stages(groups, 2, result, stage) < 2:
+    while groups > 1 and _stages(groups, 1, result, stage) < 2:
         groups -= 1
-    # One group alone writes its next result while two others are copied, if that leaves enough rows under way.
-    results = 2
+    results = 1
     if groups == 1:
+        # It has the CTA to itself, and writes its next result while two others are copied if enough rows are under way.
+        fewer = (_threads(hidden_size, each) for each in range(2, _VECTORS_PER_THREAD))
+        threads = next((more for more in fewer if threads <= more <= _CTA_THREADS), threads)
         results = next((n for n in (3, 2) if _stages(1, n, result, stage) >= _ENOUGH_STAGES[n]), 1)
     return Shape(threads, groups, _stages(groups, results, result, stage), results)
+
+
+def _threads(hidden_size: int, vectors: int) -> int:
+    """Whole warps that hold a row, ``vectors`` vectors each."""
+    return -(-hidden_size // (VECTOR * vectors * 32)) * 32
 
 
 def _stages(groups: int, results: int, result: int, stage: int) -> int:

@@ -102,7 +102,7 @@ STREAM: dict[str, tuple[Run, str, str]] = {
     "counts one barrier": (PRIVATE, "p.epochs[blockIdx.x] = epoch + 2", "p.epochs[blockIdx.x] = epoch + 1"),
     "announces results that are on their way": (IN_SLOT, "    bulk_wait();\n    fence", "    fence"),
     "overwrites a result that is being copied": (
-        PRIVATE,
+        partial(run_stream, shape=Shape(64, 2, 2)),
         "if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);",
         "",
     ),
@@ -148,7 +148,11 @@ STREAM: dict[str, tuple[Run, str, str]] = {
         "wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);",
         "",
     ),
-    "rows share partial sums": (PRIVATE, "shared.partials[turn & 1]", "shared.partials[0]"),
+    "rows share partial sums": (
+        partial(run_stream, in_slot=True, shape=Shape(64, 1, 6, 3)),
+        "shared.partials[turn & 1]",
+        "shared.partials[0]",
+    ),
     "groups share partial sums": (PRIVATE, "[group][thread / 32]", "[0][thread / 32]"),
     "reads a sharded residual as a whole one": (
         partial(run_stream, form=SHARDED),

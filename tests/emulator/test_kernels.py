@@ -103,7 +103,7 @@ def test_push_calls_follow_each_other(
     [
         (2, 272, Shape(32, 2, 3), WHOLE),
         (3, 144, Shape(32, 3, 2), LLAMA),
-        (4, 272, Shape(64, 1, 4), WHOLE),
+        (4, 272, Shape(64, 1, 4, 2), WHOLE),
         (5, 784, Shape(32, 2, 2), FORMS["fp8_whole"]),
         (8, 80, Shape(32, 2, 2), LLAMA),
     ],

@@ -277,8 +277,9 @@ def test_shapes_of_stream_fit(
 ) -> None:
     shape = shape_for(hidden_size, x_itemsize, hidden_itemsize, kept, collected)
     threads, groups, stages, results = shape.threads, shape.groups, shape.stages, shape.results
-    each = 2 if hidden_size <= 512 * 2 * VECTOR else 4
-    assert threads % 32 == 0 and threads * each * VECTOR >= hidden_size > (threads - 32) * each * VECTOR
+    each = -(-hidden_size // (threads * VECTOR))
+    assert threads % 32 == 0 and each <= 4, "registers hold no more of a row"
+    assert threads == 64 or threads - 32 < hidden_size / (each * VECTOR), "a warp has nothing to do"
     assert 1 <= groups <= 8 and shape.block == groups * threads + 64
     assert groups * results >= 2 or stages <= 8, "a row is computed while another is copied, unless rows are long"
     assert groups == 1 or (stages >= 2 and groups * threads <= 512)
@@ -395,7 +396,7 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
     expected["programmatic"] = True
     assert keywords == expected
     defines = dict(kernels[0].program.defines)
-    assert Shape(defines["THREADS"], defines["GROUPS"], defines["STAGES"]) == shape
+    assert Shape(*(defines[name] for name in ("THREADS", "GROUPS", "STAGES", "RESULTS"))) == shape
     assert (defines["STAGED"], defines["PULL"], defines["SPIN_LIMIT"]) == (1, 1, 7)
 
 
