@@ -34,7 +34,7 @@ from tw_compile.passes.fusion.quant import Scale
 ANNOTATION = "tw_compile"
 """Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str, "stream": int}``.
 
-Stream 0 is the stream that the graph runs on.
+Stream 0 is the stream that the graph runs on. A start also has ``stream_dtype``: what the model keeps its residual in.
 """
 
 _FUSE_ONLY_SLOT = 0
@@ -106,6 +106,7 @@ class Rewriter:
             ),
             "start",
         )
+        start.meta[ANNOTATION]["stream_dtype"] = h.dtype
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
         keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]

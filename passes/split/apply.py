@@ -11,6 +11,7 @@ from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.choose import NotSplit, choose_split, choose_split_of_piece
 from tw_compile.passes.split.duplicate import split_tokens
 from tw_compile.passes.split.lock import lock_order
+from tw_compile.passes.split.residual import narrow_residuals
 from tw_compile.passes.split.schedule import Window, schedule
 from tw_compile.planning import DeviceProfile
 from tw_compile.planning import Window as PlannedWindow
@@ -75,6 +76,7 @@ def _overlap(graph: fx.Graph, budgets: Budgets, config: Config, piece: bool) -> 
     woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, piece)
     if isinstance(woven, SplitRefused):
         return Overlap(refused=f"{woven.reason}: {woven.detail}")
+    narrow_residuals(graph)
     leaving = reserve_sms(graph, woven, budgets) if config.split_gemm_sms == "auto" else {}
     lock = lock_order(graph)
     windows = tuple(

@@ -31,6 +31,8 @@ from tw_compile.passes.split import (
 from tw_compile.passes.split import budgets as budgets_module
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
+from tw_compile.passes.split.dependences import argument
+from tw_compile.passes.split.residual import narrow_residuals
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, schedule
 from tw_compile.passes.split.token_axis import TokenAxis
 from tw_compile.planning import load_profile
@@ -311,3 +313,18 @@ def test_window_that_the_plan_does_not_have_gets_enough_for_the_shortest() -> No
     _, budgets = planned()
     budgets = with_windows(budgets, attention={"ctas": 8}, mlp={"ctas": 24})
     assert budgets.overlap_sms(Window(0, "epilogue", 1, ((0, 2),), 3)) == 24
+
+
+def test_calls_beside_other_work_keep_residuals_in_the_models_dtype() -> None:
+    graph, budgets = planned()
+    starts = find_ops(graph, "all_reduce_rms_norm_start")
+    sharded = [node for node in starts if argument(node, "residual_out") == "sharded"]
+    assert sharded and all(argument(node, "residual_dtype") == FP32 for node in sharded)
+    schedule(graph, budgets.overlap_sms, budgets.most_sms)
+    beside = [node for node in sharded if argument(node, "overlap_sms")]
+    assert narrow_residuals(graph) == len(beside) > 0
+    for node in sharded:
+        dtype = torch.bfloat16 if node in beside else FP32
+        kept = next(user for user in node.users if user.args[1] == 1)
+        assert argument(node, "residual_dtype") == node.meta["val"][1].dtype == kept.meta["val"].dtype == dtype
+    assert narrow_residuals(graph) == 0

@@ -42,7 +42,8 @@ class Contender(ABC):
 
     Attributes:
         kind: "ours", "peer", or "bound" for what is no way to do it but a limit.
-        residual_sharded: Residual in and out are this rank's rows, in float32; else all rows, in the message's dtype.
+        residual_sharded: Residual in and out are this rank's rows; else all rows.
+        residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
         hidden_scale: Of float8 results; None where they have the message's dtype.
         reduces: False for a bound that leaves the communication out, whose result is no result.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
@@ -51,6 +52,7 @@ class Contender(ABC):
     label: str
     kind: ClassVar[Kind] = "peer"
     residual_sharded: bool = False
+    residual_narrow: bool = False
     hidden_scale: float | None = None
     reduces: ClassVar[bool] = True
     algorithm: str | None = None
@@ -77,11 +79,12 @@ class Contender(ABC):
         return None
 
 
-def form(dtype: torch.dtype, sharded: bool, hidden_scale: float | None = None) -> Form:
+def form(contender: Contender, dtype: torch.dtype) -> Form:
     """The operator's form between two fused sites: as Hugging Face Llama's norm, residual in and out laid out alike."""
-    if sharded:
-        return Form(dtype, residual="sharded", out="sharded", residual_dtype=torch.float32, hidden_scale=hidden_scale)
-    return Form(dtype, hidden_scale=hidden_scale)
+    if not contender.residual_sharded:
+        return Form(dtype, hidden_scale=contender.hidden_scale)
+    kept = dtype if contender.residual_narrow else torch.float32
+    return Form(dtype, "sharded", "sharded", residual_dtype=kept, hidden_scale=contender.hidden_scale)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class Variant:
 
     Attributes:
         transport: Makes it for a number of CTAs.
-        sharded: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
+        sharded, narrow: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
         sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
         most_sms: How many it can have.
         algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
@@ -106,6 +109,7 @@ class Variant:
     algorithm: str | None = None
     in_slot: bool = False
     hidden_scale: float | None = None
+    narrow: bool = False
 
 
 class Operator(Contender):
@@ -115,7 +119,8 @@ class Operator(Contender):
 
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
-        self.residual_sharded, self.hidden_scale = variant.sharded, variant.hidden_scale
+        self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
+        self.hidden_scale = variant.hidden_scale
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -131,7 +136,7 @@ class Operator(Contender):
         return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
-        own_form = form(problem.x.dtype, self.residual_sharded, self.hidden_scale)
+        own_form = form(self, problem.x.dtype)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         request = replace(request, overlap_sms=self._overlap_sms)
@@ -306,8 +311,10 @@ OURS = (
     Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
     Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
     Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
-    Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream"),
-    Variant("tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True),
+    Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream", narrow=True),
+    Variant(
+        "tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True, narrow=True
+    ),
     Variant(
         "tw-push-two-shot-fp8",
         _only(partial(_push, one_shot=False)),

@@ -57,7 +57,7 @@ class Gated(Contender):
             return found
         # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
         self._now = self._chosen.setdefault(found.label, found)
-        self.residual_sharded = self._now.residual_sharded
+        self.residual_sharded, self.residual_narrow = self._now.residual_sharded, self._now.residual_narrow
         self._why = verdict.entry
         return self._now.obstacle(size, world_size)
 

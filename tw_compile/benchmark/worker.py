@@ -173,6 +173,12 @@ def _failure(
     return ranks.agree("; ".join(checked.failures) or None)
 
 
+def _residual_form(contender: Contender, size: Size) -> str:
+    if not contender.residual_sharded:
+        return f"replicated {size.dtype}"
+    return f"sharded {size.dtype if contender.residual_narrow else 'float32'}"
+
+
 def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float] | None) -> Row:
     contender = entry.contender
     p20, p50, p80 = (None, None, None) if times is None else percentiles(times)
@@ -183,7 +189,7 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
         hidden=size.hidden,
         nbytes=size.nbytes,
         sets=sets,
-        residual_form="sharded float32" if contender.residual_sharded else f"replicated {size.dtype}",
+        residual_form=_residual_form(contender, size),
         num_sms=contender.num_sms(size, spec.world_size),
         outcome=entry.outcome,
         reason=entry.reason,

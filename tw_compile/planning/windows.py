@@ -169,7 +169,7 @@ class Costs:
         communication_us = 0.0
         if ctas:
             alone = communication.fused_us(
-                self.kernel, message_tokens, self.layer.hidden_size, self.layer.world_size, ctas
+                self.kernel, message_tokens, self.layer.hidden_size, self.layer.world_size, ctas, narrow=True
             )
             communication_us = profile.communication_contention * alone
         clock = 0.0

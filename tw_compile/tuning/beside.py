@@ -83,6 +83,7 @@ class Beside(Operator):
     def __init__(self, variant: Variant, sms: int, gemm: Gemm, reserved: int) -> None:
         super().__init__(variant, sms if variant.sms is not None else None)
         self.label = f"{variant.label} on {sms}, {gemm.name}" + (f" leaving {reserved}" if reserved else "")
+        self.residual_narrow = True
         self.algorithm = None  # of no use to a table for messages that travel alone
         self._overlap_sms, self._gemm, self._reserved = sms, gemm, reserved
         self._product: torch.Tensor | None = None

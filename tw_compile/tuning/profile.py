@@ -57,8 +57,8 @@ def _fitted_kernel(
     points = [
         (
             traffic_bytes(kernel.traffic, row.nbytes, ranks),
-            sm_us(kernel, row.tokens, row.hidden, ranks, staged=True)
-            / sms,  # what is measured begins with ordinary tensors
+            # What is measured begins with ordinary tensors.
+            sm_us(kernel, row.tokens, row.hidden, ranks, staged=True, narrow="float32" not in row.residual_form) / sms,
             us,
             sms,
         )
