@@ -20,7 +20,8 @@
 // fences after the acquire; bulk_wait completes this CTA's copies before the release that announces them.
 //
 // The memory-order argument of the barriers, and why one buffer of each kind is enough, is in kernels/_sync.py. Rows and
-// CTAs: CTA b handles, of each rank's rows, b, b + grid, b + 2 grid, ... on every rank.
+// CTAs: each rank's rows are dealt out to the CTAs in equal parts, of neighbouring rows, so that what is only copied is
+// copied in pieces of COPY_BYTES: one takes a thread 0.3 us, however short.
 //
 // Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, GROUPS, THREADS, STAGES and RESULTS of a group,
 // STAGED, PULL, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
@@ -57,10 +58,13 @@ inline constexpr int X_BYTES = HIDDEN * sizeof(X_TYPE);
 inline constexpr int HIDDEN_BYTES = HIDDEN * sizeof(HIDDEN_TYPE);
 inline constexpr int RESIDUAL_BYTES = HIDDEN * sizeof(RESIDUAL_OUT_TYPE);
 inline constexpr bool PULL_RESIDUAL = PULL && RESIDUAL_OUT == ALL_ROWS;
+inline constexpr int LONG_COPY = 16384;
 
 constexpr int aligned(int bytes) { return (bytes + 127) / 128 * 128; }
 inline constexpr int STAGE_BYTES =
     aligned(larger(X_BYTES, larger(PULL ? HIDDEN_BYTES : 0, PULL_RESIDUAL ? RESIDUAL_BYTES : 0)));
+inline constexpr int COPY_BYTES = smaller(larger(STAGE_BYTES, LONG_COPY), GROUPS * STAGES * STAGE_BYTES / 2);
+inline constexpr int COPY_STAGES = GROUPS * STAGES * STAGE_BYTES / COPY_BYTES;
 inline constexpr int KEPT_OFFSET = aligned(HIDDEN_BYTES);  // of the new residual in a piece, behind the normalised row
 inline constexpr int RESULT_BYTES = KEPT_OFFSET + (RESIDUAL_OUT == NO_ROWS ? 0 : aligned(RESIDUAL_BYTES));
 static_assert(X_BYTES % 16 == 0 && HIDDEN_BYTES % 16 == 0, "bulk copies move multiples of 16 bytes");
@@ -71,7 +75,7 @@ struct Shared {
   uint64_t ready[GROUPS][RESULTS];      // a piece has been written: likewise
   uint64_t taken[GROUPS][RESULTS];      // it has been read by its copies
   uint64_t squared[GROUPS][2];          // partial sums of squares, of two rows in turn: one arrival of each warp
-  uint64_t copied[GROUPS * STAGES];     // the stages as a ring for copies of rows, before and after the sums
+  uint64_t copied[COPY_STAGES];         // the rings as one for copies of rows, before and after the sums
   float partials[2][GROUPS][WARPS];
   uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: addresses that every row needs
 };
@@ -90,16 +94,18 @@ struct Cta {
   uint8_t* results;
   uint8_t* rings;
   int per_rank;
+  int per_cta;
   int own_begin;
   int own_rows;  // that this CTA computes
 
-  DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
+  // Of a rank's rows, the first that is this CTA's.
+  DEVICE int first() const { return blockIdx.x * per_cta; }
   // How many of the rows of `owner` are this CTA's.
   DEVICE int share_of(int owner) const {
-    const int rows = rows_of(owner) - (int)blockIdx.x;
-    return rows > 0 ? (rows + (int)gridDim.x - 1) / (int)gridDim.x : 0;
+    const int end = smaller(p.tokens - owner * per_rank, per_rank);
+    return smaller(larger(end - first(), 0), per_cta);
   }
-  DEVICE int local_row(int index) const { return blockIdx.x + index * gridDim.x; }
+  DEVICE int local_row(int index) const { return first() + index; }
 
   // One thread: keeps the rings full, row by row, in rank order.
   DEVICE void fill_rings() const {
@@ -217,33 +223,37 @@ struct Cta {
   // loading.
   template <typename T, typename Source>
   DEVICE int copy_rows(Source source, T* target, int chunk) const {
-    constexpr uint32_t BYTES = HIDDEN * sizeof(T);
-    constexpr int ALL_STAGES = GROUPS * STAGES, LAG = ALL_STAGES > 4 ? ALL_STAGES / 3 : 1;
+    constexpr int64_t ROW_BYTES = HIDDEN * sizeof(T);
+    constexpr int LAG = COPY_STAGES > 4 ? COPY_STAGES / 3 : 1;
     fence_proxy_async();
     int most = 0;
     for (int step = 1; step < WORLD_SIZE; ++step) most = larger(most, share_of((p.rank + step) % WORLD_SIZE));
-    // Peers take turns, so that no link gets all the loads at once. False for a row past the end of a short share.
-    const auto element_at = [&](int position, int& owner, uint64_t& element) {
+    // Peers take turns, so that no link gets all the loads at once. The bytes at `begin` that are copied at once: 0 past the
+    // end of a short share.
+    const auto piece_at = [&](int position, int& owner, uint64_t& begin) {
       owner = (p.rank + 1 + position % (WORLD_SIZE - 1)) % WORLD_SIZE;
-      const int index = position / (WORLD_SIZE - 1);
-      element = (uint64_t)(owner * per_rank + local_row(index)) * HIDDEN;
-      return index < share_of(owner);
+      const int64_t before = (int64_t)(position / (WORLD_SIZE - 1)) * COPY_BYTES;
+      const int64_t left = share_of(owner) * ROW_BYTES - before;
+      begin = (owner * per_rank + first()) * (uint64_t)ROW_BYTES + before;
+      return left < COPY_BYTES ? larger((int)left, 0) : COPY_BYTES;
     };
-    const int positions = most * (WORLD_SIZE - 1);
+    const int positions = (int)((most * ROW_BYTES + COPY_BYTES - 1) / COPY_BYTES) * (WORLD_SIZE - 1);
     int loaded = chunk, to_load = 0, owner;
-    uint64_t element;
+    uint64_t begin;
     for (int position = 0; position < positions; ++position) {
-      for (; to_load < positions && loaded - chunk < ALL_STAGES - LAG; ++to_load) {
-        if (!element_at(to_load, owner, element)) continue;
-        const int stage = loaded++ % ALL_STAGES;
+      for (; to_load < positions && loaded - chunk < COPY_STAGES - LAG; ++to_load) {
+        const int bytes = piece_at(to_load, owner, begin);
+        if (bytes == 0) continue;
+        const int stage = loaded++ % COPY_STAGES;
         bulk_wait_read<LAG>();
-        mbarrier_arrive_expect(&shared.copied[stage], BYTES);
-        bulk_load(rings + stage * STAGE_BYTES, source(owner) + element, BYTES, &shared.copied[stage]);
+        mbarrier_arrive_expect(&shared.copied[stage], bytes);
+        bulk_load(rings + stage * COPY_BYTES, (const uint8_t*)source(owner) + begin, bytes, &shared.copied[stage]);
       }
-      if (!element_at(position, owner, element)) continue;
-      const int stage = chunk % ALL_STAGES;
-      wait_for(&shared.copied[stage], chunk / ALL_STAGES & 1);
-      bulk_store(target + element, rings + stage * STAGE_BYTES, BYTES);
+      const int bytes = piece_at(position, owner, begin);
+      if (bytes == 0) continue;
+      const int stage = chunk % COPY_STAGES;
+      wait_for(&shared.copied[stage], chunk / COPY_STAGES & 1);
+      bulk_store((uint8_t*)target + begin, rings + stage * COPY_BYTES, bytes);
       bulk_commit();
       ++chunk;
     }
@@ -261,8 +271,9 @@ KERNEL(BLOCK, 1) stream(GRID_CONSTANT StreamParams p) {
     for (int stage = 0; stage < GROUPS * STAGES; ++stage) {
       mbarrier_init(&shared.full[0][stage], 1);
       mbarrier_init(&shared.empty[0][stage], WARPS);
-      if (STAGED || PULL) mbarrier_init(&shared.copied[stage], 1);
     }
+    if (STAGED || PULL)
+      for (int stage = 0; stage < COPY_STAGES; ++stage) mbarrier_init(&shared.copied[stage], 1);
     for (int buffer = 0; buffer < GROUPS * RESULTS; ++buffer) {
       mbarrier_init(&shared.ready[0][buffer], WARPS);
       mbarrier_init(&shared.taken[0][buffer], 1);
@@ -277,7 +288,8 @@ KERNEL(BLOCK, 1) stream(GRID_CONSTANT StreamParams p) {
   }
   grid_dependency_wait();
   const int per_rank = (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE;
-  Cta cta{p, shared, memory + RESULTS_OFFSET, memory + RINGS_OFFSET, per_rank, p.rank * per_rank, 0};
+  const int per_cta = (per_rank + gridDim.x - 1) / gridDim.x;
+  Cta cta{p, shared, memory + RESULTS_OFFSET, memory + RINGS_OFFSET, per_rank, per_cta, p.rank * per_rank, 0};
   cta.own_rows = cta.share_of(p.rank);
   const uint32_t epoch = p.epochs[blockIdx.x];
 
