@@ -144,7 +144,6 @@ def test_plan_says_why_a_graph_is_left() -> None:
     ("options", "reason"),
     [
         ({"model": "gemma-2-9b", "seq": 64}, SplitRefusal.ATTENTION_NOT_MEASURED),
-        pytest.param({"model": WINDOWED}, SplitRefusal.ATTENTION_NOT_MEASURED, id="sliding window"),
         ({"fuse": False}, SplitRefusal.LAYER_NOT_RECOGNISED),
         ({"transport": "nccl"}, SplitRefusal.TRANSPORT_NOT_PLANNED),
         ({"device_profile": "auto"}, SplitRefusal.NO_DEVICE_PROFILE),
@@ -167,18 +166,18 @@ def test_graph_that_cannot_be_planned_is_left(
 
 
 def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
-    shipped = (resources.files("tw_compile.configs") / "devices" / "h200.toml").read_text()
-    own = tmp_path / "own.toml"
-    own.write_text(
-        f"{shipped}\n[attention.efficient_masked]\ntflops = 200\nlatency_us = 2\nblock_rows = 64\nfull_tflops = 200\n"
-    )
-    split, graph = inspected(model=WINDOWED, device_profile=str(own))
+    split, graph = inspected(model=WINDOWED)
     assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail
     assert split.joins == {}
     first, second = split.sizes
     attention = find_ops(graph, "_scaled_dot_product_efficient_attention")
     masks = [tuple(node.args[3].meta["val"].shape)[2:] for node in attention]  # type: ignore[union-attr]
     assert masks == [(first, first), (second, 4096)]
+    shipped = (resources.files("tw_compile.configs") / "devices" / "h200.toml").read_text()
+    own = tmp_path / "own.toml"
+    own.write_text(shipped.replace("[attention.efficient_masked]", "[attention.another]"))
+    split, _ = inspected(model=WINDOWED, device_profile=str(own))
+    assert (split.mode, split.reason) == ("off", SplitRefusal.ATTENTION_NOT_MEASURED), split.detail
 
 
 def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> None:
