@@ -7,7 +7,9 @@ import dataclasses
 import io
 import json
 import os
+import socket
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile import Config
+from tw_compile.benchmark.vllm import engine as vllm_engine
 from tw_compile.benchmark.vllm import plot as vllm_plot
 from tw_compile.benchmark.vllm import run as vllm_run
 from tw_compile.benchmark.vllm.results import (
@@ -43,7 +46,8 @@ SPEC = VllmSpec(
     "tiny-llama", 2, "bfloat16", (64, 128), (1, 4), prompts=3, prompt_tokens=20, requests=5, decode_tokens=6
 )
 
-# An engine whose "speed" and tokens depend on its arguments, as vLLM's would.
+# An engine whose "speed" and tokens depend on its arguments, as vLLM's would. "diary": a file that it writes to: processes
+# it leaves behind, which hold all that it has open, and its turns, of which those in "ends" and "hangs" are its last.
 _LLM = """
 import os, time
 from types import SimpleNamespace as Object
@@ -57,6 +61,19 @@ class LLM:
         self.given = given
         print("INFO x] tw_compile: on, fusing" if os.environ["TW_COMPILE"] == "1" else "INFO x] nothing", flush=True)
         time.sleep(given.get("slow", 0.0))
+        variant = "off-nccl" if given.get("disable_custom_all_reduce") else "off"
+        self.name = "fuse" if given.get("additional_config") else variant
+        self.turns = 0
+        if "diary" in given:
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+            self.write("left", os.getpid(), child)
+
+    def write(self, *words):
+        if "diary" in self.given:
+            with open(self.given["diary"], "a") as diary: print(*words, file=diary)
 
     def collective_rpc(self, name, args=()):
         passes = os.environ["TW_COMPILE"] == "1" and not self.given.get("ignored")
@@ -70,6 +87,10 @@ class LLM:
     def wake_up(self, tags): assert tags == ["scheduling"]
 
     def wait_for_completion(self, use_tqdm):
+        self.turns += 1
+        self.write("begin", self.name, len(self.asked))
+        if self.given.get("ends", {}).get(self.name) == self.turns: os._exit(self.given.get("code", 3))
+        if self.given.get("hangs", {}).get(self.name) == self.turns: time.sleep(60)
         begin, speed = time.monotonic(), 2.0 if self.given.get("additional_config") else 1.0
         time.sleep(0.002)
         found = []
@@ -78,6 +99,7 @@ class LLM:
             last = begin + 1 + (len(ids) - 1) * 0.01 / speed
             stats = Object(first_token_ts=begin + 1, last_token_ts=last, num_generation_tokens=len(ids))
             found.append(Object(request_id="0", outputs=[Object(token_ids=ids)], metrics=stats))
+        self.write("end", self.name, len(self.asked))
         return found
 """
 
@@ -249,8 +271,9 @@ def ran(spec: VllmSpec, logs: Path | None = None) -> dict[str, Any]:
     return vllm_run.run(spec, lambda what: None, None if logs is None else str(logs))
 
 
-def test_engines_run_in_turn_and_are_put_beside_each_other(vllm: Path, tmp_path: Path) -> None:
-    report = json.loads(json.dumps(ran(SMALL, tmp_path)))
+@pytest.mark.parametrize("together", [False, True])
+def test_engines_are_put_beside_each_other(vllm: Path, tmp_path: Path, together: bool) -> None:
+    report = json.loads(json.dumps(ran(dataclasses.replace(SMALL, together=together), tmp_path)))
     rows = {(row.label, row.trace): row for row in rows_of(report)}
     assert len(rows) == 9 and not failures(rows.values())
     decode = rows["fuse", "decode"]
@@ -264,6 +287,7 @@ def test_engines_run_in_turn_and_are_put_beside_each_other(vllm: Path, tmp_path:
     assert len(read) == 9 and {line["model"] for line in read} == {"tiny-llama"}
     text = printed(report)
     assert "2.000x" in text and "PASSED" in text and "log-normal" in text and "fuse, 64: on, fusing" in text
+    assert report["together"] == together == ("a machine that all of them load" in text)
     pytest.importorskip("matplotlib")
     vllm_plot.plot(report, str(tmp_path / "plot.svg"))
     drawn = (tmp_path / "plot.svg").read_text()
@@ -280,6 +304,113 @@ def test_an_engine_that_fails_is_a_row_with_the_reason(vllm: Path) -> None:
 def test_an_engine_that_hangs_is_ended(vllm: Path) -> None:
     report = ran(dataclasses.replace(SMALL, engine={"slow": 60.0}, only=("off",), timeout=2.0))
     assert all(str(row.reason).startswith("not finished after 2 s") for row in rows_of(report))
+
+
+def told(diary: Path, *kinds: str) -> list[list[str]]:
+    """The lines of these kinds."""
+    lines = [line.split() for line in diary.read_text().splitlines()]
+    return [line for line in lines if line[0] in kinds]
+
+
+def running(diary: Path) -> set[str]:
+    """Which of the processes that the engines were are still there, though they have had time to end."""
+    left = {pid for line in told(diary, "left") for pid in line[1:]}
+    assert left
+    deadline = time.monotonic() + 5
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if _runs(pid)}
+        time.sleep(0.05)
+    return left
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return "State:\tZ" not in Path("/proc", pid, "status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+TOGETHER = dataclasses.replace(SMALL, together=True, kinds=("prefill", "decode"))
+
+
+def test_engines_together_take_turns_in_an_order_that_alternates(vllm: Path) -> None:
+    diary = vllm / "diary"
+    ran(dataclasses.replace(TOGETHER, engine={"diary": str(diary)}))
+    forth = ["off", "fuse", "off-nccl"]
+    rounds = [forth, forth[::-1], forth]
+    turns = [(name, requests) for order in rounds for requests in ("3", "4") for name in order]
+    assert told(diary, "begin", "end") == [[word, *turn] for turn in turns for word in ("begin", "end")]
+    assert len(told(diary, "left")) == 3 and not running(diary)
+
+
+def test_engines_by_themselves_run_all_their_rounds_before_the_next_starts(vllm: Path) -> None:
+    diary = vllm / "diary"
+    ran(dataclasses.replace(TOGETHER, together=False, engine={"diary": str(diary)}))
+    alone = [["left"], *[["begin"]] * 6]
+    assert [line[:1] for line in told(diary, "left", "begin")] == alone * 3
+    assert [line[1] for line in told(diary, "end")] == ["off"] * 6 + ["fuse"] * 6 + ["off-nccl"] * 6
+
+
+@pytest.mark.parametrize(
+    ("failing", "timeout", "reason"),
+    [
+        ({"ends": {"fuse": 3}}, 900.0, "vLLM ended with 3"),
+        ({"ends": {"fuse": 3}, "code": 0}, 900.0, "vLLM ended early"),
+        ({"hangs": {"fuse": 3}}, 4.0, "not finished after 4 s"),
+    ],
+)
+def test_engines_go_on_without_one_that_fails_in_its_turn(
+    vllm: Path, failing: dict[str, Any], timeout: float, reason: str
+) -> None:
+    diary = vllm / "diary"
+    report = ran(dataclasses.replace(TOGETHER, timeout=timeout, engine={"diary": str(diary)} | failing))
+    reasons = {row.label: row.reason for row in rows_of(report)}
+    assert str(reasons.pop("fuse")).startswith(reason) and set(reasons.values()) == {None}
+    turns = [line[1] for line in told(diary, "begin")]
+    assert [turns.count(name) for name in ("off", "fuse", "off-nccl")] == [6, 3, 6]
+    assert not running(diary)
+
+
+def test_engines_go_on_without_one_that_does_not_start(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = [
+        dataclasses.replace(one, arguments={**one.arguments, "broken": True}) if one.label == "off" else one
+        for one in VARIANTS
+    ]
+    monkeypatch.setattr("tw_compile.benchmark.vllm.spec.VARIANTS", broken)
+    reasons = {row.label: row.reason for row in rows_of(ran(TOGETHER))}
+    assert reasons == {"off": "vLLM ended with 1: ValueError: no such engine", "fuse": None, "off-nccl": None}
+
+
+def test_nothing_is_left_running_by_a_benchmark_that_is_interrupted(vllm: Path) -> None:
+    diary = vllm / "diary"
+
+    def interrupt(what: str) -> None:
+        if "round 2" in what:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        vllm_run.run(dataclasses.replace(TOGETHER, engine={"diary": str(diary)}), interrupt)
+    assert len(told(diary, "left")) == 3 and not running(diary)
+
+
+def test_an_engine_ends_when_nobody_gives_it_turns() -> None:
+    driver, engine = socket.socketpair()
+    with driver, engine:
+        driver.shutdown(socket.SHUT_WR)
+        with pytest.raises(RuntimeError, match="the benchmark that started this engine has ended"):
+            vllm_engine._await_turn(engine)
+        assert driver.recv(2) == b"."
+
+
+def test_engines_together_share_the_memory_unless_told_otherwise() -> None:
+    def shares(**given: Any) -> set[float | None]:
+        plan = engines(dataclasses.replace(SPEC, **given), "folder")
+        return {one.arguments.get("gpu_memory_utilization") for one in plan}
+
+    assert shares() == {None}
+    assert shares(together=True) == {0.18}
+    assert shares(together=True, only=("off", "fuse", "fuse+split", "off-nccl")) == {0.22}
+    assert shares(together=True, engine={"gpu_memory_utilization": 0.3}) == {0.3}
 
 
 def test_ours_without_the_passes_is_no_measurement(vllm: Path) -> None:
@@ -357,10 +488,13 @@ def test_the_command_writes_what_was_asked_for(vllm: Path, monkeypatch: pytest.M
     given = (*small, "--prompt-tokens", "9", "--repeats", "1", "--only", "off,fuse,off-nccl")
     result = invoke(*given, "--csv", str(vllm / "rows.csv"), "--json", str(vllm / "report.json"))
     assert result.exit_code == 0, result.output
-    assert "3/3 off-nccl, 64 tokens a step: prefill, mixed, decode-2" in result.stdout
+    assert "21/21 off-nccl, 64 tokens a step: round 2 of 2, decode-2" in result.stdout
     report = json.loads((vllm / "report.json").read_text())
     assert (report["world_size"], len(report["rows"]), report["versions"]["torch"]) == (2, 9, torch.__version__)
     assert len((vllm / "rows.csv").read_text().splitlines()) == 10
+    together = invoke(*given, "--together")
+    assert " 1/7 off, fuse, off-nccl, 64 tokens a step: start" in together.stdout
+    assert " 7/7 off, fuse, off-nccl, 64 tokens a step: round 2 of 2, decode-2" in together.stdout
     failed = invoke(*given, "--engine", '{"ignored": true}')
     assert failed.exit_code == 1 and "FAILED  fuse, prefill at 64: vLLM ran without the passes" in failed.stdout
 
@@ -369,6 +503,11 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     result = invoke("--model", "tiny-llama", "--tp", "4", "--chunks", "256", "--dry-run", "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert "5 starts of vLLM with 4 ranks" in result.stdout and "disable_custom_all_reduce=True" in result.stdout
+    assert (
+        "5 starts of vLLM with 4 ranks, one after the other" in result.stdout
+        and "disable_custom_all_reduce=True" in result.stdout
+    )
     assert "decode-64: 64 requests" in result.stdout
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
+    together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
+    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.18" in together

@@ -38,6 +38,14 @@ def vllm(
     split: Annotated[str, typer.Option(metavar="auto|N", help="Of fuse+split: planned, or tokens of half 1.")] = "auto",
     only: OnlyOption = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together",
+            help="Start the engines of a chunk size at once; they share the GPUs' memory and take turns, so that what drifts "
+            "hits all alike. Start-up seconds are those of a loaded machine.",
+        ),
+    ] = False,
     engine: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all.")] = "{}",
     seed: SeedOption = 0,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give an engine up after so long.")] = 900.0,
@@ -69,6 +77,7 @@ def vllm(
         only=bench_common.labels(only),
         kv_cache_bytes=int(kv_cache_gib * 2**30),
         engine=_table(engine),
+        together=together,
         seed=seed,
         timeout=timeout,
     )
@@ -142,9 +151,8 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as folder:
         write_model(spec, Path(folder))
         plan = [described(engine) for engine in engines(spec, "MODEL")]
-    console.print(
-        f"{len(plan)} starts of vLLM with {spec.world_size} ranks, one after the other; {1 + spec.repeats} rounds each"
-    )
+    how = "those of a chunk size at once, taking turns" if spec.together else "one after the other"
+    console.print(f"{len(plan)} starts of vLLM with {spec.world_size} ranks, {how}; {1 + spec.repeats} rounds each")
     for one in plan:
         console.print(f"{one['variant']}, {one['chunk']} tokens a step", style="bold", markup=False)
         environment = " ".join(f"{name}={value}" for name, value in one["environment"].items())
@@ -157,12 +165,11 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
 
 
 def _bench(spec: VllmSpec, logs: str | None, json_file: str | None) -> dict[str, Any]:
-    from tw_compile.benchmark.vllm.run import run
-    from tw_compile.benchmark.vllm.spec import engines
+    from tw_compile.benchmark.vllm.run import run, steps
     from tw_compile.benchmark.vllm.table import print_report
 
     console = common.make_console(json_file)
-    with common.stages(console, len(engines(spec, ""))) as progress:
+    with common.stages(console, steps(spec)) as progress:
         report = run(spec, progress, logs)
     print_report(console, report)
     common.write_json(report, json_file)

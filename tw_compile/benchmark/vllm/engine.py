@@ -1,11 +1,13 @@
 """The process of one engine: starts vLLM, runs the traces, writes their times and tokens. Imports vLLM.
 
-Started by :mod:`tw_compile.benchmark.vllm.run` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json``.
+Started by :mod:`tw_compile.benchmark.vllm.turns` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json FD``,
+whose last argument is the number of a socket that says when it's this engine's turn.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 from tw_compile.benchmark.vllm.traces import Trace, prompt_tokens
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def run(job: dict[str, Any], turns: socket.socket) -> dict[str, Any]:
     """The engine's facts, and for each trace its tokens and the rounds' times in seconds."""
     begin = time.monotonic()
     from vllm import LLM
@@ -28,11 +30,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
     rounds: list[list[dict[str, Any]]] = [[] for _ in traces]
     for number in range(1 + job["repeats"]):
         for index, trace in enumerate(traces):
+            _await_turn(turns)
             outputs, times = _once(llm, trace, prompts[index])
             if number == 0:  # warms up
                 tokens.append([list(one.outputs[0].token_ids) for one in outputs])
             else:
                 rounds[index].append(times)
+    _await_turn(turns)  # an engine that ends would be in the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
@@ -42,6 +46,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         "passes": all(one["passes"] for one in facts),
         "traces": [{"tokens": some, "rounds": times} for some, times in zip(tokens, rounds, strict=True)],
     }
+
+
+def _await_turn(turns: socket.socket) -> None:
+    """Say that this engine is ready, or that its turn is over, and wait for the next."""
+    turns.sendall(b".")
+    if not turns.recv(1):
+        raise RuntimeError("the benchmark that started this engine has ended")
 
 
 def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], dict[str, Any]]:
@@ -73,8 +84,9 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
     }
 
 
-def main(job: str, result: str) -> None:
-    Path(result).write_text(json.dumps(run(json.loads(Path(job).read_text()))))
+def main(job: str, result: str, turns: str) -> None:
+    found = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(turns)))
+    Path(result).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,10 @@
-"""Start the engines of a benchmark one after the other and put what they found into a report. Imports no vLLM."""
+"""Run the engines of a benchmark, group by group, and put what they found into a report. Imports no vLLM."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
 import platform
-import re
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,14 +13,11 @@ from typing import Any
 
 from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
 from tw_compile.benchmark.vllm.results import SCHEMA_VERSION, VllmRow, compare, judge, measure
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, job, traces
+from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces
+from tw_compile.benchmark.vllm.turns import take_turns
 from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
 from tw_compile.runner.versions import versions
-
-CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
-"""Empty for every engine, so that starts can be compared."""
-_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def require_vllm() -> None:
@@ -67,6 +58,11 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
     return config
 
 
+def steps(spec: VllmSpec) -> int:
+    """How often :func:`run` calls ``progress``, unless all engines of a group fail."""
+    return sum(1 + (1 + spec.repeats) * len(group[0].traces) for group in groups(spec, engines(spec, "")))
+
+
 def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None) -> dict[str, Any]:
     """The whole benchmark, as plain values; an engine that fails is a row with the reason.
 
@@ -80,12 +76,9 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         folder = Path(scratch) / "model"
         config = write_model(spec, folder)
         plan = engines(spec, str(folder))
-        for number, engine in enumerate(plan):
-            progress(f"{engine.name}: {', '.join(trace.label for trace in engine.traces)}")
-            place = Path(scratch) / str(number)
-            place.mkdir()
-            log = (Path(logs) if logs else place) / f"{engine.variant.label}-{engine.chunk}.log"
-            found.append(_start(job(engine, spec, config.vocab_size), engine, place, log, spec.timeout))
+        for group in groups(spec, plan):
+            kept = Path(logs) if logs else None
+            found += take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
         environment = {name: os.environ[name] for name in MULTICAST_OFF}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -99,6 +92,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "hidden_size": config.hidden_size,
         "repeats": spec.repeats,
         "seed": spec.seed,
+        "together": spec.together,
         "environment": environment,
         "engines": [described(engine) | _facts(one) for engine, one in zip(plan, found, strict=True)],
         "rows": [asdict(row) for row in rows(plan, found)],
@@ -157,48 +151,3 @@ def described(engine: Engine) -> dict[str, Any]:
 
 def _facts(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "traces"}
-
-
-def _start(job: dict[str, Any], engine: Engine, place: Path, log: Path, timeout: float) -> dict[str, Any]:
-    """Run one engine in processes of its own; what it found, or its ``error``, and the ``lines`` that are ours."""
-    (place / "job.json").write_text(json.dumps(job))
-    environment = {**os.environ, **_ENVIRONMENT, **engine.variant.environment}
-    environment |= {name: str(place / name.lower()) for name in CACHES}
-    arguments = [str(place / "job.json"), str(place / "result.json")]
-    command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine", *arguments]
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout)
-            failure = None if code == 0 else f"vLLM ended with {code}"
-        except subprocess.TimeoutExpired:
-            failure = f"not finished after {timeout:.0f} s"
-        finally:  # also what the engine has left behind, which would hold GPUs' memory
-            _end(process)
-    lines = log.read_text(errors="replace").splitlines()
-    ours = {"lines": list(dict.fromkeys(_own(line) for line in lines if "tw_compile: " in line))}
-    if failure is not None:
-        return ours | {"error": f"{failure}: {' ... '.join(_errors(lines))}"}
-    found = json.loads((place / "result.json").read_text()) | ours
-    if found["passes"] != (engine.variant.kind == "ours"):
-        said = "; ".join(ours["lines"]) or "and said nothing"
-        return ours | {"error": f"vLLM ran {'with' if found['passes'] else 'without'} the passes: {said}"}
-    return found
-
-
-def _errors(lines: list[str]) -> list[str]:
-    """The first line that names an error, which is its cause, and the last; without any the last line."""
-    named = [line.strip() for line in lines if re.search(r"\w(Error|Exception): ", line)] or lines[-1:]
-    return list(dict.fromkeys((*named[:1], *named[-1:])))
-
-
-def _own(line: str) -> str:
-    return line[line.index("tw_compile: ") + len("tw_compile: ") :]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

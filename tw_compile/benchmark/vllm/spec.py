@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from tw_compile.benchmark.vllm.traces import Trace, mixed_lengths
@@ -14,6 +15,8 @@ KINDS = ("prefill", "mixed", "decode")
 DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
 MIN_SEQUENCES = 256
+GPU_MEMORY_PERCENT = 90
+"""Of a GPU, which engines that are there at the same time share alike."""
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 SPLIT = "fuse+split"
 
@@ -64,7 +67,8 @@ class VllmSpec:
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Of the KV cache on each GPU, the same for all.
         engine: Further arguments of ``vllm.LLM``, for all.
-        timeout: Seconds after which an engine has failed.
+        together: Whether the engines of a chunk size are started at once and take turns.
+        timeout: Seconds after which an engine has failed, without those in which others had their turns.
     """
 
     model: str
@@ -84,6 +88,7 @@ class VllmSpec:
     kv_cache_bytes: int = 8 * 2**30
     engine: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    together: bool = False
     timeout: float = 900.0
 
 
@@ -95,10 +100,6 @@ class Engine:
     chunk: int
     arguments: Mapping[str, Any]
     traces: tuple[Trace, ...]
-
-    @property
-    def name(self) -> str:
-        return f"{self.variant.label}, {self.chunk} tokens a step"
 
 
 def variants(spec: VllmSpec) -> list[Variant]:
@@ -140,6 +141,7 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
         raise UsageError(
             f"--batches: expected at most {max(spec.chunks)}, the largest of --chunks, got {max(spec.batches)}"
         )
+    everyone = variants(spec)
     plan = {chunk: traces(spec, chunk) for chunk in spec.chunks}
     everything = [trace for found in plan.values() for trace in found]
     if not everything:
@@ -157,6 +159,8 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
         "disable_log_stats": False,  # else requests have no times
         "worker_extension_cls": EXTENSION,
     }
+    if spec.together:  # vLLM doesn't start where less than its share is free
+        common["gpu_memory_utilization"] = GPU_MEMORY_PERCENT // len(everyone) / 100
 
     def arguments(chunk: int, variant: Variant) -> dict[str, Any]:
         sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # more than a step has tokens, vLLM refuses
@@ -167,8 +171,15 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
         Engine(one, chunk, arguments(chunk, one), plan[chunk])
         for chunk in spec.chunks
         if plan[chunk]
-        for one in variants(spec)
+        for one in everyone
     ]
+
+
+def groups(spec: VllmSpec, plan: Sequence[Engine]) -> list[list[Engine]]:
+    """Those of ``plan`` that are there at the same time: each by itself, or together all of a chunk size."""
+    if not spec.together:
+        return [[one] for one in plan]
+    return [list(same) for _, same in groupby(plan, key=lambda one: one.chunk)]
 
 
 def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:

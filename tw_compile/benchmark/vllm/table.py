@@ -41,7 +41,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print()
         _print_trace(console, trace, tokens, list(group))
     console.print()
-    _print_starts(console, report["engines"])
+    _print_starts(console, report)
     console.print()
     bad = failures(rows)
     for row in bad:
@@ -86,7 +86,8 @@ def _pair(p50: float | None, p99: float | None) -> str:
     return "-" if p50 is None else f"{p50:.2f} / {p99:.2f}"
 
 
-def _print_starts(console: Console, engines: list[dict[str, Any]]) -> None:
+def _print_starts(console: Console, report: dict[str, Any]) -> None:
+    engines = report["engines"]
     title = "starts with empty caches"
     table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
     for name in ("", "tokens a step", "start s", "torch.compile s", "peak memory"):
@@ -101,6 +102,9 @@ def _print_starts(console: Console, engines: list[dict[str, Any]]) -> None:
             "-" if peak is None else mebibytes(peak),
         )
     console.print(table)
+    if report["together"]:
+        text = "  engines of a chunk size started at once: these seconds are of a machine that all of them load"
+        console.print(text, style="dim", soft_wrap=True)
     for one in engines:
         for line in one["lines"]:
             text = f"  {one['variant']}, {one['chunk']}: {line}"

@@ -1,0 +1,184 @@
+"""Engines that are started at once, each in processes of its own, and take turns at the traces. Imports no vLLM.
+
+An engine's process has a socket to this one. It sends a byte when it is ready and after each of its turns, and waits for one
+before each turn and before it ends, so that one engine at a time does anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job
+
+_CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
+"""Empty for every engine, so that starts can be compared."""
+_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+_LOOK = 1.0
+"""Seconds after which a process that is waited for is looked at: children of one that has ended may hold its socket open."""
+_BYTE = b"."
+
+
+def take_turns(
+    group: Sequence[Engine],
+    spec: VllmSpec,
+    vocabulary: int,
+    scratch: Path,
+    logs: Path | None,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """What the engines of ``group``, which run the same traces, have found or their ``error``; and the ``lines`` that are ours.
+
+    Every trace is run by all before the next, in odd rounds in reverse order, so that nobody always follows the same one. An
+    engine that fails is ended, and the others go on. ``logs``: a folder to keep their output in, else it's in ``scratch``.
+    """
+    running: list[_Process] = []
+
+    def say(what: str) -> None:
+        labels = ", ".join(one.engine.variant.label for one in _alive(running))
+        progress(f"{labels}, {group[0].chunk} tokens a step: {what}")
+
+    try:
+        for engine in group:
+            running.append(_Process(engine, spec, vocabulary, scratch, logs))
+        say("start")
+        _wait(running)
+        rounds = range(1 + spec.repeats)
+        for number, trace in itertools.product(rounds, group[0].traces):
+            if not (turn := _alive(running)):
+                break
+            say(f"round {number + 1} of {len(rounds)}, {trace.label}")
+            for one in reversed(turn) if number % 2 else turn:
+                one.go()
+                _wait([one])
+        for one in _alive(running):
+            one.go()
+        for one in _alive(running):
+            one.finish()
+    finally:
+        for one in running:
+            one.end()
+    return [one.found() for one in running]
+
+
+class _Process:
+    """The processes of one engine.
+
+    Attributes:
+        socket: Our end.
+        left: Seconds that it may still be waited for; those in which others have their turns are not counted.
+        failure: Why it has ended without a result.
+    """
+
+    def __init__(self, engine: Engine, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
+        self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
+        self.failure: str | None = None
+        name = f"{engine.variant.label}-{engine.chunk}"
+        self._place = scratch / name
+        self._place.mkdir()
+        self._log = (logs or self._place) / f"{name}.log"
+        (self._place / "job.json").write_text(json.dumps(job(engine, spec, vocabulary)))
+        environment = {**os.environ, **_ENVIRONMENT, **engine.variant.environment}
+        environment |= {cache: str(self._place / cache.lower()) for cache in _CACHES}
+        command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine"]
+        command += [str(self._place / "job.json"), str(self._place / "result.json")]
+        self.socket, theirs = socket.socketpair()
+        with theirs, self._log.open("w") as output:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+
+    def go(self) -> None:
+        """The next turn, or after the last the end."""
+        with contextlib.suppress(ConnectionError):  # of one that has ended, which is found out when it's waited for
+            self.socket.sendall(_BYTE)
+
+    def look(self, readable: bool, seconds: float) -> bool:
+        """Whether it has answered, after waiting for it for ``seconds`` more; where not, it may have failed."""
+        self.left -= seconds
+        if readable:
+            with contextlib.suppress(ConnectionError):
+                if self.socket.recv(1):
+                    return True
+        if readable or self._process.poll() is not None:
+            self.finish()
+            self.failure = self.failure or "vLLM ended early"
+        elif self.left <= 0:
+            self._fail_late()
+        return False
+
+    def finish(self) -> None:
+        """Wait for its end."""
+        try:
+            code = self._process.wait(max(self.left, 0))
+        except subprocess.TimeoutExpired:
+            self._fail_late()
+        else:
+            self.failure = f"vLLM ended with {code}" if code else None
+            self.end()
+
+    def _fail_late(self) -> None:
+        self.failure = f"not finished after {self.timeout:.0f} s"
+        self.end()
+
+    def end(self) -> None:
+        """Also of what the engine has left behind, which would hold GPUs' memory."""
+        if self.socket.fileno() < 0:  # closed: has been ended, and its number may be another's
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self.socket.close()
+
+    def found(self) -> dict[str, Any]:
+        """Its result, or an ``error`` with the lines of its output that name one."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        ours = {"lines": list(dict.fromkeys(_own(line) for line in lines if "tw_compile: " in line))}
+        if self.failure is not None:
+            return ours | {"error": f"{self.failure}: {' ... '.join(_errors(lines))}"}
+        found = json.loads((self._place / "result.json").read_text()) | ours
+        if found["passes"] != (self.engine.variant.kind == "ours"):
+            said = "; ".join(ours["lines"]) or "and said nothing"
+            return ours | {"error": f"vLLM ran {'with' if found['passes'] else 'without'} the passes: {said}"}
+        return found
+
+
+def _alive(running: Sequence[_Process]) -> list[_Process]:
+    return [one for one in running if one.failure is None]
+
+
+def _wait(waiting: Sequence[_Process]) -> None:
+    """Until each has answered or failed."""
+    while waiting:
+        begin = time.monotonic()
+        readable, _, _ = select.select([one.socket for one in waiting], [], [], _LOOK)
+        seconds = time.monotonic() - begin
+        answered = [one for one in waiting if one.look(one.socket in readable, seconds)]
+        waiting = [one for one in _alive(waiting) if one not in answered]
+
+
+def _errors(lines: list[str]) -> list[str]:
+    """The first line that names an error, which is its cause, and the last; without any the last line."""
+    named = [line.strip() for line in lines if re.search(r"\w(Error|Exception): ", line)] or lines[-1:]
+    return list(dict.fromkeys((*named[:1], *named[-1:])))
+
+
+def _own(line: str) -> str:
+    return line[line.index("tw_compile: ") + len("tw_compile: ") :]
