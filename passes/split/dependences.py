@@ -49,9 +49,17 @@ class CommunicationCall:
 
 def argument(node: fx.Node, name: str) -> Any:
     """What an operator is given for the argument ``name`` of its schema."""
+    index = place_of(node, name)
+    if index < len(node.args):
+        return node.args[index]
+    return node.kwargs.get(name, node.target._schema.arguments[index].default_value)  # type: ignore[union-attr]
+
+
+def place_of(node: fx.Node, name: str) -> int:
+    """Of the argument ``name`` in an operator's schema."""
     for index, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if declared.name == name:
-            return node.args[index] if index < len(node.args) else node.kwargs.get(name, declared.default_value)
+            return index
     raise ValueError(f"name: expected an argument of {node.target}, got {name!r}")
 
 

@@ -14,7 +14,7 @@ import torch.fx as fx
 from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.dependences import argument
+from tw_compile.passes.split.dependences import argument, place_of
 
 _READERS = (ops.start, ops.mm_start, ops.wait_)
 
@@ -36,8 +36,7 @@ def narrow_residuals(graph: fx.Graph) -> int:
             is_call(user, *_READERS) for user in kept.users
         ):
             continue
-        index = next(i for i, one in enumerate(node.target._schema.arguments) if one.name == "residual_dtype")
-        node.update_arg(index, dtype)
+        node.update_arg(place_of(node, "residual_dtype"), dtype)
         hidden, residual = node.meta["val"]
         kept.meta["val"] = residual = residual.to(dtype)
         node.meta["val"] = (hidden, residual)
