@@ -64,6 +64,8 @@ from tw_compile.testing.gpu_transports import ALGORITHMS
 
 Check = Callable[[Context], None]
 
+_LAST_WORDS_SECONDS = 5.0
+"""Before ranks are killed: when they say where they are."""
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
 EMULATED_HIDDEN_SIZES = (2880, 4096)
 NCCL_FORMS = ("first_norm", "sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp8", "fp32_residual")
@@ -172,12 +174,12 @@ def join(rank: int, world_size: int, gpus: int, folder: str) -> Context:
     return Context(rank, world_size, device, compat.group_name(dist.group.WORLD), shortened_by=shortened_by)
 
 
-def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str], timeout: float) -> None:
+def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str], deadline: float) -> None:
     """One rank: every check in order, a line of JSON when one starts and one when it ends.
 
-    Shortly before ``timeout`` it says where it is: nobody can ask it when it has been killed.
+    Shortly before ``deadline`` (of ``time.monotonic``) it says where it is: nobody can ask it when it has been killed.
     """
-    faulthandler.dump_traceback_later(0.9 * timeout)
+    faulthandler.dump_traceback_later(max(deadline - time.monotonic() - _LAST_WORDS_SECONDS, 1.0))
     context = join(rank, world_size, gpus, folder)
     with open(f"{folder}/rank{rank}.jsonl", "w", buffering=1) as report:
         for name in names:
@@ -205,13 +207,13 @@ def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> 
     """Run ``names`` with ``world_size`` ranks on ``gpus`` GPUs: check -> :func:`joined` of its ranks' lines."""
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("spawn")
+        deadline = time.monotonic() + timeout
         workers = [
-            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names, timeout))
+            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names, deadline))
             for rank in range(world_size)
         ]
         for worker in workers:
             worker.start()
-        deadline = time.monotonic() + timeout
         while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
             if any(worker.exitcode not in (None, 0) for worker in workers):
                 deadline = min(deadline, time.monotonic() + 5)
