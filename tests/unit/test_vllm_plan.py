@@ -11,7 +11,9 @@ import pytest
 
 from tw_compile.config import Config
 from tw_compile.gating.facts import Settings
+from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.base import HostRefusal
+from tw_compile.planning import layer_shape, load_profile
 from tw_compile.vllm import plan
 from tw_compile.vllm.doctor import examine
 from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
@@ -104,16 +106,30 @@ def test_ranges_follow_the_options() -> None:
     assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
 
 
-def test_ranges_of_a_split_are_doublings_or_begin_where_both_halves_are_as_long() -> None:
-    def ends(split: str, **changes: int) -> list[int]:
+def test_ranges_of_a_split_are_doublings_or_begin_where_the_second_half_is_half_as_long() -> None:
+    def ends(split: str, pays: plan.Pays | None = None, **changes: int) -> list[int]:
         config = Config(host="vllm-0.24", split=split)
-        return plan.range_endpoints(replace(ENGINE, **changes), config, plan.gates(config, (9, 0)))
+        return plan.range_endpoints(replace(ENGINE, **changes), config, plan.gates(config, (9, 0)), pays)
 
     assert ends("off", tensor_parallel_size=4) == []
     assert ends("auto", tensor_parallel_size=4) == [1024, 2048, 4096]
     assert ends("auto", tensor_parallel_size=4, max_tokens=1024) == []
     assert ends("auto") == [15, 1024, 2048, 4095]
-    assert ends("512", tensor_parallel_size=4) == [1023]
+    assert ends("512", tensor_parallel_size=4) == [768]
+    assert ends(str(ENGINE.max_tokens // 2), tensor_parallel_size=4) == [3 * ENGINE.max_tokens // 4]
+    assert ends("auto", lambda tokens: True, tensor_parallel_size=4) == [1024, 2048, 4096]
+    assert ends("auto", lambda tokens: False, tensor_parallel_size=4) == []
+    assert ends("auto", lambda tokens: tokens > 2048, tensor_parallel_size=4) == [2048, 4096]
+    assert ends("auto", lambda tokens: tokens < 4096, tensor_parallel_size=4) == [1024, 2048]
+
+
+def test_ranges_are_those_that_the_planner_splits() -> None:
+    """Pieces of a large model on four GPUs at every size, those of a small one on two at none."""
+    profile = load_profile("H200")
+    for name, ranks, pays in (("llama-3.3-70b", 4, True), ("llama-3.1-8b", 2, False)):
+        model = load_config(name)
+        found = plan.piece_pays(profile, layer_shape(model, tensor_parallel_plan(model), ranks, merged=True))
+        assert [found(tokens) for tokens in (1025, 2048, 8192)] == [pays] * 3
 
 
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:

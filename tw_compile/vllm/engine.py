@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from vllm import envs
 from vllm.config import CompilationMode
+from vllm.platforms import current_platform
 
-from tw_compile.vllm.plan import Engine
+from tw_compile.config import Config
+from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.planning import DeviceProfile, layer_shape, load_profile, profile_of_device
+from tw_compile.vllm.plan import Engine, Pays, piece_pays
+
+logger = logging.getLogger("tw_compile")
 
 
 def engine_of(config: Any) -> Engine:
@@ -25,3 +32,26 @@ def engine_of(config: Any) -> Engine:
         dual_batch_overlap=parallel.use_ubatching,
         state_space=model.is_hybrid or model.is_attention_free,
     )
+
+
+def split_pays(engine: Any, config: Config) -> Pays | None:
+    """Where pieces of the model are worth splitting; None where its layers, or the device, are not known to the planner."""
+    if config.split != "auto":
+        return None
+    try:
+        model = engine.model_config.hf_text_config
+        layer = layer_shape(
+            model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True
+        )
+        profile = _profile(config)
+    except (ValueError, AttributeError, NotImplementedError) as error:
+        logger.debug("no plan for the ranges of a split: %s", error)
+        return None
+    return None if profile is None else piece_pays(profile, layer)
+
+
+def _profile(config: Config) -> DeviceProfile | None:
+    """As the workers will have it; vLLM asks for the device's name without a CUDA context."""
+    if config.device_profile != "auto":
+        return load_profile(config.device_profile)
+    return profile_of_device(current_platform.get_device_name()) if current_platform.is_cuda() else None

@@ -7,6 +7,7 @@ there. The workers know, and decide for each range by the gate of their own.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.passes.base import HostRefusal
+from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer
 
 SPLIT_FROM = 1024
 """Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
@@ -66,11 +68,21 @@ def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...
     return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
 
 
-def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
+Pays = Callable[[int], bool]
+"""Whether a plan splits a piece of so many tokens."""
+
+
+def piece_pays(profile: DeviceProfile, layer: LayerShape) -> Pays:
+    """By the planner, for pieces that end before attention and begin behind it."""
+    return lambda tokens: plan_layer(profile, layer, tokens, attention=Mode.JOIN).mode is not Mode.OFF
+
+
+def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], pays: Pays | None = None) -> list[int]:
     """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``.
 
-    Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned. An
-    option that names the first half has one from where the second is as long.
+    Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned; by
+    ``pays`` those that stay whole are one, as every range costs time to compile. An option that names the first half has a
+    range from where the second is half as long. None of them holds one size alone: vLLM would have Inductor tune that.
     """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
@@ -85,11 +97,19 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
     if config.fuse_max_bytes is not None:
         ends.add(config.fuse_max_bytes // row_bytes)
     if config.split_tokens is not None:
-        ends.add(2 * config.split_tokens - 1)
+        ends.add(config.split_tokens + config.split_tokens // 2)
     elif config.split == "auto":
-        doubled = {SPLIT_FROM * 2**doublings for doublings in range((engine.max_tokens // SPLIT_FROM).bit_length())}
-        ends |= {end for end in doubled if not {end - 1, end + 1} & ends}  # else there would be a range of one size
+        ends |= {end for end in _doublings(engine.max_tokens, pays) if not {end - 1, end + 1} & ends}
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
+
+
+def _doublings(max_tokens: int, pays: Pays | None) -> list[int]:
+    """Where ranges end of which at least one neighbour is split, as a range is if both of its ends are."""
+    bounds = [SPLIT_FROM]
+    while bounds[-1] < max_tokens:
+        bounds.append(min(2 * bounds[-1], max_tokens))
+    split = [False, *(pays is None or (pays(low + 1) and pays(high)) for low, high in itertools.pairwise(bounds))]
+    return [end for end, around in zip(bounds, itertools.pairwise((*split, False)), strict=True) if any(around)]
 
 
 def row_bytes_of(engine: Engine) -> int:
