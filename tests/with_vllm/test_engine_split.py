@@ -108,9 +108,9 @@ def test_every_range_and_size_has_its_own_halves_and_assumes_nothing_of_the_othe
 ) -> None:
     outputs, reports = run(engine(folder, {"compile_ranges_endpoints": [64], "compile_sizes": [100]}, split="16"))
     whole, halves = ["too_few_tokens"] * 3, ["split"] * 3
-    assert decided(reports) == {(1, 31): whole, (32, 64): halves, (65, 128): halves, (100, 100): halves}
+    assert decided(reports) == {(1, 23): whole, (24, 64): halves, (65, 128): halves, (100, 100): halves}
     sizes = {report.tokens: report.split.sizes for report in reports if report.split is not None}
-    assert sizes == {(1, 31): (), (32, 64): (16, "s-(16)"), (65, 128): (16, "s-(16)"), (100, 100): (16, 84)}
+    assert sizes == {(1, 23): (), (24, 64): (16, "s-(16)"), (65, 128): (16, "s-(16)"), (100, 100): (16, 84)}
     for graph, report in zip(seen.graphs, reports, strict=True):
         assert report.split is not None and not report.split.joins
         waits = [node for node in graph.nodes if "norm_wait" in operator_name(node)]
@@ -135,6 +135,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
         assert (found.shape.world_size, found.shape.hidden_size, found.transport) == (WORLD_SIZE, HIDDEN, "gloo")
         return replace(found, shape=big)
 
+    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda engine, config: None)  # ranges at every doubling
     config, original = load_config("llama-3.3-70b"), choose.layer_of_piece
     big = layer_shape(config, tensor_parallel_plan(config), 8, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash"))
@@ -163,7 +164,7 @@ def test_pieces_with_an_operator_without_rule_stay_fused(
     monkeypatch.delitem(registry._rules, torch.ops.aten.split_with_sizes.default)
     outputs, reports = run(engine(folder, split="16"))
     refused = "operator_without_rule"
-    assert decided(reports) == {(1, 31): [refused, refused, "too_few_tokens"], (32, 128): [refused, refused, "split"]}
+    assert decided(reports) == {(1, 23): [refused, refused, "too_few_tokens"], (24, 128): [refused, refused, "split"]}
     details = [r.split.detail for r in reports if r.split is not None and r.split.reason == refused]
     assert len(details) == 4 and all("split_with_sizes" in detail for detail in details)
     assert_equal(outputs, unsplit)
@@ -178,7 +179,7 @@ def test_an_exception_behind_the_rewrite_restores_the_fused_pieces(
     monkeypatch.setattr("tw_compile.passes.split.apply.lock_order", broken)
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         outputs, reports = run(engine(folder, split="16", strict=False))
-    assert decided(reports) == {(1, 31): ["too_few_tokens"] * 3, (32, 128): ["split_failed"] * 3}
+    assert decided(reports) == {(1, 23): ["too_few_tokens"] * 3, (24, 128): ["split_failed"] * 3}
     warnings = [one for one in caplog.records if one.name == "tw_compile" and one.levelno == logging.WARNING]
     assert len(warnings) == 3 and all("RuntimeError: on purpose" in one.getMessage() for one in warnings)
     assert_equal(outputs, unsplit)

@@ -82,7 +82,7 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], p
 
     Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned; by
     ``pays`` those that stay whole are one, as every range costs time to compile. An option that names the first half has a
-    range from where the second is half as long. None of them holds one size alone: vLLM would have Inductor tune that.
+    range from where the second is half as long. None of these holds one size alone, whose GEMMs vLLM would have tuned.
     """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
@@ -97,7 +97,9 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], p
     if config.fuse_max_bytes is not None:
         ends.add(config.fuse_max_bytes // row_bytes)
     if config.split_tokens is not None:
-        ends.add(config.split_tokens + config.split_tokens // 2)
+        begin = config.split_tokens * 3 // 2
+        if begin < engine.max_tokens:
+            ends.add(begin - 1)
     elif config.split == "auto":
         ends |= {end for end in _doublings(engine.max_tokens, pays) if not {end - 1, end + 1} & ends}
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
