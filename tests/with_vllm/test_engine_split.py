@@ -24,7 +24,7 @@ from tw_compile.passes.split import GraphLayer, TokenAxis, choose, registry
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
 
-pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold")
+pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
 
 TOKENS = (MAX_TOKENS, 100, 41, 7)
 
@@ -33,6 +33,12 @@ TOKENS = (MAX_TOKENS, 100, 41, 7)
 def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM's caches are empty."""
     monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+
+@pytest.fixture
+def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals stay as the unsplit graph has them, so that results have the same bits."""
+    monkeypatch.setattr("tw_compile.passes.split.apply.narrow_residuals", lambda graph: 0)
 
 
 @dataclass
