@@ -191,6 +191,17 @@ def new_size(like: torch.Tensor, low: int, high: int) -> torch.SymInt:
     return size
 
 
+def leave_out_combo_kernels() -> None:
+    """Keep the compilation in progress from putting kernels that don't depend on each other into one ("combo kernels").
+
+    Inductor may time them first, with numbers for all sizes, and has none for those of :func:`new_size`: it raises TypeError.
+    Options of a compilation end with it; only what a user has put into the global configuration would stay as it is left here.
+    """
+    from torch._inductor import config
+
+    config.combo_kernels = False
+
+
 def bind_new_sizes(node: fx.Node) -> None:
     """Note on a node which sizes of :func:`new_size` it introduces; Inductor defines them there."""
     from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.copy import copy_of, restore
 from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
@@ -53,6 +54,8 @@ def split_graph(
     except Exception:
         restore(graph, before)
         raise
+    if not isinstance(choice.first, int):
+        compat.leave_out_combo_kernels()
     return Split(
         asked=config.split,
         mode="join" if ATTENTION_JOINS & set(result.joins) else "split",

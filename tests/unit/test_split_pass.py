@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import copy_of
 from split_graphs import family_graph
+from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.graph.snapshot import snapshot
@@ -189,6 +190,16 @@ def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> N
     assert not environment.guards and not any(environment.deferred_runtime_asserts.values())
     fixed, _ = inspected(bounds=(2048, 8192), split="600")
     assert (fixed.mode, fixed.sizes) == ("split", (600, "s-(600)"))
+
+
+def test_kernels_of_halves_of_unknown_size_are_not_combined() -> None:
+    """Inductor may time such kernels, as vLLM has it do, and has no numbers for these sizes."""
+    with inductor_config.patch(combo_kernels=True, benchmark_combo_kernel=True):
+        inspected(seq=8192)
+        assert inductor_config.combo_kernels
+        split, _ = inspected(bounds=(4096, 8192))
+        assert split.mode == "split" and not inductor_config.combo_kernels
+    assert not inductor_config.combo_kernels
 
 
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:
