@@ -1,4 +1,4 @@
-"""``tw-compile bench vllm`` with an engine that is none: plans, traces, statistics, refusals, files, processes."""
+"""``tw-compile bench vllm`` with an engine that is none: plans, traces, files, processes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ from tw_compile import Config
 from tw_compile.benchmark.vllm import engine as vllm_engine
 from tw_compile.benchmark.vllm import plot as vllm_plot
 from tw_compile.benchmark.vllm import run as vllm_run
-from tw_compile.benchmark.vllm.results import (
-    NO_BASELINE,
-    NO_CONTROL,
-    VllmRow,
-    as_csv,
-    compare,
-    failures,
-    judge,
-    measure,
-    noise,
-    rows_of,
-)
+from tw_compile.benchmark.vllm.results import NO_REFERENCE, as_csv, failures, rows_of
 from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, traces, variants
 from tw_compile.benchmark.vllm.table import print_report
-from tw_compile.benchmark.vllm.traces import LONGEST, SHORTEST, Trace, mixed_lengths, prompt_tokens
+from tw_compile.benchmark.vllm.traces import (
+    ACCURACY,
+    LONGEST,
+    SHORTEST,
+    Trace,
+    accuracy_trace,
+    mixed_lengths,
+    prompt_tokens,
+    turns,
+)
 from tw_compile.cli.app import app
 from tw_compile.models import preset_names
 from tw_compile.runner.spec import UsageError
@@ -63,6 +61,8 @@ class LLM:
         time.sleep(given.get("slow", 0.0))
         variant = "off-nccl" if given.get("disable_custom_all_reduce") else "off"
         self.name = "fuse" if given.get("additional_config") else variant
+        if given["dtype"] == "float32": self.name = "reference"
+        self.error = given.get("errors", {}).get(self.name, 0.0)
         self.turns = 0
         if "diary" in given:
             child = os.fork()
@@ -98,31 +98,19 @@ class LLM:
             ids = [sum(prompt["prompt_token_ids"]) % 97 + number for number in range(params.max_tokens)]
             last = begin + 1 + (len(ids) - 1) * 0.01 / speed
             stats = Object(first_token_ts=begin + 1, last_token_ts=last, num_generation_tokens=len(ids))
-            found.append(Object(request_id="0", outputs=[Object(token_ids=ids)], metrics=stats))
+            asked = getattr(params, "prompt_logprobs", None) is not None
+            exact = [{token: Object(logprob=-(token % 7) + self.error)} for token in prompt["prompt_token_ids"]]
+            logprobs = [None, *exact[1:]] if asked else None
+            output = Object(token_ids=ids)
+            found.append(Object(request_id="0", outputs=[output], metrics=stats, prompt_logprobs=logprobs))
         self.write("end", self.name, len(self.asked))
         return found
 """
 
 
-def vllm_row(
-    label: str, kind: Any, rate: float | None, compared: int = 1000, differing: int = 0, **rest: Any
-) -> VllmRow:
-    found = VllmRow(label, kind, "mixed", 1024, 64, **rest)
-    if rate is not None:
-        found.tokens_per_s, found.slowest, found.fastest = rate, 0.9 * rate, 1.1 * rate
-        if kind != "baseline":
-            found.compared, found.differing = compared, differing
-    return found
-
-
-def judged(*rows: VllmRow) -> dict[str, VllmRow]:
-    judge(rows)
-    return {row.label: row for row in rows}
-
-
 def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() -> None:
     labels = [one.label for one in variants(SPEC)]
-    assert labels == ["off", "fuse", "fuse+split", "off-nccl", "off-nccl-tree"]
+    assert labels == ["off", "fuse", "fuse+split", "off-nccl", "off-nccl-tree", "reference"]
     for one in VARIANTS:
         assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
         assert (one.kind == "control") == ("disable_custom_all_reduce" in one.arguments)
@@ -137,10 +125,38 @@ def test_every_chunk_is_an_engine_and_decode_runs_in_the_largest() -> None:
         (64, "off"), (64, "fuse"), (64, "fuse+split"), (64, "off-nccl"), (64, "off-nccl-tree"), (128, "off"),
     ]  # fmt: skip
     assert [[trace.label for trace in one.traces] for one in (plan[0], plan[5])] == [
-        ["prefill", "mixed"], ["prefill", "mixed", "decode-1", "decode-4"],
+        ["prefill", "mixed"], ["prefill", "mixed", "decode-1", "decode-4", "accuracy"],
     ]  # fmt: skip
     only_decode = engines(dataclasses.replace(SPEC, kinds=("decode",)), "folder")
     assert {one.chunk for one in only_decode} == {128}
+
+
+def test_the_reference_is_started_at_the_largest_chunk_for_its_log_probabilities_alone() -> None:
+    plan = engines(SPEC, "folder")
+    assert [one.chunk for one in plan if one.variant.kind == "reference"] == [128]
+    assert [trace.label for trace in plan[-1].traces] == [ACCURACY]
+    assert all((plan[-1].traces[0] in one.traces) == (one.chunk == 128) for one in plan)
+    assert plan[-1].arguments["dtype"] == "float32" and plan[0].arguments["dtype"] == "bfloat16"
+    without = engines(dataclasses.replace(SPEC, only=("off", "fuse")), "folder")
+    assert ACCURACY not in {trace.label for one in without for trace in one.traces}
+
+
+@pytest.mark.parametrize(
+    ("step", "lengths"),
+    [(8192, [256] * 32), (1000, [250] * 4), (130, [130]), (513, [171] * 3), (16385, [513] + [512] * 31)],
+)
+def test_prompts_of_accuracy_fill_one_step(step: int, lengths: list[int]) -> None:
+    trace = accuracy_trace(step)
+    assert list(trace.prompts) == lengths and set(trace.outputs) == {1}
+    spec = dataclasses.replace(SPEC, chunks=(step,), kinds=("prefill",), prompt_tokens=2)
+    plan = engines(spec, "folder")
+    assert plan[0].arguments["max_model_len"] == max(lengths) + 1
+    assert plan[0].arguments["max_num_seqs"] >= len(lengths)
+
+
+def test_log_probabilities_are_asked_for_once() -> None:
+    found = [(number, trace.kind) for number, trace in turns([Trace("prefill", (9,), (1,)), accuracy_trace(9)], 2)]
+    assert found == [(0, "prefill"), (0, ACCURACY), (1, "prefill"), (2, "prefill")]
 
 
 def test_engines_of_a_benchmark_differ_in_nothing_but_the_variant() -> None:
@@ -171,91 +187,6 @@ def test_lengths_and_tokens_are_the_seeds() -> None:
     assert prompt_tokens(trace, 10, 0) == tokens != prompt_tokens(trace, 10, 1)
 
 
-def test_tokens_are_compared_up_to_the_first_difference() -> None:
-    assert compare([[1, 2, 3], [4, 5]], [[1, 2, 3], [4, 5]]) == (5, 0)
-    assert compare([[1, 2, 3], [4, 5]], [[1, 9, 3], [8, 5]]) == (3, 2)
-
-
-def test_rates_and_percentiles() -> None:
-    rounds = [
-        {"seconds": 2.0, "first": [0.1, 0.3], "between": [0.01, 0.03]},
-        {"seconds": 1.0, "first": [0.1, 0.3], "between": [0.01, 0.05]},
-        {"seconds": 4.0, "first": [0.1, 0.3], "between": [0.01, 0.01]},
-    ]
-    rates = {}
-    for kind in ("prefill", "mixed", "decode"):
-        row = VllmRow("off", "baseline", kind, 64, 2)
-        measure(row, Trace(kind, (30, 10), (5, 5)), rounds)
-        rates[kind] = (row.tokens_per_s, row.slowest, row.fastest)
-        assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((200, 10))
-        assert row.tpot_p99_ms == pytest.approx(49)
-    assert rates["prefill"] == (20, 10, 40)
-    assert rates["mixed"] == (25, 12.5, 50)
-    assert rates["decode"] == pytest.approx((2 / 0.02, 2 / 0.03, 2 / 0.01))
-    single = VllmRow("off", "baseline", "prefill", 64, 2)
-    measure(single, Trace("prefill", (30, 10), (1, 1)), [{"seconds": 1.0, "first": [0.1, 0.1], "between": []}])
-    assert single.tpot_p50_ms is None and single.ttft_p99_ms == pytest.approx(100)
-
-
-def test_speedup_where_tokens_agree_as_often_as_the_controls() -> None:
-    rows = judged(
-        vllm_row("off", "baseline", 100.0),
-        vllm_row("fuse", "ours", 120.0, 1000, 12),
-        vllm_row("off-nccl", "control", 80.0, 1000, 10),
-    )
-    assert rows["fuse"].speedup == pytest.approx(1.2) and rows["fuse"].refused is None
-    assert rows["fuse"].speedup_low == pytest.approx(108 / 110)
-    assert rows["fuse"].speedup_high == pytest.approx(132 / 90)
-    assert rows["fuse"].agreement == pytest.approx(0.988)
-    assert rows["off-nccl"].speedup is None and not failures(rows.values())
-
-
-def test_no_speedup_where_tokens_agree_less_often_than_noise_allows() -> None:
-    rows = judged(
-        vllm_row("off", "baseline", 100.0),
-        vllm_row("fuse", "ours", 120.0, 1000, 40),
-        vllm_row("off-nccl", "control", 80.0, 1000, 10),
-        vllm_row("off-nccl-tree", "control", 80.0, 1000, 2),
-    )
-    fuse = rows["fuse"]
-    assert fuse.speedup is None and fuse.refused is not None
-    assert (
-        "96.000% of its tokens are those of off, of off-nccl 99.000%" in fuse.refused
-    )  # the control that agrees least
-    assert failures(rows.values()) == [fuse]
-
-
-def test_few_differences_on_every_trace_are_many_together() -> None:
-    rows = []
-    for requests in range(1, 21):
-        for label, kind, differing in (("off", "baseline", 0), ("fuse", "ours", 6), ("off-nccl", "control", 2)):
-            row = vllm_row(label, kind, 100.0, 1000, differing)
-            row.requests = requests
-            rows.append(row)
-    judge(rows)
-    refused = {row.refused for row in rows if row.kind == "ours"}
-    assert len(refused) == 1 and "over all traces" in str(refused)
-    judge(alone := rows[:3])
-    assert alone[1].refused is None
-
-
-def test_noise_is_three_standard_errors_of_the_difference() -> None:
-    assert noise(400, 4, 400, 4) == pytest.approx(3 * (0.01 * 0.99 * 2 / 400) ** 0.5)
-    assert noise(64, 0, 64, 0) == 0.0
-
-
-def test_no_speedup_without_a_baseline_or_a_control() -> None:
-    alone = judged(vllm_row("off", "baseline", 100.0), vllm_row("fuse", "ours", 120.0))["fuse"]
-    assert (alone.speedup, alone.refused) == (None, NO_CONTROL)
-    lost = judged(
-        vllm_row("off", "baseline", None, reason="vLLM ended with 1"),
-        vllm_row("fuse", "ours", 120.0),
-        vllm_row("off-nccl", "control", 100.0),
-    )
-    assert (lost["fuse"].speedup, lost["fuse"].refused) == (None, NO_BASELINE)
-    assert failures([alone]) == [] and failures(lost.values()) == [lost["off"]]
-
-
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module of that name, for the processes that are started."""
@@ -265,6 +196,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 SMALL = dataclasses.replace(SPEC, chunks=(64,), batches=(4,), repeats=2, only=("off", "fuse", "off-nccl"))
+REFERRED = dataclasses.replace(SMALL, only=(*SMALL.only, "reference"))
 
 
 def ran(spec: VllmSpec, logs: Path | None = None) -> dict[str, Any]:
@@ -273,25 +205,43 @@ def ran(spec: VllmSpec, logs: Path | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("together", [False, True])
 def test_engines_are_put_beside_each_other(vllm: Path, tmp_path: Path, together: bool) -> None:
-    report = json.loads(json.dumps(ran(dataclasses.replace(SMALL, together=together), tmp_path)))
+    errors = {"off": 0.01, "fuse": 0.0105, "off-nccl": 0.01}
+    spec = dataclasses.replace(REFERRED, together=together, engine={"errors": errors})
+    report = json.loads(json.dumps(ran(spec, tmp_path)))
     rows = {(row.label, row.trace): row for row in rows_of(report)}
-    assert len(rows) == 9 and not failures(rows.values())
+    assert len(rows) == 13 and not failures(rows.values())
     decode = rows["fuse", "decode"]
     assert decode.speedup == pytest.approx(2.0) and decode.tpot_p50_ms == pytest.approx(5.0)
     assert (decode.agreement, decode.compared) == (1.0, 4 * 6)
     assert (decode.compile_s, decode.peak_bytes) == (1.5, 2**30) and decode.startup_s is not None
-    assert [one["lines"] for one in report["engines"]] == [[], ["on, fusing"], []]
+    assert rows["fuse", ACCURACY].logprob_error == pytest.approx(0.0105)
+    assert rows["fuse", ACCURACY].of_off == pytest.approx(1.05) and rows["reference", ACCURACY].logprob_error is None
+    assert [one["lines"] for one in report["engines"]] == [[], ["on, fusing"], [], []]
     assert "tw_compile: on" in (tmp_path / "fuse-64.log").read_text()
 
     read = list(csv.DictReader(io.StringIO(as_csv(report))))
-    assert len(read) == 9 and {line["model"] for line in read} == {"tiny-llama"}
+    assert len(read) == 13 and {line["model"] for line in read} == {"tiny-llama"}
+    assert [line["of_off"][:4] for line in read if line["trace"] == ACCURACY] == ["1.0", "1.05", "1.0", ""]
     text = printed(report)
+    assert "rms error" in text and "0.0105" in text and "1.050" in text and "nothing of rounding with 2 ranks" in text
     assert "2.000x" in text and "PASSED" in text and "log-normal" in text and "fuse, 64: on, fusing" in text
     assert report["together"] == together == ("a machine that all of them load" in text)
     pytest.importorskip("matplotlib")
     vllm_plot.plot(report, str(tmp_path / "plot.svg"))
     drawn = (tmp_path / "plot.svg").read_text()
     assert all(name in drawn for name in ("tokens/s", "speed-up over off", "requests"))
+
+
+def test_ours_further_from_the_reference_than_off_has_failed(vllm: Path) -> None:
+    report = ran(dataclasses.replace(REFERRED, engine={"errors": {"off": 0.01, "fuse": 0.02}}))
+    assert {row.label for row in failures(rows_of(report))} == {"fuse"}
+    assert "FAILED  fuse, decode at 4: its log-probabilities are 0.02 away" in printed(report)
+
+
+def test_a_reference_far_from_off_has_failed(vllm: Path) -> None:
+    report = ran(dataclasses.replace(REFERRED, engine={"errors": {"reference": 5.0}}))
+    assert [row.label for row in failures(rows_of(report))] == ["reference"]
+    assert {row.refused for row in rows_of(report) if row.label == "fuse" and row.trace != ACCURACY} == {NO_REFERENCE}
 
 
 def test_an_engine_that_fails_is_a_row_with_the_reason(vllm: Path) -> None:
@@ -341,6 +291,14 @@ def test_engines_together_take_turns_in_an_order_that_alternates(vllm: Path) -> 
     turns = [(name, requests) for order in rounds for requests in ("3", "4") for name in order]
     assert told(diary, "begin", "end") == [[word, *turn] for turn in turns for word in ("begin", "end")]
     assert len(told(diary, "left")) == 3 and not running(diary)
+
+
+def test_the_reference_takes_its_one_turn_after_the_warm_up(vllm: Path) -> None:
+    diary = vllm / "diary"
+    ran(dataclasses.replace(TOGETHER, only=("off", "reference"), engine={"diary": str(diary)}))
+    timed = [["off", "3"], ["off", "4"]]
+    warm = [*timed, ["off", "1"], ["reference", "1"]]
+    assert [line[1:] for line in told(diary, "begin")] == [*warm, *timed, *timed]
 
 
 def test_engines_by_themselves_run_all_their_rounds_before_the_next_starts(vllm: Path) -> None:
@@ -408,7 +366,7 @@ def test_engines_together_share_the_memory_unless_told_otherwise() -> None:
         return {one.arguments.get("gpu_memory_utilization") for one in plan}
 
     assert shares() == {None}
-    assert shares(together=True) == {0.18}
+    assert shares(together=True) == {0.15}
     assert shares(together=True, only=("off", "fuse", "fuse+split", "off-nccl")) == {0.22}
     assert shares(together=True, engine={"gpu_memory_utilization": 0.3}) == {0.3}
 
@@ -504,10 +462,10 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
     result = invoke("--model", "tiny-llama", "--tp", "4", "--chunks", "256", "--dry-run", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert (
-        "5 starts of vLLM with 4 ranks, one after the other" in result.stdout
+        "6 starts of vLLM with 4 ranks, one after the other" in result.stdout
         and "disable_custom_all_reduce=True" in result.stdout
     )
     assert "decode-64: 64 requests" in result.stdout
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
     together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
-    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.18" in together
+    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.15" in together

@@ -203,7 +203,7 @@ def llama(config: Any) -> Iterator[Any]:
     from vllm.model_executor.models.llama import LlamaModel
 
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(config.model_config.dtype)
     try:
         with set_current_vllm_config(config), torch.device("cpu"):
             model = LlamaModel(vllm_config=config, prefix="model")

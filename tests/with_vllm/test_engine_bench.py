@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fake_vllm import engine_config, llama
 
 from tw_compile.benchmark.vllm.run import write_model
 from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines
+from tw_compile.benchmark.vllm.traces import accuracy_trace
 
 SPEC = VllmSpec("tiny-llama", 2, "bfloat16", (128,), (1, 4), prompts=2, prompt_tokens=20, requests=3, decode_tokens=6)
 
@@ -37,6 +38,68 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
     assert isinstance(inside, VllmPass) == (engine.variant.kind == "ours")
     if engine.variant.kind == "ours":
         assert inside.config.split == {"fuse": "off", "fuse+split": "auto"}[variant]
+
+
+def test_the_reference_computes_in_ieee_float32(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+    from vllm import envs
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.ops import triton_unified_attention
+
+    write_model(SPEC, tmp_path)
+    spec = replace(SPEC, engine={"compilation_config": {"cudagraph_capture_sizes": [1, 8]}})
+    engine = next(one for one in engines(spec, str(tmp_path)) if one.variant.kind == "reference")
+    for name, value in engine.variant.environment.items():
+        monkeypatch.setenv(name, value)
+    config = EngineArgs(**engine.arguments, distributed_executor_backend="external_launcher").create_engine_config()
+    assert config.model_config.dtype == torch.float32 and config.model_config.enforce_eager
+    assert config.attention_config.backend == AttentionBackendEnum.TRITON_ATTN
+    assert torch.float32 in AttentionBackendEnum.TRITON_ATTN.get_class().supported_dtypes
+    assert config.kernel_config.ir_op_priority.fused_add_rms_norm[0] == "native"
+    assert "none" in config.compilation_config.custom_ops and not config.compilation_config.cudagraph_capture_sizes
+    assert envs.VLLM_FLOAT32_MATMUL_PRECISION == "highest" and triton.knobs.language.fp32_default == "ieee"
+    dots = inspect.getsource(triton_unified_attention)
+    assert "tl.dot(" in dots and "input_precision" not in dots and "allow_tf32" not in dots
+
+
+def test_log_probabilities_of_a_prompt_are_where_they_are_read(folder: Path) -> None:
+    from types import SimpleNamespace
+
+    from vllm import SamplingParams
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsTensors
+
+    from tw_compile.benchmark.vllm.engine import logprobs
+
+    given = LogprobsTensors(
+        torch.tensor([[7], [5]]), torch.tensor([[-0.5], [-2.0]]), selected_token_ranks=torch.tensor([1, 9])
+    )
+    request: Any = SimpleNamespace(sampling_params=SamplingParams(prompt_logprobs=0, detokenize=False))
+    processor = LogprobsProcessor.from_new_request(None, request)
+    processor._update_prompt_logprobs(given)
+    output = SimpleNamespace(prompt_logprobs=processor.prompt_logprobs)
+    assert logprobs([output], [[3, 7, 5]]) == [-0.5, -2.0]
+
+
+def test_prompts_of_accuracy_are_one_step_of_vllms_scheduler(folder: Path) -> None:
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    trace = accuracy_trace(700)
+    config = engine_config(folder, max_num_batched_tokens=700, max_model_len=trace.longest, enable_prefix_caching=False)
+    config.cache_config.num_gpu_blocks = 100
+    heads = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    cache = KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], heads)])
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=16)
+    for number, length in enumerate(trace.prompts):
+        asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        scheduler.add_request(Request(str(number), [1] * length, asked, None))
+    step = scheduler.schedule()
+    assert list(step.num_scheduled_tokens.values()) == list(trace.prompts) and step.total_num_scheduled_tokens == 700
 
 
 def test_requests_have_the_times_that_are_read(folder: Path) -> None:
@@ -70,7 +133,7 @@ def test_random_weights_differ_between_ranks_and_norms_do_not(folder: Path) -> N
     with llama(engine_config(folder)) as run:
         model = _model_of(run)
         for rank, seed in ((0, 0), (1, 0), (0, 0), (0, 1)):
-            randomise(model, rank, seed)
+            randomise(model, rank, seed, torch.bfloat16)
             found.append({name: value.clone() for name, value in model.named_parameters()})
     first, other_rank, again, other_seed = found
     assert any("norm" in name for name in first) and any("down_proj" in name for name in first)
@@ -83,6 +146,22 @@ def test_random_weights_differ_between_ranks_and_norms_do_not(folder: Path) -> N
             assert not torch.equal(value, other_rank[name]) and not torch.equal(value, other_seed[name])
 
 
+@pytest.mark.usefixtures("groups")
+def test_random_weights_are_the_same_in_float32(folder: Path) -> None:
+    from tw_compile.benchmark.vllm.worker import randomise
+
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for dtype in ("bfloat16", "float32"):
+        with llama(engine_config(folder, dtype=dtype)) as run:
+            model = _model_of(run)
+            randomise(model, 1, 0, torch.bfloat16)
+            found[dtype] = {name: value.clone() for name, value in model.named_parameters()}
+    assert {value.dtype for value in found["float32"].values()} == {torch.float32}
+    assert list(found["float32"]) == list(found["bfloat16"])
+    for name, value in found["bfloat16"].items():
+        assert value.dtype == torch.bfloat16 and torch.equal(value.float(), found["float32"][name])
+
+
 def test_a_layer_that_all_ranks_hold_whole_gets_the_same_weights_on_all(folder: Path, groups: Any) -> None:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -91,9 +170,9 @@ def test_a_layer_that_all_ranks_hold_whole_gets_the_same_weights_on_all(folder: 
 
     with set_current_vllm_config(engine_config(folder)):
         router = ReplicatedLinear(8, 4, bias=True)
-    randomise(router, 0, 0)
+    randomise(router, 0, 0, torch.float32)
     expected = router.weight.clone()
-    randomise(router, 1, 0)
+    randomise(router, 1, 0, torch.float32)
     assert torch.equal(router.weight, expected) and not router.bias.any()
 
 

@@ -13,30 +13,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.vllm.traces import Trace, prompt_tokens
+from tw_compile.benchmark.vllm.traces import ACCURACY, Trace, prompt_tokens, turns
 
 
-def run(job: dict[str, Any], turns: socket.socket) -> dict[str, Any]:
-    """The engine's facts, and for each trace its tokens and the rounds' times in seconds."""
+def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
+    """The engine's facts, and for each trace its tokens and the rounds' times in seconds, or its log-probabilities."""
     begin = time.monotonic()
     from vllm import LLM
 
     llm = LLM(**job["arguments"])
     startup = time.monotonic() - begin
-    llm.collective_rpc("tw_compile_randomise", args=(job["seed"],))
+    llm.collective_rpc("tw_compile_randomise", args=(job["seed"], job["dtype"]))
     traces = [Trace(one["kind"], tuple(one["prompts"]), tuple(one["outputs"])) for one in job["traces"]]
-    prompts = [prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in traces]
-    tokens: list[list[list[int]]] = []
-    rounds: list[list[dict[str, Any]]] = [[] for _ in traces]
-    for number in range(1 + job["repeats"]):
-        for index, trace in enumerate(traces):
-            _await_turn(turns)
-            outputs, times = _once(llm, trace, prompts[index])
-            if number == 0:  # warms up
-                tokens.append([list(one.outputs[0].token_ids) for one in outputs])
-            else:
-                rounds[index].append(times)
-    _await_turn(turns)  # an engine that ends would be in the times of those that still run
+    prompts = {trace: prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in traces}
+    found: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
+    for number, trace in turns(traces, job["repeats"]):
+        _await_turn(driver)
+        outputs, times = _once(llm, trace, prompts[trace])
+        if number > 0:
+            found[trace]["rounds"].append(times)
+        elif trace.kind == ACCURACY:
+            found[trace]["logprobs"] = logprobs(outputs, prompts[trace])
+        else:
+            found[trace]["tokens"] = [list(one.outputs[0].token_ids) for one in outputs]
+    _await_turn(driver)  # an engine that ends would be in the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
@@ -44,14 +44,23 @@ def run(job: dict[str, Any], turns: socket.socket) -> dict[str, Any]:
         "peak_bytes": max(one["peak_bytes"] for one in facts),
         "device_name": facts[0]["device_name"],
         "passes": all(one["passes"] for one in facts),
-        "traces": [{"tokens": some, "rounds": times} for some, times in zip(tokens, rounds, strict=True)],
+        "traces": list(found.values()),
     }
 
 
-def _await_turn(turns: socket.socket) -> None:
+def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
+    """Of every token of the prompts but their first ones, in their order."""
+    return [
+        given[token].logprob
+        for output, prompt in zip(outputs, prompts, strict=True)
+        for given, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    ]
+
+
+def _await_turn(driver: socket.socket) -> None:
     """Say that this engine is ready, or that its turn is over, and wait for the next."""
-    turns.sendall(b".")
-    if not turns.recv(1):
+    driver.sendall(b".")
+    if not driver.recv(1):
         raise RuntimeError("the benchmark that started this engine has ended")
 
 
@@ -62,9 +71,12 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
     """
     from vllm import SamplingParams
 
+    # Log-probabilities of prompts leave steps as they are, and vLLM makes logits of one request or 1024 tokens at a time.
+    more = {"prompt_logprobs": 0} if trace.kind == ACCURACY else {}
     # Each its own object: vLLM writes to them.
     asked = [
-        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False) for count in trace.outputs
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
+        for count in trace.outputs
     ]
     llm.sleep(level=0)
     llm.enqueue([{"prompt_token_ids": one} for one in prompts], asked, use_tqdm=False)
@@ -84,8 +96,8 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
     }
 
 
-def main(job: str, result: str, turns: str) -> None:
-    found = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(turns)))
+def main(job: str, result: str, driver: str) -> None:
+    found = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(driver)))
     Path(result).write_text(json.dumps(found))
 
 

@@ -13,13 +13,18 @@ from typing import Any
 import numpy as np
 
 from tw_compile.benchmark.vllm.spec import Kind
-from tw_compile.benchmark.vllm.traces import Trace
+from tw_compile.benchmark.vllm.traces import ACCURACY, Trace
 
 SCHEMA_VERSION = 1
 NOISE = 3.0
 """Standard errors by which an agreement may be lower than the control's."""
+BUDGET = 1.1
+"""Of off's error, which ours may have: the budget of :mod:`tw_compile.testing.error_budget`."""
+UNRELATED = 0.5
+"""Of the reference's standard deviation: a reference that far from off has other weights."""
 NO_BASELINE = "no baseline ran"
 NO_CONTROL = "no control ran: nothing says how often the tokens of vLLM alone differ"
+NO_REFERENCE = "no reference ran beside this and off: nothing says how far from exact vLLM alone is"
 
 
 @dataclass
@@ -27,8 +32,8 @@ class VllmRow:
     """One variant on one trace.
 
     Attributes:
-        kind: "baseline", "control" or "ours".
-        trace: "prefill", "mixed" or "decode".
+        kind: "baseline", "control", "ours" or "reference".
+        trace: "prefill", "mixed", "decode", or "accuracy", which has no times.
         chunk: ``max_num_batched_tokens``.
         requests: Of the trace; those of a decode trace run side by side.
         reason: Why there are no times.
@@ -39,7 +44,9 @@ class VllmRow:
         startup_s: Of vLLM's constructor with empty caches; ``compile_s`` is the part that vLLM calls torch.compile's.
         peak_bytes: Of torch's allocator on the worst GPU.
         compared: Greedy tokens that follow the same tokens as the baseline's; ``differing`` of them are others.
-        speedup: Tokens/s by the baseline's; ours only, and only where the tokens agree as often as a control's.
+        logprob_error: Root of the mean square of what the prompts' log-probabilities are away from the reference's; of
+            "accuracy" alone. ``of_off`` is that by the baseline's.
+        speedup: Tokens/s by the baseline's; ours only, and only where :func:`judge` finds ours as good as vLLM alone.
         speedup_low: Our slowest round by the baseline's fastest; ``speedup_high`` the other way round.
         refused: Why there is no speed-up.
     """
@@ -63,6 +70,8 @@ class VllmRow:
     compared: int | None = None
     differing: int | None = None
     agreement: float | None = None
+    logprob_error: float | None = None
+    of_off: float | None = None
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
@@ -116,11 +125,33 @@ def noise(compared: int, differing: int, compared_of_control: int, differing_of_
     return NOISE * math.sqrt(rate * (1 - rate) * (1 / compared + 1 / compared_of_control))
 
 
-def judge(rows: Sequence[VllmRow]) -> None:
-    """Fill in agreements, and speed-ups where they may be said: for each trace, and for all traces of a variant together."""
+def logprob_error(logprobs: Sequence[float], reference: Sequence[float]) -> float:
+    """Root of the mean square of the differences."""
+    return float(np.sqrt(np.mean(np.subtract(logprobs, reference) ** 2)))
+
+
+def unrelated(logprobs: Sequence[float], reference: Sequence[float]) -> str | None:
+    """Why ``reference`` is none for the baseline's ``logprobs``."""
+    error, deviation = logprob_error(logprobs, reference), float(np.std(reference))
+    if error <= UNRELATED * deviation:
+        return None
+    return f"no reference: {error:.3g} away from off (rms), and its log-probabilities vary by {deviation:.3g} (std)"
+
+
+def judge(rows: Sequence[VllmRow], world_size: int) -> None:
+    """Fill in agreements and errors, and speed-ups where they may be said.
+
+    A variant's log-probabilities must be as near to the reference's as off's are, within ``BUDGET``; and with more than two
+    ranks its tokens must agree with off's as often as a control's, within noise, for each trace and for all together.
+    """
+    errors = {row.label: row.logprob_error for row in rows if row.trace == ACCURACY and row.reason is None}
+    off = next((errors.get(row.label) for row in rows if row.kind == "baseline"), None)
+    referred = any(row.kind == "reference" and row.label in errors for row in rows)
     for row in rows:
         if row.compared and row.differing is not None:
             row.agreement = 1 - row.differing / row.compared
+        if row.logprob_error is not None and off:
+            row.of_off = row.logprob_error / off
     for row in rows:
         if row.kind != "ours" or row.tokens_per_s is None:
             continue
@@ -129,13 +160,28 @@ def judge(rows: Sequence[VllmRow]) -> None:
         if baseline is None:
             row.refused = NO_BASELINE
             continue
-        everywhere = [one for one in rows if one.label == row.label]
-        row.refused = _refusal([row], _controls(here)) or _refusal(everywhere, _controls(rows), " over all traces")
+        # A sum of two numbers has one order: with two ranks every all_reduce gives the same bits, and controls say nothing of
+        # rounding, so that all depends on the reference.
+        row.refused = None
+        if referred or world_size == 2:
+            row.refused = _inexact(errors.get(row.label), off if referred else None)
+        if row.refused is None and world_size > 2:
+            everywhere = [one for one in rows if one.label == row.label]
+            row.refused = _refusal([row], _controls(here)) or _refusal(everywhere, _controls(rows), " over all traces")
         if row.refused is None:
             assert baseline.tokens_per_s and baseline.fastest and baseline.slowest and row.slowest and row.fastest
             row.speedup = row.tokens_per_s / baseline.tokens_per_s
             row.speedup_low = row.slowest / baseline.fastest
             row.speedup_high = row.fastest / baseline.slowest
+
+
+def _inexact(error: float | None, off: float | None) -> str | None:
+    """Why log-probabilities with this error are not as good as those of vLLM itself."""
+    if error is None or off is None:
+        return NO_REFERENCE
+    if error <= BUDGET * off:
+        return None
+    return f"its log-probabilities are {error:.3g} away from float32's (rms), off's {off:.3g}, and {BUDGET}x is allowed"
 
 
 def _controls(rows: Iterable[VllmRow]) -> dict[str, list[VllmRow]]:
@@ -170,8 +216,9 @@ def _counts(rows: Sequence[VllmRow]) -> tuple[int, int]:
 
 
 def failures(rows: Iterable[VllmRow]) -> list[VllmRow]:
-    """Those without times, and those of ours whose tokens are not good enough; leaving out a variant is no failure."""
-    return [row for row in rows if row.reason is not None or row.refused not in (None, NO_BASELINE, NO_CONTROL)]
+    """Those without times, and those of ours that are not good enough; leaving out a variant is no failure."""
+    fine = (None, NO_BASELINE, NO_CONTROL, NO_REFERENCE)
+    return [row for row in rows if row.reason is not None or row.refused not in fine]
 
 
 def rows_of(report: dict[str, Any]) -> list[VllmRow]:

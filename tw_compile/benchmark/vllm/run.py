@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
-from tw_compile.benchmark.vllm.results import SCHEMA_VERSION, VllmRow, compare, judge, measure
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces
+from tw_compile.benchmark.vllm.results import (
+    SCHEMA_VERSION,
+    VllmRow,
+    compare,
+    judge,
+    logprob_error,
+    measure,
+    unrelated,
+)
+from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
+from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
 from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
@@ -46,7 +55,7 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
                 f"--layers: expected at most {config.num_hidden_layers}, the layers of {spec.model}, got {spec.layers}"
             )
         config = truncate_layers(config, spec.layers)
-    longest = max((trace.longest for chunk in spec.chunks for trace in traces(spec, chunk)), default=0)
+    longest = max(trace.longest for engine in engines(spec, str(folder)) for trace in engine.traces)
     if longest > config.max_position_embeddings:
         raise UsageError(
             f"--prompt-tokens, --requests, --decode-tokens: expected at most {config.max_position_embeddings} tokens of a "
@@ -60,7 +69,7 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
 
 def steps(spec: VllmSpec) -> int:
     """How often :func:`run` calls ``progress``, unless all engines of a group fail."""
-    return sum(1 + (1 + spec.repeats) * len(group[0].traces) for group in groups(spec, engines(spec, "")))
+    return sum(1 + len(turns(traces_of(group), spec.repeats)) for group in groups(spec, engines(spec, "")))
 
 
 def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None) -> dict[str, Any]:
@@ -95,23 +104,21 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "together": spec.together,
         "environment": environment,
         "engines": [described(engine) | _facts(one) for engine, one in zip(plan, found, strict=True)],
-        "rows": [asdict(row) for row in rows(plan, found)],
+        "rows": [asdict(row) for row in rows(plan, found, spec.world_size)],
         "versions": {**versions(), "vllm": installed_version("vllm"), "nccl": nccl_version()},
     }
 
 
-def rows(plan: list[Engine], found: list[dict[str, Any]]) -> list[VllmRow]:
+def rows(plan: list[Engine], found: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
     """A row for every engine and trace; ``found`` is what the engines of ``plan`` found, or their ``error``."""
     result = []
+    of_kind = {
+        (engine.variant.kind, engine.chunk, trace): own
+        for engine, one in zip(plan, found, strict=True)
+        if "error" not in one
+        for trace, own in zip(engine.traces, one["traces"], strict=True)
+    }
     for engine, one in zip(plan, found, strict=True):
-        baseline = next(
-            (
-                other
-                for some, other in zip(plan, found, strict=True)
-                if some.chunk == engine.chunk and some.variant.kind == "baseline" and "error" not in other
-            ),
-            None,
-        )
         for index, trace in enumerate(engine.traces):
             row = VllmRow(engine.variant.label, engine.variant.kind, trace.kind, engine.chunk, len(trace.prompts))
             result.append(row)
@@ -121,12 +128,25 @@ def rows(plan: list[Engine], found: list[dict[str, Any]]) -> list[VllmRow]:
             row.startup_s, row.compile_s, row.peak_bytes = (
                 one[name] for name in ("startup_seconds", "compile_seconds", "peak_bytes")
             )
-            measure(row, trace, one["traces"][index]["rounds"])
-            if baseline is not None and baseline is not one:
-                tokens, others = (some["traces"][index]["tokens"] for some in (one, baseline))
-                row.compared, row.differing = compare(tokens, others)
-    judge(result)
+            own = one["traces"][index]
+            baseline, reference = (of_kind.get((kind, engine.chunk, trace)) for kind in ("baseline", "reference"))
+            if trace.kind == ACCURACY:
+                _measure_accuracy(row, own, baseline, reference)
+                continue
+            measure(row, trace, own["rounds"])
+            if baseline is not None and baseline is not own:
+                row.compared, row.differing = compare(own["tokens"], baseline["tokens"])
+    judge(result, world_size)
     return result
+
+
+def _measure_accuracy(
+    row: VllmRow, own: dict[str, Any], baseline: dict[str, Any] | None, reference: dict[str, Any] | None
+) -> None:
+    if own is reference:
+        row.reason = None if baseline is None else unrelated(baseline["logprobs"], own["logprobs"])
+    elif reference is not None:
+        row.logprob_error = logprob_error(own["logprobs"], reference["logprobs"])
 
 
 def described(engine: Engine) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from tw_compile.benchmark.vllm.traces import Trace, mixed_lengths
+from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
 from tw_compile.runner.spec import UsageError
 
-Kind = Literal["baseline", "control", "ours"]
+Kind = Literal["baseline", "control", "ours", "reference"]
 KINDS = ("prefill", "mixed", "decode")
 DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
@@ -21,6 +21,7 @@ EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 SPLIT = "fuse+split"
 
 _OFF = {"TW_COMPILE": "0"}
+_FLOAT32 = _OFF | {"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "TRITON_F32_DEFAULT": "ieee"}
 _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
 
 
@@ -29,7 +30,8 @@ class Variant:
     """One way to run the engine.
 
     Attributes:
-        kind: "baseline" is vLLM alone, "control" vLLM alone with another all_reduce, "ours" has the passes.
+        kind: "baseline" is vLLM alone, "control" vLLM alone with another all_reduce, "ours" has the passes, "reference" is vLLM
+            alone in float32, from whose log-probabilities those of the others are said to be so far away.
         environment: What its processes get beside the user's environment.
         arguments: Of ``vllm.LLM``, beside those that all have.
     """
@@ -47,6 +49,21 @@ VARIANTS = (
     Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
+    # float32 errs by 2^-16 of what bfloat16 does, and stands in for float64, which vLLM has not. Nothing may be tf32: Triton's
+    # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default, which the environment
+    # makes IEEE's, as it does torch's of matmuls; the rest is plain torch operators.
+    Variant(
+        "reference",
+        "reference",
+        _FLOAT32,
+        {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "attention_backend": "TRITON_ATTN",
+            "compilation_config": {"custom_ops": ["none"]},
+            "ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]},
+        },
+    ),
 )
 
 
@@ -118,7 +135,7 @@ def variants(spec: VllmSpec) -> list[Variant]:
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
-    """What the engines of a chunk size run."""
+    """What the engines of a chunk size run for their times."""
     found = []
     if "prefill" in spec.kinds:
         found.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
@@ -143,9 +160,12 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
         )
     everyone = variants(spec)
     plan = {chunk: traces(spec, chunk) for chunk in spec.chunks}
-    everything = [trace for found in plan.values() for trace in found]
-    if not everything:
+    if not any(plan.values()):
         raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {','.join(spec.kinds)!r}")
+    largest = max(spec.chunks)
+    if any(one.kind == "reference" for one in everyone):
+        plan[largest] += (accuracy_trace(largest),)
+    everything = [trace for found in plan.values() for trace in found]
     common = {
         "model": folder,
         "load_format": "dummy",
@@ -168,10 +188,11 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
         return _merged(own, spec.engine, variant.arguments)
 
     return [
-        Engine(one, chunk, arguments(chunk, one), plan[chunk])
+        Engine(one, chunk, arguments(chunk, one), plan[chunk][-1:] if one.kind == "reference" else plan[chunk])
         for chunk in spec.chunks
         if plan[chunk]
         for one in everyone
+        if one.kind != "reference" or chunk == largest
     ]
 
 
@@ -182,6 +203,11 @@ def groups(spec: VllmSpec, plan: Sequence[Engine]) -> list[list[Engine]]:
     return [list(same) for _, same in groupby(plan, key=lambda one: one.chunk)]
 
 
+def traces_of(group: Sequence[Engine]) -> tuple[Trace, ...]:
+    """Of the engines of a group: all run the same, but the reference only the last."""
+    return max((one.traces for one in group), key=len)
+
+
 def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
     """What the engine's process is told."""
     return {
@@ -189,6 +215,7 @@ def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
         "traces": [asdict(trace) for trace in engine.traces],
         "repeats": spec.repeats,
         "seed": spec.seed,
+        "dtype": spec.dtype,
         "vocabulary": vocabulary,
     }
 

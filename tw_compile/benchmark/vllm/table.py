@@ -10,15 +10,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from tw_compile.benchmark.table import WIDTH, mebibytes, number
-from tw_compile.benchmark.vllm.results import NOISE, VllmRow, failures, rows_of
-from tw_compile.benchmark.vllm.traces import MIXED
+from tw_compile.benchmark.vllm.results import BUDGET, NOISE, VllmRow, failures, rows_of
+from tw_compile.benchmark.vllm.traces import ACCURACY, MIXED
 
 COLUMNS = ("", "tokens/s", "slowest - fastest", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "speed-up", "as off's")
 _STYLES = {"ours": "bold", "control": "dim"}
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Header, one table a trace, one of starts, and who failed."""
+    """Header, one table a trace, one of accuracy, one of starts, and who failed."""
     versions = report["versions"]
     if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
         console.width = max(console.width, WIDTH)
@@ -29,18 +29,26 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         markup=False,
     )
     switched = ", ".join(f"{name}={value}" for name, value in report["environment"].items())
+    meaning = (
+        "says nothing of rounding with 2 ranks, where every all_reduce gives the same bits"
+        if report["world_size"] == 2
+        else f"may be {NOISE:.0f} standard errors below that of the controls"
+    )
     console.print(
         f"median of {report['repeats']} rounds; random weights and tokens, greedy; TTFT from the start, when all requests are "
-        f"there; as off's: share of the tokens after equal ones, which may be {NOISE:.0f} standard errors below that of the "
-        f"controls; {switched}; NCCL {versions['nccl']}",
+        f"there; as off's: share of the tokens after equal ones, which {meaning}; {switched}; NCCL {versions['nccl']}",
         style="dim",
         soft_wrap=True,
     )
     rows = rows_of(report)
-    for (_, trace, tokens), group in groupby(sorted(rows, key=_order), key=_order):
+    timed = [row for row in rows if row.trace != ACCURACY]
+    for (_, trace, tokens), group in groupby(sorted(timed, key=_order), key=_order):
         console.print()
         _print_trace(console, trace, tokens, list(group))
     console.print()
+    if compared := [row for row in rows if row.logprob_error is not None]:
+        _print_accuracy(console, compared)
+        console.print()
     _print_starts(console, report)
     console.print()
     bad = failures(rows)
@@ -48,7 +56,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         line = f"FAILED  {row.label}, {row.trace} at {row.tokens}: {row.reason or row.refused}"
         console.print(line, style="red", markup=False, soft_wrap=True)
     if not bad:
-        console.print("PASSED  all engines ran, and our tokens are as good as the controls'", style="green")
+        console.print("PASSED  all engines ran, and none of ours was found worse than vLLM alone", style="green")
 
 
 def _order(row: VllmRow) -> tuple[int, str, int]:
@@ -68,6 +76,18 @@ def _print_trace(console: Console, trace: str, tokens: int, rows: list[VllmRow])
     for row in rows:
         if row.refused is not None:
             console.print(f"  {row.label}: no speed-up: {row.refused}", style="dim", markup=False, soft_wrap=True)
+
+
+def _print_accuracy(console: Console, rows: list[VllmRow]) -> None:
+    console.print(f"log-probabilities against the same weights in float32, one step of {rows[0].chunk} tokens")
+    table = Table(box=None, pad_edge=False, header_style="dim")  # narrower than its title, which it would wrap
+    for name in ("", "rms error", "of off's"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for row in rows:
+        error, ratio = number(row.logprob_error, ".3g"), number(row.of_off, ".3f")
+        table.add_row(escape(row.label), error, ratio, style=_STYLES.get(row.kind))
+    console.print(table)
+    console.print(f"  ours may be {BUDGET}x of off's at every chunk size", style="dim")
 
 
 def _cells(row: VllmRow) -> tuple[str, ...]:

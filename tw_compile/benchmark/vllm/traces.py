@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PROMPT_MEDIAN, PROMPT_SIGMA = 120.0, 1.1
 OUTPUT_MEDIAN, OUTPUT_SIGMA = 150.0, 0.8
 SHORTEST, LONGEST = 4, 1024
+ACCURACY = "accuracy"
+"""Kind of the trace that asks for log-probabilities; it is not timed."""
+_ACCURACY_PROMPT, _ACCURACY_PROMPTS = 256, 32
 MIXED = (
     f"prompts log-normal with median {PROMPT_MEDIAN:.0f} and sigma {PROMPT_SIGMA}, outputs with median {OUTPUT_MEDIAN:.0f} "
     f"and sigma {OUTPUT_SIGMA}, both {SHORTEST} to {LONGEST} tokens"
@@ -44,6 +48,18 @@ def mixed_lengths(requests: int, seed: int) -> tuple[tuple[int, ...], tuple[int,
         return tuple(min(max(round(value), SHORTEST), LONGEST) for value in values)
 
     return lengths(PROMPT_MEDIAN, PROMPT_SIGMA), lengths(OUTPUT_MEDIAN, OUTPUT_SIGMA)
+
+
+def accuracy_trace(step: int) -> Trace:
+    """Prompts that together are one step of so many tokens, as pieces are split by how many there are."""
+    count = min(-(-step // _ACCURACY_PROMPT), _ACCURACY_PROMPTS)
+    return Trace(ACCURACY, tuple(step // count + (index < step % count) for index in range(count)), (1,) * count)
+
+
+def turns(traces: Sequence[Trace], repeats: int) -> list[tuple[int, Trace]]:
+    """Rounds and traces in the order of the runs: round 0 warms up, and only there is one of accuracy."""
+    rounds = range(1 + repeats)
+    return [(number, trace) for number in rounds for trace in traces if number == 0 or trace.kind != ACCURACY]
 
 
 def prompt_tokens(trace: Trace, vocabulary: int, seed: int) -> list[list[int]]:

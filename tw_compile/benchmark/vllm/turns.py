@@ -7,7 +7,6 @@ before each turn and before it ends, so that one engine at a time does anything.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job
+from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job, traces_of
+from tw_compile.benchmark.vllm.traces import turns
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
 """Empty for every engine, so that starts can be compared."""
@@ -39,27 +39,27 @@ def take_turns(
     logs: Path | None,
     progress: Callable[[str], None],
 ) -> list[dict[str, Any]]:
-    """What the engines of ``group``, which run the same traces, have found or their ``error``; and the ``lines`` that are ours.
+    """What the engines of ``group`` have found or their ``error``; and the ``lines`` that are ours.
 
-    Every trace is run by all before the next, in odd rounds in reverse order, so that nobody always follows the same one. An
-    engine that fails is ended, and the others go on. ``logs``: a folder to keep their output in, else it's in ``scratch``.
+    Every trace is run by all that have it before the next, in odd rounds in reverse order, so that nobody always follows the
+    same one. An engine that fails is ended, and the others go on. ``logs``: a folder to keep their output in, else it's in
+    ``scratch``.
     """
     running: list[_Process] = []
 
-    def say(what: str) -> None:
-        labels = ", ".join(one.engine.variant.label for one in _alive(running))
+    def say(who: Sequence[_Process], what: str) -> None:
+        labels = ", ".join(one.engine.variant.label for one in who)
         progress(f"{labels}, {group[0].chunk} tokens a step: {what}")
 
     try:
         for engine in group:
             running.append(_Process(engine, spec, vocabulary, scratch, logs))
-        say("start")
+        say(running, "start")
         _wait(running)
-        rounds = range(1 + spec.repeats)
-        for number, trace in itertools.product(rounds, group[0].traces):
-            if not (turn := _alive(running)):
-                break
-            say(f"round {number + 1} of {len(rounds)}, {trace.label}")
+        for number, trace in turns(traces_of(group), spec.repeats):
+            if not (turn := [one for one in _alive(running) if trace in one.engine.traces]):
+                continue
+            say(turn, f"round {number + 1} of {1 + spec.repeats}, {trace.label}")
             for one in reversed(turn) if number % 2 else turn:
                 one.go()
                 _wait([one])

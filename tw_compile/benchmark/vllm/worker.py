@@ -15,8 +15,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class WorkerExtension:
     """Mixed into vLLM's worker, whose ``rank``, ``vllm_config`` and ``get_model`` it reads."""
 
-    def tw_compile_randomise(self: Any, seed: int) -> None:
-        randomise(self.get_model(), self.rank, seed)
+    def tw_compile_randomise(self: Any, seed: int, dtype: str) -> None:
+        randomise(self.get_model(), self.rank, seed, getattr(torch, dtype))
 
     def tw_compile_facts(self: Any) -> dict[str, Any]:
         """Seconds of compilation, the device, its peak bytes, and whether the passes are in the engine."""
@@ -31,12 +31,12 @@ class WorkerExtension:
 
 
 @torch.inference_mode()  # whichever mode they were made in
-def randomise(model: nn.Module, rank: int, seed: int) -> None:
+def randomise(model: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> None:
     """Normal weights of deviation 0.02, other ones on every rank where they are sharded; norms are 1, biases 0.
 
     vLLM's dummy weights are the same on all ranks, so that a sum over two ranks is exact in any order, and so small, norms'
     too, that no layer changes a bit of the residual: with them wrong sums would give the same tokens. Weights that are
-    quantised stay as they are.
+    quantised stay as they are. The values are those of ``dtype``, whichever the model has: the same in one of float32.
     """
     number = 0
     for module in model.modules():
@@ -50,4 +50,5 @@ def randomise(model: nn.Module, rank: int, seed: int) -> None:
                 continue
             generator = torch.Generator(parameter.device)
             generator.manual_seed((seed * 2**20 + number) * 2**10 + (0 if replicated else rank))
-            parameter.normal_(0.0, STD, generator=generator)
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            parameter.copy_(drawn.normal_(0.0, STD, generator=generator).to(dtype))
