@@ -43,10 +43,10 @@ def split_pays(engine: Any, config: Config) -> Pays | None:
         layer = layer_shape(
             model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True
         )
-        profile = _profile(config)
-    except (ValueError, AttributeError, NotImplementedError) as error:
+    except ValueError as error:
         logger.debug("no plan for the ranges of a split: %s", error)
         return None
+    profile = _profile(config)
     return None if profile is None else piece_pays(profile, layer)
 
 
