@@ -99,13 +99,17 @@ def run_alone(graph: fx.Graph, values: list[Any]) -> list[torch.Tensor]:
 
 
 class _Alone(fx.Interpreter):
-    """A rank's shard of the residual has the shape that it would have; the whole is remembered beside it."""
+    """A rank's shard of the residual has the shape that it would have; the whole is remembered beside it.
+
+    What is left in a slot becomes NaN when the slot's next call starts.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._whole: dict[int, torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
         self._in_flight: dict[int, int] = {}
+        self._in_slot: dict[int, torch.Tensor] = {}
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         handlers: dict[Any, Callable[..., Any]] = {
@@ -119,7 +123,16 @@ class _Alone(fx.Interpreter):
         handler = handlers.get(target)
         return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
 
-    def _start(self, x: Any, residual: Any, bias: Any, weight: Any, *rest: Any, overlap_sms: int = 0) -> Any:
+    def _start(
+        self,
+        x: Any,
+        residual: Any,
+        bias: Any,
+        weight: Any,
+        *rest: Any,
+        overlap_sms: int = 0,
+        results_in_slot: bool = False,
+    ) -> Any:
         eps, offset, cast, dtype, residual_dtype, sharded, out, _, _, slot, *more = rest
         scale = more[0] if more else 1.0
         if len(more) > 2 and more[2] is not None:
@@ -130,6 +143,10 @@ class _Alone(fx.Interpreter):
             residual = self._whole[id(residual)]
         norm = NormSpec(eps, offset, cast, dtype, residual_dtype, scale)
         hidden, h = add_rms_norm(x * WORLD_SIZE, residual, bias, weight, norm)
+        if slot in self._in_slot:
+            self._in_slot.pop(slot).fill_(torch.nan)
+        if results_in_slot:
+            self._in_slot[slot] = hidden
         rows = {"none": 0, "sharded": -(-x.shape[0] // WORLD_SIZE), "replicated": x.shape[0]}[out]
         given = h[:rows].clone()
         self._whole[id(given)] = h

@@ -87,6 +87,7 @@ class Overlap:
         calls: How many there are; ``exposed`` counts, by reason, those beside which nothing of the other half computes.
         windows: In the order in which they run.
         loose: Operators that the compiler may move in front of the call they belong behind.
+        in_slot: How many of the calls leave their results where peers write them, all readers being done by the next call.
         refused: Why the order is not that of the weave; empty where it is.
     """
 
@@ -95,6 +96,7 @@ class Overlap:
     exposed: dict[str, int] = field(default_factory=dict)
     loose: tuple[str, ...] = ()
     refused: str = ""
+    in_slot: int = 0
 
 
 @dataclass(frozen=True)

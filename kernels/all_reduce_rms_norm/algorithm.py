@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import torch
+
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 
@@ -39,6 +41,10 @@ class Algorithm(ABC):
         Launches nothing and needs no slot. Nothing to do where it can serve no such message. The device is current; not in
         CUDA-graph capture.
         """
+
+    def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a launch leaves its results: ``(hidden, residual_out)``."""
+        return request.allocate(state.world_size)
 
     @abstractmethod
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:

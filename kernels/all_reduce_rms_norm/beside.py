@@ -59,14 +59,13 @@ def cluster_size(ctas: int, device: torch.device) -> int:
     return next(size for size in (8, 4, 2, 1) if ctas % size == 0)
 
 
-def start_beside(request: Request, world_size: int, launch: Callable[[Request], Started]) -> Started:
+def start_beside(request: Request, launch: Callable[[Request], Started]) -> Started:
     """``launch(request)`` on the side stream of the request's slot; ``finish`` makes the then current stream wait for it.
 
-    The device is current.
+    The request has its ``outputs``; the device is current.
     """
     device = request.x.device
     current, side = torch.cuda.current_stream(device), side_stream(device, request.slot)
-    request = replace(request, outputs=request.allocate(world_size))
     captured = torch.cuda.is_current_stream_capturing()
     side.wait_event(current.record_event())
     try:

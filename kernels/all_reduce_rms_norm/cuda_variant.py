@@ -63,6 +63,7 @@ def variant_of(request: Request) -> Hashable:
         norm.cast_before_weight,
         request.residual_sharded,
         request.residual_out,
+        request.results_in_slot,
     )
 
 

@@ -3,6 +3,7 @@
     all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
     mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) -> (hidden, residual_out)
     all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
+    all_reduce_rms_norm_hold_(results!, outputs)
 
 ``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
 ``mm_start`` is ``start`` with ``x = mm(a, b)``, which it writes to where peers read it if the transport has such memory.
@@ -15,6 +16,11 @@ With ``overlap_sms`` above 0 the communication runs beside what the current stre
 many SMs (see ``beside.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the current
 stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
 ``reserved_sms`` SMs to what runs beside it (see ``kernels/mm_leaving_sms.py``).
+
+With ``results_in_slot`` a call may leave its results in the slot's memory, where the slot's next call overwrites them: who asks
+for that has read them by then. To a compiler they are tensors like others, whose memory it gives to other values when
+nothing reads them any more. ``hold_``, which does nothing, is what reads them last, after a graph's ``outputs``, which might be
+given that memory, exist.
 
 ``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
 
@@ -49,7 +55,8 @@ _library = Library(NAMESPACE, "DEF")
 _REQUEST = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
-    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0"
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
+    "bool results_in_slot=False"
 )
 _library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)")
 _library.define(
@@ -57,6 +64,11 @@ _library.define(
 )
 _library.define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
+)
+
+# What is held may be laid out as it is, so nothing is copied for it.
+_library.define(
+    "all_reduce_rms_norm_hold_(Tensor(a!)[] results, Tensor[] outputs) -> ()", tags=(torch.Tag.flexible_layout,)
 )
 
 _in_flight: dict[tuple[str, int], Started] = {}
@@ -114,6 +126,7 @@ def _request(
     hidden_scale: torch.Tensor | None = None,
     eps_tensor: torch.Tensor | None = None,
     overlap_sms: int = 0,
+    results_in_slot: bool = False,
 ) -> tuple[Transport, Request]:
     check_hidden_scale(hidden_dtype, hidden_scale)
     check_overlap_sms(overlap_sms)
@@ -133,6 +146,7 @@ def _request(
         slot,
         hidden_scale,
         overlap_sms,
+        results_in_slot,
     )
     return get_transport(transport), request
 
@@ -202,6 +216,7 @@ def _start_fake(
     hidden_scale: torch.Tensor | None = None,
     eps_tensor: torch.Tensor | None = None,
     overlap_sms: int = 0,
+    results_in_slot: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_hidden_scale(hidden_dtype, hidden_scale)
     check_overlap_sms(overlap_sms)
@@ -246,14 +261,21 @@ def _wait_fake(
     return None
 
 
+def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    return None
+
+
 for _key in ("CPU", "CUDA"):
     _library.impl("all_reduce_rms_norm_start", _start, _key)
     _library.impl("mm_all_reduce_rms_norm_start", _mm_start, _key)
     _library.impl("all_reduce_rms_norm_wait_", _wait_, _key)
+    _library.impl("all_reduce_rms_norm_hold_", _hold_, _key)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_start", _start_fake, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::mm_all_reduce_rms_norm_start", _mm_start_fake, lib=_library)
 torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_wait_", _wait_fake, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_hold_", _hold_, lib=_library)
 
 start = torch.ops.tw_compile.all_reduce_rms_norm_start.default
 mm_start = torch.ops.tw_compile.mm_all_reduce_rms_norm_start.default
 wait_ = torch.ops.tw_compile.all_reduce_rms_norm_wait_.default
+hold_ = torch.ops.tw_compile.all_reduce_rms_norm_hold_.default

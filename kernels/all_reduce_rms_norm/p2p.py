@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,7 +66,7 @@ class P2PTransport(Transport):
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
-                return start_beside(request, state.world_size, launch)
+                return start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
             return algorithm.launch(request, state, slot, self._spin_limit)
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:

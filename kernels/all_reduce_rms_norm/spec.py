@@ -82,7 +82,8 @@ class Request:
     ``bias`` and ``weight`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
-    ``outputs`` is what :meth:`allocate` gives, where it has been called before.
+    ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
+    overwrites them. ``outputs`` is what :meth:`allocate` gives, where it has been called before.
     """
 
     x: torch.Tensor
@@ -96,6 +97,7 @@ class Request:
     slot: int
     hidden_scale: torch.Tensor | None = None
     overlap_sms: int = 0
+    results_in_slot: bool = False
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def limited(self, sms: int) -> int:
@@ -106,10 +108,13 @@ class Request:
         """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""
         if self.outputs is not None:
             return self.outputs
+        return self.x.new_empty(self.x.shape, dtype=self.norm.hidden_dtype), self.allocate_residual(world_size)
+
+    def allocate_residual(self, world_size: int) -> torch.Tensor:
+        """The second of what :meth:`allocate` gives."""
         tokens, hidden_size = self.x.shape
         rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
-        hidden = self.x.new_empty((tokens, hidden_size), dtype=self.norm.hidden_dtype)
-        return hidden, self.x.new_empty((rows, hidden_size), dtype=self.norm.residual_dtype)
+        return self.x.new_empty((rows, hidden_size), dtype=self.norm.residual_dtype)
 
 
 def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:

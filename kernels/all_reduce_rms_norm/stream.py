@@ -113,16 +113,16 @@ def _aligned(nbytes: int) -> int:
 class Stream(Algorithm):
     """At most ``max_sms`` CTAs, one an SM.
 
-    With ``private_output`` the results are ordinary tensors. Otherwise they are the slot's own memory, which the next call
-    on the slot overwrites: peers write there directly, and nothing is copied afterwards.
+    Results are ordinary tensors, or the slot's own memory where the request lets them (``results_in_slot``): peers write there
+    directly, and nothing is copied afterwards.
     """
 
     name = "stream"
 
-    def __init__(self, max_sms: int = 16, private_output: bool = True) -> None:
+    def __init__(self, max_sms: int = 16) -> None:
         if not 1 <= max_sms <= MAX_CTAS:
             raise ValueError(f"max_sms: expected 1 to {MAX_CTAS}, got {max_sms}")
-        self._max_sms, self._private_output = max_sms, private_output
+        self._max_sms = max_sms
         self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
@@ -161,7 +161,7 @@ class Stream(Algorithm):
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         request = aligned(request)
         norm, x = request.norm, request.x
-        hidden, residual = self._outputs(request, state, slot)
+        hidden, residual = self.outputs(request, state, slot)
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
         kernel, shape = self._kernel(request, state, spin_limit, staged)
         params = StreamParams(
@@ -190,19 +190,19 @@ class Stream(Algorithm):
         )
         return Started(hidden, residual)
 
-    def _outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, residual = request.allocate(state.world_size)
-        if self._private_output:
-            return hidden, residual
-        hidden = slot.buffers["hidden"].view(hidden.shape, hidden.dtype)
+    def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        if not request.results_in_slot or request.outputs is not None:
+            return request.allocate(state.world_size)
+        norm, shape = request.norm, tuple(request.x.shape)
+        hidden = slot.buffers["hidden"].view(shape, norm.hidden_dtype)
         if request.residual_out == "replicated":
-            residual = slot.buffers["residual"].view(residual.shape, residual.dtype)
-        return hidden, residual
+            return hidden, slot.buffers["residual"].view(shape, norm.residual_dtype)
+        return hidden, request.allocate_residual(state.world_size)
 
     def _shape(self, request: Request) -> Shape:
         hidden, collected = request.norm.hidden_dtype.itemsize, 0
         residual = 0 if request.residual_out == "none" else request.norm.residual_dtype.itemsize
-        if self._private_output:
+        if not request.results_in_slot:
             collected = max(hidden, residual) if request.residual_out == "replicated" else hidden
         return shape_for(request.x.shape[1], request.x.element_size(), hidden, residual, collected)
 
@@ -217,7 +217,7 @@ class Stream(Algorithm):
         defines = row_defines(request, state.world_size, spin_limit)
         defines |= shape.defines() | {
             "STAGED": int(staged),
-            "PULL": int(self._private_output),
+            "PULL": int(not request.results_in_slot),
             "SHARED_BYTES": FULL_SHARED_BYTES,
         }
         arch = arch_of(torch.cuda.get_device_capability(state.device))

@@ -11,6 +11,7 @@ from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.choose import NotSplit, choose_split, choose_split_of_piece
 from tw_compile.passes.split.duplicate import split_tokens
+from tw_compile.passes.split.in_slot import leave_results_in_slots
 from tw_compile.passes.split.lock import lock_order
 from tw_compile.passes.split.residual import narrow_residuals
 from tw_compile.passes.split.schedule import Window, schedule
@@ -80,13 +81,14 @@ def _overlap(graph: fx.Graph, budgets: Budgets, config: Config, piece: bool) -> 
     if isinstance(woven, SplitRefused):
         return Overlap(refused=f"{woven.reason}: {woven.detail}")
     narrow_residuals(graph)
+    in_slot = leave_results_in_slots(graph)
     leaving = reserve_sms(graph, woven, budgets) if config.split_gemm_sms == "auto" else {}
     lock = lock_order(graph)
     windows = tuple(
         _window(window, sms, leaving.get(window.index, ()), budgets.planned(window))
         for window, sms in zip(woven.windows, woven.reserved, strict=True)
     )
-    return Overlap(woven.calls, windows, woven.exposures, lock.loose)
+    return Overlap(woven.calls, windows, woven.exposures, lock.loose, in_slot=in_slot)
 
 
 def _window(

@@ -371,7 +371,7 @@ class StreamMachine(Machine):
         super().__init__(sources / "stream.cu", defines, form, hidden_size, world_size, seed, **options)
         self.slots = []
         for _ in range(slots):
-            needs = Stream(1, private_output).needs(example, world_size)
+            needs = Stream(1).needs(example, world_size)
             buffers = {name: self.symmetric(size, -1, name) for name, size in needs.items()}
             buffers["pads"] = self.symmetric(MAX_CTAS * MAX_WORLD_SIZE * 4, first_epoch, "pads")
             tables = {name: table(tensors) for name, tensors in buffers.items()}

@@ -418,15 +418,16 @@ def test_stream_does_not_stage_what_lies_in_the_slot(kernels: list[FakeKernel]) 
 
 
 def test_results_in_the_slot_are_the_slots_memory(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Stream(private_output=False), request(residual_out="replicated")
+    algorithm, asked = Stream(), replace(request(residual_out="replicated"), results_in_slot=True)
     slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
     started = algorithm.launch(asked, group(), slot, 0)
     assert started.hidden.data_ptr() == slot.buffers["hidden"].tensor.data_ptr()
     assert started.residual.data_ptr() == slot.buffers["residual"].tensor.data_ptr()
     assert (started.hidden.shape, started.residual.dtype) == ((10, HIDDEN), FP32)
     assert dict(kernels[0].program.defines)["PULL"] == 0
-    sharded = algorithm.launch(request(), group(), slot, 0)
+    sharded = algorithm.launch(replace(request(), results_in_slot=True), group(), slot, 0)
     assert sharded.residual.data_ptr() != slot.buffers["residual"].tensor.data_ptr()
+    assert sharded.hidden.data_ptr() == slot.buffers["hidden"].tensor.data_ptr()
 
 
 @BOTH
@@ -439,6 +440,7 @@ def test_kernels_are_kept_by_variant(kernels: list[FakeKernel], make: Callable[.
         request(hidden_dtype=FP8),
         replace(request(), bias=None),
         request(residual_out="none"),
+        replace(request(), results_in_slot=True),
     ]
     for asked in (*same, *others, *same):
         algorithm.launch(asked, group(), slot, 0)

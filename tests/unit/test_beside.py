@@ -94,6 +94,12 @@ def message(slot: int = 0, overlap_sms: int = 4) -> Request:
     return Request(torch.ones(T, H), None, None, None, norm, False, "none", "0", slot, overlap_sms=overlap_sms)
 
 
+def ready(slot: int = 0) -> Request:
+    """A message whose outputs are allocated."""
+    asked = message(slot)
+    return replace(asked, outputs=asked.allocate(RANKS))
+
+
 def launching(machine: Machine) -> Callable[[Request], Started]:
     def launch(request: Request) -> Started:
         machine.note("kernel")
@@ -111,7 +117,7 @@ def join(started: Started) -> None:
 
 
 def test_a_call_forks_after_its_outputs_are_allocated_and_joins_when_it_is_finished(machine: Machine) -> None:
-    started = start_beside(message(), RANKS, launching(machine))
+    started = start_beside(ready(), launching(machine))
     begun = ["main: allocate", "main: record main1", "side1.: wait main1", "side1.: kernel", "side1.: record side1.1"]
     assert machine.log == begun and started.overlap_sms == 4
     machine.note("other work")
@@ -120,15 +126,15 @@ def test_a_call_forks_after_its_outputs_are_allocated_and_joins_when_it_is_finis
 
 
 def test_the_stream_that_finishes_is_the_one_that_waits(machine: Machine) -> None:
-    started = start_beside(message(), RANKS, launching(machine))
+    started = start_beside(ready(), launching(machine))
     with machine.stream(FakeStream("other", machine.log)):
         join(started)
     assert machine.log[-1] == "other: wait side1.1"
 
 
 def test_inputs_and_outputs_are_kept_until_the_join(machine: Machine) -> None:
-    asked = message()
-    started = start_beside(asked, RANKS, launching(machine))
+    asked = ready()
+    started = start_beside(asked, launching(machine))
     kept = [weakref.ref(asked.x), weakref.ref(started.hidden), weakref.ref(started.residual)]
     finish = started.finish
     assert finish is not None
@@ -147,7 +153,7 @@ def test_a_launch_that_fails_is_joined(machine: Machine) -> None:
         raise RuntimeError("no such kernel")
 
     with pytest.raises(RuntimeError, match="no such kernel"):
-        start_beside(message(), RANKS, launch)
+        start_beside(ready(), launch)
     assert machine.log[-2:] == ["side1.: record side1.1", "main: wait side1.1"]
 
 
@@ -162,16 +168,16 @@ def test_streams_are_made_once_for_a_device_and_slot_and_have_priority(machine: 
 
 
 def test_in_capture_all_is_as_without(machine: Machine) -> None:
-    join(start_beside(message(), RANKS, launching(machine)))
+    join(start_beside(ready(), launching(machine)))
     eager, machine.log[:] = list(machine.log), []
     machine.capturing, machine.current.events = True, 0
     side_stream(DEVICE, 0).events = 0  # type: ignore[attr-defined]
-    join(start_beside(message(), RANKS, launching(machine)))
+    join(start_beside(ready(), launching(machine)))
     assert machine.log == eager
 
 
 def test_a_graph_does_not_wait_for_what_is_not_in_it(machine: Machine) -> None:
-    started = start_beside(message(slot=3), RANKS, launching(machine))
+    started = start_beside(ready(slot=3), launching(machine))
     machine.capturing = True
     with pytest.raises(RuntimeError, match=r"group '0', slot 3 was started before CUDA-graph capture and not waited"):
         join(started)
@@ -180,7 +186,7 @@ def test_a_graph_does_not_wait_for_what_is_not_in_it(machine: Machine) -> None:
 
 def test_a_call_of_a_capture_that_failed_is_not_waited_for(machine: Machine) -> None:
     machine.capturing = True
-    started = start_beside(message(), RANKS, launching(machine))
+    started = start_beside(ready(), launching(machine))
     machine.capturing = False
     before = list(machine.log)
     join(started)

@@ -77,7 +77,7 @@ def program_of(
         return Push(True)._prepare(replace_fields(asked, **whole), state, 0)  # type: ignore[return-value]
     if kind == "two_shot":
         return Push(False)._prepare(asked, state, 0)  # type: ignore[return-value]
-    algorithm = Stream(private_output=kind == "stream")
+    algorithm, asked = Stream(), replace_fields(asked, results_in_slot=kind == "stream_in_slot")
     assert algorithm.obstacle(asked, state) is None
     return algorithm._prepare(asked, state, 0, staged)[0]  # type: ignore[return-value]
 

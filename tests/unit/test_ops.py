@@ -263,13 +263,13 @@ def test_factors_that_cannot_be_multiplied(a: torch.Tensor, b: torch.Tensor, mes
 
 @pytest.mark.parametrize("start", [ops.start, ops.mm_start])
 def test_graphs_without_the_newest_argument_mean_what_they_meant(start: Any) -> None:
-    newest = {one.name: one.default_value for one in start._schema.arguments[-2:]}
-    assert newest["overlap_sms"] == 0 and newest.get("reserved_sms", 0) == 0
+    newest = {one.name: one.default_value for one in start._schema.arguments[-3:]}
+    assert newest["results_in_slot"] is False and newest.get("overlap_sms", newest.get("reserved_sms")) == 0
     a, b = torch.randn(T, H), torch.eye(H)
     message, rest = ((a, b) if start is ops.mm_start else (a,)), start_args(residual=None)[1:]
     older = start(*message, *rest[:-1])
     ops.wait_(*older, [], "0", 0)
-    newer = start(*message, *rest[:-1], overlap_sms=4)
+    newer = start(*message, *rest[:-1], overlap_sms=4, results_in_slot=True)
     ops.wait_(*newer, [], "0", 0)
     assert all(torch.equal(one, other) for one, other in zip(older, newer, strict=True))
 

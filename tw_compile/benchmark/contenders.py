@@ -98,7 +98,8 @@ class Variant:
         most_sms: How many it can have.
         algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
         hidden_scale: See :attr:`Contender.hidden_scale`.
-        in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there.
+        in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
+            stay there.
     """
 
     label: str
@@ -165,7 +166,7 @@ class Operator(Contender):
 
     def _in_slot(self, transport: Transport, request: Request) -> Request:
         """Each input set has a slot of its own."""
-        request = replace(request, slot=next(self._slots))
+        request = replace(request, slot=next(self._slots), results_in_slot=True)
         buffer = transport.message_buffer(request)
         return request if buffer is None else replace(request, x=buffer.copy_(request.x))
 
@@ -300,10 +301,10 @@ def _push(sms: int, one_shot: bool) -> Algorithm:
     return Push(one_shot, sms)
 
 
-def _stream(sms: int, private_output: bool) -> Algorithm:
+def _stream(sms: int) -> Algorithm:
     from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 
-    return Stream(sms, private_output)
+    return Stream(sms)
 
 
 OURS = (
@@ -311,10 +312,8 @@ OURS = (
     Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
     Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
     Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
-    Variant("tw-stream", _only(partial(_stream, private_output=True)), True, 16, 32, "stream", narrow=True),
-    Variant(
-        "tw-stream-in-slot", _only(partial(_stream, private_output=False)), True, 16, 32, in_slot=True, narrow=True
-    ),
+    Variant("tw-stream", _only(_stream), True, 16, 32, "stream", narrow=True),
+    Variant("tw-stream-in-slot", _only(_stream), True, 16, 32, in_slot=True, narrow=True),
     Variant(
         "tw-push-two-shot-fp8",
         _only(partial(_push, one_shot=False)),

@@ -21,20 +21,27 @@ def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
 
 
 def sm_us(
-    kernel: FusedKernel, tokens: int, hidden_size: int, world_size: int, staged: bool = False, narrow: bool = False
+    kernel: FusedKernel,
+    tokens: int,
+    hidden_size: int,
+    world_size: int,
+    staged: bool = False,
+    narrow: bool = False,
+    in_slot: bool = False,
 ) -> float:
     """What rows of ``[tokens, hidden]`` cost one rank's SMs, on a single CTA.
 
     Two-shot: for each row of its own a rank loads N ranks' parts and the residual, stores the result for the peers and for
     itself and the new residual, then loads and stores N-1 rows that peers have finished. ``staged``: the message is an ordinary
     tensor, and N-1 more rows are copied to where peers read them. ``narrow``: the residual has 16 bits, as that of calls beside
-    other work, and not 32. Multicast: one row and a 16-bit residual each way.
+    other work, and not 32. ``in_slot``: rows that peers have finished are read where they are. Multicast: one row and a 16-bit
+    residual each way.
     """
     own = tokens / world_size
     if kernel.traffic == "multicast":
         moved, copied = 4, 0
     else:
-        copied = (world_size - 1) * (2 if staged else 1)
+        copied = (world_size - 1) * (staged + (not in_slot))
         moved = world_size + (4 if narrow else 6) + 2 * copied
     nbytes = moved * hidden_size * ELEMENT_BYTES
     return own * (kernel.row_us * (1.0 + COPY_SHARE * copied) + nbytes / (kernel.cta_gb_per_s * 1e3))
@@ -48,15 +55,16 @@ def fused_us(
     ctas: int,
     staged: bool = False,
     narrow: bool = False,
+    in_slot: bool = False,
 ) -> float:
-    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. The last two: see :func:`sm_us`.
+    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. The last three: see :func:`sm_us`.
 
     A smooth maximum of links and SMs, ``(links^p + sms^p)^(1/p)`` with p the kernel's ``sharpness``: measured kernels reach the
     links' rate gradually.
     """
     nbytes = tokens * hidden_size * ELEMENT_BYTES
     links = traffic_bytes(kernel.traffic, nbytes, world_size) / (kernel.link_gb_per_s * 1e3)
-    sms = sm_us(kernel, tokens, hidden_size, world_size, staged, narrow) / ctas
+    sms = sm_us(kernel, tokens, hidden_size, world_size, staged, narrow, in_slot) / ctas
     return kernel.latency_us + (links**kernel.sharpness + sms**kernel.sharpness) ** (1.0 / kernel.sharpness)
 
 

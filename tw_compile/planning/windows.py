@@ -152,24 +152,35 @@ class Costs:
         sms = self.profile.sms
         return sum(self.gemm(*step, sms).us if isinstance(step, tuple) else step(sms) for step in steps)
 
-    def window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0) -> Window:
+    def window(
+        self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0, in_slot: bool = False
+    ) -> Window:
         """The window with the CTA count that makes it shortest, with :data:`SLACK`; the fewest CTAs among equals.
 
-        ``message_tokens``: of the other half, whose sum travels; 0 when none does.
+        ``message_tokens``: of the other half, whose sum travels; 0 when none does. ``in_slot``: its results are
+        read where peers write them.
         """
         if not message_tokens:
-            return self._window(computes, half, steps, 0, 0)
-        options = (self._window(computes, half, steps, message_tokens, ctas) for ctas in self.kernel.ctas)
+            return self._window(computes, half, steps, 0, 0, False)
+        options = (self._window(computes, half, steps, message_tokens, ctas, in_slot) for ctas in self.kernel.ctas)
         return min(options, key=lambda window: max(window.compute_us, SLACK * window.communication_us))
 
-    def _window(self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int) -> Window:
+    def _window(
+        self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int, in_slot: bool
+    ) -> Window:
         """While the sum travels, compute has the SMs that are left, GEMMs as many as fit; contention slows both."""
         profile = self.profile
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
         if ctas:
             alone = communication.fused_us(
-                self.kernel, message_tokens, self.layer.hidden_size, self.layer.world_size, ctas, narrow=True
+                self.kernel,
+                message_tokens,
+                self.layer.hidden_size,
+                self.layer.world_size,
+                ctas,
+                narrow=True,
+                in_slot=in_slot,
             )
             communication_us = profile.communication_contention * alone
         clock = 0.0
@@ -210,14 +221,20 @@ class Costs:
 
 
 def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
-    """The four windows of a layer whose half 1 is its first ``first`` tokens."""
+    """The four windows of a layer whose half 1 is its first ``first`` tokens.
+
+    What matmuls alone read stays in the slot: queries, keys and values, and an MLP, but not what experts gather.
+    """
     second = tokens - first
     layer = costs.layer
+    matmuls = layer.mlp[0].experts == 1
     return (
-        costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second),
-        costs.window("attention", 2, costs.attention_part(range(first, tokens)), layer.attention_summed * first),
-        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second),
-        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first),
+        costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second, True),
+        costs.window(
+            "attention", 2, costs.attention_part(range(first, tokens)), layer.attention_summed * first, matmuls
+        ),
+        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second, matmuls),
+        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first, True),
     )
 
 
@@ -228,11 +245,12 @@ def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
     """
     second = tokens - first
     layer = costs.layer
+    matmuls = layer.mlp[0].experts == 1
     joined = [*costs.qkv(second), *costs.join(tokens), *costs.attention(range(tokens)), *costs.o_proj(first)]
     return (
-        costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second),
+        costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second, True),
         costs.window("join", 2, joined),
-        costs.window("o_proj", 2, costs.o_proj(second), layer.attention_summed * first),
-        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second),
-        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first),
+        costs.window("o_proj", 2, costs.o_proj(second), layer.attention_summed * first, matmuls),
+        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second, matmuls),
+        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first, True),
     )

@@ -27,7 +27,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "push_one_shot": partial(Push, one_shot=True),
     "push_two_shot": partial(Push, one_shot=False),
     "stream": Stream,
-    "stream_in_slot": partial(Stream, private_output=False),
+    "stream_in_slot": Stream,
 }
 """Peer-to-peer transports under check. "emulated_multicast" has loops in the place of the switch's instructions, and
 "stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
@@ -59,6 +59,9 @@ class Counting(Algorithm):
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         self._inner.prepare(request, state, spin_limit)
+
+    def outputs(self, request: Request, state: GroupState, slot: Slot) -> Results:
+        return self._inner.outputs(request, state, slot)
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         self.launches += 1
@@ -150,6 +153,7 @@ class Subject:
             *(request.residual_out, request.group_name, self._operator_name, request.slot, norm.scale),
             hidden_scale=request.hidden_scale,
             overlap_sms=request.overlap_sms,
+            results_in_slot=request.results_in_slot,
         )
         if beside is not None:
             beside()
@@ -159,6 +163,7 @@ class Subject:
     def _start_in_slot(self, ctx: Context, request: Request, factors: Factors | None) -> Results:
         """The next call on the slot overwrites the results, so they are copied; what is left of them there is NaN."""
         assert isinstance(self.transport, P2PTransport)
+        request = replace(request, results_in_slot=True)
         buffer = self.transport.message_buffer(request)
         if buffer is None:
             return self._results(request, factors)

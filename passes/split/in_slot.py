@@ -1,0 +1,98 @@
+"""Results that are read where peers write them: in the slot's memory, not copied out of it.
+
+A call beside other work has few SMs, and what it takes is what they move. At 4 ranks two fifths of that is copies of the rows
+that other ranks have finished, from the slot to a tensor of the graph's. They are left out where the slot's next call, which
+overwrites them, cannot begin before they have been read: all that reads them are matmuls that the next call's message is
+computed from.
+
+That the next call comes after these on every rank is in its barrier: no rank writes to another before that one has begun the
+call, and it begins behind what its stream has done before (``kernels/_sync.py``).
+
+A compiler takes the memory of a result for its own, to be given to another value when the last reader has run. So
+``all_reduce_rms_norm_hold_`` reads them all behind everything that the graph computes.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from tw_compile.graph.predicates import value
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.base import SplitRefused
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split.dependences import CommunicationCall, argument, find_calls, makes_view
+from tw_compile.passes.split.lock import has_own_kernel
+
+
+def leave_results_in_slots(graph: fx.Graph) -> int:
+    """Have calls beside other work leave their results where that is proven to be right; the number of calls that now do.
+
+    Comes before the lock, which lets waits keep results of other calls.
+
+    Raises:
+        ValueError: The graph's calls can't be paired.
+    """
+    calls = find_calls(graph)
+    if isinstance(calls, SplitRefused):
+        raise ValueError(f"graph: expected one with starts and waits in pairs, got {calls.reason}: {calls.detail}")
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    left = []
+    following: dict[tuple[str, int], fx.Node] = {}
+    for call in reversed(calls):
+        slot = call.slot
+        if slot is None:
+            continue
+        if argument(call.start, "overlap_sms") and _is_read_before(call, following.get(slot), place):
+            left.append(call)
+        following[slot] = call.start
+    for call in left:
+        call.start.update_kwarg("results_in_slot", True)
+    if left:
+        _hold(graph, [argument(call.wait, "hidden") for call in reversed(left)])
+    return len(left)
+
+
+def _is_read_before(call: CommunicationCall, following: fx.Node | None, place: dict[fx.Node, int]) -> bool:
+    """Whether all that reads the call's results has a kernel of its own, and runs before the slot's next call."""
+    if argument(call.start, "residual_out") == "replicated":
+        return False  # these rows are in the slot, too, and the residual's readers are additions
+    readers = _readers(argument(call.wait, "hidden"), call.wait)
+    if readers is None or not all(has_own_kernel(reader) for reader in readers):
+        return False
+    return following is None or readers <= _needed_by(following, place, place[call.start])
+
+
+def _readers(hidden: fx.Node, wait: fx.Node) -> set[fx.Node] | None:
+    """What reads ``hidden``, through views of it; None if the graph returns it."""
+    found: set[fx.Node] = set()
+    views = [hidden]
+    while views:
+        for user in views.pop().users:
+            if user.op == "output":
+                return None
+            if makes_view(user):
+                views.append(user)
+            elif user is not wait:
+                found.add(user)
+    return found
+
+
+def _needed_by(start: fx.Node, place: dict[fx.Node, int], earliest: int) -> set[fx.Node]:
+    """What ``start`` is computed from, directly or not, as far as it comes after ``earliest``."""
+    found: set[fx.Node] = set()
+    rest = list(start.all_input_nodes)
+    while rest:
+        node = rest.pop()
+        if node not in found and place[node] > earliest:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
+
+
+def _hold(graph: fx.Graph, results: list[fx.Node]) -> None:
+    output = graph.output_node()
+    outputs = [node for node in output.all_input_nodes if node.op != "placeholder" and value(node) is not None]
+    with graph.inserting_before(output):
+        hold = graph.call_function(ops.hold_, (results, outputs))
+    hold.meta["val"] = None
+    hold.meta[ANNOTATION] = {"role": "hold", "stream": 0, "split": "shared"}
