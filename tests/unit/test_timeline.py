@@ -111,6 +111,28 @@ def test_profile_writes_a_trace_that_can_be_read(tmp_path: Path) -> None:
     file = trace_of_rank(str(tmp_path / "trace.json"), 3)
     assert file.name == "trace.rank3.json" and trace_of_rank("/a/b", 0) == Path("/a/b.rank0.json")
     x = torch.randn(64, 64)
-    found = profile(lambda: x @ x, file)
+    found = profile(lambda: x @ x, file, meet=lambda: None)
     assert found.share is None and found.span_us > 0
     assert "aten::mm" in {one.name for one in kernels(json.loads(file.read_text())["traceEvents"])}
+
+
+def test_profile_drops_the_first_run_and_has_the_ranks_meet_before_the_second(tmp_path: Path) -> None:
+    file, x = tmp_path / "trace.json", torch.randn(4)
+    runs: list[str] = []
+
+    def step() -> None:
+        x.add(x) if runs else x.mul(x)
+        runs.append("step")
+
+    profile(step, file, meet=lambda: runs.append("meet"))
+    assert runs == ["step", "meet", "step"]
+    assert [one.name for one in kernels(json.loads(file.read_text())["traceEvents"])] == ["aten::add"]
+
+
+def test_what_ran_on_the_host_before_the_forward_is_not_of_it() -> None:
+    met = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1, "tid": 2, "ts": 1.0, "dur": 50.0}
+    ran = met | {"ts": 60.0, "dur": 2.0}
+    assert kernels([met, ran], since=55.0) == [Kernel("gloo:all_reduce", (1, 2), 60.0, 62.0)]
+    # Clocks of GPUs are others, and nothing of the meeting is there.
+    gpu = met | {"cat": "kernel"}
+    assert len(kernels([met, ran, gpu], since=55.0)) == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.runner.group import process_group
+from tw_compile.runner.group import host_group, meet, process_group
 from tw_compile.runner.launch import Progress, report_to_parent
 from tw_compile.runner.spec import RanksSpec
 from tw_compile.testing.gpu_problems import Context
@@ -40,7 +39,7 @@ class Ranks:
 
     def barrier(self) -> None:
         """On the host: no rank returns before all have called."""
-        dist.all_reduce(torch.zeros(1), group=self.control)
+        meet(self.control)
 
     def agree(self, obstacle: str | None) -> str | None:
         """The first obstacle that any rank has, the same on all ranks; None when no rank has one."""
@@ -85,8 +84,7 @@ def work_as_rank(
                 device, name = torch.device("cpu"), platform.machine()
             assert dist.group.WORLD is not None
             context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
-            ranks = Ranks(context, dist.new_group(backend="gloo", timeout=timedelta(seconds=spec.timeout)))
-            return {"device_name": name, **work(ranks, progress)}
+            return {"device_name": name, **work(Ranks(context, host_group(spec)), progress)}
 
     report_to_parent(messages, joined)
 

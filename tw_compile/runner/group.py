@@ -31,3 +31,13 @@ def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str)
     yield
     # Not in a finally: after an error the other ranks may be gone, and this would wait for them.
     dist.destroy_process_group()
+
+
+def host_group(spec: RanksSpec) -> dist.ProcessGroup:
+    """All ranks of the default group by gloo, which puts nothing on a GPU and works whatever state that is in. Collective."""
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=spec.timeout))
+
+
+def meet(group: dist.ProcessGroup) -> None:
+    """Return when all ranks of ``group``, which is gloo's, have called."""
+    dist.all_reduce(torch.zeros(1), group=group)

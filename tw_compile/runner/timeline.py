@@ -8,6 +8,7 @@ counts as communication.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ _COMMUNICATION = re.compile(
     r"^(push|stream)$|^all_reduce_rms_norm_kernel|^nccl|^gloo:|c10d.*(one_shot|two_shot|multimem)_all_reduce"
 )
 _GPU, _CPU = "kernel", ("cpu_op", "user_annotation")
+_FORWARD = "tw_compile: forward"
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,18 @@ class Hidden:
         return vars(self) | {"share": self.share}
 
 
-def kernels(events: Iterable[dict[str, Any]]) -> list[Kernel]:
-    """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators."""
+def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[Kernel]:
+    """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators.
+
+    Of the latter those that begin at ``since`` or later: the ranks meet by gloo, too, which puts nothing on a GPU.
+    """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     chosen = [event for event in timed if event.get("cat") == _GPU]
     if not chosen:
         chosen = [
-            event for event in timed if event.get("cat") in _CPU and event["name"].startswith(("gloo:", "aten::"))
+            event
+            for event in timed
+            if event.get("cat") in _CPU and event["name"].startswith(("gloo:", "aten::")) and event["ts"] >= since
         ]
     return [Kernel(one["name"], (one.get("pid"), one.get("tid")), one["ts"], one["ts"] + one["dur"]) for one in chosen]
 
@@ -112,14 +119,29 @@ def trace_of_rank(file: str, rank: int) -> Path:
     return path.with_name(f"{path.stem}.rank{rank}{path.suffix or '.json'}")
 
 
-def profile(step: Callable[[], Any], file: Path) -> Hidden:
-    """Run ``step``, which has run before, under torch.profiler, and write its trace; what it hides is read from there."""
+def profile(step: Callable[[], Any], file: Path, meet: Callable[[], None]) -> Hidden:
+    """Run ``step`` twice under torch.profiler and write the second one's trace; what it hides is read from there.
+
+    The first pays for what profiling does once, such as allocating its buffers. ``meet`` returns when all ranks have
+    called it, and puts nothing on a GPU: starting to record takes some ms more on one rank than on another, and the kernels
+    of a rank that began early would wait so long for the others'.
+    """
+    on_gpu = torch.cuda.is_initialized()
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_initialized():
+    if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+    first_is_dropped = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(activities=activities, schedule=first_is_dropped, acc_events=True) as profiler:
         step()
-        if torch.cuda.is_initialized():
+        if on_gpu:
             torch.cuda.synchronize()
+        profiler.step()
+        meet()
+        with torch.profiler.record_function(_FORWARD):
+            step()
+            if on_gpu:
+                torch.cuda.synchronize()
     profiler.export_chrome_trace(str(file))
-    return hidden_communication(kernels(json.loads(file.read_text())["traceEvents"]))
+    events = json.loads(file.read_text())["traceEvents"]
+    begin = next(event["ts"] for event in events if event.get("name") == _FORWARD and event["cat"] == "user_annotation")
+    return hidden_communication(kernels(events, begin))

@@ -25,6 +25,7 @@ from tw_compile import collect_reports, compat
 from tw_compile.kernels.all_reduce_rms_norm.transport import reserved_bytes
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
+from tw_compile.runner.group import host_group, meet
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
 from tw_compile.runner.spec import RunSpec, UsageError
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
@@ -86,7 +87,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     with compat.cold_compile(scratch / "baseline"):
         baseline = _compile_and_run(decoder, compared, "inductor", mode, progress)
     with compat.cold_compile(scratch / "tw_compile"):
-        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress, spec.trace)
+        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress, _profiler(spec))
 
     progress("comparing")
     counts = GraphReport(fused.sites).counts
@@ -200,9 +201,9 @@ def _compile_and_run(
     backend: str,
     options: dict[str, Any],
     progress: Progress,
-    trace: str | None = None,
+    profiler: Callable[[Callable[[], Outputs]], Hidden] | None = None,
 ) -> Compiled:
-    """Compile for every token count, one graph each, so that every report has static sizes; ``trace`` the first."""
+    """Compile for every token count, one graph each, so that every report has static sizes; ``profiler`` runs the first."""
     result = Compiled([], [], 0.0, [])
     for index, one in enumerate(ids):
         tokens = one.shape[1]
@@ -222,13 +223,18 @@ def _compile_and_run(
             progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, one))
             outputs = _run(model, one)
-        if index == 0 and trace is not None:
+        if index == 0 and profiler is not None:
             progress(f"tracing {backend} at {tokens} tokens")
-            _run(model, one)
-            dist.barrier()
-            result.hidden = profile(partial(_run, model, one), trace_of_rank(trace, dist.get_rank()))
+            result.hidden = profiler(partial(_run, model, one))
         result.outputs.append(outputs)
     return result
+
+
+def _profiler(spec: RunSpec) -> Callable[[Callable[[], Outputs]], Hidden] | None:
+    """What traces a forward as ``spec.trace`` says; None where nobody asked. Collective."""
+    if spec.trace is None:
+        return None
+    return partial(profile, file=trace_of_rank(spec.trace, dist.get_rank()), meet=partial(meet, host_group(spec)))
 
 
 def _peak_bytes(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> int:
