@@ -61,7 +61,8 @@ def _on_ranks(rank: int, check: Callable[[Ranks], Any]) -> Any:
         return check(Ranks(Context(rank, 2, torch.device("cpu"), compat.group_name(world)), world))
 
 
-LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good", "ours unequal")
+OURS = {"ours fused unequal": 2, "ours partly fused unequal": 1, "ours unfused unequal": 0}
+LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good", *OURS)
 
 
 def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
@@ -75,7 +76,7 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
                 raise RuntimeError("lost\nwith all its hands")
             if is_bad and label in ("wrong", "wrong later"):
                 hidden[-1, -1, -1] += 10
-            if is_bad and label in ("unequal", "ours unequal"):
+            if is_bad and label.endswith("unequal"):
                 hidden[-1, -1, -1] *= 1 + 2**-7
             if is_bad and label == "not finite":
                 h[0, 0, 0] = float("nan")
@@ -91,11 +92,14 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
 def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
     spec = replace(SPEC, scope=scope)
     subject = build_subject(spec, torch.device("cpu"))
-    everyone = [Variant(label, "ours" if label.startswith("ours") else "peer") for label in LABELS]
+    everyone = [Variant(label, "ours" if label in OURS else "peer") for label in LABELS]
     deviation = worker._deviation
 
     def deviation_of_peers(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | None:
-        return None if entry.variant.kind == "ours" else deviation(ranks, entry, reports)
+        if entry.variant.kind == "peer":
+            return deviation(ranks, entry, reports)
+        entry.row.fused = OURS[entry.variant.label]
+        return None
 
     with (
         mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)),
@@ -117,7 +121,9 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
         "raises": ("error", "not checked", False),
         "wrong": failed,
         "unequal": ("timed", "ok", True),
-        "ours unequal": failed,
+        "ours fused unequal": failed,
+        "ours partly fused unequal": ("timed", "ok", True),
+        "ours unfused unequal": ("timed", "ok", True),
         "wrong later": failed,
         "not finite": failed,
         "no graph": ("error", "not checked", False),
@@ -125,8 +131,9 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
     }
     assert rows["raises"]["reason"] == "rank 1: RuntimeError: lost"
     assert rows["wrong"]["reason"].startswith("hidden: error ")
-    assert "within budget, but rank 1: hidden: differs from rank 0" in rows["unequal"]["reason"]
-    assert rows["ours unequal"]["reason"] == "rank 1: hidden: differs from rank 0"
+    for label in ("unequal", "ours partly fused unequal", "ours unfused unequal"):
+        assert "within budget, but rank 1: hidden: differs from rank 0" in rows[label]["reason"]
+    assert rows["ours fused unequal"]["reason"] == "rank 1: hidden: differs from rank 0"
     assert rows["not finite"]["residual_error"] is None
     assert rows["good"]["reason"] is None and rows["good"]["hidden_error"] > 0
 

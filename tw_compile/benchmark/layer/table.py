@@ -13,6 +13,7 @@ from tw_compile.benchmark.table import ReportTable, mebibytes, number, times
 class LayerTable(ReportTable[LayerRow]):
     own_columns = ("speed-up", "hidden", "peak memory", "fused")
     baseline = "the best unfused"
+    promise = "error budget, and equal bits on all ranks where every all_reduce is fused"
 
     def unit(self) -> str:
         return "us a layer" if self.report["command"] == "bench layer" else "us a run"
