@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
+import platform
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +18,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tw_compile import compat
+from tw_compile.benchmark import worker
 from tw_compile.benchmark.contenders import AllReduce, Call, Contender
 from tw_compile.benchmark.ranks import Ranks, UnavailableError
-from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.worker import bench_size
+from tw_compile.benchmark.results import Row
+from tw_compile.benchmark.run import launch
+from tw_compile.benchmark.spec import BenchSpec, Size
+from tw_compile.benchmark.worker import bench_size, rank_process
 from tw_compile.cli.app import app
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.gpu_problems import Context, Problem
@@ -54,6 +61,30 @@ def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
     lines = list(csv.DictReader(files["csv"].open()))
     assert [float(line["p50_us"]) for line in lines] == [row["p50_us"] for row in rows]
     assert {line["torch"] for line in lines} == {torch.__version__}
+
+
+def _fails_late(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Rank 1 is lost in the second size."""
+
+    def lost_in_second(spec: BenchSpec, ranks: Ranks, everyone: Any, size: Size, *others: Any) -> list[Row]:
+        if rank == 1 and size.tokens == 5:
+            raise RuntimeError("lost")
+        return bench_size(spec, ranks, everyone, size, *others)
+
+    with mock.patch.object(worker, "bench_size", lost_in_second):
+        rank_process(spec, rank, scratch, messages)
+
+
+@pytest.mark.timeout(120)
+def test_sizes_done_before_a_rank_failed_are_reported() -> None:
+    spec = dataclasses.replace(SPEC, tokens=(1, 5), timeout=100.0)
+    report = launch(spec, "bench kernel", _fails_late, lambda what: None)
+    assert [(row["label"], row["tokens"], row["outcome"]) for row in report["rows"]] == [
+        ("tw-gloo", 1, "timed"),
+        ("gloo+norm", 1, "timed"),
+    ]
+    assert report["incomplete"].startswith("rank 1 failed while [1, 64] timing: RuntimeError: lost")
+    assert (report["tokens"], report["device_name"]) == ((1, 5), platform.machine())
 
 
 class _Broken(AllReduce):

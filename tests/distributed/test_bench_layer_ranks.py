@@ -21,7 +21,7 @@ from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.spec import LayerSpec, Scope
 from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
 from tw_compile.benchmark.layer.variants import Variant
-from tw_compile.benchmark.layer.worker import Entry, bench_tokens
+from tw_compile.benchmark.layer.worker import Entry, Reference, bench_tokens
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.cli.app import app
 from tw_compile.report import GraphReport
@@ -155,6 +155,28 @@ def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
 def test_what_cannot_be_checked_is_not_timed(gloo_ranks: GlooRanks) -> None:
     row = ("error", "no reference: OutOfMemoryError: out of memory")
     assert gloo_ranks.run(_on_ranks, _without_reference) == [[row], [row]]
+
+
+def _kept(ranks: Ranks) -> list[list[int]]:
+    def rows(
+        spec: LayerSpec, ranks: Ranks, everyone: Any, subject: Any, reference: Reference, progress: Any
+    ) -> list[Any]:
+        return [worker.LayerRow("fused", "ours", reference.tokens, 96, "timed")]
+
+    kept: list[list[int]] = []
+    with mock.patch.object(worker, "bench_tokens", rows):
+        found = worker.run_rank(
+            replace(SPEC, tokens=(6, 2)),
+            ranks,
+            lambda what: None,
+            lambda so_far: kept.append([row["tokens"] for row in so_far["rows"]]),
+        )
+    assert [row["tokens"] for row in found["rows"]] == [6, 2] and found["hidden_size"] == 512
+    return kept
+
+
+def test_rows_are_kept_token_count_by_token_count(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks.run(_on_ranks, _kept) == [[[6], [6, 2]]] * 2
 
 
 def _deviations(ranks: Ranks) -> list[str | None]:

@@ -89,6 +89,45 @@ def _fails(entry: Entry[RunSpec], timeout: float = 60) -> str:
     return str(caught.value)
 
 
+def _sends_parts(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    for done in ([1], [1, 2]):
+        messages.send(("so far", {"rank": rank, "rows": done}))
+    messages.send(("doing", "row 3"))
+    if rank == 1:
+        messages.send(("failed", "KeyError: 'lost'"))
+    time.sleep(60)
+
+
+def _sends_parts_late(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    messages.send(("so far", {"rows": [1]}))
+    messages.send(("doing", "row 2"))
+    time.sleep(60)
+
+
+def test_failure_of_a_rank_leaves_what_rank_0_had_so_far() -> None:
+    with pytest.raises(RankError, match="rank 1 failed while row 3: KeyError") as caught:
+        spawn_ranks(SPEC, lambda what: None, _sends_parts)
+    assert caught.value.so_far == {"rank": 0, "rows": [1, 2]}
+
+
+def test_time_limit_leaves_what_rank_0_had_so_far() -> None:
+    with pytest.raises(RankError, match="no result after 8 s; unfinished: rank 0: row 2; rank 1: row 2") as caught:
+        spawn_ranks(dataclasses.replace(SPEC, timeout=8), lambda what: None, _sends_parts_late)
+    assert caught.value.so_far == {"rows": [1]}
+
+
+def _interrupt(what: str) -> None:
+    raise KeyboardInterrupt
+
+
+def test_interruption_leaves_what_rank_0_had_so_far_and_is_none_of_ours_without() -> None:
+    with pytest.raises(RankError, match=r"^interrupted$") as caught:
+        spawn_ranks(SPEC, _interrupt, _sends_parts_late)
+    assert caught.value.so_far == {"rows": [1]}
+    with pytest.raises(KeyboardInterrupt):
+        spawn_ranks(SPEC, _interrupt, _rank_1_raises)
+
+
 def test_rank_that_raises_is_named_with_its_traceback() -> None:
     message = _fails(_rank_1_raises)
     assert message.startswith("rank 1 failed while thinking")

@@ -61,6 +61,9 @@ def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
         "device_name": "NVIDIA H200",
         "world_size": 4,
         "dtype": "bfloat16",
+        "hidden": [8192],
+        "tokens": [16, 64],
+        "incomplete": None,
         "calls": 20,
         "repeats": 50,
         "rotate_from": MIB,
@@ -439,7 +442,7 @@ def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_common.ranks_here("bench kernel", 8, "cuda")
 
 
-def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception) -> Any:
+def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception, *args: str) -> Any:
     def run(spec: BenchSpec, progress: Any) -> dict[str, Any]:
         for number in range(bench_run.steps(spec)):
             progress(f"step {number}")
@@ -448,7 +451,41 @@ def _bench(monkeypatch: pytest.MonkeyPatch, outcome: dict[str, Any] | Exception)
         return outcome
 
     monkeypatch.setattr(bench_run, "run", run)
-    return CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--tokens", "1,5"])
+    return CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--tokens", "1,5", *args])
+
+
+INCOMPLETE = "no result after 150 s; unfinished: rank 0: [64, 8192] timing"
+
+
+def test_sizes_that_are_missing_are_named_and_nothing_has_passed() -> None:
+    gated = replace(row("gated", "ours", 10.0), chosen="tw-p2p")
+    report = report_of([gated, *(one for one in measured((16,)) if one.label != "tw-nccl")])
+    assert "PASSED" in printed(report) and "gated: no regret" in printed(report)
+    text = printed(report | {"incomplete": INCOMPLETE})
+    assert text.splitlines()[-1] == f"INCOMPLETE  missing [64, 8192]: {INCOMPLETE}"
+    assert "26.0" in text and "PASSED" not in text and "gated: no regret" not in text
+    failed = printed(report_of(measured((16,))) | {"incomplete": INCOMPLETE})
+    assert "FAILED  tw-nccl" in failed and "INCOMPLETE  missing [64, 8192]" in failed
+    late = printed(report_of(measured()) | {"incomplete": "rank 1 died"})
+    assert "INCOMPLETE  missing no size: rank 1 died" in late
+
+
+def test_incomplete_run_writes_its_rows_and_decides_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"file.{name}" for name in ("csv", "json", "table", "regret")}
+    options = [part for name, file in files.items() for part in (f"--{name}", str(file))]
+    timed_row = replace(row("tw-p2p", "ours", 10.0), algorithm="stream", max_sms=8)
+    whole = report_of([timed_row])
+    assert _bench(monkeypatch, whole, "--gated", *options).exit_code == 0
+    assert all(file.is_file() for file in files.values())
+    for file in files.values():
+        file.unlink()
+    result = _bench(monkeypatch, whole | {"incomplete": INCOMPLETE}, "--gated", *options)
+    assert result.exit_code == 1 and f"INCOMPLETE  missing [64, 8192]: {INCOMPLETE}" in result.output
+    assert [line["p50_us"] for line in csv.DictReader(files["csv"].open())] == ["10.0"]
+    assert json.loads(files["json"].read_text())["incomplete"] == INCOMPLETE
+    for name in ("table", "regret"):
+        assert not files[name].exists()
+        assert f"--{name}: '{files[name]}' is not written, as the run is incomplete" in result.output
 
 
 def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,8 @@ def report_of(rows: list[LayerRow], device: str = "cuda", scope: str = "layer") 
         "device_name": "NVIDIA H200",
         "world_size": 4,
         "dtype": "bfloat16",
+        "tokens": [1024, 4096],
+        "incomplete": None,
         "batch": 2,
         "layers": 4,
         "repeats": 50,
@@ -306,7 +308,9 @@ def test_reference_attention_head_by_head_is_the_same(masked: bool, monkeypatch:
 def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     text = printed(report_of(measured()))
     assert "1.12x" in text and "50%" in text and "8 of 8" in text
-    assert "PASSED  ours: error budget, and equal bits on all ranks where every all_reduce is fused, at every size" in text
+    assert (
+        "PASSED  ours: error budget, and equal bits on all ranks where every all_reduce is fused, at every size" in text
+    )
     assert "1024 tokens in 2 sequences, messages of 16.0 MiB" in text
     assert "against inductor+symm-two-shot, the best unfused here" in text
     assert "inductor+symm-one-shot: messages too large" in text
@@ -363,14 +367,16 @@ def test_bad_input_is_one_line(scope: str, args: list[str], named: str, came: st
     assert len(lines) == 1 and named in lines[0] and "expected" in lines[0] and came in lines[0]
 
 
-def _bench(monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow], *args: str) -> tuple[Any, LayerSpec]:
+def _bench(
+    monkeypatch: pytest.MonkeyPatch, rows: list[LayerRow], *args: str, incomplete: str | None = None
+) -> tuple[Any, LayerSpec]:
     specs: list[LayerSpec] = []
 
     def run(spec: LayerSpec, progress: Any) -> dict[str, Any]:
         specs.append(spec)
         for number in range(layer_run.steps(spec)):
             progress(f"step {number}")
-        return report_of(rows)
+        return report_of(rows) | {"incomplete": incomplete}
 
     monkeypatch.setattr(layer_run, "run", run)
     monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
@@ -386,6 +392,17 @@ def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) ->
     assert (spec.model, spec.world_size, spec.layers, spec.batch) == ("llama-3.3-70b", 4, 4, 2)
     wrong = row("fused", "ours", None, outcome="numerics failed", reason="hidden: not finite")
     assert _bench(monkeypatch, [wrong], *args)[0].exit_code == 1
+
+
+def test_incomplete_run_writes_its_rows_and_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "rows.csv"
+    args = ("layer", "--tokens", "1024,4096", "--csv", str(file))
+    result, _ = _bench(monkeypatch, measured(), *args, incomplete="no result after 150 s")
+    assert result.exit_code == 1 and "PASSED" not in result.output
+    assert "INCOMPLETE  missing 4096 tokens: no result after 150 s" in result.output.splitlines()
+    assert len(list(csv.DictReader(file.open()))) == len(measured())
 
 
 def test_model_is_cut_to_16_layers_at_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_gated_has_sizes_of_its_own_and_regret_needs_it(monkeypatch: pytest.Monk
 
     def measure(run: Any, steps: int, print_report: Any, spec: BenchSpec, json_file: str | None) -> dict[str, Any]:
         seen.append(spec)
-        return {"rows": []}
+        return {"rows": [], "incomplete": None}
 
     monkeypatch.setattr(bench_common, "_gpus", lambda: 2)
     monkeypatch.setattr(bench_common, "measure", measure)

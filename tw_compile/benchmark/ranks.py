@@ -18,6 +18,8 @@ from tw_compile.runner.spec import RanksSpec
 from tw_compile.testing.gpu_problems import Context
 
 T = TypeVar("T")
+Keep = Callable[[dict[str, Any]], None]
+"""Hands a result that lacks what is not done yet to the parent, which has it should a rank fail later."""
 
 
 class UnavailableError(RuntimeError):
@@ -69,9 +71,13 @@ class Ranks:
 
 
 def work_as_rank(
-    spec: RanksSpec, rank: int, scratch: str, messages: Connection, work: Callable[[Ranks, Progress], dict[str, Any]]
+    spec: RanksSpec,
+    rank: int,
+    scratch: str,
+    messages: Connection,
+    work: Callable[[Ranks, Progress, Keep], dict[str, Any]],
 ) -> None:
-    """Be a spawned rank: join the others, do ``work``, tell the parent what came of it and on which device, and end."""
+    """Be a spawned rank: join the others, do ``work``, tell the parent what comes of it and on which device, and end."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
 
     def joined(progress: Progress) -> dict[str, Any]:
@@ -84,7 +90,11 @@ def work_as_rank(
                 device, name = torch.device("cpu"), platform.machine()
             assert dist.group.WORLD is not None
             context = Context(rank, spec.world_size, device, compat.group_name(dist.group.WORLD))
-            return {"device_name": name, **work(Ranks(context, host_group(spec)), progress)}
+
+            def keep(so_far: dict[str, Any]) -> None:
+                messages.send(("so far", {"device_name": name, **so_far}))
+
+            return {"device_name": name, **work(Ranks(context, host_group(spec)), progress, keep)}
 
     report_to_parent(messages, joined)
 

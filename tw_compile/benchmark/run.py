@@ -16,6 +16,7 @@ from tw_compile.benchmark.spec import LINK_GB_PER_S, BenchSpec
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.runner.launch import Progress, spawn_ranks
 from tw_compile.runner.machine import installed_version, nccl_version
+from tw_compile.runner.spec import RankError
 from tw_compile.runner.versions import versions
 
 MULTICAST_OFF = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
@@ -39,7 +40,7 @@ def run(spec: BenchSpec, progress: Progress) -> dict[str, Any]:
 
     Raises:
         UsageError: ``spec`` names contenders that are not there.
-        RankError: A rank failed, died or did not finish in time.
+        RankError: A rank failed, died or did not finish in time, before any size was done.
     """
     contenders(spec)
     return launch(spec, "bench kernel", rank_process, progress) | {"link_gb_per_s": LINK_GB_PER_S}
@@ -48,13 +49,21 @@ def run(spec: BenchSpec, progress: Progress) -> dict[str, Any]:
 def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progress) -> dict[str, Any]:
     """Run ``entry`` on the ranks of ``spec``; the report has what was asked for, what they found, and what it was made with.
 
+    ``incomplete`` says why it lacks sizes, of which ``rows`` has none; None where all are there.
+
     Raises:
         UsageError: The ranks found the request to be impossible.
-        RankError: A rank failed, died or did not finish in time.
+        RankError: A rank failed, died or did not finish in time, before any size was done.
     """
+    incomplete = None
     with multicast_off():
         progress(f"starting {spec.world_size} ranks")
-        found = spawn_ranks(spec, progress, entry)
+        try:
+            found = spawn_ranks(spec, progress, entry)
+        except RankError as error:
+            if error.so_far is None:
+                raise
+            found, incomplete = error.so_far, str(error)
         environment = {name: os.environ[name] for name in MULTICAST_OFF}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -62,6 +71,7 @@ def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progre
         "machine": f"{platform.machine()} {os.cpu_count()} cpus",
         **asdict(spec),
         **found,
+        "incomplete": incomplete,
         "environment": environment,
         "versions": all_versions(spec.device),
     }

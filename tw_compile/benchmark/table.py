@@ -54,6 +54,10 @@ class ReportTable(ABC, Generic[AnyRow]):
         """Rows of the same size make a table."""
 
     @abstractmethod
+    def asked(self) -> list[str]:
+        """All sizes that were to be measured."""
+
+    @abstractmethod
     def title(self, rows: list[AnyRow]) -> str:
         """Of a table of these rows."""
 
@@ -70,11 +74,11 @@ class ReportTable(ABC, Generic[AnyRow]):
         return []
 
     def summary(self) -> str | None:
-        """A line about all tables."""
+        """A line about all tables, unless some are missing."""
         return None
 
     def print(self, console: Console) -> None:
-        """Header, one table a size, and who failed."""
+        """Header, one table a size, who failed, and what is missing."""
         report, versions = self.report, self.report["versions"]
         if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
             console.width = max(console.width, WIDTH)
@@ -94,11 +98,19 @@ class ReportTable(ABC, Generic[AnyRow]):
         for _, group in groupby(self.rows, key=self.size):
             console.print()
             self._print_size(console, list(group))
-        summary = self.summary()
+        incomplete = self._incomplete()
+        summary = None if incomplete else self.summary()
         if summary is not None:
             console.print()
             console.print(summary, style="bold", markup=False, soft_wrap=True)
-        print_verdict(console, [(row, self.size(row)) for row in failures(self.rows)], self.promise)
+        print_verdict(console, [(row, self.size(row)) for row in failures(self.rows)], self.promise, incomplete)
+
+    def _incomplete(self) -> str | None:
+        """What is missing, and why; None where nothing is."""
+        reason = self.report["incomplete"]
+        measured = {self.size(row) for row in self.rows}
+        missing = ", ".join(size for size in self.asked() if size not in measured)
+        return None if reason is None else f"missing {missing or 'no size'}: {reason}"
 
     def _print_size(self, console: Console, rows: list[AnyRow]) -> None:
         table = Table(
@@ -140,6 +152,9 @@ class KernelTable(ReportTable[Row]):
     def size(self, row: Row) -> str:
         return f"[{row.tokens}, {row.hidden}]"
 
+    def asked(self) -> list[str]:
+        return [f"[{tokens}, {hidden}]" for hidden in self.report["hidden"] for tokens in self.report["tokens"]]
+
     def title(self, rows: list[Row]) -> str:
         sets = max(row.sets for row in rows)
         return f"{rows[0].tokens} tokens x {rows[0].hidden}, {mebibytes(rows[0].nbytes)}, input sets: {sets}"
@@ -165,13 +180,23 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     KernelTable(report, rows_of(report)).print(console)
 
 
-def print_verdict(console: Console, bad: Sequence[tuple[Any, str]], promise: str = ReportTable.promise) -> None:
-    """``bad``: rows of ours that failed, each with the size at which it did; ``promise``: what the others have kept."""
+def print_verdict(
+    console: Console,
+    bad: Sequence[tuple[Any, str]],
+    promise: str = ReportTable.promise,
+    incomplete: str | None = None,
+) -> None:
+    """``bad``: rows of ours that failed, each with the size at which it did; ``promise``: what the others have kept.
+
+    ``incomplete``: What is missing and why, if anything is: then nobody has passed.
+    """
     console.print()
     for row, where in bad:
         line = f"FAILED  {row.label} at {where}: {row.outcome}: {row.reason}"
         console.print(line, style="red", markup=False, soft_wrap=True)
-    if not bad:
+    if incomplete is not None:
+        console.print(f"INCOMPLETE  {incomplete}", style="red", markup=False, soft_wrap=True)
+    elif not bad:
         console.print(f"PASSED  ours: {promise}, at every size", style="green", soft_wrap=True)
 
 

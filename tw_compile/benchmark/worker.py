@@ -14,7 +14,7 @@ import torch
 from tw_compile.benchmark.contenders import Contender, contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
-from tw_compile.benchmark.ranks import Ranks, UnavailableError, work_as_rank
+from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
 from tw_compile.gating.current import current_node
@@ -41,20 +41,25 @@ def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection)
 
 
 def run_rank(
-    spec: BenchSpec, take_part: Callable[[BenchSpec], list[Contender]], ranks: Ranks, progress: Progress
+    spec: BenchSpec, take_part: Callable[[BenchSpec], list[Contender]], ranks: Ranks, progress: Progress, keep: Keep
 ) -> dict[str, Any]:
-    """Everything one rank does; the rows are complete on every rank. Calls ``progress`` ``steps`` times less two."""
+    """Everything one rank does; the rows are complete on every rank, and kept size by size.
+
+    Calls ``progress`` ``steps`` times less two.
+    """
     on_gpus = spec.device == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
     everyone = take_part(spec)
-    rows: list[Row] = []
-    for size in spec.sizes():
-        rows += bench_size(spec, ranks, everyone, size, cache_bytes, progress)
-    return {
+    rows: list[dict[str, Any]] = []
+    found = {
         "device_class": current_node().device_class if on_gpus else "generic",
         "cache_bytes": cache_bytes,
-        "rows": [asdict(row) for row in rows],
+        "rows": rows,
     }
+    for size in spec.sizes():
+        rows += [asdict(row) for row in bench_size(spec, ranks, everyone, size, cache_bytes, progress)]
+        keep(found)
+    return found
 
 
 @dataclass

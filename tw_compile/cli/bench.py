@@ -136,7 +136,7 @@ def kernel(
     """Time fused all_reduce + residual + RMSNorm beside NCCL, torch's symmetric memory and FlashInfer, in one run.
 
     Everyone is held to an error budget against float64 first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
-    ours failed, 2 bad input.
+    ours failed or sizes are missing, 2 bad input.
     """
     common.positive("--calls", calls)
     if rotate_from < 0:
@@ -178,11 +178,19 @@ def _write_files(
     table_file: str | None,
     regret_file: str | None,
 ) -> None:
-    """What was asked for beside the JSON; then exits with 1 when one of ours failed."""
+    """What was asked for beside the JSON; then exits with 1 when one of ours failed or sizes are missing.
+
+    Of a gate or a table that some sizes say nothing about nothing is written.
+    """
     from tw_compile.benchmark.results import as_csv, rows_of
 
     if csv_file is not None:
         common.write_file("--csv", csv_file, as_csv(report))
+    if report["incomplete"] is not None:
+        for option, file in (("--regret", regret_file), ("--table", table_file)):
+            if file is not None:
+                typer.echo(f"{option}: {file!r} is not written, as the run is incomplete", err=True)
+        regret_file = table_file = None
     if regret_file is not None:
         from tw_compile.benchmark.gated import regret_csv
 
@@ -198,7 +206,7 @@ def _write_files(
         from tw_compile.benchmark.plot import plot
 
         plot(report, plot_file)
-    bench_common.exit_if_failed(rows_of(report))
+    bench_common.exit_if_failed(report, rows_of(report))
 
 
 def _with_layers(spec: RunSpec, layers: int) -> RunSpec:

@@ -22,7 +22,9 @@ DtypeOption = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES))]
 OnlyOption = Annotated[str | None, typer.Option("--only", metavar="LABEL[,...]", help="Who takes part.")]
 RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", help=f"Timed runs, at least {MIN_REPEATS}.")]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of what is random.")]
-TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long.")]
+TimeoutOption = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, with the sizes done by then.")
+]
 CsvOption = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")]
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times, and what follows from them.")
@@ -123,9 +125,9 @@ def measure(
     return report
 
 
-def exit_if_failed(rows: Sequence[Any]) -> None:
-    """Exits with 1 when one of ours failed."""
+def exit_if_failed(report: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Exits with 1 when one of ours failed or sizes are missing."""
     from tw_compile.benchmark.results import failures
 
-    if failures(rows):
+    if report["incomplete"] is not None or failures(rows):
         raise typer.Exit(common.EXIT_FAILED)

@@ -76,7 +76,7 @@ def layer(
     """Time a stack of sharded decoder layers, fused and split, beside Inductor with the best unfused all_reduce, in one run.
 
     Every variant is held to the error budget of `run` first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
-    ours failed, 2 bad input.
+    ours failed or token counts are missing, 2 bad input.
     """
     spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, repeats, seed, timeout)
     _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
@@ -102,7 +102,7 @@ def model(
     """Time a sharded model, cut to its first layers, from token ids to the final norm, compiled as `bench layer` does it.
 
     Every variant is held to the error budget of `run` first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
-    ours failed, 2 bad input.
+    ours failed or token counts are missing, 2 bad input.
     """
     spec = _spec("model", model, device, tokens, batch, layers, dtype, only, repeats, seed, timeout)
     _bench(spec, tp, csv_file, plot_file, json_file)
@@ -161,4 +161,4 @@ def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str
         from tw_compile.benchmark.layer.plot import plot
 
         plot(report, plot_file)
-    bench_common.exit_if_failed(rows_of(report))
+    bench_common.exit_if_failed(report, rows_of(report))

@@ -38,7 +38,8 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
 
     Raises:
         UsageError: The ranks found the request to be impossible.
-        RankError: A rank failed, died or did not finish in time; the other ranks have been ended.
+        RankError: A rank failed, died or did not finish in time; the other ranks have been ended. It has what rank 0 last
+            sent as ``"so far"``, and stands for Ctrl-C, too, where something was sent.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
@@ -50,7 +51,15 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
             theirs.close()
             ranks.append(_Rank(rank, process, ours))
             stack.callback(ranks[-1].end)
-        return _watch(ranks, spec.timeout, progress)
+        try:
+            return _watch(ranks, spec.timeout, progress)
+        except RankError as error:
+            error.so_far = ranks[0].so_far
+            raise
+        except KeyboardInterrupt:
+            if ranks[0].so_far is None:
+                raise
+            raise RankError("interrupted", ranks[0].so_far) from None
 
 
 def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
@@ -82,6 +91,7 @@ class _Rank:
         self.process = process
         self.messages = messages
         self.doing = "starting"
+        self.so_far: dict[str, Any] | None = None
         self.finished = False
 
     def receive(self) -> Iterator[tuple[str, Any]]:
@@ -91,6 +101,8 @@ class _Rank:
                 kind, payload = self.messages.recv()
                 if kind == "doing":
                     self.doing = payload
+                elif kind == "so far":
+                    self.so_far = payload
                 else:
                     self.finished = True
                 yield kind, payload

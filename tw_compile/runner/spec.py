@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tw_compile.config import Config
 
@@ -16,7 +16,15 @@ class UsageError(ValueError):
 
 
 class RankError(RuntimeError):
-    """A rank failed or went silent; the message names it and carries its traceback."""
+    """A rank failed or went silent; the message names it and carries its traceback.
+
+    Attributes:
+        so_far: A result that lacks what rank 0 had not done by then; None where it had sent none.
+    """
+
+    def __init__(self, message: str, so_far: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.so_far = so_far
 
 
 class RanksSpec(Protocol):

@@ -22,7 +22,7 @@ def run(spec: LayerSpec, progress: Progress) -> dict[str, Any]:
 
     Raises:
         UsageError: ``spec`` names variants that are not there, or a model that can't be built so.
-        RankError: A rank failed, died or did not finish in time.
+        RankError: A rank failed, died or did not finish in time, before any number of tokens was done.
     """
     variants(spec, max(spec.tokens))
     report = launch(spec, f"bench {spec.scope}", rank_process, progress)

@@ -27,6 +27,9 @@ class LayerTable(ReportTable[LayerRow]):
     def size(self, row: LayerRow) -> str:
         return f"{row.tokens} tokens"
 
+    def asked(self) -> list[str]:
+        return [f"{tokens} tokens" for tokens in self.report["tokens"]]
+
     def title(self, rows: list[LayerRow]) -> str:
         batch = self.report["batch"]
         sequences = f"{batch} sequence{'s' if batch > 1 else ''}"

@@ -18,7 +18,7 @@ from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subj
 from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import Variant, variants
 from tw_compile.benchmark.measure import Timer, interleaved, percentiles
-from tw_compile.benchmark.ranks import Ranks, UnavailableError, work_as_rank
+from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.spec import ELEMENT_BYTES
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
@@ -39,8 +39,10 @@ def rank_process(spec: LayerSpec, rank: int, scratch: str, messages: Connection)
     work_as_rank(spec, rank, scratch, messages, partial(run_rank, spec))
 
 
-def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress) -> dict[str, Any]:
-    """Everything one rank does; the rows are the same on every rank. Calls ``progress`` ``steps`` times less two.
+def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
+    """Everything one rank does; the rows are the same on every rank, and kept token count by token count.
+
+    Calls ``progress`` ``steps`` times less two.
 
     Raises:
         UsageError: The model can't be built as asked.
@@ -50,12 +52,15 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress) -> dict[str, Any
     subject = build_subject(spec, ranks.ctx.device)
     references = _references(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
-    rows: list[LayerRow] = []
+    rows: list[dict[str, Any]] = []
+    found = {"hidden_size": subject.hidden_size, "rows": rows}
     for reference in references:
         # Reports come from compiling: a graph that comes out of a cache has none.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
-            rows += bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
-    return {"hidden_size": subject.hidden_size, "rows": [asdict(row) for row in rows]}
+            done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
+        rows += [asdict(row) for row in done]
+        keep(found)
+    return found
 
 
 @dataclass
@@ -227,7 +232,10 @@ def _split(split: Split) -> str:
 
 
 def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:
-    """Hold the outputs of the last run to the error budget of ``run``, and fused ones to equal bits on all ranks; else no time."""
+    """Hold the outputs of the last run to the error budget of ``run``, and fused ones to equal bits on all ranks, too.
+
+    False, and no time for who fails.
+    """
     if not entry.variant.reduces:
         return True
     assert entry.run is not None and entry.run.outputs is not None and reference.want is not None
