@@ -30,11 +30,24 @@ from tw_compile.planning import plan as plan_module
 from tw_compile.planning import windows as windows_module
 from tw_compile.planning.communication import all_reduce_us, fastest_alone, fused_us, sm_us, traffic_bytes
 from tw_compile.planning.device import AllReduce, AttentionRates, DeviceProfile, GemmRates, Tile
-from tw_compile.planning.gemm import full_wave_tokens, gemm_time, tiles_of, waves
+from tw_compile.planning.gemm import full_wave_tokens, gemm_time, waves
 
 H200 = load_profile("H200")
 ONE_COLUMN = Gemm("gate_up", columns=128, depth=65536)
-TILE = Tile(128, 128, 1.0)
+TILE = Tile(128, 128)
+ONE_TILE = GemmRates(
+    tflops_per_sm=6.0,
+    edge=1e-9,
+    tile_us=1e-9,
+    split_us=1.0,
+    most_parts=1,
+    long_us=1.0,
+    long_factor=1.0,
+    grouped_efficiency=1.0,
+    memory_gb_per_s=1e9,
+    short_sides=(128,),
+    long_sides=(128,),
+)
 
 
 def model_layer(name: str, world_size: int, merged: bool = True) -> LayerShape:
@@ -100,7 +113,7 @@ def test_a_gemm_of_300_ctas_is_split_as_132_and_168() -> None:
     profile = dataclasses.replace(
         H200,
         sms=140,
-        gemm=GemmRates(6.0, 1.0, 1e9, (TILE,)),
+        gemm=ONE_TILE,
         attention={"flash": AttentionRates(300.0, 300.0, 1.0, 128)},
         kernel="two_shot",
         fused={"two_shot": only},
@@ -151,10 +164,10 @@ def test_gemm_time_grows_with_tokens_and_shrinks_with_sms(
 @given(st.integers(1, 65536), st.integers(1, 20000), st.integers(1, 148), st.sampled_from([1, 8]))
 def test_full_waves_are_full(tokens: int, columns: int, sms: int, experts: int) -> None:
     gemm = Gemm("g", columns, 1024, experts, experts)  # every expert computes every token: exact counts
+    profile = dataclasses.replace(H200, gemm=ONE_TILE)
     for count in full_wave_tokens(gemm, TILE, sms, tokens):
-        rounds = waves(tiles_of(gemm, TILE, count), sms)
         assert count >= TILE.rows
-        assert waves(tiles_of(gemm, TILE, count + TILE.rows), sms) > rounds
+        assert gemm_time(profile, gemm, count + TILE.rows, sms).waves > gemm_time(profile, gemm, count, sms).waves
 
 
 def test_few_tokens_read_the_weights_of_the_experts_that_they_reach() -> None:

@@ -12,7 +12,7 @@ import itertools
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -27,15 +27,10 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class Tile:
-    """One shape of a GEMM's output tiles, computed by one CTA on one SM.
-
-    Attributes:
-        efficiency: Its arithmetic rate as a share of ``GemmRates.tflops_per_sm``.
-    """
+    """One shape of a GEMM's output tiles, computed by one CTA on one SM."""
 
     rows: int
     columns: int
-    efficiency: float
 
 
 @dataclass(frozen=True)
@@ -43,15 +38,35 @@ class GemmRates:
     """Of 16-bit matmuls.
 
     Attributes:
-        tflops_per_sm: What one SM does while all of them are busy.
+        tflops_per_sm: What one SM does while all of them are busy, were its tiles endless.
+        edge: What loading its operands costs a tile, as rows and columns by which it is larger.
+        tile_us: Of a tile, whatever its depth: it fills its pipeline and stores its output.
+        split_us: What it takes to add up the parts of tiles whose depth several CTAs share.
+        most_parts: Of one tile's depth; 1 where none is shared.
+        long_us: From then on clocks fall to what the power limit allows.
+        long_factor: On the time of a GEMM after that.
         grouped_efficiency: Rate of grouped GEMMs (mixture of experts) as a share of plain ones.
         memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
+        short_sides: Of tiles, ascending.
+        long_sides: The same; every short side goes with every long one, either of them along the tokens.
     """
 
     tflops_per_sm: float
+    edge: float
+    tile_us: float
+    split_us: float
+    most_parts: int
+    long_us: float
+    long_factor: float
     grouped_efficiency: float
     memory_gb_per_s: float
-    tiles: tuple[Tile, ...]
+    short_sides: tuple[int, ...]
+    long_sides: tuple[int, ...]
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        sides = list(itertools.product(self.short_sides, self.long_sides))
+        return tuple(Tile(*shape) for shape in dict.fromkeys((*sides, *((long, short) for short, long in sides))))
 
 
 @dataclass(frozen=True)
@@ -222,9 +237,14 @@ def parse_profile(text: str, source: str) -> DeviceProfile:
     profile = _part(DeviceProfile, values, source)
     if profile.kernel not in profile.fused:
         raise ValueError(f"{source}: kernel: expected one of {', '.join(profile.fused)}, got {profile.kernel!r}")
-    for name in ("contention", "communication_contention"):
-        if getattr(profile, name) < 1.0:
-            raise ValueError(f"{source}: {name}: expected at least 1, got {getattr(profile, name)}")
+    factors = {
+        "contention": profile.contention,
+        "communication_contention": profile.communication_contention,
+        "gemm: long_factor": profile.gemm.long_factor,
+    }
+    for name, factor in factors.items():
+        if factor < 1.0:
+            raise ValueError(f"{source}: {name}: expected at least 1, got {factor}")
     for name, kernel in profile.fused.items():
         if kernel.ctas[-1] >= profile.sms:
             raise ValueError(
@@ -246,7 +266,7 @@ def _part(kind: type[Part], values: Any, where: str) -> Part:
     return kind(**{name: _value(hints[name], values[name], f"{where}: {name}") for name in names})
 
 
-_TUPLES: dict[Any, Any] = {tuple[Tile, ...]: Tile, tuple[int, ...]: int, tuple[str, ...]: str}
+_TUPLES: dict[Any, Any] = {tuple[int, ...]: int, tuple[str, ...]: str}
 _TABLES: dict[Any, Any] = {
     Mapping[str, AllReduce]: AllReduce,
     Mapping[str, FusedKernel]: FusedKernel,

@@ -154,8 +154,4 @@ def _value(value: object) -> str:
         return f'"{value}"'
     if isinstance(value, tuple):
         return f"[{', '.join(_value(one) for one in value)}]"
-    if dataclasses.is_dataclass(value):
-        return (
-            "{ " + ", ".join(f"{f.name} = {_value(getattr(value, f.name))}" for f in dataclasses.fields(value)) + " }"
-        )
     return repr(value)
