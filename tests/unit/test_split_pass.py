@@ -112,14 +112,14 @@ def test_one_request_is_cut_into_prefix_and_suffix_in_four_windows_a_layer() -> 
 
 def test_attention_joins_where_the_plan_says_that_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "weave", lambda costs, first, tokens: ())
-    split, _ = inspected(seq=16384)
+    split, _ = inspected("llama-3.3-70b", seq=8192)
     assert split.plan is not None and split.mode == split.plan.mode == "join"
     assert split.joins == {"attention_planned": 1} and len(split.join_details) == 1
 
 
 def test_attention_that_cannot_be_cut_is_planned_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
-    split, _ = inspected(seq=16384)
+    split, _ = inspected("llama-3.3-70b", seq=8192)
     assert split.plan is not None and split.mode == split.plan.mode == "join"
     assert split.joins == {"attention_kernel": 1}
 

@@ -178,6 +178,8 @@ def test_a_pair_costs_what_its_parts_and_their_contention_say() -> None:
     ]
     waiting = [dataclasses.replace(one, longer="kernel", contention=factor) for factor in (0.9, 1.4, 1.5)]
     assert contentions([*costs, *waiting]) == {"contention": CONTENTION, "communication_contention": 1.4}
+    of_four = [dataclasses.replace(one, world_size=4, contention=2.2) for one in waiting]
+    assert contentions(of_four) == {"communication_contention": pytest.approx(1.4)}
     assert contentions([]) == {}
 
 

@@ -34,14 +34,15 @@ def sm_us(
     Two-shot: for each row of its own a rank loads N ranks' parts and the residual, stores the result for the peers and for
     itself and the new residual, then loads and stores N-1 rows that peers have finished. ``staged``: the message is an ordinary
     tensor, and N-1 more rows are copied to where peers read them. ``narrow``: the residual has 16 bits, as that of calls beside
-    other work, and not 32. ``in_slot``: rows that peers have finished are read where they are. Multicast: one row and a 16-bit
+    other work, and not 32. ``in_slot``: rows that peers have finished are read where they are, if the kernel can
+    leave them there. Multicast: one row and a 16-bit
     residual each way.
     """
     own = tokens / world_size
     if kernel.traffic == "multicast":
         moved, copied = 4, 0
     else:
-        copied = (world_size - 1) * (staged + (not in_slot))
+        copied = (world_size - 1) * (staged + (not (in_slot and kernel.in_slot)))
         moved = world_size + (4 if narrow else 6) + 2 * copied
     nbytes = moved * hidden_size * ELEMENT_BYTES
     return own * (kernel.row_us * (1.0 + COPY_SHARE * copied) + nbytes / (kernel.cta_gb_per_s * 1e3))

@@ -21,6 +21,8 @@ from tw_compile.gating.layers import user_file
 
 USER_FILE = "device.toml"
 TRAFFIC = ("multicast", "two_shot")
+MEASURED_RANKS = 4
+"""So many have been seen to wait for each other beside GEMMs."""
 
 Part = TypeVar("Part")
 
@@ -105,6 +107,7 @@ class FusedKernel:
         sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
         ctas: The numbers of CTAs to choose from, ascending.
         cluster: The most CTAs that it keeps together in one group of SMs; 1 where they are dealt out to all groups.
+        in_slot: Whether results can be read where peers write them, instead of being copied.
     """
 
     traffic: str
@@ -115,6 +118,7 @@ class FusedKernel:
     sharpness: float
     ctas: tuple[int, ...]
     cluster: int
+    in_slot: bool
 
     @property
     def multicast(self) -> bool:
@@ -133,7 +137,8 @@ class DeviceProfile:
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
         window_us: What it costs that two streams wait for each other.
         contention: Factor on the time of what computes beside a fused kernel on other SMs; they share power, L2 and memory.
-        communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do.
+        communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do, with two
+            ranks; see :meth:`slower_beside`.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
     """
 
@@ -152,6 +157,11 @@ class DeviceProfile:
     attention: Mapping[str, AttentionRates]
     all_reduce: Mapping[str, AllReduce]
     fused: Mapping[str, FusedKernel]
+
+    def slower_beside(self, world_size: int) -> float:
+        """Factor on the time of a fused kernel beside others. Every rank more that it waits for adds as much, up to 4 of them:
+        beyond, it has not been measured."""
+        return 1.0 + (self.communication_contention - 1.0) * (min(world_size, MEASURED_RANKS) - 1)
 
     def sms_beside(self, kernel: FusedKernel, ctas: int) -> int:
         """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
@@ -286,6 +296,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict) or not value:
             raise ValueError(f"{where}: expected tables by name, got {value!r}")
         return {name: _part(_TABLES[hint], table, f"{where}.{name}") for name, table in value.items()}
+    if hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{where}: expected true or false, got {value!r}")
+        return value
     if hint is str:
         if not isinstance(value, str) or not value:
             raise ValueError(f"{where}: expected text, got {value!r}")

@@ -182,7 +182,7 @@ class Costs:
                 narrow=True,
                 in_slot=in_slot,
             )
-            communication_us = profile.communication_contention * alone
+            communication_us = profile.slower_beside(self.layer.world_size) * alone
         clock = 0.0
         gemms = []
         for step in steps:

@@ -17,6 +17,7 @@ from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.worker import run_rank
 from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.planning.device import MEASURED_RANKS
 from tw_compile.testing.gpu_problems import Problem
 
 KERNELS = ("tw-stream", "tw-push-two-shot")
@@ -187,9 +188,12 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
 
 def contentions(costs: Sequence[PairCost]) -> dict[str, float]:
     """A profile's factors on what computes and on what communicates: medians, at least 1, of the pairs that show them."""
-    found = {}
-    for name, longer in (("contention", "gemm"), ("communication_contention", "kernel")):
-        factors = [max(1.0, one.contention) for one in costs if one.longer == longer]
-        if factors:
-            found[name] = statistics.median(factors)
-    return found
+    computes = [max(1.0, one.contention) for one in costs if one.longer == "gemm"]
+    # A profile has the factor of two ranks, see DeviceProfile.slower_beside.
+    communicates = [
+        1.0 + max(0.0, one.contention - 1.0) / (min(one.world_size, MEASURED_RANKS) - 1)
+        for one in costs
+        if one.longer == "kernel"
+    ]
+    found = {"contention": computes, "communication_contention": communicates}
+    return {name: statistics.median(factors) for name, factors in found.items() if factors}

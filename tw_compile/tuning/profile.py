@@ -152,6 +152,8 @@ def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
 def _value(value: object) -> str:
     if isinstance(value, str):
         return f'"{value}"'
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(_value(one) for one in value)}]"
     return repr(value)
