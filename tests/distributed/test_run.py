@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
-from tw_compile.runner.launch import Entry, run_in_process_group, spawn_ranks
+from tw_compile.runner.launch import Entry, report_to_parent, run_in_process_group, spawn_ranks
 from tw_compile.runner.spec import RankError, RunSpec, UsageError
 
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
@@ -126,6 +126,27 @@ def test_interruption_leaves_what_rank_0_had_so_far_and_is_none_of_ours_without(
     assert caught.value.so_far == {"rows": [1]}
     with pytest.raises(KeyboardInterrupt):
         spawn_ranks(SPEC, _interrupt, _rank_1_raises)
+
+
+def _terminate(what: str) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_time_limit_from_outside_is_an_interruption_while_ranks_run() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RankError, match=r"^interrupted$") as caught:
+        spawn_ranks(SPEC, _terminate, _sends_parts_late)
+    assert caught.value.so_far == {"rows": [1]} and signal.getsignal(signal.SIGTERM) == before
+
+
+def _sleeps(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    report_to_parent(messages, lambda doing: time.sleep(60) or {})
+
+
+def test_ranks_say_where_they_are_at_the_time_limit(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="no result after 12 s"):
+        spawn_ranks(dataclasses.replace(SPEC, timeout=12), lambda what: None, _sleeps)
+    assert capfd.readouterr().err.count("in _sleeps") == SPEC.world_size
 
 
 def test_rank_that_raises_is_named_with_its_traceback() -> None:

@@ -417,7 +417,7 @@ BAD: Sequence[tuple[tuple[str, ...], str]] = (
     (("--split", "half"), "--split: expected auto or a positive number of tokens, got 'half'"),
     (("--timeout", "0"), "--timeout: expected a positive number of seconds, got 0"),
     (("--dtype", "int8"), "--dtype: expected one of"),
-    (("--logs", "/no/such/folder"), "--logs: expected a folder that exists"),
+    (("--logs", "/dev/null/logs"), "--logs: expected a folder that is there or can be made, got '/dev/null/logs'"),
     (("--csv", "/no/such/folder/x.csv"), "--csv: expected a file in a folder that exists"),
     (("--plot", "x.gif"), "--plot: expected a file that ends in .png or .svg"),
 )

@@ -84,13 +84,20 @@ def vllm(
     )
     _check(spec, tp)
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
-    if logs is not None and not Path(logs).is_dir():
-        raise UsageError(f"--logs: expected a folder that exists, got {logs!r}")
+    if logs is not None:
+        _make_folder(logs)
     spec = _with_ranks(spec, tp, dry_run)
     if dry_run:
         _show(common.make_console(json_file), spec, json_file)
         return
     _finish(_bench(spec, logs, json_file), csv_file, plot_file)
+
+
+def _make_folder(logs: str) -> None:
+    try:
+        Path(logs).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--logs: expected a folder that is there or can be made, got {logs!r} ({error})") from error
 
 
 def _table(text: str) -> dict[str, Any]:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from tw_compile.leave import leave
@@ -24,6 +27,9 @@ Spec = TypeVar("Spec", bound=RanksSpec)
 Entry = Callable[[Spec, int, str, Connection], None]
 
 _GRACE_SECONDS = 5.0
+_WHERE = signal.SIGUSR1
+_ANSWER_SECONDS = 0.5
+"""For a rank to print where it is, before it is ended."""
 
 
 def torchrun_world_size() -> int | None:
@@ -39,10 +45,11 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
     Raises:
         UsageError: The ranks found the request to be impossible.
         RankError: A rank failed, died or did not finish in time; the other ranks have been ended. It has what rank 0 last
-            sent as ``"so far"``, and stands for Ctrl-C, too, where something was sent.
+            sent as ``"so far"``, and stands for Ctrl-C and SIGTERM, too, where something was sent.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
+        stack.enter_context(_sigterm_interrupts())
         ranks: list[_Rank] = []
         for rank in range(spec.world_size):
             ours, theirs = context.Pipe(duplex=False)
@@ -60,6 +67,23 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
             if ranks[0].so_far is None:
                 raise
             raise RankError("interrupted", ranks[0].so_far) from None
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """A time limit from outside ends a command as Ctrl-C does: what it has found is not lost, and its ranks are ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
@@ -112,6 +136,11 @@ class _Rank:
                 self.finished = True
                 yield "died", _describe_exit(self.process.exitcode)
 
+    def ask(self) -> None:
+        """Have the rank print the stacks of its threads; one that has not come to its work yet ends instead."""
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, _WHERE)
+
     def end(self) -> None:
         if self.finished:
             self.process.join(_GRACE_SECONDS)
@@ -131,7 +160,11 @@ def _watch(ranks: list[_Rank], timeout: float, progress: Progress) -> dict[str, 
         if left <= 0:
             if failures:
                 break
-            waiting = "; ".join(f"rank {rank.rank}: {rank.doing}" for rank in ranks if not rank.finished)
+            unfinished = [rank for rank in ranks if not rank.finished]
+            for rank in unfinished:
+                rank.ask()
+            time.sleep(_ANSWER_SECONDS)
+            waiting = "; ".join(f"rank {rank.rank}: {rank.doing}" for rank in unfinished)
             raise RankError(f"no result after {timeout:.0f} s; unfinished: {waiting}")
         wait([rank.messages for rank in ranks if not rank.finished], timeout=min(left, 1.0))
         for rank in ranks:
@@ -184,7 +217,11 @@ def run_in_process_group(spec: RunSpec, rank: int, scratch: str, messages: Conne
 
 
 def report_to_parent(messages: Connection, work: Callable[[Progress], dict[str, Any]]) -> None:
-    """Send what ``work`` is doing, and its result or how it failed; then this process ends."""
+    """Send what ``work`` is doing, and its result or how it failed; then this process ends.
+
+    When it is asked (:meth:`_Rank.ask`) it prints where it is.
+    """
+    faulthandler.register(_WHERE)
     try:
         messages.send(("result", work(lambda what: messages.send(("doing", what)))))
         leave(0)
