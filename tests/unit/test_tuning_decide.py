@@ -192,15 +192,21 @@ def test_a_lower_bound_can_show_that_fusing_pays_and_not_that_it_does_not() -> N
     assert containing(derived(faster, ALONE, backend), 1000).source == HERE
 
 
-def test_shipped_ranges_of_two_h200_follow_from_the_committed_rows() -> None:
-    runs = runs_of_file(str(RESULTS / "2026-11-21-2xh200-kernel-tp2.csv"))
+@pytest.mark.parametrize(
+    ("ranks", "file", "absent"),
+    [(2, "2026-11-21-2xh200-kernel-tp2.csv", set()), (4, "2026-11-22-4xh200-kernel-tp4.csv", {"flashinfer"})],
+)
+def test_shipped_ranges_of_h200_follow_from_the_committed_rows(ranks: int, file: str, absent: set[str]) -> None:
+    runs = runs_of_file(str(RESULTS / file))
     steps = measured_steps(runs, ())
-    shipped = shipped_steps("NVIDIA H200", 2)
+    shipped = shipped_steps("NVIDIA H200", ranks)
     assert tuple(steps) == shipped == tuple(measured_steps(runs, shipped))
     default = shipped_gate("generic")
     for backend in UNFUSED:
-        found = entries_from(2, backend, timings(runs, backend, steps), default.entries(2, backend), HERE)
-        assert decisions(found) == decisions(list(shipped_tables()["sm90"].ranges((2, backend)))), backend
+        found = entries_from(ranks, backend, timings(runs, backend, steps), default.entries(ranks, backend), HERE)
+        ranges = list(shipped_tables()["sm90"].ranges((ranks, backend)))
+        assert (backend in absent) == (ranges == []), backend
+        assert decisions(found) == decisions(ranges or list(default.entries(ranks, backend))), backend
 
 
 def test_files_that_bench_kernel_did_not_write_are_named(tmp_path: Path) -> None:
