@@ -143,7 +143,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
 
     monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda engine, config: None)  # ranges at every doubling
     config, original = load_config("llama-3.3-70b"), choose.layer_of_piece
-    big = layer_shape(config, tensor_parallel_plan(config), 8, merged=True)
+    big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash"))
     monkeypatch.setattr(choose, "layer_of_piece", layer_of_piece)
     monkeypatch.setattr("tw_compile.vllm.plan.SPLIT_FROM", 4096)
