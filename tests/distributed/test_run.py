@@ -116,6 +116,11 @@ def test_time_limit_leaves_what_rank_0_had_so_far() -> None:
     assert caught.value.so_far == {"rows": [1]}
 
 
+def _sends_nothing_yet(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
+    messages.send(("doing", "row 1"))
+    time.sleep(60)
+
+
 def _interrupt(what: str) -> None:
     raise KeyboardInterrupt
 
@@ -125,7 +130,7 @@ def test_interruption_leaves_what_rank_0_had_so_far_and_is_none_of_ours_without(
         spawn_ranks(SPEC, _interrupt, _sends_parts_late)
     assert caught.value.so_far == {"rows": [1]}
     with pytest.raises(KeyboardInterrupt):
-        spawn_ranks(SPEC, _interrupt, _rank_1_raises)
+        spawn_ranks(SPEC, _interrupt, _sends_nothing_yet)
 
 
 def _terminate(what: str) -> None:

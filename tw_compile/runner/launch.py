@@ -28,7 +28,7 @@ Entry = Callable[[Spec, int, str, Connection], None]
 
 _GRACE_SECONDS = 5.0
 _WHERE = signal.SIGUSR1
-_ANSWER_SECONDS = 0.5
+_ANSWER_SECONDS = 2.0
 """For a rank to print where it is, before it is ended."""
 
 
