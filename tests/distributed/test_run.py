@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
-from tw_compile.runner.launch import Entry, report_to_parent, run_in_process_group, spawn_ranks
+from tw_compile.runner import launch
+from tw_compile.runner.launch import Entry, run_in_process_group, spawn_ranks
 from tw_compile.runner.spec import RankError, RunSpec, UsageError
 
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
@@ -144,14 +147,29 @@ def test_a_time_limit_from_outside_is_an_interruption_while_ranks_run() -> None:
     assert caught.value.so_far == {"rows": [1]} and signal.getsignal(signal.SIGTERM) == before
 
 
-def _sleeps(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
-    report_to_parent(messages, lambda doing: time.sleep(60) or {})
+ASKED = """
+import multiprocessing, os, signal
+from tw_compile.runner.launch import report_to_parent
+
+def work(doing):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    return {}
+
+ours, theirs = multiprocessing.Pipe(duplex=False)
+report_to_parent(theirs, work)
+"""
 
 
-def test_ranks_say_where_they_are_at_the_time_limit(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RankError, match="no result after 12 s"):
-        spawn_ranks(dataclasses.replace(SPEC, timeout=12), lambda what: None, _sleeps)
-    assert capfd.readouterr().err.count("in _sleeps") == SPEC.world_size
+def test_a_rank_that_is_asked_prints_where_it_is_and_goes_on() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "in work" in done.stderr
+
+
+def test_ranks_are_asked_where_they_are_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(launch._Rank, "ask", lambda rank: asked.append(rank.rank))
+    assert _fails(_rank_1_hangs, timeout=5) == "no result after 5 s; unfinished: rank 1: waiting for Godot"
+    assert asked == [1]
 
 
 def test_rank_that_raises_is_named_with_its_traceback() -> None:
@@ -164,7 +182,3 @@ def test_rank_that_is_killed_is_named_and_not_the_one_that_noticed() -> None:
     message = _fails(_rank_1_is_killed)
     assert message.startswith("rank 1 died while computing: killed by SIGKILL")
     assert "then failed too: rank 0" in message
-
-
-def test_rank_that_hangs_is_named_with_what_it_was_doing() -> None:
-    assert _fails(_rank_1_hangs, timeout=5) == "no result after 5 s; unfinished: rank 1: waiting for Godot"
