@@ -83,7 +83,7 @@ class Request:
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
-    overwrites them. ``outputs`` is what :meth:`allocate` gives, where it has been called before.
+    overwrites them. ``outputs``: where the results go, if that is settled before the launch.
     """
 
     x: torch.Tensor

@@ -72,6 +72,11 @@ class LayerShape:
     def gemms(self) -> tuple[Gemm, ...]:
         return (*self.qkv, self.o_proj, *self.mlp)
 
+    @property
+    def has_dense_mlp(self) -> bool:
+        """Whether matmuls alone read what the MLP is given; experts gather it."""
+        return self.mlp[0].experts == 1
+
     def message_bytes(self, tokens: int) -> int:
         """Bytes of one rank's partial sums ``[tokens, hidden]``."""
         return tokens * self.hidden_size * ELEMENT_BYTES

@@ -227,7 +227,7 @@ def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
     """
     second = tokens - first
     layer = costs.layer
-    matmuls = layer.mlp[0].experts == 1
+    matmuls = layer.has_dense_mlp
     return (
         costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second, True),
         costs.window(
@@ -245,7 +245,7 @@ def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
     """
     second = tokens - first
     layer = costs.layer
-    matmuls = layer.mlp[0].experts == 1
+    matmuls = layer.has_dense_mlp
     joined = [*costs.qkv(second), *costs.join(tokens), *costs.attention(range(tokens)), *costs.o_proj(first)]
     return (
         costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second, True),
