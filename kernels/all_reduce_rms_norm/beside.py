@@ -64,28 +64,47 @@ def start_beside(request: Request, launch: Callable[[Request], Started]) -> Star
 
     The request has its ``outputs``; the device is current.
     """
-    device = request.x.device
-    current, side = torch.cuda.current_stream(device), side_stream(device, request.slot)
+
+    def launch_there(side: torch.cuda.Stream) -> Started:
+        with torch.cuda.stream(side):
+            return launch(request)
+
+    return fork_and_join(request.x.device, request.group_name, request.slot, request.overlap_sms, request, launch_there)
+
+
+def fork_and_join(
+    device: torch.device,
+    group_name: str,
+    slot: int,
+    overlap_sms: int,
+    kept: object,
+    launch: Callable[[torch.cuda.Stream], Started],
+) -> Started:
+    """What ``launch`` enqueues on the side stream, which it is given, between a fork and a join (``finish``).
+
+    ``kept``: inputs and outputs, which live until the join. ``device``, which is current, ``slot`` and ``overlap_sms`` are the
+    request's.
+    """
+    current, side = torch.cuda.current_stream(device), side_stream(device, slot)
     captured = torch.cuda.is_current_stream_capturing()
     side.wait_event(current.record_event())
     try:
-        with torch.cuda.stream(side):
-            started = launch(request)
+        started = launch(side)
     except BaseException:
         # Some of it may run, and memory is given back to the current stream now.
         current.wait_event(side.record_event())
         raise
     done = side.record_event()
 
-    def finish() -> None:  # keeps the request, and with it inputs and outputs
+    def finish(kept: object = kept) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
         if captured and not capturing:
             return  # the capture ended without the join: it made no graph, and the kernel will never run
         if capturing and not captured:
             raise RuntimeError(
-                f"all_reduce_rms_norm: a call on group {request.group_name!r}, slot {request.slot} was started before "
+                f"all_reduce_rms_norm: a call on group {group_name!r}, slot {slot} was started before "
                 "CUDA-graph capture and not waited for: a graph can't wait for what is not in it"
             )
         torch.cuda.current_stream(device).wait_event(done)
 
-    return replace(started, finish=finish, overlap_sms=request.overlap_sms)
+    return replace(started, finish=finish, overlap_sms=overlap_sms)

@@ -8,15 +8,13 @@ from pathlib import Path
 
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, SUPPORTED_DTYPES, Request
+from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, Request
 
 SOURCES = Path(__file__).parent
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
 MIN_CAPABILITY = (9, 0)
 """What griddepcontrol and bulk copies need."""
-ALIGNMENT = 16
-"""Of every tensor, in bytes: that of the widest accesses, and of bulk copies."""
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
 _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_ROWS"}
@@ -44,7 +42,9 @@ def aligned(request: Request) -> Request:
     """
     tensors = {name: getattr(request, name) for name in ("x", "residual", "bias", "weight")}
     copies = {
-        name: tensor.clone() for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % ALIGNMENT
+        name: tensor.clone()
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.data_ptr() % OPERAND_ALIGNMENT
     }
     return replace(request, **copies) if copies else request
 
@@ -89,12 +89,6 @@ def row_defines(request: Request, world_size: int, spin_limit: int) -> dict[str,
 def address(tensor: torch.Tensor | None) -> int | None:
     """The device address, None for no tensor: what a pointer field of a parameter struct takes."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def tensor_addresses(request: Request, hidden: torch.Tensor, residual_out: torch.Tensor) -> tuple[int | None, ...]:
-    """The tensors that the parameters of all kernels begin with, in their order."""
-    inputs = (request.x, request.residual, request.bias, request.weight, request.hidden_scale)
-    return tuple(address(tensor) for tensor in (*inputs, hidden, residual_out))
 
 
 def _type_name(tensor: torch.Tensor | None) -> str:

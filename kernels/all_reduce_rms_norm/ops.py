@@ -30,15 +30,18 @@ nor any transport; those load at the first call.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.library import Library
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.spec import (
+    OPERAND_ALIGNMENT,
     NormSpec,
+    Operands,
     Request,
     ResidualOut,
     check_hidden_scale,
@@ -47,6 +50,9 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
 )
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
 from tw_compile.kernels.mm_leaving_sms import check_reserved_sms
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.known import Known
 
 NAMESPACE = "tw_compile"
 _library = Library(NAMESPACE, "DEF")
@@ -76,25 +82,103 @@ _completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
+class Arguments(NamedTuple):
+    """What both ways to start a call have behind what they reduce, as in their schemas."""
+
+    residual: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    cast_before_weight: torch.dtype | None
+    hidden_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    residual_sharded: bool
+    residual_out: ResidualOut
+    group_name: str
+    transport: str
+    slot: int
+    scale: float = 1.0
+    hidden_scale: torch.Tensor | None = None
+    eps_tensor: torch.Tensor | None = None
+    overlap_sms: int = 0
+    results_in_slot: bool = False
+
+
 def _start(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    transport, request = _request(x.contiguous(), *rest)
-    _complete_earlier(request)
-    return _begin(transport, request)
+    arguments = Arguments(*rest)
+    form = _form((x.shape, x.dtype), (x,), arguments)
+    known = _known(x.device, arguments, form)
+    if known is not None:
+        _complete_earlier(arguments.group_name, arguments.slot)
+        return _begin_again(known, x, arguments)
+    request = _request(x.contiguous(), arguments, form)
+    _complete_earlier(request.group_name, request.slot)
+    return _begin(get_transport(arguments.transport), request)
 
 
 def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     _check_factors(a, b)
     check_reserved_sms(reserved_sms)
-    # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
-    absent = a.new_empty(1).expand(a.shape[0], b.shape[1])
-    transport, request = _request(absent, *rest)
+    arguments = Arguments(*rest)
+    form = _form((a.shape, b.shape, a.dtype), (), arguments)
+    known = _known(a.device, arguments, form)
     # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
     # stream waits for it, and it ends only when all peers have read (see kernels/_sync.py): the GEMM may overwrite it.
-    _complete_earlier(request)
+    if known is not None:
+        _complete_earlier(arguments.group_name, arguments.slot)
+        return _begin_again(known, _mm(a, b, known.buffer, reserved_sms), arguments)
+    # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
+    request = _request(a.new_empty(1).expand(a.shape[0], b.shape[1]), arguments, form)
+    transport = get_transport(arguments.transport)
+    _complete_earlier(request.group_name, request.slot)
     buffer = transport.message_buffer(request)
+    return _begin(transport, replace(request, x=_mm(a, b, buffer, reserved_sms)))
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None, reserved_sms: int) -> torch.Tensor:
     with compat.sm_carveout(reserved_sms):
-        x = torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
-    return _begin(transport, replace(request, x=x))
+        return torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
+
+
+def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
+    """``Request.form``; ``message`` says what is reduced, ``tensors`` what of it kernels read.
+
+    None where operands would have to be copied, or looked at.
+    """
+    residual, bias, weight = arguments[:3]
+    if arguments.eps_tensor is not None:
+        return None
+    for tensor in (residual, bias, weight, *tensors):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % OPERAND_ALIGNMENT):
+            return None
+    hidden_scale = arguments.hidden_scale
+    return (
+        message,
+        None if residual is None else (residual.shape, residual.dtype),
+        # What a shard is a part of, see `whole_residual`.
+        arguments.residual_sharded and residual is not None and _place(residual),
+        None if bias is None else bias.dtype,
+        None if weight is None else weight.dtype,
+        None if hidden_scale is None else (hidden_scale.shape, hidden_scale.dtype),
+        *arguments[3:14],
+        *arguments[16:],
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
+
+
+def _known(device: torch.device, arguments: Arguments, form: Hashable | None) -> Known | None:
+    return None if form is None else get_transport(arguments.transport).known(arguments.group_name, device, form)
+
+
+def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_room(x.device, arguments.overlap_sms)
+    started = known.start(Operands(x, *arguments[:3], arguments.hidden_scale))
+    _in_flight[arguments.group_name, arguments.slot] = started
+    return started.hidden, started.residual
 
 
 def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -107,48 +191,36 @@ def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
         raise ValueError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
 
 
-def _request(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: torch.dtype | None,
-    hidden_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-    residual_sharded: bool,
-    residual_out: ResidualOut,
-    group_name: str,
-    transport: str,
-    slot: int,
-    scale: float = 1.0,
-    hidden_scale: torch.Tensor | None = None,
-    eps_tensor: torch.Tensor | None = None,
-    overlap_sms: int = 0,
-    results_in_slot: bool = False,
-) -> tuple[Transport, Request]:
-    check_hidden_scale(hidden_dtype, hidden_scale)
-    check_overlap_sms(overlap_sms)
-    _check_eps_tensor(eps_tensor)
-    if eps_tensor is not None:
-        eps = float(eps_tensor)
-    norm = NormSpec(eps, weight_offset, cast_before_weight, hidden_dtype, residual_dtype, scale)
-    request = Request(
+def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
+    residual, bias, weight, eps = arguments[:4]
+    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_overlap_sms(arguments.overlap_sms)
+    _check_eps_tensor(arguments.eps_tensor)
+    if arguments.eps_tensor is not None:
+        eps = float(arguments.eps_tensor)
+    norm = NormSpec(
+        eps,
+        arguments.weight_offset,
+        arguments.cast_before_weight,
+        arguments.hidden_dtype,
+        arguments.residual_dtype,
+        arguments.scale,
+    )
+    return Request(
         x,
         None if residual is None else residual.contiguous(),
         None if bias is None else bias.contiguous(),
         None if weight is None else weight.contiguous(),
         norm,
-        residual_sharded,
-        residual_out,
-        group_name,
-        slot,
-        hidden_scale,
-        overlap_sms,
-        results_in_slot,
+        arguments.residual_sharded,
+        arguments.residual_out,
+        arguments.group_name,
+        arguments.slot,
+        arguments.hidden_scale,
+        arguments.overlap_sms,
+        arguments.results_in_slot,
+        form=form,
     )
-    return get_transport(transport), request
 
 
 def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
@@ -159,73 +231,52 @@ def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
         )
 
 
-def _complete_earlier(request: Request) -> None:
-    """Complete the call in flight on the request's slot, if there is one.
+def _complete_earlier(group_name: str, slot: int) -> None:
+    """Complete the call in flight on the slot, if there is one.
 
     There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
     exception. The slot is free once the call is complete, and completing it early is always right.
     """
-    slot = (request.group_name, request.slot)
-    earlier = _in_flight.pop(slot, None)
+    earlier = _in_flight.pop((group_name, slot), None)
     if earlier is not None:
         if earlier.finish is not None:
             earlier.finish()
-        _completed_early.add((*slot, earlier.hidden.data_ptr()))
+        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
 
 
-def _check_room(request: Request) -> None:
+def _check_room(device: torch.device, overlap_sms: int) -> None:
     """ValueError where the calls beside other work would have more than half of the device's SMs.
 
     They must all run at once, and the other half is for a call that is not beside other work (see ``kernels/_sync.py``).
     """
-    device = request.x.device
-    if not request.overlap_sms or device.type != "cuda":
+    if not overlap_sms or device.type != "cuda":
         return
     taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
     room = torch.cuda.get_device_properties(device).multi_processor_count // 2
-    if taken + request.overlap_sms > room:
+    if taken + overlap_sms > room:
         raise ValueError(
             f"overlap_sms: expected at most {room} SMs, half of {device}, for all calls in flight together, "
-            f"got {request.overlap_sms} and {taken} of calls that have not been waited for"
+            f"got {overlap_sms} and {taken} of calls that have not been waited for"
         )
 
 
 def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_room(request)
+    _check_room(request.x.device, request.overlap_sms)
     started = transport.start(request)
     _in_flight[(request.group_name, request.slot)] = started
     return started.hidden, started.residual
 
 
-def _start_fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    cast_before_weight: torch.dtype | None,
-    hidden_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-    residual_sharded: bool,
-    residual_out: ResidualOut,
-    group_name: str,
-    transport: str,
-    slot: int,
-    scale: float = 1.0,
-    hidden_scale: torch.Tensor | None = None,
-    eps_tensor: torch.Tensor | None = None,
-    overlap_sms: int = 0,
-    results_in_slot: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_hidden_scale(hidden_dtype, hidden_scale)
-    check_overlap_sms(overlap_sms)
-    _check_eps_tensor(eps_tensor)
+def _start_fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest)
+    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_overlap_sms(arguments.overlap_sms)
+    _check_eps_tensor(arguments.eps_tensor)
     tokens, hidden_size = x.shape
-    world_size = compat.resolve_process_group(group_name).size()
-    rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[residual_out]
-    return x.new_empty((tokens, hidden_size), dtype=hidden_dtype), x.new_empty(
-        (rows, hidden_size), dtype=residual_dtype
+    world_size = compat.resolve_process_group(arguments.group_name).size()
+    rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[arguments.residual_out]
+    return x.new_empty((tokens, hidden_size), dtype=arguments.hidden_dtype), x.new_empty(
+        (rows, hidden_size), dtype=arguments.residual_dtype
     )
 
 

@@ -14,7 +14,7 @@ have a multicast address. Nothing here asks for one: torch makes it by itself, u
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,6 +26,7 @@ from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.beside import start_beside
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import variant_of
+from tw_compile.kernels.all_reduce_rms_norm.known import MOST_FORMS, Known
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree, group_obstacle, outside_pools
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, steps_for
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, grow
@@ -66,8 +67,30 @@ class P2PTransport(Transport):
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
-                return start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
-            return algorithm.launch(request, state, slot, self._spin_limit)
+                started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
+            else:
+                started = algorithm.launch(request, state, slot, self._spin_limit)
+        self._remember(request, state, slot, started)
+        return started
+
+    def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
+        """See :class:`Transport`."""
+        state = self._states.get((group_name, device))
+        if state is None or state.group is not compat.resolve_process_group(group_name):
+            return None
+        return state.known.get(form)
+
+    def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
+        """Not where slots are looked at before each call, in debug mode."""
+        if request.form is None or started.call is None or self._spin_limit:
+            return
+        x, staging = request.x, slot.buffers.get("x")
+        in_slot = staging is not None and x.data_ptr() == staging.tensor.data_ptr()
+        if len(state.known) >= MOST_FORMS:
+            state.known.clear()
+        state.known[request.form] = Known(
+            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None
+        )
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.call import Call, allocators
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
     VECTOR,
@@ -16,11 +17,16 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     aligned,
     row_defines,
     row_obstacle,
-    tensor_addresses,
     variant_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.slot import INBOX, GroupState, Slot
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
+from tw_compile.kernels.all_reduce_rms_norm.spec import (
+    Request,
+    operands_of,
+    rows_per_rank,
+    slice_of_whole_residual,
+    whole_residual,
+)
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
@@ -124,65 +130,67 @@ class Push(Algorithm):
         self._kernel(request, state, spin_limit)
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
-        if not self._one_shot:
-            hidden, residual = request.allocate(state.world_size)
-            self._launch(request, hidden, residual, state, slot, spin_limit)
-            return Started(hidden, residual)
-        # A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
-        whole = request
-        if request.residual_sharded:
-            whole = replace(whole, residual=_whole_residual(request, state), residual_sharded=False)
-        if request.residual_out != "sharded":
-            hidden, residual = request.allocate(state.world_size)
-            self._launch(whole, hidden, residual, state, slot, spin_limit)
-            return Started(hidden, residual)
-        whole = replace(whole, residual_out="replicated")
-        hidden, _ = request.allocate(state.world_size)
-        rows = state.world_size * rows_per_rank(request.x.shape[0], state.world_size)
-        residual = request.x.new_empty((rows, request.x.shape[1]), dtype=request.norm.residual_dtype)
-        self._launch(whole, hidden, residual, state, slot, spin_limit)
-        return Started(hidden, slice_of_whole_residual(residual, state.world_size, state.rank))
-
-    def _launch(
-        self,
-        request: Request,
-        hidden: torch.Tensor,
-        residual: torch.Tensor,
-        state: GroupState,
-        slot: Slot,
-        spin_limit: int,
-    ) -> None:
         request = aligned(request)
-        norm = request.norm
-        kernel = self._kernel(request, state, spin_limit)
-        inbox = slot.buffers[INBOX]
-        assert inbox.state is not None
-        threads, tokens = threads_for(request.x.shape[1], state.world_size), request.x.shape[0]
+        call = self._call(request, state, slot, spin_limit)
+        stream = torch.cuda.current_stream(state.device).cuda_stream
+        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
+
+    def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
+        """The launches of the request.
+
+        A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
+        """
+        tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
+        residual_of = residual_out_of = None
+        residual_rows = request.residual_rows(world_size)
+        launched = request
+        if self._one_shot and request.residual_sharded:
+            launched = replace(launched, residual=_whole_residual(request, state), residual_sharded=False)
+
+            def residual_of(shard: torch.Tensor) -> torch.Tensor:
+                whole = whole_residual(shard, tokens, world_size, rank)
+                assert whole is not None, "a form of calls with a whole residual has got one without"
+                return whole
+
+        if self._one_shot and request.residual_out == "sharded":
+            launched = replace(launched, residual_out="replicated")
+            residual_rows *= world_size
+
+            def residual_out_of(whole: torch.Tensor) -> torch.Tensor:
+                return slice_of_whole_residual(whole, world_size, rank)
+
+        kernel = self._kernel(launched, state, spin_limit)
+        threads = threads_for(request.x.shape[1], world_size)
+        options = {
+            "block": threads,
+            "shared_bytes": 2 * threads // 32 * 4,  # partial sums of the warps, of two rows
+            "programmatic": not request.overlap_sms,
+        }
+        launches = self._launches(request, state, slot, threads)
+        return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)
+
+    def _launches(self, request: Request, state: GroupState, slot: Slot, threads: int) -> list[tuple[PushParams, int]]:
+        norm, tokens, inbox = request.norm, request.x.shape[0], slot.buffers[INBOX]
         rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
+        ctas = request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)
+        launches = []
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             params = PushParams(
-                *tensor_addresses(request, hidden, residual),
-                address(inbox.table),
-                address(inbox.state),
-                address(slot.status),
-                part_bytes(inbox.capacity),
-                state.rank,
-                tokens,
-                begin,
-                end,
-                norm.eps,
-                norm.weight_offset,
-                norm.scale,
+                inboxes=address(inbox.table),
+                state=address(inbox.state),
+                status=address(slot.status),
+                part_bytes=part_bytes(inbox.capacity),
+                rank=state.rank,
+                tokens=tokens,
+                begin=begin,
+                end=end,
+                eps=norm.eps,
+                weight_offset=norm.weight_offset,
+                scale=norm.scale,
             )
-            kernel.launch(
-                params,
-                stream=torch.cuda.current_stream(state.device).cuda_stream,
-                grid=min(end - begin, request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)),
-                block=threads,
-                shared_bytes=2 * threads // 32 * 4,  # partial sums of the warps, of two rows
-                programmatic=not request.overlap_sms,
-            )
+            launches.append((params, min(end - begin, ctas)))
+        return launches
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         """For the request as it is: one-shot has changed it."""

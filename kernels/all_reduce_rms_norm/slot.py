@@ -17,6 +17,7 @@ from tw_compile.kernels._sync import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import agree
 
 if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.known import Known
     from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector
 
 logger = logging.getLogger("tw_compile")
@@ -85,7 +86,8 @@ class GroupState:
     """A process group as this transport sees it; the same on all ranks but for ``rank``.
 
     ``selector``: which kernel serves a call. ``obstacle``: why the group uses NCCL instead. ``multimem``: use multicast,
-    which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded.
+    which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded. ``known``:
+    forms of calls that were served, and how; nothing of that outlives the buffers that it names.
     """
 
     name: str
@@ -99,10 +101,12 @@ class GroupState:
     slots: dict[int, Slot] = field(default_factory=dict)
     warned: bool = False
     prepared: set[Hashable] = field(default_factory=set)
+    known: dict[Hashable, Known] = field(default_factory=dict)
 
     def give_up(self, reason: str) -> None:
         """From now on this group uses NCCL."""
         self.obstacle = reason
+        self.known.clear()
         logger.warning("P2P transport: group %r uses NCCL instead; %s", self.name, reason)
 
 
@@ -112,6 +116,7 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
     Collective. Nothing changes before all ranks have everything: a failure on any rank leaves the group without this
     transport, on all ranks alike.
     """
+    state.known.clear()
     sizes = {name: capacity_for(nbytes) for name, nbytes in lacking.items()}
     if index not in state.slots:
         sizes["pads"] = MAX_CTAS * MAX_WORLD_SIZE * 4

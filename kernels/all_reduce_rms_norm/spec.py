@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -12,6 +13,9 @@ ResidualOut = Literal["none", "sharded", "replicated"]
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
+
+OPERAND_ALIGNMENT = 16
+"""In bytes, of what CUDA C++ kernels are given: that of the widest accesses, and of bulk copies."""
 
 MAX_OVERLAP_SMS = 32
 """SMs of a call beside other work: what the kernels with barriers have CTAs for (``MAX_CTAS`` of ``kernels/_sync.py``)."""
@@ -84,6 +88,8 @@ class Request:
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
     overwrites them. ``outputs``: where the results go, if that is settled before the launch.
+    ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
+    remembered.
     """
 
     x: torch.Tensor
@@ -99,6 +105,7 @@ class Request:
     overlap_sms: int = 0
     results_in_slot: bool = False
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+    form: Hashable | None = None
 
     def limited(self, sms: int) -> int:
         """``sms``, or as many of them as the call may use."""
@@ -108,13 +115,30 @@ class Request:
         """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""
         if self.outputs is not None:
             return self.outputs
-        return self.x.new_empty(self.x.shape, dtype=self.norm.hidden_dtype), self.allocate_residual(world_size)
+        rows = self.residual_rows(world_size)
+        return (
+            self.x.new_empty(self.x.shape, dtype=self.norm.hidden_dtype),
+            self.x.new_empty((rows, self.x.shape[1]), dtype=self.norm.residual_dtype),
+        )
 
-    def allocate_residual(self, world_size: int) -> torch.Tensor:
-        """The second of what :meth:`allocate` gives."""
-        tokens, hidden_size = self.x.shape
-        rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
-        return self.x.new_empty((rows, hidden_size), dtype=self.norm.residual_dtype)
+    def residual_rows(self, world_size: int) -> int:
+        """Rows of the new residual that the caller wants back."""
+        tokens = self.x.shape[0]
+        return {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
+
+
+class Operands(NamedTuple):
+    """The tensors of a :class:`Request`, all of them contiguous and at multiples of :data:`OPERAND_ALIGNMENT`."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    hidden_scale: torch.Tensor | None
+
+
+def operands_of(request: Request) -> Operands:
+    return Operands(request.x, request.residual, request.bias, request.weight, request.hidden_scale)
 
 
 def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:

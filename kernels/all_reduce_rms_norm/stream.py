@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from ctypes import Structure, c_float, c_int32, c_void_p
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from tw_compile.kernels._sync import MAX_CTAS
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size
+from tw_compile.kernels.all_reduce_rms_norm.call import Call, allocators
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     SOURCES,
     VECTOR,
@@ -18,11 +20,10 @@ from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import (
     aligned,
     row_defines,
     row_obstacle,
-    tensor_addresses,
     variant_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request, rows_per_rank
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request, operands_of, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES, FULL_SHARED_MAJORS, Program, arch_of
@@ -160,44 +161,52 @@ class Stream(Algorithm):
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         request = aligned(request)
+        call = self._call(request, state, slot, spin_limit)
+        stream = torch.cuda.current_stream(state.device).cuda_stream
+        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
+
+    def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
         norm, x = request.norm, request.x
-        hidden, residual = self.outputs(request, state, slot)
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
         kernel, shape = self._kernel(request, state, spin_limit, staged)
         params = StreamParams(
-            *tensor_addresses(request, hidden, residual),
-            address(slot.buffers["x"].table),
-            address(slot.buffers["hidden"].table),
-            address(slot.buffers["residual"].table) if request.residual_out == "replicated" else None,
-            address(slot.pads.table),
-            address(slot.epochs),
-            address(slot.status),
-            state.rank,
-            x.shape[0],
-            norm.eps,
-            norm.weight_offset,
-            norm.scale,
+            x_table=address(slot.buffers["x"].table),
+            hidden_table=address(slot.buffers["hidden"].table),
+            residual_table=address(slot.buffers["residual"].table) if request.residual_out == "replicated" else None,
+            pads=address(slot.pads.table),
+            epochs=address(slot.epochs),
+            status=address(slot.status),
+            rank=state.rank,
+            tokens=x.shape[0],
+            eps=norm.eps,
+            weight_offset=norm.weight_offset,
+            scale=norm.scale,
         )
-        grid = request.limited(self.sms(x.shape[0], state.world_size))
-        kernel.launch(
-            params,
-            stream=torch.cuda.current_stream(state.device).cuda_stream,
-            grid=grid,
-            block=shape.block,
-            shared_bytes=FULL_SHARED_BYTES,
-            cluster=cluster_size(grid, state.device) if request.overlap_sms else 1,
-            programmatic=not request.overlap_sms,
-        )
-        return Started(hidden, residual)
+        ctas = request.limited(self.sms(x.shape[0], state.world_size))
+        options = {
+            "block": shape.block,
+            "shared_bytes": FULL_SHARED_BYTES,
+            "cluster": cluster_size(ctas, state.device) if request.overlap_sms else 1,
+            "programmatic": not request.overlap_sms,
+        }
+        return Call(kernel, [(params, ctas)], options, *self._allocators(request, state, slot))
 
     def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        if not request.results_in_slot or request.outputs is not None:
-            return request.allocate(state.world_size)
-        norm, shape = request.norm, tuple(request.x.shape)
-        hidden = slot.buffers["hidden"].view(shape, norm.hidden_dtype)
-        if request.residual_out == "replicated":
-            return hidden, slot.buffers["residual"].view(shape, norm.residual_dtype)
-        return hidden, request.allocate_residual(state.world_size)
+        if request.outputs is not None:
+            return request.outputs
+        hidden, residual_out = self._allocators(request, state, slot)
+        return hidden(), residual_out()
+
+    def _allocators(
+        self, request: Request, state: GroupState, slot: Slot
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+        hidden, residual_out = allocators(request, request.residual_rows(state.world_size))
+        if request.results_in_slot:
+            norm, shape = request.norm, tuple(request.x.shape)
+            hidden = partial(slot.buffers["hidden"].view, shape, norm.hidden_dtype)
+            if request.residual_out == "replicated":
+                residual_out = partial(slot.buffers["residual"].view, shape, norm.residual_dtype)
+        return hidden, residual_out
 
     def _shape(self, request: Request) -> Shape:
         hidden, collected = request.norm.hidden_dtype.itemsize, 0

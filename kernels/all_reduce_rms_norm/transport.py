@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.all_reduce_rms_norm.call import Call
+    from tw_compile.kernels.all_reduce_rms_norm.known import Known
 
 TRANSPORTS = ("gloo", "multimem", "nccl", "p2p")
 WITH_MESSAGE_BUFFERS = ("multimem", "p2p")
@@ -32,13 +36,15 @@ NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements 
 class Started:
     """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do.
 
-    ``overlap_sms``: SMs that the call's kernel may hold beside what the current stream does before ``finish``.
+    ``overlap_sms``: SMs that the call's kernel may hold beside what the current stream does before ``finish``. ``call``:
+    what was launched, where other calls of the same form may be made with it.
     """
 
     hidden: torch.Tensor
     residual: torch.Tensor
     finish: Callable[[], None] | None = None
     overlap_sms: int = 0
+    call: Call | None = None
 
 
 class Transport(ABC):
@@ -61,6 +67,10 @@ class Transport(ABC):
         slot: the next call on the slot overwrites it, and may replace it by more memory. None where there is nothing to
         gain. Collective where the slot grows, so all ranks ask alike.
         """
+        return None
+
+    def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
+        """How an earlier call with this ``Request.form`` was served, if others may be served in the same way."""
         return None
 
     def reserved_bytes(self) -> int:

@@ -317,7 +317,7 @@ def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pyt
             x = torch.empty(T, H, device=torch.device("cuda", index))
             norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
             asked = Request(x, None, None, None, norm, False, "none", "0", slot, overlap_sms=overlap_sms)
-            ops._complete_earlier(asked)
+            ops._complete_earlier(asked.group_name, asked.slot)
             return ops._begin(Beside(), asked)
 
         monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", torch.Tensor.__hash__, raising=False)

@@ -1,0 +1,292 @@
+"""Calls of a form that was served before: made again as they were, and never where something has changed; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tw_compile.kernels.all_reduce_rms_norm import ops, p2p, push, stream
+from tw_compile.kernels.all_reduce_rms_norm.beside import side_stream
+from tw_compile.kernels.all_reduce_rms_norm.known import MOST_FORMS
+from tw_compile.kernels.all_reduce_rms_norm.push import Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
+from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer, grow
+from tw_compile.kernels.all_reduce_rms_norm.spec import slice_of_whole_residual
+from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+from tw_compile.kernels.all_reduce_rms_norm.transport import _instances
+from tw_compile.testing import fake_process_group
+
+RANKS, T, H = 2, 6, 64
+BF16 = torch.bfloat16
+DEVICE = torch.device("cpu")
+
+
+class Device:
+    """What is launched: parameters as they were then, and how. ``choices``: how often it was settled what serves a call."""
+
+    def __init__(self) -> None:
+        self.launches: list[dict[str, Any]] = []
+        self.choices = 0
+        self.log: list[str] = []
+
+    def launch(self, params: Any, **options: Any) -> None:
+        names = [name for name, *_ in params._fields_]
+        self.launches.append({name: getattr(params, name) for name in names} | options)
+        self.log.append(f"kernel on {options['stream']}")
+
+
+class FakeStream:
+    def __init__(self, name: int, device: Device) -> None:
+        self.cuda_stream, self._device = name, device
+
+    def record_event(self) -> int:
+        self._device.log.append(f"record {self.cuda_stream}")
+        return self.cuda_stream
+
+    def wait_event(self, event: int) -> None:
+        self._device.log.append(f"{self.cuda_stream} waits for {event}")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    made = Device()
+    side = FakeStream(2, made)
+    current = [FakeStream(1, made)]
+
+    @contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    side_stream.cache_clear()
+    for module in (push, stream):
+        monkeypatch.setattr(module, "prepare", lambda program, index: made)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: DEVICE.index)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield made
+    side_stream.cache_clear()
+
+
+class Group:
+    """A group whose slots have all memory that calls need, served by one algorithm under the name "p2p"."""
+
+    def __init__(self, device: Device, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.transport = p2p.P2PTransport("p2p", algorithm)
+        group = p2p.compat.resolve_process_group("0")
+        self.state = GroupState("0", group, DEVICE, 0, RANKS, Insist(algorithm))
+        for index in range(2):
+            buffers = {name: buffer() for name in ("x", "hidden", "residual", "inbox")}
+            self.state.slots[index] = Slot(buffer(), torch.zeros(32), torch.zeros(4, 8), buffers)
+        self.transport._states["0", DEVICE] = self.state
+        choose = self.transport._choose
+
+        def counted(request: Any) -> Any:
+            device.choices += 1
+            return choose(request)
+
+        monkeypatch.setattr(self.transport, "_choose", counted)
+        monkeypatch.setitem(_instances, "p2p", self.transport)
+
+
+def buffer() -> SymmetricBuffer:
+    return SymmetricBuffer(torch.zeros(2**16, dtype=torch.uint8), None, torch.zeros(3), 2**16, torch.zeros(5))
+
+
+@pytest.fixture(params=["push", "stream"])
+def group(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    with fake_process_group(RANKS):
+        ops._in_flight.clear()
+        yield Group(device, Push(False) if request.param == "push" else Stream(), monkeypatch)
+        ops._in_flight.clear()
+
+
+NAMED = {
+    "eps": 1e-5,
+    "weight_offset": 0.0,
+    "cast_before_weight": None,
+    "hidden_dtype": BF16,
+    "residual_dtype": BF16,
+    "residual_sharded": False,
+    "residual_out": "sharded",
+    "group_name": "0",
+    "transport": "p2p",
+    "slot": 0,
+    "scale": 1.0,
+    "hidden_scale": None,
+    "eps_tensor": None,
+    "overlap_sms": 0,
+    "results_in_slot": False,
+}
+
+
+def call(
+    tokens: int = T,
+    *,
+    product: bool = True,
+    residual: Any = "new",
+    bias: bool = False,
+    weight: bool = True,
+    **changed: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of one call, waited for; tensors are new ones."""
+    named = NAMED | changed
+    if isinstance(residual, str):
+        residual = torch.randn(-(-tokens // RANKS) if named["residual_sharded"] else tokens, H).to(BF16)
+    vectors = [torch.randn(H).to(BF16) if there else None for there in (bias, weight)]
+    rest = (residual, *vectors, *named.values())
+    a, b = torch.randn(tokens, 16).to(BF16), torch.randn(16, H).to(BF16)
+    outputs = ops.mm_start(a, b, *rest) if product else ops.start(a @ b, *rest)
+    ops.wait_(*outputs, [], "0", named["slot"])
+    return outputs
+
+
+TENSORS = ("x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out")
+
+
+@pytest.mark.parametrize("overlap_sms", [0, 4])
+@pytest.mark.parametrize("product", [False, True])
+def test_a_form_that_was_served_is_launched_again_with_other_tensors(
+    device: Device, group: Group, product: bool, overlap_sms: int
+) -> None:
+    first = call(product=product, overlap_sms=overlap_sms)
+    chosen, log = device.choices, list(device.log)
+    residual = torch.randn(T, H).to(BF16)
+    second = call(product=product, overlap_sms=overlap_sms, residual=residual)
+    assert device.choices == chosen, "it was settled again"
+    before, after = device.launches
+    assert device.log == 2 * log
+    assert {name: value for name, value in before.items() if name not in TENSORS} == {
+        name: value for name, value in after.items() if name not in TENSORS
+    }
+    assert after["residual"] == residual.data_ptr()
+    assert (after["hidden"], after["residual_out"]) == tuple(one.data_ptr() for one in second)
+    assert before["hidden"] == first[0].data_ptr() != after["hidden"]
+    assert [one.shape for one in first] == [one.shape for one in second]
+    assert [one.dtype for one in first] == [one.dtype for one in second]
+    if product and isinstance(group.state.selector._candidates[0], Stream):
+        assert after["x"] == group.state.slots[0].buffers["x"].tensor.data_ptr()
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"tokens": T + 1},
+    {"product": False},
+    {"residual": None},
+    {"residual": torch.zeros(T, H)},
+    {"residual_sharded": True},
+    {"residual_out": "replicated"},
+    {"bias": True},
+    {"weight": False},
+    {"eps": 1e-6},
+    {"weight_offset": 1.0},
+    {"cast_before_weight": BF16},
+    {"hidden_dtype": torch.float32},
+    {"residual_dtype": torch.float32},
+    {"scale": 0.5},
+    {"slot": 1},
+    {"overlap_sms": 4},
+    {"overlap_sms": 8},
+    {"results_in_slot": True},
+    {"hidden_dtype": torch.float8_e4m3fn, "hidden_scale": torch.ones(1)},
+]
+
+
+@pytest.mark.parametrize("changed", CHANGES, ids=" ".join)
+def test_whatever_else_differs_is_settled_anew(device: Device, group: Group, changed: dict[str, Any]) -> None:
+    call()
+    chosen = device.choices
+    call(**changed)
+    assert device.choices > chosen
+    chosen = device.choices
+    call()
+    call(**changed)
+    assert device.choices == chosen, "both forms are known"
+
+
+def test_tensors_that_would_have_to_be_copied_are_settled_each_time(device: Device, group: Group) -> None:
+    shifted = torch.zeros(T * H + 1, dtype=BF16)[1:].view(T, H)
+    turned = torch.zeros(H, T, dtype=BF16).t()
+    for residual in (shifted, turned):
+        for _ in range(2):
+            chosen = device.choices
+            call(residual=residual)
+            assert device.choices > chosen
+            assert device.launches[-1]["residual"] % 16 == 0
+            assert device.launches[-1]["residual"] != residual.data_ptr()
+    assert group.state.known == {}
+
+
+def test_eps_of_a_tensor_is_read_at_each_call(device: Device, group: Group) -> None:
+    for eps in (0.25, 0.5):
+        call(eps_tensor=torch.tensor(eps))
+        assert device.launches[-1]["eps"] == eps
+
+
+def test_nothing_outlives_the_memory_that_it_names(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call()
+    assert len(group.state.known) == 1
+    monkeypatch.setattr("tw_compile.kernels.all_reduce_rms_norm.slot.agree", lambda *_: "no memory")
+    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
+    assert grow(group.state, 0, {"x": 2**20}) is None
+    assert group.state.known == {} and group.state.obstacle
+
+
+def test_another_group_of_the_same_name_knows_nothing(device: Device, group: Group) -> None:
+    call()
+    (form,) = group.state.known
+    assert group.transport.known("0", DEVICE, form) is not None
+    group.state.group = object()  # type: ignore[assignment]
+    assert group.transport.known("0", DEVICE, form) is None
+
+
+def test_in_debug_mode_slots_are_looked_at_before_each_call(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(group.transport, "_spin_limit", 7)
+    monkeypatch.setattr(p2p, "raise_if_peer_missing", lambda *_: looked.append("looked"))
+    call()
+    before = len(looked)
+    call()
+    assert len(looked) == 2 * before > 0
+
+
+def test_forms_are_forgotten_before_they_fill_the_memory(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert MOST_FORMS >= 1024
+    monkeypatch.setattr(p2p, "MOST_FORMS", 3)
+    for tokens in range(1, 9):
+        call(tokens)
+        assert 1 <= len(group.state.known) <= 3
+
+
+def test_shards_of_whole_residuals_are_a_form_of_their_own(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One-shot reads all rows of the residual: it serves a shard that is part of all of them, and no other."""
+    with fake_process_group(RANKS):
+        group = Group(device, Push(True), monkeypatch)
+        monkeypatch.setattr(group.state.selector, "_candidates", (Push(True), Push(False)))
+        whole = torch.randn(RANKS * T // RANKS, H).to(BF16)
+        shard = slice_of_whole_residual(whole, RANKS, 0)
+        for _ in range(2):
+            call(residual=shard, residual_sharded=True)
+            assert device.launches[-1]["residual"] == whole.data_ptr()
+            assert device.launches[-1]["end"] == T, "all rows on every rank"
+            call(residual=shard.clone(), residual_sharded=True)
+            assert device.launches[-1]["end"] == T // RANKS
+        assert len(group.state.known) == 2
+        made = call(residual=shard, residual_sharded=True)[1]
+        assert made.untyped_storage().nbytes() == whole.nbytes, "handed on as a part of all rows again"
