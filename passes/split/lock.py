@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, has_default_strides, value
+from tw_compile.kernels.attention_suffix import attention_suffix
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.forms import functionalised
@@ -35,7 +36,10 @@ from tw_compile.passes.split.dependences import CommunicationCall, argument, fin
 from tw_compile.passes.split.parts import computes, half_of
 
 _KEEP = 2
-_OWN_KERNELS = {aten._grouped_mm, *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms))}
+_OWN_KERNELS = {
+    aten._grouped_mm,
+    *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms, attention_suffix)),
+}
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ is aligned to the top left, and so are the kernels behind it but for one, which 
 
     flash      itself, which aligns to the bottom right (since FlashAttention 2.1)
     efficient  its inner operator, with the mask type of the bottom right
-    cuDNN      itself twice, merged, as torch's operator has no way to ask it for the bottom right
+    cuDNN      a kernel of our own, attention_suffix, where that pays (planning.suffix); so is half 1's then. Else cuDNN
+               itself twice, merged, as torch's operator has no way to ask it for the bottom right
     CPU        a mask of sizes alone, made once a graph; so does an SDPA that is not decomposed
 
-The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. cuDNN attends to the earlier keys, of which none is
-hidden, and to the suffix's own, which are as many as its queries; each result counts by the sum of its exponentials. A mask
-that is given is sliced, if it provably hides later tokens (``causal_mask``); padding, in it, stays what it is. Where a half
-ends inside of one of several requests, it makes one call for its whole requests and one for its part of the cut one.
+The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. cuDNN, called twice, attends to the earlier keys,
+of which none is hidden, and to the suffix's own, which are as many as its queries; each result counts by the sum of its
+exponentials. A mask that is given is sliced, if it provably hides later tokens (``causal_mask``); padding, in it, stays what it
+is. Where a half ends inside of one of several requests, it makes one call for its whole requests and one for its part of the
+cut one.
 FlexAttention joins, as its block masks are functions.
 """
 
@@ -30,11 +32,14 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from tw_compile import compat
 from tw_compile.graph.predicates import aten, same_size
+from tw_compile.kernels.attention_suffix import DTYPES, attention_suffix
 from tw_compile.passes.base import JoinReason
 from tw_compile.passes.split.causal_mask import objection_to
 from tw_compile.passes.split.layout import HalfBuilder, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
+from tw_compile.planning.suffix import pays
 
 SDPA = (
     aten._scaled_dot_product_flash_attention.default,
@@ -149,7 +154,7 @@ def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
             return earlier, own
 
         if half == 0:
-            return _attend(call, builder, half, query, seen(), **_mask_part(call, builder, None, 0, builder.units[0]))
+            return _attend_prefix(call, builder, query, seen(), None, builder.units[0])
         return attend_suffix(call, builder, Suffix(*builder.units, query, seen, parts))
 
     results = call.node.meta["val"]
@@ -231,8 +236,7 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_su
         pieces.append(builder.call(half, aten.reshape.default, made, [1, shapes[0][1], count * seq, shapes[2][3]]))
     if part and half == 0:
         query, *others = [between(one, end, first) for one in own]
-        masked = _mask_part(call, builder, range(cut, cut + 1), 0, part)
-        pieces.append(_attend(call, builder, half, query, others, **masked))
+        pieces.append(_attend_prefix(call, builder, query, others, range(cut, cut + 1), part))
     return pieces[0] if len(pieces) == 1 else builder.call(half, aten.cat.default, pieces, 2)
 
 
@@ -245,7 +249,7 @@ def _suffix_of(call: Call) -> _AttendSuffix | None:
         return _by_itself
     if target is aten._scaled_dot_product_cudnn_attention.default:
         # With this set torch lays out log-sum-exps otherwise than its fake tensors, and so Inductor's code, have it.
-        return None if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1" else _by_merging
+        return None if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1" else _by_own_kernel_or_merging
     if target is aten._scaled_dot_product_efficient_attention.default:
         return _by_inner_efficient
     if target in (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.scaled_dot_product_attention.default):
@@ -270,8 +274,40 @@ def _first(builder: HalfBuilder, half: int, made: fx.Node) -> fx.Node:
     return builder.call(half, operator.getitem, made, 0)
 
 
+def _attend_prefix(
+    call: Call, builder: HalfBuilder, query: fx.Node, others: Pair, requests: range | None, end: Any
+) -> fx.Node:
+    """The first tokens of a sequence, up to ``end``, in half 1; ``requests`` as for :func:`_mask_part`."""
+    if _own_kernel_pays(call, query, ()):
+        return builder.call(0, attention_suffix, query, *others, scale=call.argument("scale"))
+    return _attend(call, builder, 0, query, others, **_mask_part(call, builder, requests, 0, end))
+
+
+def _own_kernel_pays(call: Call, query: fx.Node, earlier: Pair) -> bool:
+    """Whether queries, behind the tokens of ``earlier`` keys, are those of ``attention_suffix``.
+
+    Of sizes that are not known their bounds decide.
+    """
+    if call.node.target is not aten._scaled_dot_product_cudnn_attention.default or _mask(call) is not None:
+        return False
+    given, value = query.meta["val"], call.args[2].meta["val"]
+    rows, head_dim = given.shape[-2:]
+    scale = call.argument("scale")
+    if given.dtype not in DTYPES or not same_size(head_dim, value.shape[-1]) or (scale is not None and scale <= 0.0):
+        return False
+    keys = rows + sum(one.meta["val"].shape[-2] for one in earlier[:1])
+    return pays(rows, keys, head_dim, compat.statically_known_true)
+
+
 def _by_itself(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     return _attend(call, builder, 1, suffix.query, suffix.seen())
+
+
+def _by_own_kernel_or_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+    earlier, own = suffix.parts()
+    if _own_kernel_pays(call, suffix.query, earlier):
+        return builder.call(1, attention_suffix, suffix.query, *own, *earlier, scale=call.argument("scale"))
+    return _by_merging(call, builder, suffix)
 
 
 def _by_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tw_compile.planning import Attention, load_profile
 from tw_compile.planning import layer as layer_module
+from tw_compile.planning import suffix as own_kernel
 from tw_compile.planning.layer import attention_us
 
 H200 = load_profile("H200")
@@ -44,6 +47,37 @@ def test_a_kernel_that_is_given_a_mask_works_on_all_keys_that_it_is_given() -> N
     assert us(range(1024, 4096), True) == pytest.approx(whole / 2 * (3072 * 4096) / 4096**2)
 
 
+@pytest.fixture
+def no_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with halves of too many tokens for it."""
+    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+
+
+def test_parts_of_a_cut_sequence_are_calls_of_our_own_kernel_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def us(rows: range, sequences: tuple[int, ...] = (1024,), **options: Any) -> float:
+        return attention_us(H200, Attention(16, 2, 128, **options), sequences, rows, 132)
+
+    own, flops = H200.attention["suffix"], 4.0 * 128 * 132 / (H200.attention["suffix"].tflops * 1e6)
+    assert us(range(512)) == pytest.approx(own.latency_us + flops * 512 * own.block_rows)
+    assert us(range(512, 1024)) == pytest.approx(own.latency_us + flops * 1024 * own.block_rows)
+    assert us(range(1024), (4096,)) == pytest.approx(own.latency_us + flops * 16 * 1024 * 1025 / 2 / 132)
+    whole = us(range(1024))
+    assert whole == pytest.approx(us(range(1024), (1024,), kernel="cudnn")) and whole != us(range(1024), (4096,))
+    assert us(range(1536), (1024, 1024)) == pytest.approx(whole + us(range(512))), "whole sequences are cuDNN's"
+    elsewhere: list[dict[str, Any]] = [
+        {"windows": (128,)},
+        {"kernel": "flash"},
+        {"kernel": "cudnn_masked", "masked": True},
+    ]
+    others = [us(range(512), **options) for options in elsewhere]
+    parts = us(range(512)), us(range(512, 1024))
+    monkeypatch.setattr(own_kernel, "MOST_KEYS", 1023)
+    assert us(range(512)) == parts[0] and us(range(512, 1024)) > parts[1], "cuDNN twice and a merge"
+    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+    assert us(range(512)) > parts[0] and others == [us(range(512), **options) for options in elsewhere]
+
+
+@pytest.mark.usefixtures("no_own_kernel")
 def test_a_suffix_is_a_call_of_its_own_where_the_kernel_has_no_bottom_right(monkeypatch: pytest.MonkeyPatch) -> None:
     def us(kernel: str, rows: range) -> float:
         return attention_us(H200, Attention(16, 4, 128, kernel=kernel), (4096, 4096), rows, 132)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.schedule import Schedule, schedule
 from tw_compile.passes.split.token_axis import Unit
 from tw_compile.planning import load_profile
+from tw_compile.planning import suffix as own_kernel
 from tw_compile.planning.halves import FirstHalf
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops
 
@@ -32,6 +34,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "attention joins": {"batch": 1, "first": 32, "join_attention": True},
     "prefix and suffix": {"batch": 1, "first": 48},
     "prefix and suffix, cudnn": {"batch": 1, "first": 48, "layers": 1, "cudnn": True},
+    "prefix and suffix, cudnn merged": {"batch": 1, "first": 48, "layers": 1, "cudnn": True, "most_rows": 15},
+    "computed halves, cudnn": {
+        "batch": 1,
+        "first": FirstHalf(32, 128, 1, 2, 16),
+        "layers": 1,
+        "dynamic": True,
+        "cudnn": True,
+    },
     "dynamic, cudnn": {"batch": 1, "first": 32, "layers": 1, "dynamic": True, "cudnn": True},
     "requests": {"batch": 2, "first": 1},
     "gemms stay": {"batch": 2, "first": 1, "layers": 1, "config": Config(strict=True, absorb_mm="never")},
@@ -64,6 +74,7 @@ class Generated:
 def generated(form: str, lock: bool = True) -> Generated:
     """Two layers where not said otherwise, 64 tokens a request."""
     given = {"config": Config(strict=True), "layers": 2, "dynamic": False, "cudnn": False, "profile": None}
+    given |= {"most_rows": own_kernel.MOST_ROWS}
     given |= FORMS[form]
     fuse = TWCompilePass(given["config"])
     found = Generated([], [])
@@ -74,7 +85,8 @@ def generated(form: str, lock: bool = True) -> Generated:
             choose_cudnn(graph)
         budgets = planned(graph, given["profile"], given["first"] * 64 if given["batch"] > 1 else given["first"])
         unit: Unit = "request" if given["batch"] > 1 else "token"
-        report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
+        with mock.patch.object(own_kernel, "MOST_ROWS", given["most_rows"]):
+            report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
         assert isinstance(report, SplitReport)
         result = schedule(graph, budgets.overlap_sms, budgets.most_sms)
         assert isinstance(result, Schedule)
@@ -280,8 +292,27 @@ def test_each_half_has_one_flash_kernel_and_the_second_gets_the_keys_of_both() -
             assert f"{buffer} = empty_strided_cuda((1, 1, 64, 64)" in code
 
 
+@pytest.mark.parametrize("form", ["prefix and suffix, cudnn", "computed halves, cudnn"])
+def test_our_own_attention_reads_what_projections_write_and_writes_what_the_start_reads(form: str) -> None:
+    lines = generated(form).lines
+    code = "\n".join(lines)
+    found = re.findall(r"(buf\d+) = torch\.ops\.tw_compile\.attention_suffix\.default\((.*), scale=0\.125\)", code)
+    (prefix, (own_result, suffix)) = found
+    operands = [re.findall(r"(?:reinterpret_tensor\()?\b(buf\d+)", one) for one in (prefix[1], suffix)]
+    assert [len(one) for one in operands] == [3, 5] and "cudnn" not in code
+    assert operands[1][3:] == operands[0][1:], "the earlier keys and values where they are"
+    values = [
+        re.search(rf"out=({buffer}|reinterpret_tensor\({buffer})\b", code)
+        for buffer in (operands[0][2], operands[1][2])
+    ]
+    assert all(values), "projections wrote the values, and nothing copied them"
+    begin = next(number for number, line in enumerate(lines) if f"{own_result} = torch.ops" in line)
+    start = next(number for number, line in enumerate(lines) if number > begin and START.search(line))
+    assert not [line for line in lines[begin:start] if ".run(" in line], "no kernel between it and the projection"
+
+
 def test_the_suffix_of_cudnn_is_two_calls_and_one_kernel_that_writes_what_the_start_reads() -> None:
-    code = "\n".join(generated("prefix and suffix, cudnn").lines)
+    code = "\n".join(generated("prefix and suffix, cudnn merged").lines)
     found = re.findall(r"(buf\d+) = .*_cudnn_attention\.default\((buf\d+), .*, None, (.*), scale=0\.125\)", code)
     prefix, earlier, own = found
     assert [flags for *_, flags in found] == ["False, 0.0, True", "True, 0.0, False", "True, 0.0, True"]

@@ -12,10 +12,12 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten, prims, run_graph
 from torch._higher_order_ops.flex_attention import flex_attention
 
+from tw_compile.kernels.attention_suffix import attention_suffix
 from tw_compile.passes.split import SplitReport, analyse, find_token_axis, split_tokens
 from tw_compile.passes.split.causal_mask import objection_to
 from tw_compile.passes.split.rules_attention import CAUSAL_FROM_BOTTOM_RIGHT
 from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.planning import suffix as own_kernel
 from tw_compile.testing.graphs import find_ops
 
 TOKENS, HEADS, WIDTH = 24, 4, 16
@@ -236,6 +238,70 @@ CUDNN_ARGS: tuple[Any, ...] = (None, False, 0.0, True)
 """attn_bias, compute_log_sumexp, dropout_p, is_causal"""
 
 
+@pytest.fixture
+def no_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with halves of too many tokens for it."""
+    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+
+
+def test_halves_of_cudnn_are_a_kernel_of_our_own_that_joins_no_keys() -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, kv_heads=2, device="cuda", dtype=torch.bfloat16, scale=0.25)
+    after, report = attention.split(9)
+    prefix, suffix = find_ops(after, attention_suffix)
+    assert not find_ops(after, CUDNN) and report.joins == {} and report.cats == 1, "of the graph's output alone"
+    assert shapes(prefix) == [(1, HEADS, 9, WIDTH), (1, 2, 9, WIDTH), (1, 2, 9, WIDTH)] and len(prefix.args) == 3
+    assert shapes(suffix) == [(1, HEADS, 15, WIDTH), (1, 2, 15, WIDTH), (1, 2, 15, WIDTH)]
+    assert suffix.args[3:] == prefix.args[1:3], "the earlier keys and values"
+    assert prefix.kwargs == suffix.kwargs == {"scale": 0.25}
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize("first", [1, 9, 22, 23])
+def test_results_of_our_own_kernel_are_those_of_the_whole(first: int) -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, kv_heads=2, device="cuda", dtype=torch.bfloat16, scale=0.3)
+    after, report = attention.split(first)
+    assert report.joins == {} and len(find_ops(after, attention_suffix)) == 2
+    attention.assert_same(after)
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize("first", [1, 24, 30, 47, 71])
+def test_our_own_kernel_attends_for_the_request_that_is_cut(first: int) -> None:
+    attention = Attention(CUDNN, *CUDNN_ARGS, batch=3, kv_heads=2, device="cuda", dtype=torch.bfloat16)
+    after, report = attention.split(first)
+    assert report.joins == {}
+    attention.assert_same(after)
+    assert len(find_ops(after, attention_suffix)) == (2 if first % TOKENS else 0)
+    assert all(shapes(node)[0][2] == TOKENS for node in find_ops(after, CUDNN)), "whole requests"
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "found"),
+    [
+        ({}, {}, (True, True)),
+        ({}, {"MOST_ROWS": 9}, (True, False)),
+        ({}, {"MOST_KEYS": TOKENS - 1}, (True, False)),
+        ({}, {"MOST_ROWS": 8}, (False, False)),
+        ({}, {"MOST_HEAD_DIM": WIDTH - 1}, (False, False)),
+        ({"dtype": torch.float16}, {}, (True, True)),
+        ({"dtype": torch.float32}, {}, (False, False)),
+        ({"scale": -0.5}, {}, (False, False)),
+    ],
+)
+def test_our_own_kernel_is_taken_where_it_pays(
+    options: dict[str, Any], limits: dict[str, int], found: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, limit in limits.items():
+        monkeypatch.setattr(own_kernel, name, limit)
+    attention = Attention(CUDNN, *CUDNN_ARGS, **({"device": "cuda", "dtype": torch.bfloat16} | options))
+    after, report = attention.split(9)
+    assert report.joins == {}
+    rows = {shapes(node)[0][2] for node in find_ops(after, attention_suffix)}
+    assert (9 in rows, TOKENS - 9 in rows) == found
+    assert len(find_ops(after, CUDNN)) == (not found[0]) + 2 * (not found[1])
+
+
+@pytest.mark.usefixtures("no_own_kernel")
 def test_the_suffix_of_cudnn_is_cudnn_on_earlier_and_on_own_keys() -> None:
     attention = Attention(CUDNN, *CUDNN_ARGS, kv_heads=2, device="cuda", dtype=torch.bfloat16, scale=0.25)
     after, report = attention.split(9)
@@ -282,6 +348,7 @@ def test_cudnn_cuts_one_of_several_requests(first: int) -> None:
     attention.assert_same(after)
 
 
+@pytest.mark.usefixtures("no_own_kernel")
 def test_a_single_query_of_cudnn_sees_all_keys_in_one_call() -> None:
     attention = Attention(CUDNN, *CUDNN_ARGS, device="cuda", dtype=torch.bfloat16)
     after, _ = attention.split(TOKENS - 1)

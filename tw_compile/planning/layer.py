@@ -9,13 +9,15 @@ from typing import Any
 from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile
 from tw_compile.planning.gemm import Gemm
+from tw_compile.planning.suffix import KERNEL, REPLACED, pays
 
 # What changes a layer's arithmetic in ways that are not modelled: latent attention, experts beside the routed ones.
 _UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 MERGED = "merged"
 SUFFIX = {"cudnn": MERGED}
 """What computes a suffix, whose queries see keys before its own, as the split's attention rule has it: another kernel, or
-``MERGED``: two calls of the same, for keys before and own ones, and a merge by log-sum-exp. Other kernels do it themselves."""
+``MERGED``: two calls of the same, for keys before and own ones, and a merge by log-sum-exp. Other kernels do it themselves.
+Where a kernel of our own pays (``planning/suffix.py``), it computes both parts of a cut sequence."""
 _ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 
 
@@ -171,31 +173,39 @@ def attention_us(
 ) -> float:
     """Attention of the queries in ``rows`` of a batch of ``sequences`` on ``sms`` SMs.
 
-    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM. A span that
-    does not begin its sequence is a suffix, see ``SUFFIX``: a call of its own where it is another kernel's or merged.
+    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM. Whole sequences
+    are one call; so is the rest where the kernel computes suffixes itself. Else each part of a cut sequence is a call of its
+    own, or two, see ``SUFFIX``.
     """
-    spans = list(_positions(sequences, rows))
     suffix = SUFFIX.get(attention.kernel, attention.kernel)
-    if suffix == attention.kernel:
-        return _call_us(profile, attention, attention.kernel, spans, sms)
-    total = 0.0
-    if prefixes := [(first, last) for first, last in spans if not first]:
-        total += _call_us(profile, attention, attention.kernel, prefixes, sms)
-    for first, last in spans:
-        if not first:
-            continue
-        if suffix != MERGED:
+    together, total = [], 0.0
+    for first, last, length in _positions(sequences, rows):
+        if last - first < length and _is_own_kernels(attention, last - first, last):
+            total += _call_us(profile, attention, KERNEL, [(first, last)], sms)
+        elif not first or suffix == attention.kernel:
+            together.append((first, last))
+        elif suffix == MERGED:
+            total += _merged_us(profile, attention, first, last, sms)
+        else:
             total += _call_us(profile, attention, suffix, [(first, last)], sms)
-            continue
-        # All keys before the span for all of its queries, the span's own causally; the merge reads two results and writes one.
-        rates = profile.attention_rates(attention.kernel)
-        total += _call_us(profile, attention, attention.kernel, [(0, last - first)], sms)
-        pairs = sum(_pairs(first, last, window) - _pairs(0, last - first, window) for window in attention.windows)
-        flops = 4.0 * attention.head_dim * attention.heads * pairs / len(attention.windows)
-        total += rates.latency_us + flops * profile.sms / (rates.full_tflops * 1e6 * sms)
-        nbytes = 3 * (last - first) * attention.heads * attention.head_dim * ELEMENT_BYTES
-        total += profile.launch_us + nbytes / (profile.memory_gb_per_s * 1e3)
-    return total
+    return total + (_call_us(profile, attention, attention.kernel, together, sms) if together else 0.0)
+
+
+def _is_own_kernels(attention: Attention, rows: int, keys: int) -> bool:
+    if attention.kernel != REPLACED or attention.masked or any(attention.windows):
+        return False
+    return pays(rows, keys, attention.head_dim)
+
+
+def _merged_us(profile: DeviceProfile, attention: Attention, first: int, last: int, sms: int) -> float:
+    """All keys before the span for all of its queries, the span's own causally; the merge reads two results and writes one."""
+    rates = profile.attention_rates(attention.kernel)
+    own = _call_us(profile, attention, attention.kernel, [(0, last - first)], sms)
+    pairs = sum(_pairs(first, last, window) - _pairs(0, last - first, window) for window in attention.windows)
+    flops = 4.0 * attention.head_dim * attention.heads * pairs / len(attention.windows)
+    earlier = rates.latency_us + flops * profile.sms / (rates.full_tflops * 1e6 * sms)
+    nbytes = 3 * (last - first) * attention.heads * attention.head_dim * ELEMENT_BYTES
+    return own + earlier + profile.launch_us + nbytes / (profile.memory_gb_per_s * 1e3)
 
 
 def _call_us(
@@ -217,13 +227,13 @@ def _call_us(
     return rates.latency_us + total
 
 
-def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int]]:
-    """First and one past the last position, within their sequence, of the rows of each sequence that has some."""
+def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int, int]]:
+    """First and one past the last position of the rows of each sequence that has some, within it, and its length."""
     start = 0
     for length in sequences:
         first, last = max(rows.start - start, 0), min(rows.stop - start, length)
         if first < last:
-            yield first, last
+            yield first, last, length
         start += length
 
 
