@@ -79,6 +79,8 @@ def attention_suffix_kernel(
 ):
     """One block of queries of one head a program: axis 0 is ``batch * HEADS``, axis 1 the blocks.
 
+    Heads are constants as wide blocks of 128 columns have no register to spare.
+
     ``scale`` is that of the scores times log2(e); ``GROUP`` query heads share a head of keys. ``WIDTH`` is
     :func:`width_of` ``HEAD_DIM``. Strides are in elements; ``out`` is contiguous ``[batch, queries, HEADS, HEAD_DIM]``.
     """

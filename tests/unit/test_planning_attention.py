@@ -60,7 +60,7 @@ def test_parts_of_a_cut_sequence_are_calls_of_our_own_kernel_where_it_pays(monke
     own, flops = H200.attention["suffix"], 4.0 * 128 * 132 / (H200.attention["suffix"].tflops * 1e6)
     assert us(range(512)) == pytest.approx(own.latency_us + flops * 512 * own.block_rows)
     assert us(range(512, 1024)) == pytest.approx(own.latency_us + flops * 1024 * own.block_rows)
-    assert us(range(1024), (4096,)) == pytest.approx(own.latency_us + flops * 16 * 1024 * 1025 / 2 / 132)
+    assert us(range(2048), (4096,)) == pytest.approx(own.latency_us + flops * 16 * 2048 * 2049 / 2 / 132)
     whole = us(range(1024))
     assert whole == pytest.approx(us(range(1024), (1024,), kernel="cudnn")) and whole != us(range(1024), (4096,))
     assert us(range(1536), (1024, 1024)) == pytest.approx(whole + us(range(512))), "whole sequences are cuDNN's"
