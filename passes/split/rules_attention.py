@@ -291,12 +291,12 @@ def _own_kernel_pays(call: Call, query: fx.Node, earlier: Pair) -> bool:
     if call.node.target is not aten._scaled_dot_product_cudnn_attention.default or _mask(call) is not None:
         return False
     given, value = query.meta["val"], call.args[2].meta["val"]
-    rows, head_dim = given.shape[-2:]
+    seq, head_dim = given.shape[-2:]
     scale = call.argument("scale")
     if given.dtype not in DTYPES or not same_size(head_dim, value.shape[-1]) or (scale is not None and scale <= 0.0):
         return False
-    keys = rows + sum(one.meta["val"].shape[-2] for one in earlier[:1])
-    return pays(rows, keys, head_dim, compat.statically_known_true)
+    keys = seq + sum(one.meta["val"].shape[-2] for one in earlier[:1])
+    return pays(keys, head_dim, compat.statically_known_true)
 
 
 def _by_itself(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:

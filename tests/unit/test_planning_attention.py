@@ -50,7 +50,7 @@ def test_a_kernel_that_is_given_a_mask_works_on_all_keys_that_it_is_given() -> N
 @pytest.fixture
 def no_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with halves of too many tokens for it."""
-    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+    monkeypatch.setattr(own_kernel, "MOST_KEYS", 0)
 
 
 def test_parts_of_a_cut_sequence_are_calls_of_our_own_kernel_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def test_parts_of_a_cut_sequence_are_calls_of_our_own_kernel_where_it_pays(monke
     parts = us(range(512)), us(range(512, 1024))
     monkeypatch.setattr(own_kernel, "MOST_KEYS", 1023)
     assert us(range(512)) == parts[0] and us(range(512, 1024)) > parts[1], "cuDNN twice and a merge"
-    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+    monkeypatch.setattr(own_kernel, "MOST_KEYS", 0)
     assert us(range(512)) > parts[0] and others == [us(range(512), **options) for options in elsewhere]
 
 

@@ -34,7 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "attention joins": {"batch": 1, "first": 32, "join_attention": True},
     "prefix and suffix": {"batch": 1, "first": 48},
     "prefix and suffix, cudnn": {"batch": 1, "first": 48, "layers": 1, "cudnn": True},
-    "prefix and suffix, cudnn merged": {"batch": 1, "first": 48, "layers": 1, "cudnn": True, "most_rows": 15},
+    "prefix and suffix, cudnn merged": {"batch": 1, "first": 48, "layers": 1, "cudnn": True, "most_keys": 47},
     "computed halves, cudnn": {
         "batch": 1,
         "first": FirstHalf(32, 128, 1, 2, 16),
@@ -74,7 +74,7 @@ class Generated:
 def generated(form: str, lock: bool = True) -> Generated:
     """Two layers where not said otherwise, 64 tokens a request."""
     given = {"config": Config(strict=True), "layers": 2, "dynamic": False, "cudnn": False, "profile": None}
-    given |= {"most_rows": own_kernel.MOST_ROWS}
+    given |= {"most_keys": own_kernel.MOST_KEYS}
     given |= FORMS[form]
     fuse = TWCompilePass(given["config"])
     found = Generated([], [])
@@ -85,7 +85,7 @@ def generated(form: str, lock: bool = True) -> Generated:
             choose_cudnn(graph)
         budgets = planned(graph, given["profile"], given["first"] * 64 if given["batch"] > 1 else given["first"])
         unit: Unit = "request" if given["batch"] > 1 else "token"
-        with mock.patch.object(own_kernel, "MOST_ROWS", given["most_rows"]):
+        with mock.patch.object(own_kernel, "MOST_KEYS", given["most_keys"]):
             report = split_tokens(graph, given["first"], unit=unit, join_attention=given.get("join_attention", False))
         assert isinstance(report, SplitReport)
         result = schedule(graph, budgets.overlap_sms, budgets.most_sms)

@@ -241,7 +241,7 @@ CUDNN_ARGS: tuple[Any, ...] = (None, False, 0.0, True)
 @pytest.fixture
 def no_own_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with halves of too many tokens for it."""
-    monkeypatch.setattr(own_kernel, "MOST_ROWS", 0)
+    monkeypatch.setattr(own_kernel, "MOST_KEYS", 0)
 
 
 def test_halves_of_cudnn_are_a_kernel_of_our_own_that_joins_no_keys() -> None:
@@ -279,9 +279,9 @@ def test_our_own_kernel_attends_for_the_request_that_is_cut(first: int) -> None:
     ("options", "limits", "found"),
     [
         ({}, {}, (True, True)),
-        ({}, {"MOST_ROWS": 9}, (True, False)),
+        ({}, {"MOST_KEYS": TOKENS}, (True, True)),
         ({}, {"MOST_KEYS": TOKENS - 1}, (True, False)),
-        ({}, {"MOST_ROWS": 8}, (False, False)),
+        ({}, {"MOST_KEYS": 8}, (False, False)),
         ({}, {"MOST_HEAD_DIM": WIDTH - 1}, (False, False)),
         ({"dtype": torch.float16}, {}, (True, True)),
         ({"dtype": torch.float32}, {}, (False, False)),

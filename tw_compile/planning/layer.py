@@ -180,7 +180,7 @@ def attention_us(
     suffix = SUFFIX.get(attention.kernel, attention.kernel)
     together, total = [], 0.0
     for first, last, length in _positions(sequences, rows):
-        if last - first < length and _is_own_kernels(attention, last - first, last):
+        if last - first < length and _is_own_kernels(attention, last):
             total += _call_us(profile, attention, KERNEL, [(first, last)], sms)
         elif not first or suffix == attention.kernel:
             together.append((first, last))
@@ -191,10 +191,9 @@ def attention_us(
     return total + (_call_us(profile, attention, attention.kernel, together, sms) if together else 0.0)
 
 
-def _is_own_kernels(attention: Attention, rows: int, keys: int) -> bool:
-    if attention.kernel != REPLACED or attention.masked or any(attention.windows):
-        return False
-    return pays(rows, keys, attention.head_dim)
+def _is_own_kernels(attention: Attention, keys: int) -> bool:
+    replaced = attention.kernel == REPLACED and not attention.masked and not any(attention.windows)
+    return replaced and pays(keys, attention.head_dim)
 
 
 def _merged_us(profile: DeviceProfile, attention: Attention, first: int, last: int, sms: int) -> float:

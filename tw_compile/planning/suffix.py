@@ -1,7 +1,7 @@
 """Where a kernel of our own computes causal attention of a part of a sequence, in the place of cuDNN's.
 
 A call of cuDNN's costs a memset and the gaps around it, and a suffix two calls and a merge
-(``passes/split/rules_attention.py``). With few queries that is more than the attention itself; with many, cuDNN's faster
+(``passes/split/rules_attention.py``). With few tokens that is more than the attention itself; with many, cuDNN's faster
 arithmetic outweighs it. The token split decides by this what it puts into the graph, the planner how long that takes.
 """
 
@@ -13,17 +13,15 @@ REPLACED = "cudnn"
 """The kernel whose place it takes."""
 KERNEL = "suffix"
 """What device profiles call it."""
-MOST_ROWS = 2048
-"""Queries; to be measured."""
-MOST_KEYS = 2 * MOST_ROWS
-"""Earlier ones included; to be measured."""
+MOST_KEYS = 2048
+"""Earlier ones included; an estimate by the rates of H200's profile, to be measured."""
 MOST_HEAD_DIM = 128
 """Accumulators of 256 columns would not fit into registers."""
 
 
-def pays(rows: int, keys: int, head_dim: int, known: Callable[[bool], bool] = bool) -> bool:
-    """Whether ``rows`` queries, the last of ``keys`` keys, are better off with it, in 16 bits.
+def pays(keys: int, head_dim: int, known: Callable[[bool], bool] = bool) -> bool:
+    """Whether queries that are the last of ``keys`` keys are better off with it, in 16 bits.
 
     Sizes may be symbolic: ``known`` says of a comparison whether it is sure to hold.
     """
-    return known(head_dim <= MOST_HEAD_DIM) and known(rows <= MOST_ROWS) and known(keys <= MOST_KEYS)
+    return known(head_dim <= MOST_HEAD_DIM) and known(keys <= MOST_KEYS)
