@@ -63,7 +63,7 @@ def _cuda(
     earlier_value: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    from tw_compile.kernels.attention_suffix_kernel import launch
+    from tw_compile.kernels.attention_suffix_kernel import blocks_for, launch
 
     scale = _checked(query, key, value, earlier_key, earlier_value, scale)
     if query.dtype not in DTYPES:
@@ -76,7 +76,8 @@ def _cuda(
         earlier = None
         if earlier_key is not None and earlier_value is not None:
             earlier = _with_dense_rows(earlier_key), _with_dense_rows(earlier_value)
-        launch(query, (key, value), earlier, scale, out.transpose(1, 2))
+        blocks = blocks_for(query.shape[2], query.shape[0] * query.shape[1])
+        launch(query, (key, value), earlier, scale, out.transpose(1, 2), blocks)
     return out
 
 

@@ -146,14 +146,13 @@ def launch(
     earlier: tuple[torch.Tensor, torch.Tensor] | None,
     scale: float,
     out: torch.Tensor,
-    blocks: Blocks | None = None,
+    blocks: Blocks,
 ) -> None:
     """Write attention of ``query [batch, heads, queries, head_dim]`` to ``out [batch, queries, heads, head_dim]``.
 
-    Last dims are contiguous; ``blocks`` None for those that fit the size.
+    Last dims are contiguous.
     """
     batch, heads, queries, head_dim = query.shape
-    blocks = blocks or blocks_for(queries, batch * heads)
     pairs = (*own, *(earlier or (None, None)))
     strides = [(0, 0, 0) if one is None else one.stride()[:3] for one in (query, *pairs)]
     attention_suffix_kernel[(batch * heads, -(-queries // blocks.rows))](

@@ -136,7 +136,9 @@ def test_rows_that_are_not_dense_are_copied_and_others_are_not(monkeypatch: pyte
 
     seen: Operands = []
     monkeypatch.setattr(
-        attention_suffix_kernel, "launch", lambda query, own, earlier, scale, out: seen.extend([query, *own, *earlier])
+        attention_suffix_kernel,
+        "launch",
+        lambda query, own, earlier, scale, out, blocks: seen.extend([query, *own, *earlier]),
     )
     given = operands(5, 3)
     given[4] = given[4].transpose(2, 3).contiguous().transpose(2, 3)
@@ -245,7 +247,7 @@ def run_interpreted() -> None:
     given[3][:, :, 5] *= 100.0
     given[1][:, :, 33] *= 100.0
     out = torch.empty(1, 70, 4, 64, dtype=torch.float16)
-    launch(given[0], (given[1], given[2]), (given[3], given[4]), 1.0, out)
+    launch(given[0], (given[1], given[2]), (given[3], given[4]), 1.0, out, SMALL)
     torch.testing.assert_close(out.transpose(1, 2).double(), expected(given, 1.0), rtol=2e-3, atol=2e-3)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from tw_compile.passes.split import rules_attention
+from tw_compile.planning.suffix import pays
 from tw_compile.testing.gpu_problems import Context
 from tw_compile.testing.gpu_split_attention import CUTS, KERNELS, Kernel, compare, sliding_window
 
@@ -42,6 +45,16 @@ def test_two_roundings_of_cudnn_are_within_the_budget(first: int, tokens: int) -
     for dtype in KERNELS["cudnn"].dtypes:
         compare(ctx, KERNELS["cudnn"], dtype, (4, 2, 64), first, tokens)
     assert ctx.failures == [] and ctx.counts == {"cuts": 2}
+
+
+def test_cuts_cover_our_own_kernel_in_blocks_of_both_sizes_and_the_merge() -> None:
+    from tw_compile.kernels.attention_suffix_kernel import SMALL, WIDE, blocks_for
+
+    found = set()
+    for (heads, _), (first, tokens) in product(KERNELS["cudnn"].heads, CUTS):
+        for rows, keys in ((first, first), (tokens - first, tokens)):
+            found.add((blocks_for(rows, heads) if pays(keys, 128) else None, keys > rows))
+    assert found == {(SMALL, False), (SMALL, True), (WIDE, False), (WIDE, True), (None, True)}
 
 
 def test_a_suffix_that_is_aligned_to_the_wrong_corner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
