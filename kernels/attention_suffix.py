@@ -76,7 +76,8 @@ def _cuda(
         earlier = None
         if earlier_key is not None and earlier_value is not None:
             earlier = _with_dense_rows(earlier_key), _with_dense_rows(earlier_value)
-        blocks = blocks_for(query.shape[2], query.shape[0] * query.shape[1])
+        keys = query.shape[2] + (0 if earlier is None else earlier[0].shape[2])
+        blocks = blocks_for(query.shape[2], keys, query.shape[0] * query.shape[1])
         launch(query, (key, value), earlier, scale, out.transpose(1, 2), blocks)
     return out
 

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-_WIDE_CTAS = 128
-"""About as many as there are SMs: with fewer CTAs than that, smaller blocks finish sooner."""
+_WIDE_PAIRS = 48 * 2**20
+"""Pairs of a query and a key that it sees, of all heads, from which on rows of a block share keys rather than make the last
+CTAs short. Measured: small blocks take 0.92x as long at 34 million, wide ones at 100 million."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class Blocks:
     stages: int
 
 
-SMALL, WIDE = Blocks(64, 64, 4, 3), Blocks(128, 128, 8, 2)
-"""Compiled for sm_90 neither spills, as 64 x 128 of 4 warps does."""
+SMALL, WIDE = Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)
+"""The fastest two of seven (``benchmarks/results/2026-11-22-h200-attention-suffix.txt``). Compiled for sm_90 neither spills."""
 
 
-def blocks_for(queries: int, heads: int) -> Blocks:
-    """Those of a launch; ``heads`` are of all requests."""
-    return SMALL if heads * -(-queries // WIDE.rows) < _WIDE_CTAS else WIDE
+def blocks_for(queries: int, keys: int, heads: int) -> Blocks:
+    """Those of a launch; ``keys`` are all that the last query sees, ``heads`` of all requests."""
+    return SMALL if heads * queries * (2 * keys - queries) < 2 * _WIDE_PAIRS else WIDE
 
 
 def width_of(head_dim: int) -> int:
@@ -79,7 +80,7 @@ def attention_suffix_kernel(
 ):
     """One block of queries of one head a program: axis 0 is ``batch * HEADS``, axis 1 the blocks.
 
-    Heads are constants as wide blocks of 128 columns have no register to spare.
+    Heads are constants as blocks of 128 columns have few registers to spare.
 
     ``scale`` is that of the scores times log2(e); ``GROUP`` query heads share a head of keys. ``WIDTH`` is
     :func:`width_of` ``HEAD_DIM``. Strides are in elements; ``out`` is contiguous ``[batch, queries, HEADS, HEAD_DIM]``.

@@ -204,11 +204,13 @@ def test_for_sm_90_it_multiplies_by_warp_groups_and_spills_nothing(
         assert stack_bytes(made, tmp_path) <= (0 if width_of(head_dim) == head_dim else 64)
 
 
-def test_blocks_are_wide_where_they_are_enough_for_all_sms() -> None:
+def test_blocks_are_those_that_were_measured_to_be_faster() -> None:
     from tw_compile.kernels.attention_suffix_kernel import SMALL, WIDE, blocks_for
 
-    assert [blocks_for(queries, 16) for queries in (1, 512, 896, 897, 2048)] == [SMALL, SMALL, SMALL, WIDE, WIDE]
-    assert blocks_for(512, 32) is WIDE
+    small = ((1, 1), (512, 512), (512, 1024), (1280, 2048), (1024, 2048), (2048, 2048))
+    assert {blocks_for(queries, keys, 16) for queries, keys in small} == {SMALL}
+    assert {blocks_for(queries, keys, 16) for queries, keys in ((2048, 4096), (4096, 4096))} == {WIDE}
+    assert blocks_for(2048, 2048, 32) is WIDE
 
 
 # --- the kernel, interpreted -----------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def test_cuts_cover_our_own_kernel_in_blocks_of_both_sizes_and_the_merge() -> No
     found = set()
     for (heads, _), (first, tokens) in product(KERNELS["cudnn"].heads, CUTS):
         for rows, keys in ((first, first), (tokens - first, tokens)):
-            found.add((blocks_for(rows, heads) if pays(keys, 128) else None, keys > rows))
+            found.add((blocks_for(rows, keys, heads) if pays(keys, 128) else None, keys > rows))
     assert found == {(SMALL, False), (SMALL, True), (WIDE, False), (WIDE, True), (None, True)}
 
 

@@ -13,8 +13,9 @@ REPLACED = "cudnn"
 """The kernel whose place it takes."""
 KERNEL = "suffix"
 """What device profiles call it."""
-MOST_KEYS = 2048
-"""Earlier ones included; an estimate by the rates of H200's profile, to be measured."""
+MOST_KEYS = 4096
+"""Earlier ones included. Measured on an H200, 16 heads of 128: 2048 queries behind 2048 keys take 121 us instead of 148,
+4096 behind 4096 take 479 instead of 443 (``benchmarks/results/2026-11-22-h200-attention-suffix.txt``)."""
 MOST_HEAD_DIM = 128
 """Accumulators of 256 columns would not fit into registers."""
 

@@ -21,7 +21,7 @@ from tw_compile.testing.gpu_problems import Context
 aten = torch.ops.aten
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-CUTS = ((1, 2), (1, 63), (62, 63), (500, 1000), (1024, 1025), (640, 2048), (100, 2040), (1999, 2999))
+CUTS = ((1, 2), (1, 63), (62, 63), (500, 1000), (1024, 1025), (640, 2048), (100, 4090), (4000, 4100))
 """Tokens of the first half, and of both. Halves of cuDNN's that see at most ``planning.suffix.MOST_KEYS`` keys are our own
 kernel's, of blocks of either size; the last suffix is merged."""
 
