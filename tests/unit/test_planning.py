@@ -109,7 +109,7 @@ def test_full_waves_next_to_the_middle_of_300_ctas_are_132_and_264() -> None:
 
 def test_a_gemm_of_300_ctas_is_split_as_132_and_168() -> None:
     """132 SMs in pairs are left of 140 by the only CTA count that the kernel has."""
-    only = dataclasses.replace(H200.fused["two_shot"], ctas=(4,), cta_gb_per_s=110.0, row_us=1e-3)
+    only = dataclasses.replace(H200.fused["two_shot"], ctas=(4,), cta_gb_per_s=124.0, row_us=1e-3)
     profile = dataclasses.replace(
         H200,
         sms=140,
@@ -203,7 +203,7 @@ def test_a_rank_s_sms_move_its_rows_and_those_that_peers_have_finished() -> None
     rows = 2048 * 10 * 16384 / (kernel.cta_gb_per_s * 1e3)
     assert sm_us(kernel, 4096, 8192, 2) == pytest.approx(rows)
     assert sm_us(kernel, 4096, 8192, 2, staged=True) == pytest.approx(1.2 * rows)
-    assert sm_us(kernel, 4096, 8192, 4) == pytest.approx(rows / 2 * 1.6)
+    assert sm_us(kernel, 4096, 8192, 4) == pytest.approx(rows / 2 * 1.8)
     alone = dataclasses.replace(kernel, row_us=1.0)
     assert sm_us(alone, 4096, 8192, 2) - rows == pytest.approx(2048 * 1.5)
 

@@ -43,7 +43,7 @@ def sm_us(
         moved, copied = 4, 0
     else:
         copied = (world_size - 1) * (staged + (not (in_slot and kernel.in_slot)))
-        moved = world_size + (4 if narrow else 6) + 2 * copied
+        moved = 2 * world_size + (2 if narrow else 4) + 2 * copied
     nbytes = moved * hidden_size * ELEMENT_BYTES
     return own * (kernel.row_us * (1.0 + COPY_SHARE * copied) + nbytes / (kernel.cta_gb_per_s * 1e3))
 
