@@ -111,9 +111,7 @@ def process_group_facts() -> list[tuple[str, int, int]]:
 
 def chain_passes(hook: Any) -> Callable[[fx.Graph], object] | None:
     """What Inductor's custom pass option holds, as one pass: None, a callable, or (from 2.14) a list of them."""
-    if hook is None:
-        return None
-    if not isinstance(hook, list | tuple):
+    if hook is None or not isinstance(hook, list | tuple):
         return hook
     return PassSequence(list(hook)) if hook else None
 
@@ -138,6 +136,20 @@ def emulates_precision_casts() -> bool:
     from torch._inductor import config
 
     return bool(config.emulate_precision_casts)
+
+
+def lower_as_calls(graph: fx.Graph, namespace: str) -> None:
+    """Have Inductor call operators of ``namespace`` as they are, laid out as their tags say, as it does by itself.
+
+    But then it first writes out for its log all that their operands are computed from: of a late layer, for minutes.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
+    from torch._library.utils import get_layout_constraint_tag
+
+    for target in {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}:
+        if target.namespace == namespace and target not in lowerings:
+            layout = get_layout_constraint_tag(target, with_default=True)
+            make_fallback(target, tag_to_layout_constraint(layout), warn=False)
 
 
 def tunes_gemms() -> bool:
@@ -545,9 +557,7 @@ def _presented_h100() -> Iterator[None]:
 def cold_compile(cache_folder: Any | None) -> Iterator[None]:
     """Compile as if for the first time: Dynamo and in-memory caches empty, FX graph caches off, kernels in ``cache_folder``.
 
-    None leaves the kernels where they always are, built once for the machine.
-
-    Processes that give the same folder build each kernel once. The precompiled C++ headers are the machine's.
+    None: where they always are. Processes that give the same folder build each kernel once. C++ headers are the machine's.
     """
     from unittest import mock
 

@@ -69,6 +69,7 @@ class TWCompilePass(compat.CustomGraphPass):
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
         if self.config.split != "off":
             result.split = self._split(graph, profile, result, tokens)
+        compat.lower_as_calls(graph, ops.NAMESPACE)
         result.seconds = time.perf_counter() - begin
         report.publish(result)
         return result
