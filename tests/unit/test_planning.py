@@ -391,7 +391,7 @@ def test_prefill_of_a_large_model_is_split_in_four_windows() -> None:
 
 
 def test_gemms_that_begin_long_after_the_sum_has_arrived_get_all_sms() -> None:
-    plan = plan_layer(H200, LLAMA, 1024)
+    plan = plan_layer(H200, LLAMA, 2048)
     gate_up, down = plan.windows[2].gemms
     assert plan.windows[2].communication_us < gate_up.us / 1.2
     assert (gate_up.sms, down.sms) == (H200.sms - plan.windows[2].ctas, H200.sms)
