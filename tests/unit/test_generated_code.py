@@ -187,21 +187,17 @@ def test_what_operands_of_our_operators_are_computed_from_is_not_written_out(
     """For its log Inductor does that where it has not been told how to lower one, in a graph of many layers for minutes."""
     from torch._inductor import exc, lowering
 
-    unknown = {op: how for op, how in lowering.lowerings.items() if getattr(op, "namespace", None) != "tw_compile"}
     written: list[str] = []
-    monkeypatch.setattr(graph_module(), "lowerings", unknown)
-    monkeypatch.setattr(lowering, "lowerings", unknown)
+    for known in [op for op in lowering.lowerings if getattr(op, "namespace", None) == "tw_compile"]:
+        monkeypatch.delitem(lowering.lowerings, known)
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", lambda target, *_: written.append(target.name()) or "")
     if not told:
         monkeypatch.setattr(compat, "lower_as_calls", lambda graph, namespace: None)
-    decoder = build_decoder(load_config("tiny-llama"), device="cpu", dtype=torch.bfloat16, num_layers=1)
-    ids = torch.zeros(1, 64, dtype=torch.long)
-    code = generated_code(decoder, (ids,), device="cuda", config=Config(strict=True, split="32"))
+    with fake_process_group(2), fake_cuda():
+        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
+        code = compat.inductor_code(decoder, (ids,), TWCompilePass(Config(split="32")), "cuda", None, {})
     assert calls_of(code, START) or calls_of(code, MM_START)
-    assert bool([name for name in written if name.startswith("tw_compile::")]) is not told
-
-
-def graph_module() -> object:
-    from torch._inductor import graph
-
-    return graph
+    ours = [name for name in written if name.startswith("tw_compile::")]
+    # By 2.14 Inductor has stopped doing that by itself.
+    assert ours == [] if told else ours or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
