@@ -197,10 +197,12 @@ def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
     found = generated(form)
     order = calls(found.lines)
     leaving = [one for one in order if "leaving" in one]
-    most = str(load_profile("H200").fused["stream"].ctas[-1])  # halves this small want all that they can get
-    assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {most}
+    few = str(
+        load_profile("H200").fused["stream"].ctas[0]
+    )  # the sums of halves this small are latency, on any number of CTAs
+    assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {few}
     reserved = {one.split()[-1] for one in order if one.startswith("start") and "arg" in one}
-    assert reserved == ({"0", most} if form == "budgets" else set())
+    assert reserved == ({"0", few} if form == "budgets" else set())
     products = [line for line in found.lines if "mm_leaving_sms.default(" in line]
     assert all("reinterpret_tensor(arg" in line for line in products), "weights are read where they are"
 
