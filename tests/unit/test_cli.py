@@ -174,6 +174,8 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
         assert decision in text and "joins: none" in text
         assert "predicted for H200, 4096 tokens" in text and text.count("mlp 1") == 1
         assert "left by" in text and "gate_up" in text
+        assert f"{split['overlap']['in_slot']} leave their results in the slot" in " ".join(text.split())
+    assert split["overlap"]["in_slot"] > 0
 
 
 @pytest.mark.slow

@@ -89,8 +89,8 @@ def _overlap_line(overlap: dict[str, Any]) -> str:
     exposed = sum(overlap["exposed"].values())
     reasons = "".join(f", {count} {reason}" for reason, count in overlap["exposed"].items())
     return (
-        f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel while the other half computes{reasons}; "
-        f"{len(overlap['windows'])} windows"
+        f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel while the other half computes{reasons}, "
+        f"{overlap['in_slot']} leave their results in the slot; {len(overlap['windows'])} windows"
     )
 
 
