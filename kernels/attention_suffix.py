@@ -16,6 +16,7 @@ head dims up to 128; others are a ``ValueError``. On a CPU it is the reference, 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.library import Library
@@ -82,14 +83,7 @@ def _cuda(
     return out
 
 
-def _fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    earlier_key: torch.Tensor | None = None,
-    earlier_value: torch.Tensor | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
+def _fake(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     return _result(query)
 
 

@@ -171,6 +171,7 @@ class Push(Algorithm):
 
     def _launches(self, request: Request, state: GroupState, slot: Slot, threads: int) -> list[tuple[PushParams, int]]:
         norm, tokens, inbox = request.norm, request.x.shape[0], slot.buffers[INBOX]
+        assert inbox.state is not None
         rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
         ctas = request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)
         launches = []
