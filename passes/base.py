@@ -96,6 +96,29 @@ ATTENTION_JOINS = frozenset(reason for reason in JoinReason if reason.startswith
 """Attention itself runs once: as the plan has it, or because of its mask, its kernel, or a cut in one of several requests."""
 
 
+class WholeAttention(StrEnum):
+    """Why vLLM's attention is not split. Stable names, as those of refusals."""
+
+    ATTENTION_BACKEND = "attention_backend"
+    ATTENTION_METADATA = "attention_metadata"
+    CONTEXT_PARALLEL = "context_parallel"
+    CUDA_GRAPHS = "cuda_graphs"
+    KV_TRANSFER = "kv_transfer"
+    PREFIX_LM = "prefix_lm"
+    SPECULATIVE = "speculative"
+
+
+class HostAttention(StrEnum):
+    """Where attention is, of a graph that a host gives, and what may become of it."""
+
+    ELSEWHERE = "elsewhere"
+    """Before and behind the graph, which is a piece of a model."""
+    ONCE = "once"
+    """In the graph, for all tokens at once."""
+    HALVES = "halves"
+    """In the graph, and what it needs to know of a half is to be had."""
+
+
 class SplitRefusal(StrEnum):
     """Why a graph was not split at all; beside these there are the planner's own (:class:`tw_compile.planning.Off`)."""
 

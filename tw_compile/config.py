@@ -50,6 +50,8 @@ class Config:
             to say), or the number of tokens in the first half, as ``512``.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
+        split_vllm_attention: In vLLM, and where tokens are split: also vLLM's attention, in the whole model's graph
+            (``use_inductor_graph_partition``) instead of pieces that end before attention.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
@@ -70,11 +72,12 @@ class Config:
     disable_custom_all_reduce: bool = False
     split: str = "off"
     split_gemm_sms: str = "auto"
+    split_vllm_attention: bool = False
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=strict_from_environment)
 
     def __post_init__(self) -> None:
-        for name in ("fuse", "disable_custom_all_reduce", "strict"):
+        for name in ("fuse", "disable_custom_all_reduce", "split_vllm_attention", "strict"):
             self._check_type(name, bool, "True or False")
         self._check_choice("transport", _TRANSPORTS)
         self._check_choice("absorb_mm", _ABSORB_MM)
@@ -110,6 +113,8 @@ class Config:
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
             raise ValueError(f"{OPTION_PREFIX}split: expected {wording}, got {self.split!r}")
+        if self.split_vllm_attention and self.split == "off":
+            raise ValueError(f"{OPTION_PREFIX}split_vllm_attention: expected it with a split, got split 'off'")
 
     @property
     def split_tokens(self) -> int | None:

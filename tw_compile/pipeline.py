@@ -45,13 +45,14 @@ class TWCompilePass(compat.CustomGraphPass):
             self.before(graph)
         self.rewrite(graph, current_gate(self.config))  # what is wrong with a user's file is the user's to know
 
-    def rewrite(self, graph: fx.Graph, gate: Gate, tokens: fusion.TokenRange | None = None) -> report.GraphReport:
+    def rewrite(self, graph: fx.Graph, gate: Gate, host: split.HostGraph | None = None) -> report.GraphReport:
         """Rewrite ``graph`` by ``gate`` and publish the report.
 
         Args:
-            tokens: ``graph`` is a piece of a model between two attention operators, which the host runs with these token
-                counts. For fusing see :func:`fusion.fuse_all_reduce_rms_norm`, for splitting :func:`split.split_graph`.
+            host: For fusing its token counts, see :func:`fusion.fuse_all_reduce_rms_norm`; for splitting
+                :func:`split.split_graph`.
         """
+        tokens = None if host is None else host.counts
         result = report.GraphReport(tokens=tokens)
         begin = time.perf_counter()
         profile = split.current_profile(self.config)
@@ -68,7 +69,7 @@ class TWCompilePass(compat.CustomGraphPass):
         message = "tw_compile: %d of %d all_reduces fused %s"
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
         if self.config.split != "off":
-            result.split = self._split(graph, profile, result, tokens)
+            result.split = self._split(graph, profile, result, host)
         compat.lower_as_calls(graph, ops.NAMESPACE)
         result.seconds = time.perf_counter() - begin
         report.publish(result)
@@ -85,7 +86,7 @@ class TWCompilePass(compat.CustomGraphPass):
         graph: fx.Graph,
         profile: DeviceProfile | None,
         result: report.GraphReport,
-        tokens: fusion.TokenRange | None,
+        host: split.HostGraph | None,
     ) -> report.Split:
         """Split what fusing has left; the fused graph stays if that is refused or fails."""
         asked = self.config.split
@@ -93,7 +94,7 @@ class TWCompilePass(compat.CustomGraphPass):
             done = report.Split(asked, "off", SplitRefusal.FUSION_FAILED, result.warning)
         else:
             try:
-                done = split.split_graph(graph, self.config, profile, tokens)
+                done = split.split_graph(graph, self.config, profile, host)
             except Exception as error:
                 if self.config.strict:
                     raise

@@ -7,9 +7,9 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.copy import copy_of, restore
-from tw_compile.passes.base import ATTENTION_JOINS, SplitRefused
+from tw_compile.passes.base import ATTENTION_JOINS, HostAttention, SplitRefused
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
-from tw_compile.passes.split.choose import NotSplit, choose_split, choose_split_of_piece
+from tw_compile.passes.split.choose import HostGraph, NotSplit, choose_split, choose_split_of_host
 from tw_compile.passes.split.duplicate import split_tokens
 from tw_compile.passes.split.in_slot import leave_results_in_slots
 from tw_compile.passes.split.lock import lock_order
@@ -24,7 +24,7 @@ def split_graph(
     graph: fx.Graph,
     config: Config,
     profile: DeviceProfile | None,
-    piece_tokens: tuple[int, int | None] | None = None,
+    host: HostGraph | None = None,
 ) -> Split:
     """Split ``graph`` in place, as ``config.split`` has it, which is not ``off``.
 
@@ -32,15 +32,11 @@ def split_graph(
     that keep their order.
 
     Args:
-        piece_tokens: The graph is a piece of a model, between two attention operators; the smallest and the largest number of
-            tokens (None: unbounded) that its host runs it with.
+        host: What the graph's host says of it; None for torch.compile.
     """
     device_profile = "" if profile is None else profile.name
-    piece = piece_tokens is not None
     choice = (
-        choose_split(graph, config, profile)
-        if piece_tokens is None
-        else choose_split_of_piece(graph, config, profile, piece_tokens)
+        choose_split(graph, config, profile) if host is None else choose_split_of_host(graph, config, profile, host)
     )
     if isinstance(choice, NotSplit):
         return Split(config.split, "off", choice.reason, choice.detail, device_profile=device_profile, plan=choice.plan)
@@ -51,6 +47,7 @@ def split_graph(
             return Split(
                 config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan
             )
+        piece = host is not None and host.attention is HostAttention.ELSEWHERE
         overlap = _overlap(graph, Budgets(choice.plan, profile), config, piece)
     except Exception:
         restore(graph, before)

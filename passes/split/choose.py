@@ -11,7 +11,7 @@ from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.passes.base import ATTENTION_JOINS, JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.base import ATTENTION_JOINS, HostAttention, JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.layout import Join
 from tw_compile.passes.split.token_axis import TokenAxis, analyse, find_token_axis
@@ -24,16 +24,20 @@ _SEVERAL = "several requests of unknown length are split between them, not insid
 
 @dataclass(frozen=True)
 class Choice:
-    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none."""
+    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none.
+
+    ``attention_once``: a host's attention can't be split, whatever the plan.
+    """
 
     axis: TokenAxis
     first: int | FirstHalf
     plan: Plan | None = None
+    attention_once: bool = False
 
     @property
     def join_attention(self) -> bool:
-        """Whether the plan has attention run once for all tokens."""
-        return self.plan is not None and self.plan.mode is Mode.JOIN
+        """Whether attention runs once for all tokens."""
+        return self.attention_once or (self.plan is not None and self.plan.mode is Mode.JOIN)
 
 
 @dataclass(frozen=True)
@@ -105,30 +109,52 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
     return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
 
 
-def choose_split_of_piece(
-    graph: fx.Graph, config: Config, profile: DeviceProfile | None, counts: tuple[int, int | None]
-) -> Choice | NotSplit:
-    """As :func:`choose_split`, for a piece of a model that ends before one attention and begins behind another.
+@dataclass(frozen=True)
+class HostGraph:
+    """What a host says of a graph that it compiles.
 
-    Halves meet at the outputs of the piece and nowhere else; ``counts`` are the smallest and the largest number of tokens that
-    it is compiled for. One function of the token count is right for all of them.
+    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
+    """
+
+    counts: tuple[int, int | None]
+    attention: HostAttention = HostAttention.ELSEWHERE
+
+
+def choose_split_of_host(
+    graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph
+) -> Choice | NotSplit:
+    """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
+
+    Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
+    for all of them.
     """
     if not any(is_call(node, ops.start, ops.mm_start) for node in graph.nodes):
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
     axis = find_token_axis(graph, piece=True)
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
-    joins = [one for one in analyse(graph, axis).verdicts.values() if isinstance(one, Join)]
+    once = host.attention is HostAttention.ONCE
+    verdicts = analyse(graph, axis, join_attention=once).verdicts.values()
+    joins = [one for one in verdicts if isinstance(one, Join) and not (once and one.reason in ATTENTION_JOINS)]
     unknown = [one for one in joins if one.reason is JoinReason.UNKNOWN_OPERATOR]
     if joins:
         reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
         return NotSplit(reason, (unknown or joins)[0].detail)
+    choice = _choose_of_host(graph, axis, config, profile, host)
+    return replace(choice, attention_once=once) if isinstance(choice, Choice) else choice
+
+
+def _choose_of_host(
+    graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None, host: HostGraph
+) -> Choice | NotSplit:
     if config.split_tokens is not None:
-        return _as_asked(graph, axis, config, profile, counts)
-    planners = _planners(graph, [axis], config, profile, piece=True)
+        return _as_asked(graph, axis, config, profile, host)
+    planners = _planners(graph, [axis], config, profile, host)
     if isinstance(planners, NotSplit):
         return planners
-    return _planned(planners, axis.tokens) if isinstance(axis.tokens, int) else _planned_range(planners[0], *counts)
+    return (
+        _planned(planners, axis.tokens) if isinstance(axis.tokens, int) else _planned_range(planners[0], *host.counts)
+    )
 
 
 def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
@@ -140,12 +166,13 @@ def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
 
 
 def _planners(
-    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None, piece: bool = False
+    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None, host: HostGraph | None = None
 ) -> list[_Planner] | NotSplit:
     """One for each of the axes, which are of the same tokens."""
     if profile is None:
         return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
     axis = axes[-1]
+    piece = host is not None and host.attention is HostAttention.ELSEWHERE
     layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
@@ -160,7 +187,7 @@ def _planners(
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
-    attentions = [Mode.JOIN if piece else _attention(graph, one) for one in axes]
+    attentions = [_attention(graph, one, host) for one in axes]
     return [
         _Planner(one, axis.batch, profile, layer, kernel, attention, leave)
         for one, attention in zip(axes, attentions, strict=True)
@@ -172,28 +199,28 @@ def _as_asked(
     axis: TokenAxis,
     config: Config,
     profile: DeviceProfile | None,
-    counts: tuple[int, int | None] | None = None,
+    host: HostGraph | None = None,
 ) -> Choice | NotSplit:
     """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
 
-    ``counts``: those of a piece. The plan is for the largest number of tokens, where that is symbolic.
+    The plan is for the largest number of tokens, where that is symbolic.
     """
     first, tokens = config.split_tokens, axis.tokens
     assert first is not None
     if not isinstance(tokens, int):
-        half = _constant_half(first, *(counts or compat.size_bounds(tokens)))
+        half = _constant_half(first, *(compat.size_bounds(tokens) if host is None else host.counts))
         if isinstance(half, NotSplit):
             return half
         if not same_size(axis.batch, 1):
             return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
-        planners = _planners(graph, [axis], config, profile, piece=counts is not None)
+        planners = _planners(graph, [axis], config, profile, host)
         return Choice(axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first))
     if first >= tokens:
         return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
-    requests, units = None if counts else _requests(graph, axis), first
+    requests, units = None if host else _requests(graph, axis), first
     if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
         axis, units = requests, first * axis.batch // tokens
-    planners = _planners(graph, [axis], config, profile, piece=counts is not None)
+    planners = _planners(graph, [axis], config, profile, host)
     return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
 
 
@@ -208,8 +235,10 @@ def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | Non
     return next((name for name in names if profile.fused[name].multicast == multicast), None)
 
 
-def _attention(graph: fx.Graph, axis: TokenAxis) -> str:
+def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:
     """Which modes the planner may choose: where rules join attention, that; where a sequence is cut, the faster one."""
+    if host is not None and host.attention is not HostAttention.HALVES:
+        return Mode.JOIN
     if ATTENTION_JOINS & set(analyse(graph, axis).joins):
         return Mode.JOIN
     return "auto" if axis.unit == "token" else Mode.SPLIT

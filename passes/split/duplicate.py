@@ -235,14 +235,13 @@ class _Duplicator:
         self.report.duplicated += 1
 
     def _build(self, node: fx.Node, verdict: RowWise, build: Callable[[HalfBuilder, int], fx.Node]) -> None:
-        """Halves of the result, or of the first result, that the rule makes."""
-        several = isinstance(verdict.out, tuple)
-        assert not several or all(user.args[1] == 0 for user in node.users), (
-            f"{node.name}: more than one result is read"
-        )
-        results = list(node.users) if several else [node]
+        """Halves of the result, or of the one result that has a layout, that the rule makes."""
+        results, layout = [node], verdict.out
+        if isinstance(layout, tuple):
+            index, layout = next((index, one) for index, one in enumerate(layout) if one is not None)
+            results = list(node.users)
+            assert all(user.args[1] == index for user in results), f"{node.name}: more than one result is read"
         self._reason = None
-        layout = verdict.out[0] if isinstance(verdict.out, tuple) else verdict.out
         halves = build(self, 0), build(self, 1)
         for half, made in enumerate(halves):
             self._check(results[0], made, layout, half)

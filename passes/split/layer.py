@@ -23,8 +23,9 @@ from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.split.registry import registered
 from tw_compile.passes.split.rules_attention import SDPA
+from tw_compile.passes.split.rules_vllm_attention import vllm_attention
 from tw_compile.passes.split.token_axis import TokenAxis
-from tw_compile.planning import Attention, Gemm, LayerShape, masked_kernel
+from tw_compile.planning import VLLM_KERNEL, Attention, Gemm, LayerShape, masked_kernel
 
 _c10d = torch.ops._c10d_functional
 
@@ -109,7 +110,9 @@ def _attention_before(axis: TokenAxis, part: _Part) -> Attention:
     for node in axis.inputs:
         shape = _shape(node)
         if len(shape) == 3 and same_size(shape[1] * shape[2], depth):
-            return Attention(_number(shape[1], node), _number(shape[1], node), _number(shape[2], node), kernel="flash")
+            return Attention(
+                _number(shape[1], node), _number(shape[1], node), _number(shape[2], node), kernel=VLLM_KERNEL
+            )
     raise _NotRecognisedError(
         f"no input [tokens, heads, head_dim] has the {depth} columns that {part.gemms[0].name} reads"
     )
@@ -127,10 +130,10 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
                 part.gemms.append(_plain(node, axis))
         elif isinstance(node.target, compat.OpOverload) and node.target.name().partition(".")[0] in _GROUPED:
             part.gemms.append(_grouped(node, axis))
-        elif is_call(node, *SDPA):
+        elif (attention := _attention(node, axis)) is not None:
             if part.attention is not None:
                 raise _NotRecognisedError(f"{node.name} is the second attention between two sums")
-            part.attention, part.before_attention = _attention(node, axis), len(part.gemms)
+            part.attention, part.before_attention = attention, len(part.gemms)
         elif _is_scores(node, axis):
             raise _NotMeasuredError(f"{node.name} begins attention of matmuls and a softmax, of which no time is known")
         elif _is_uncounted(node):
@@ -189,8 +192,18 @@ def _grouped(node: fx.Node, axis: TokenAxis) -> Gemm:
     return Gemm(node.name, columns, depth, experts, per_token)
 
 
-def _attention(node: fx.Node, axis: TokenAxis) -> Attention:
+def _attention(node: fx.Node, axis: TokenAxis) -> Attention | None:
     """Heads of the query; the planner finds those of keys and values by the columns of their projections."""
+    if is_call(node, *SDPA):
+        return _sdpa(node, axis)
+    form = vllm_attention(node)
+    if form is None:
+        return None
+    heads, head_dim = (_number(size, node) for size in _shape(form.arguments["query"])[1:])
+    return Attention(heads, heads, head_dim, kernel=VLLM_KERNEL)
+
+
+def _sdpa(node: fx.Node, axis: TokenAxis) -> Attention:
     query, key = (_shape(node.args[index]) for index in (0, 1))
     if len(query) != 4 or not (same_size(query[0], axis.batch) and same_size(query[0] * query[2], axis.tokens)):
         raise _NotRecognisedError(f"{node.name} has queries {list(query)} of {axis.tokens} tokens")

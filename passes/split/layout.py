@@ -129,7 +129,7 @@ class RowWise:
 
     ``out`` is the layout of the result, a tuple for several results. ``slices`` names the whole operands of which a half reads
     only its rows. ``args`` and ``kwargs`` replace the node's own when sizes differ in the halves. Where that doesn't say it,
-    ``build`` adds what makes the result of a half; of several results only the first may have readers.
+    ``build`` adds what makes the result of a half; of several results only the one with a layout may have readers.
     """
 
     out: Layout | tuple[Layout, ...]

@@ -26,7 +26,7 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, has_default_strides, value
+from tw_compile.graph.predicates import aten, has_default_strides, operator_name, value
 from tw_compile.kernels.attention_suffix import attention_suffix
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
@@ -34,6 +34,7 @@ from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import CommunicationCall, argument, find_calls, makes_view, predecessors
 from tw_compile.passes.split.parts import computes, half_of
+from tw_compile.passes.split.rules_vllm_attention import HALF
 
 _KEEP = 2
 _OWN_KERNELS = {
@@ -131,7 +132,7 @@ def has_own_kernel(node: fx.Node) -> bool:
     if compat.is_higher_order(node.target):
         return True
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in flop_registry or packet in _OWN_KERNELS
+    return packet in flop_registry or packet in _OWN_KERNELS or operator_name(node) == HALF
 
 
 class _Locker:

@@ -17,6 +17,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import CommunicationCall, makes_view
 from tw_compile.passes.split.duplicate import Part
@@ -114,4 +115,5 @@ class Parts:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return "attention" in str(node.target)
+    form = functionalised(node)
+    return "attention" in (str(node.target) if form is None else form.name)

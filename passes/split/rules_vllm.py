@@ -13,6 +13,8 @@ from tw_compile.passes.base import JoinReason
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.split.layout import HalfCall, HalfSize, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
+from tw_compile.passes.split.rules_vllm_attention import attention as attend
+from tw_compile.passes.split.rules_vllm_attention import vllm_attention
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ def _rms_norm(call: Call) -> Verdict:
 @token_rule("higher_order::auto_functionalized")
 def _auto_functionalised(call: Call) -> Verdict:
     """Each half writes to results of its own: halves of one tensor would have to wait for each other."""
+    attention = vllm_attention(call.node)
+    if attention is not None:
+        return attend(call, attention)
     form = functionalised(call.node)
     known = None if form is None else _ROW_WISE.get(form.name)
     if form is None or known is None:

@@ -25,7 +25,7 @@ from tw_compile.kernels.tokens_of_half import arguments_of, tokens_of_half
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
 from tw_compile.passes.base import SplitRefusal
-from tw_compile.passes.split import SplitReport, layer_of_piece, split_tokens
+from tw_compile.passes.split import HostGraph, SplitReport, layer_of_piece, split_tokens
 from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
 from tw_compile.planning import Attention, Gemm
 from tw_compile.planning.halves import FirstHalf, constant_first_half, shares_of_range
@@ -142,14 +142,16 @@ def _seen(module: Any, args: Any, config: Config, tokens: tuple[int, int | None]
         guards = [] if symbol is None else symbol.node.shape_env.guards
         before = len(guards)
         with collect_reports() as reports:
-            TWCompilePass(Config(**{**vars(config), "split": "off"})).rewrite(graph, current_gate(config), tokens)
+            TWCompilePass(Config(**{**vars(config), "split": "off"})).rewrite(
+                graph, current_gate(config), HostGraph(tokens)
+            )
             found.fused = copy_of(graph)
             passes = TWCompilePass(config)
             result = reports[0]
             if config.split != "off":
                 from tw_compile.passes import split
 
-                result.split = passes._split(graph, split.current_profile(config), result, tokens)
+                result.split = passes._split(graph, split.current_profile(config), result, HostGraph(tokens))
         found.split, found.warning = result.split, result.warning
         found.guards = guards[before:]
         found.graph = copy_of(graph)
@@ -240,7 +242,7 @@ def test_layer_of_a_piece_is_read_off_it() -> None:
     assert (shape.world_size, shape.hidden_size) == (WORLD_SIZE, 8192)
     assert shape.qkv == (Gemm("qkv", 2560, 8192),) and shape.o_proj == Gemm("o_proj", 8192, 2048)
     assert shape.mlp == (Gemm("gate_up", 14336, 8192), Gemm("down", 8192, 7168))
-    assert shape.attention == Attention(16, 2, 128, kernel="flash")
+    assert shape.attention == Attention(16, 2, 128, kernel="flash3")
 
 
 def test_one_expression_is_planned_for_a_range_and_windows_run_with_what_the_plan_says() -> None:

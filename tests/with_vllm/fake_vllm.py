@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -139,12 +139,15 @@ def make_groups(config: Any) -> None:
 
 
 def add_cpu_kernels() -> list[torch.library.Library]:
-    """vLLM registers these for CUDA alone. Attention gives its query back; a sum of one rank's summand and zeros is that."""
+    """vLLM registers these for CUDA alone. A sum of one rank's summand and zeros is that summand.
+
+    Attention of a step without metadata gives its query back; else the layer's implementation is called.
+    """
     import vllm.model_executor.layers.attention.attention  # noqa: F401, it registers them
 
     library, extension = (torch.library.Library(name, "FRAGMENT") for name in ("vllm", "_C"))
     library.impl("all_reduce", lambda tensor, group_name: tensor.clone(), "CPU")
-    library.impl("unified_kv_cache_update", lambda key, value, layer_name: key.new_empty(0), "CPU")
+    library.impl("unified_kv_cache_update", _update, "CPU")
     library.impl("unified_attention_with_output", _attention, "CPU")
     if hasattr(torch.ops._C, "vocab_parallel_embedding"):  # since some version between 0.24 and 0.33
         extension.impl("vocab_parallel_embedding", _embedding, "CPU")
@@ -192,7 +195,22 @@ def _embedding(result: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, st
 
 
 def _attention(query: torch.Tensor, key: Any, value: Any, output: torch.Tensor, *rest: Any, **more: Any) -> None:
-    output.copy_(query.view(output.shape))
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention.attention import unified_attention_with_output
+
+    if get_forward_context().attn_metadata:
+        unified_attention_with_output(query, key, value, output, *rest, **more)
+    else:
+        output.copy_(query.view(output.shape))
+
+
+def _update(key: torch.Tensor, value: torch.Tensor, layer_name: Any) -> torch.Tensor:
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
+
+    if get_forward_context().attn_metadata:
+        return unified_kv_cache_update(key, value, layer_name)
+    return key.new_empty(0)
 
 
 @contextmanager
@@ -218,9 +236,13 @@ def llama(config: Any) -> Iterator[Any]:
                 if hasattr(method, "fp8_linear"):
                     method.process_weights_after_loading(layer)
 
-            def run(tokens: int) -> torch.Tensor:
+        with torch.device("cpu"):  # as in vLLM, no configuration is current when the model runs
+
+            def run(tokens: int, prepare: Callable[[Any], dict[str, Any]] | None = None) -> torch.Tensor:
+                """``prepare`` makes a step of the model: fills its caches, and says what its context is."""
                 ids = torch.arange(tokens) % 128
-                with torch.inference_mode(), set_forward_context({}, config, num_tokens=tokens):
+                step = {"attn_metadata": None} if prepare is None else prepare(model)
+                with torch.inference_mode(), set_forward_context(**step, vllm_config=config, num_tokens=tokens):
                     return model(ids, torch.arange(tokens), None)
 
             yield run

@@ -140,15 +140,13 @@ def test_an_internal_error_leaves_every_piece_and_the_start_goes_on(
         assert torch.equal(one, other)
 
 
-def test_a_refused_engine_keeps_its_graphs_also_without_the_plugin(
+def test_a_refused_engine_keeps_its_graphs_also_where_the_user_named_the_pass(
     folder: Path, cold: None, unfused: list[torch.Tensor]
 ) -> None:
-    """The pass was named by the user; what the plugin would have refused, it refuses by itself."""
     slot = {"post_grad_custom_post_pass": "tw_compile.vllm_pass"}
-    config = engine_config(folder, compilation={"inductor_passes": slot})
-    config.parallel_config.enable_dbo = True
+    config = engine_config(folder, compilation={"inductor_passes": slot}, enable_lora=True)
     outputs, reports = run(config)
-    assert [set(report.refusals) for report in reports] == [{"dual_batch_overlap"}] * (2 + middle_pieces())
+    assert [set(report.refusals) for report in reports] == [{"lora"}] * (2 + middle_pieces())
     for one, other in zip(outputs, unfused, strict=True):
         assert torch.equal(one, other)
 

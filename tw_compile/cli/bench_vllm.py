@@ -35,7 +35,9 @@ def vllm(
     requests: Annotated[int, typer.Option(metavar="N", help="Requests of the mixed trace.")] = 512,
     decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
-    split: Annotated[str, typer.Option(metavar="auto|N", help="Of fuse+split: planned, or tokens of half 1.")] = "auto",
+    split: Annotated[
+        str, typer.Option(metavar="auto|N", help="Of those that split: planned, or tokens of half 1.")
+    ] = "auto",
     only: OnlyOption = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
     together: Annotated[

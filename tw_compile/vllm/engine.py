@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 
 from tw_compile.config import Config
 from tw_compile.models.config import tensor_parallel_plan
-from tw_compile.planning import DeviceProfile, layer_shape, load_profile, profile_of_device
-from tw_compile.vllm.plan import Engine, Pays, piece_pays
+from tw_compile.planning import DeviceProfile, Mode, layer_shape, load_profile, profile_of_device
+from tw_compile.vllm.plan import Engine, Pays, pays
 
 logger = logging.getLogger("tw_compile")
 
@@ -21,6 +21,7 @@ def engine_of(config: Any) -> Engine:
     """What matters of a ``VllmConfig`` with a model."""
     model, compilation, parallel = config.model_config, config.compilation_config, config.parallel_config
     inductor = compilation.backend in ("", "inductor") and not model.enforce_eager
+    graphs = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.name != "NONE"
     return Engine(
         tensor_parallel_size=parallel.tensor_parallel_size,
         hidden_size=model.get_hidden_size(),
@@ -31,23 +32,28 @@ def engine_of(config: Any) -> Engine:
         lora=config.lora_config is not None,
         dual_batch_overlap=parallel.use_ubatching,
         state_space=model.is_hybrid or model.is_attention_free,
+        context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        kv_transfer=config.kv_transfer_config is not None,
+        prefix_lm=bool(getattr(model, "is_mm_prefix_lm", False)),
+        speculative=config.speculative_config is not None,
+        captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
     )
 
 
 def split_pays(engine: Any, config: Config) -> Pays | None:
-    """Where pieces of the model are worth splitting; None where its layers, or the device, are not known to the planner."""
+    """Where graphs of the model are worth splitting; None where its layers, or the device, are not known to the planner."""
     if config.split != "auto":
         return None
     try:
         model = engine.model_config.hf_text_config
-        layer = layer_shape(
-            model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True
-        )
+        world_size = engine.parallel_config.tensor_parallel_size
+        layer = layer_shape(model, tensor_parallel_plan(model), world_size, merged=True)
     except ValueError as error:
         logger.debug("no plan for the ranges of a split: %s", error)
         return None
     profile = _profile(config)
-    return None if profile is None else piece_pays(profile, layer)
+    whole_graph = config.split_vllm_attention and engine.compilation_config.use_inductor_graph_partition
+    return None if profile is None else pays(profile, layer, Mode.SPLIT if whole_graph else Mode.JOIN)
 
 
 def _profile(config: Config) -> DeviceProfile | None:

@@ -12,20 +12,20 @@ import torch.distributed as dist
 import torch.fx as fx
 from vllm import __version__ as vllm_version
 from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import parallel_state
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.passes.base import HostRefusal
-from tw_compile.passes.fusion import TokenRange
+from tw_compile.passes.base import HostAttention, HostRefusal
+from tw_compile.passes.split import HostGraph, is_vllm_attention
 from tw_compile.pipeline import TWCompilePass
-from tw_compile.vllm.engine import engine_of
+from tw_compile.vllm import attention as halves
 from tw_compile.vllm.options import vllm_config
-from tw_compile.vllm.plan import observed
+from tw_compile.vllm.plan import Engine, observed
 
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
 
@@ -41,37 +41,52 @@ class VllmPass(InductorPass):
     Args:
         config: What the passes may do.
         before: What the user had put into the slot; it runs first, for the ranges that it wants.
+        engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
     """
 
-    def __init__(self, config: Config, before: InductorPass | None = None) -> None:
+    def __init__(self, config: Config, before: InductorPass | None = None, engine: Engine | None = None) -> None:
         self.config = config
         self.before = before
+        self.engine = engine
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
         if self.before is not None and self.before.is_applicable_for_range(compile_range):
             self.before(graph)
-        tokens: TokenRange = (compile_range.start, compile_range.end)
+        host = HostGraph((compile_range.start, compile_range.end), self._attention(graph, compile_range.start))
         passes = TWCompilePass(self.config)
-        refused = _refusal(graph)
-        result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), tokens)
-        result.tokens = tokens
+        refused = _refusal(graph, self.engine)
+        result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
+        result.tokens = host.counts
         result.fused_by_host = sum(_is_flashinfer_fusion(node) for node in graph.nodes)
         if not dist.is_initialized() or dist.get_rank() == 0:
             _log(result)
 
     def uuid(self) -> str:
         """As that of :class:`TWCompilePass`, as text: vLLM hashes JSON. It is part of the engine's and of vLLM's AOT keys."""
-        parts = [TWCompilePass(self.config).identity(self._gate()), vllm_version]
+        parts = [TWCompilePass(self.config).identity(self._gate()), vllm_version, repr(self.engine)]
         if self.before is not None:
             parts.append(repr(self.before.uuid()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
+        """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
+        if not any(is_vllm_attention(node) for node in graph.nodes):
+            return HostAttention.ELSEWHERE
+        if not self.config.split_vllm_attention or self.engine is None:
+            return HostAttention.ONCE
+        layers = get_forward_context().no_compile_layers.values() if is_forward_context_available() else ()
+        refused = self.engine.whole_attention(least_tokens) or halves.whole_attention(layers)
+        if refused is None:
+            return HostAttention.HALVES
+        logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
+        return HostAttention.ONCE
 
     def _gate(self) -> Gate:
         return current_gate(self.config, _observed)
 
     def __repr__(self) -> str:
-        return f"VllmPass({self.config}, before={self.before!r})"
+        return f"VllmPass({self.config}, before={self.before!r}, engine={self.engine!r})"
 
 
 def default_pass() -> VllmPass:
@@ -90,10 +105,9 @@ def _observed(settings: Settings) -> Settings:
     return settings if group is None else observed(settings, group.device_communicator)
 
 
-def _refusal(graph: fx.Graph) -> tuple[HostRefusal, str] | None:
-    """Why the graph stays as it is: by the engine's configuration where there is one, or by an operator."""
-    config = get_current_vllm_config_or_none()
-    refused = None if config is None or config.model_config is None else engine_of(config).refusal()
+def _refusal(graph: fx.Graph, engine: Engine | None) -> tuple[HostRefusal, str] | None:
+    """Why the graph stays as it is: by the engine's configuration where that is known, or by an operator."""
+    refused = None if engine is None else engine.refusal()
     if refused is not None:
         return refused
     for node in graph.nodes:

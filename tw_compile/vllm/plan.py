@@ -16,8 +16,8 @@ from tw_compile.gating import vllm as dispatch
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.passes.base import HostRefusal
-from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer
+from tw_compile.passes.base import HostRefusal, WholeAttention
+from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, plan_layer
 
 SPLIT_FROM = 1024
 """Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
@@ -27,7 +27,8 @@ SPLIT_FROM = 1024
 class Engine:
     """What matters of a vLLM configuration.
 
-    ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``.
+    ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``; up to ``captured_tokens`` tokens
+    there may be CUDA graphs.
     """
 
     tensor_parallel_size: int
@@ -39,6 +40,11 @@ class Engine:
     lora: bool = False
     dual_batch_overlap: bool = False
     state_space: bool = False
+    context_parallel: bool = False
+    kv_transfer: bool = False
+    prefix_lm: bool = False
+    speculative: bool = False
+    captured_tokens: int = 0
 
     def refusal(self) -> tuple[HostRefusal, str] | None:
         """Why nothing is done in this engine, by name and in words."""
@@ -56,6 +62,18 @@ class Engine:
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
+    def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
+        """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""
+        graphs = least_tokens is not None and least_tokens <= self.captured_tokens
+        reasons = (
+            (self.context_parallel, WholeAttention.CONTEXT_PARALLEL, "each rank has a part of the keys"),
+            (self.kv_transfer, WholeAttention.KV_TRANSFER, "a connector waits for whole layers"),
+            (self.prefix_lm, WholeAttention.PREFIX_LM, "tokens of images see later ones"),
+            (self.speculative, WholeAttention.SPECULATIVE, "a draft's steps have metadata of their own making"),
+            (graphs, WholeAttention.CUDA_GRAPHS, f"graphs are captured for up to {self.captured_tokens} tokens"),
+        )
+        return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+
 
 def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...]:
     """The gate of each kind of node that the workers may find: with NVLink multicast and without.
@@ -69,12 +87,13 @@ def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...
 
 
 Pays = Callable[[int], bool]
-"""Whether a plan splits a piece of so many tokens."""
+"""Whether a plan splits a graph of so many tokens."""
 
 
-def piece_pays(profile: DeviceProfile, layer: LayerShape) -> Pays:
-    """By the planner, for pieces that end before attention and begin behind it."""
-    return lambda tokens: plan_layer(profile, layer, tokens, attention=Mode.JOIN).mode is not Mode.OFF
+def pays(profile: DeviceProfile, layer: LayerShape, mode: Mode) -> Pays:
+    """By the planner, with ``mode`` for attention: ``join`` for pieces, which end before it and begin behind it."""
+    layer = replace(layer, attention=replace(layer.attention, kernel=VLLM_KERNEL))
+    return lambda tokens: plan_layer(profile, layer, tokens, attention=mode).mode is not Mode.OFF
 
 
 def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], pays: Pays | None = None) -> list[int]:

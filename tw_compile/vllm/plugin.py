@@ -1,7 +1,8 @@
 """The entry point of ``vllm.general_plugins``: puts the pass and its compile ranges into every engine configuration.
 
 vLLM has no hook for that, so ``VllmConfig.__post_init__`` is wrapped. Where nobody asked for the passes the wrapper does
-nothing. What it changes are fields that users may set themselves, and that are part of vLLM's cache keys.
+nothing, but tells a pass that the user has named which engine it is in. What it changes are fields that users may set
+themselves, and that are part of vLLM's cache keys.
 """
 
 from __future__ import annotations
@@ -35,13 +36,18 @@ def register() -> None:
         options = asked_options(self.additional_config, os.environ)
         if options is None:
             original(self)
+            _tell(self)
             return
         config = _config_of(self, options)
-        before = self.compilation_config.pass_config.fi_allreduce_fusion_max_size_mb
+        compilation = self.compilation_config
+        before = compilation.pass_config.fi_allreduce_fusion_max_size_mb
+        partition = compilation.use_inductor_graph_partition
         try:
             _limit_flashinfer(self, config)
+            _keep_attention(self, config)
         except Exception as error:
-            self.compilation_config.pass_config.fi_allreduce_fusion_max_size_mb = before
+            compilation.pass_config.fi_allreduce_fusion_max_size_mb = before
+            compilation.use_inductor_graph_partition = partition
             _failed(error)
         original(self)
         _install(self, config)
@@ -73,6 +79,35 @@ def _limit_flashinfer(engine: Any, config: Config) -> None:
     if limit is not None and limit != known:
         limits.fi_allreduce_fusion_max_size_mb = limit / _MIB
         logger.info("tw_compile: FlashInfer's fusion up to %d bytes instead of %d (vLLM issue 44079)", limit, known)
+
+
+def _keep_attention(engine: Any, config: Config) -> None:
+    """Have vLLM compile the model as one graph, in which attention is, where that is to be split."""
+    if engine.model_config is None or not config.split_vllm_attention:
+        return
+    from tw_compile.vllm.engine import engine_of
+
+    refused = engine_of(engine).whole_attention()
+    if refused is None and engine.compilation_config.use_inductor_graph_partition is not False:
+        engine.compilation_config.use_inductor_graph_partition = True
+        return
+    reason, detail = refused or ("asked_otherwise", "use_inductor_graph_partition is off")
+    logger.info("tw_compile: attention is not split, %s: %s", reason, detail)
+
+
+def _tell(engine: Any) -> None:
+    """Let a pass that is in the slot without the plugin's doing know the engine, for its refusals."""
+    from vllm.platforms import current_platform
+
+    slot = engine.compilation_config.inductor_compile_config
+    named = slot.get(current_platform.pass_key)
+    if named is None or engine.model_config is None:
+        return
+    from tw_compile.vllm.engine import engine_of
+    from tw_compile.vllm.inductor_pass import VllmPass
+
+    if isinstance(named, VllmPass):
+        slot[current_platform.pass_key] = VllmPass(named.config, named.before, engine_of(engine))
 
 
 def _install(engine: Any, config: Config) -> None:
@@ -115,7 +150,7 @@ def _put(engine: Any, config: Config) -> str:
         users = users.before
     choices = plan.gates(config, _capability())
     ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config))
-    slot[current_platform.pass_key] = VllmPass(config, users)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))

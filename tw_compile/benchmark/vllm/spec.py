@@ -45,7 +45,13 @@ class Variant:
 VARIANTS = (
     Variant("off", "baseline"),
     Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
-    Variant(SPLIT, "ours", _ON),
+    Variant(SPLIT, "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
+    Variant(
+        f"{SPLIT}-attention",
+        "ours",
+        _ON,
+        {"additional_config": {"tw_compile": {"split": "auto", "split_vllm_attention": True}}},
+    ),
     Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
@@ -80,7 +86,7 @@ class VllmSpec:
         requests: Of the mixed trace, see :func:`tw_compile.benchmark.vllm.traces.mixed_lengths`.
         decode_tokens: That each request of a decode trace generates.
         repeats: Timed rounds over an engine's traces, after one that warms up.
-        split: Of the variant that splits: ``auto``, or tokens of half 1.
+        split: Of the variants that split: ``auto``, or tokens of half 1.
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Of the KV cache on each GPU, the same for all.
         engine: Further arguments of ``vllm.LLM``, for all.
@@ -130,7 +136,10 @@ def variants(spec: VllmSpec) -> list[Variant]:
         if label not in labels:
             raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
-    everyone = [replace(one, arguments=splits) if one.label == SPLIT else one for one in VARIANTS]
+    everyone = [
+        replace(one, arguments=_merged(one.arguments, splits)) if one.label.startswith(SPLIT) else one
+        for one in VARIANTS
+    ]
     return [one for one in everyone if not spec.only or one.label in spec.only]
 
 

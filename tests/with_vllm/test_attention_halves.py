@@ -1,0 +1,77 @@
+"""The metadata of a half of a step: both halves' attention is the step's."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import paged
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.usefixtures("groups")
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
+    """Contexts and queries of requests, rows of padding, and where half 2 begins."""
+    one = st.tuples(st.integers(0, 9), st.integers(1, 9) | st.just(1))
+    requests = draw(st.lists(one, min_size=1, max_size=6))
+    padding = draw(st.integers(0, 3))
+    rows = sum(query for _, query in requests) + padding
+    return requests, padding, draw(st.integers(1, max(rows - 1, 1)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps(), st.sampled_from([None, 2]))
+def test_halves_attend_as_the_step_does(step: tuple[list[tuple[int, int]], int, int], window: int | None) -> None:
+    from tw_compile.vllm.attention import half_of
+
+    pairs, padding, first = step
+    metadata = paged.metadata_of([paged.Request(*pair) for pair in pairs], padding)
+    rows = metadata.num_actual_tokens + padding
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn((rows, HEADS, HEAD_DIM), generator=generator, dtype=torch.float64)
+    key, value = torch.randn((2, rows, KV_HEADS, HEAD_DIM), generator=generator, dtype=torch.float64).unbind(0)
+    whole_cache = paged.cache_of(metadata, KV_HEADS, HEAD_DIM, torch.float64)
+    paged.update(None, None, key, value, whole_cache, metadata.slot_mapping)
+    expected = paged.attend(query, whole_cache, metadata, 0.5, window)
+
+    cache, made = paged.cache_of(metadata, KV_HEADS, HEAD_DIM, torch.float64), []
+    for begin, end in ((0, first), (first, rows)):
+        half = half_of(metadata, begin, end - begin)
+        assert half.query_start_loc.dtype == half.seq_lens.dtype == torch.int32
+        assert half.scheduler_metadata is None and not half.use_cascade
+        paged.update(None, None, key[begin:end], value[begin:end], cache, metadata.slot_mapping[begin:end])
+        part = query[begin:end]
+        made.append(paged.attend(part, cache, half, 0.5, window) if half.num_actual_tokens else torch.zeros_like(part))
+    torch.testing.assert_close(torch.cat(made), expected, rtol=1e-12, atol=1e-12)
+    assert not expected.isnan().any()
+
+
+def test_every_field_of_the_metadata_is_accounted_for() -> None:
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+
+    from tw_compile.vllm.attention import known_fields
+
+    assert {one.name for one in fields(FlashAttentionMetadata)} <= known_fields()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"causal": False}, "causal"),
+        ({"mm_prefix_range_tensor": torch.zeros(1, 1, 2)}, "mm_prefix_range_tensor"),
+        ({"max_dcp_context_kv_len": 8}, "max_dcp_context_kv_len"),
+    ],
+)
+def test_a_step_that_halves_would_compute_wrongly_is_an_error(change: dict[str, Any], named: str) -> None:
+    from tw_compile.vllm.attention import half_of
+
+    metadata = replace(paged.metadata_of([paged.Request(0, 4)]), **change)
+    with pytest.raises(RuntimeError, match=named):
+        half_of(metadata, 0, 2)
