@@ -469,4 +469,4 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
     assert "decode-64: 64 requests" in result.stdout
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
     together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
-    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.15" in together
+    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.12" in together

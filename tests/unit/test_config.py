@@ -58,6 +58,7 @@ CHANGED: dict[str, Any] = {
     "disable_custom_all_reduce": True,
     "split": "512",
     "split_gemm_sms": "off",
+    "split_vllm_attention": True,
     "device_profile": "H200",
     "strict": True,
 }
@@ -65,8 +66,9 @@ CHANGED: dict[str, Any] = {
 
 def test_digest_changes_with_each_field() -> None:
     assert set(CHANGED) == {field.name for field in dataclasses.fields(Config)}
-    digests = {Config(**{name: value}).digest() for name, value in CHANGED.items()}
-    assert len(digests | {Config().digest()}) == len(CHANGED) + 1
+    split = Config(split="16")  # with which every field may have its other value
+    digests = {dataclasses.replace(split, **{name: value}).digest() for name, value in CHANGED.items()}
+    assert len(digests | {split.digest()}) == len(CHANGED) + 1
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,12 @@ def test_digest_changes_with_each_field() -> None:
         ({"split": 512}, TypeError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 512"),
         ({"split": "on"}, ValueError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 'on'"),
         ({"split": "0"}, ValueError, "tw_compile.split: expected off, auto or .*, got '0'"),
+        ({"split_vllm_attention": True}, ValueError, "split_vllm_attention: expected it with a split, got split 'off'"),
+        (
+            {"split_vllm_attention": "yes"},
+            TypeError,
+            "tw_compile.split_vllm_attention: expected True or False, got 'yes'",
+        ),
         ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),

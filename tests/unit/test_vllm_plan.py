@@ -12,8 +12,8 @@ import pytest
 from tw_compile.config import Config
 from tw_compile.gating.facts import Settings
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.base import HostRefusal
-from tw_compile.planning import layer_shape, load_profile
+from tw_compile.passes.base import HostRefusal, WholeAttention
+from tw_compile.planning import Mode, layer_shape, load_profile
 from tw_compile.vllm import plan
 from tw_compile.vllm.doctor import examine
 from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
@@ -123,13 +123,55 @@ def test_ranges_of_a_split_are_doublings_or_begin_where_the_second_half_is_half_
     assert ends("auto", lambda tokens: tokens < 4096, tensor_parallel_size=4) == [1024, 2048]
 
 
-def test_ranges_are_those_that_the_planner_splits() -> None:
-    """Pieces of a large model on four GPUs from some thousand tokens on, on two at none."""
-    profile = load_profile("H200")
+def test_the_graph_of_a_whole_model_is_compiled_for_three_ranges_at_most() -> None:
+    def ends(pays: plan.Pays, **changes: int) -> list[int]:
+        config = Config(host="vllm-0.24", split="auto", split_vllm_attention=True)
+        engine = replace(ENGINE, tensor_parallel_size=4, **changes)
+        return plan.range_endpoints(engine, config, plan.gates(config, (9, 0)), pays, whole_graph=True)
+
+    assert ends(lambda tokens: True) == [1024, 4096]
+    assert ends(lambda tokens: True, max_tokens=2048) == [1024]
+    assert ends(lambda tokens: tokens > 4096) == [4096]
+    assert ends(lambda tokens: False) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "expected"),
+    [
+        (Mode.JOIN, 4, [False, True, True]),
+        (Mode.JOIN, 2, [False, False, False]),
+        (Mode.SPLIT, 4, [True, True, True]),
+        (Mode.SPLIT, 2, [False, False, False]),
+    ],
+)
+def test_ranges_are_those_that_the_planner_splits(mode: Mode, ranks: int, expected: list[bool]) -> None:
+    """Pieces of a large model on four GPUs from some thousand tokens on, its whole graph earlier; on two GPUs at none."""
     model = load_config("llama-3.3-70b")
-    for ranks, pays in ((4, [False, True, True]), (2, [False, False, False])):
-        found = plan.piece_pays(profile, layer_shape(model, tensor_parallel_plan(model), ranks, merged=True))
-        assert [found(tokens) for tokens in (1024, 4096, 8192)] == pays
+    layer = layer_shape(model, tensor_parallel_plan(model), ranks, merged=True)
+    found = plan.pays(load_profile("H200"), layer, mode)
+    assert [found(tokens) for tokens in (1024, 4096, 8192)] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"context_parallel": True}, WholeAttention.CONTEXT_PARALLEL),
+        ({"kv_transfer": True}, WholeAttention.KV_TRANSFER),
+        ({"prefix_lm": True}, WholeAttention.PREFIX_LM),
+        ({"speculative": True}, WholeAttention.SPECULATIVE),
+    ],
+)
+def test_engines_whose_attention_stays_whole(change: dict[str, Any], reason: WholeAttention) -> None:
+    assert ENGINE.whole_attention() is None
+    whole = replace(ENGINE, **change).whole_attention()
+    assert whole is not None and whole[0] == reason and whole[1]
+
+
+def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
+    engine = replace(ENGINE, captured_tokens=512)
+    assert engine.whole_attention() is None and engine.whole_attention(513) is None
+    whole = engine.whole_attention(512)
+    assert whole is not None and whole[0] == WholeAttention.CUDA_GRAPHS
 
 
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:

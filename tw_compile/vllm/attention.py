@@ -37,6 +37,7 @@ _PLANNED_FOR_ALL = {
 """What vLLM has worked out for all tokens, and the kernel then works out itself. A shared prefix is read by each request."""
 _SAME_FOR_HALVES = {"block_table", "max_seq_len", "causal", "max_num_splits"}
 _OF_A_HALF = {"num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping"}
+_ATTENTION_TYPE = AttentionType.DECODER
 _UNUSED = {"max_dcp_context_kv_len": (None, 0), "dcp_context_kv_lens": (None,), "mm_prefix_range_tensor": (None,)}
 """What must have one of these values: contexts over several ranks, prefixes that see later tokens."""
 
@@ -48,7 +49,7 @@ def whole_attention(layers: Iterable[Any]) -> tuple[WholeAttention, str] | None:
         detail = f"FlashAttention's has fields that are not known: {', '.join(sorted(unknown))}"
         return WholeAttention.ATTENTION_METADATA, detail
     impls = [one.impl for one in layers if isinstance(one, Attention)]
-    others = [one for one in impls if not isinstance(one, FlashAttentionImpl) or one.attn_type != AttentionType.DECODER]
+    others = [one for one in impls if not isinstance(one, FlashAttentionImpl) or one.attn_type != _ATTENTION_TYPE]
     if others or not impls:
         names = ", ".join(sorted({type(one).__name__ for one in others})) or "none"
         detail = f"{len(others)} of {len(impls)} layers are not causal FlashAttention: {names}"

@@ -52,8 +52,13 @@ def split_pays(engine: Any, config: Config) -> Pays | None:
         logger.debug("no plan for the ranges of a split: %s", error)
         return None
     profile = _profile(config)
-    whole_graph = config.split_vllm_attention and engine.compilation_config.use_inductor_graph_partition
-    return None if profile is None else pays(profile, layer, Mode.SPLIT if whole_graph else Mode.JOIN)
+    mode = Mode.SPLIT if splits_attention(engine, config) else Mode.JOIN
+    return None if profile is None else pays(profile, layer, mode)
+
+
+def splits_attention(engine: Any, config: Config) -> bool:
+    """Whether attention is split, too, in one graph of the whole model."""
+    return config.split_vllm_attention and bool(engine.compilation_config.use_inductor_graph_partition)
 
 
 def _profile(config: Config) -> DeviceProfile | None:

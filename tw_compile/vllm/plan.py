@@ -96,12 +96,15 @@ def pays(profile: DeviceProfile, layer: LayerShape, mode: Mode) -> Pays:
     return lambda tokens: plan_layer(profile, layer, tokens, attention=mode).mode is not Mode.OFF
 
 
-def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], pays: Pays | None = None) -> list[int]:
+def range_endpoints(
+    engine: Engine, config: Config, choices: tuple[Gate, ...], pays: Pays | None = None, whole_graph: bool = False
+) -> list[int]:
     """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``.
 
     Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned; by
-    ``pays`` those that stay whole are one, as every range costs time to compile. An option that names the first half has a
-    range from where the second is half as long. None of these holds one size alone, whose GEMMs vLLM would have tuned.
+    ``pays`` those that stay whole are one, as every range costs time to compile. With ``whole_graph`` that is more, and there
+    are two at most: of full steps, and of those at most half as long. An option that names the first half has a range from
+    where the second is half as long. None of these holds one size alone, whose GEMMs vLLM would have tuned.
     """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
@@ -120,15 +123,22 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...], p
         if begin < engine.max_tokens:
             ends.add(begin - 1)
     elif config.split == "auto":
-        ends |= {end for end in _doublings(engine.max_tokens, pays) if not {end - 1, end + 1} & ends}
+        bounds = _doublings(engine.max_tokens)
+        if whole_graph:
+            bounds = sorted({bounds[0], *bounds[-2:]})
+        ends |= {end for end in _of_splits(bounds, pays) if not {end - 1, end + 1} & ends}
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
 
 
-def _doublings(max_tokens: int, pays: Pays | None) -> list[int]:
-    """Where ranges end of which at least one neighbour is split, as a range is if both of its ends are."""
+def _doublings(max_tokens: int) -> list[int]:
     bounds = [SPLIT_FROM]
     while bounds[-1] < max_tokens:
         bounds.append(min(2 * bounds[-1], max_tokens))
+    return bounds
+
+
+def _of_splits(bounds: list[int], pays: Pays | None) -> list[int]:
+    """Where ranges end of which at least one neighbour is split, as a range is if both of its ends are."""
     split = [False, *(pays is None or (pays(low + 1) and pays(high)) for low, high in itertools.pairwise(bounds))]
     return [end for end, around in zip(bounds, itertools.pairwise((*split, False)), strict=True) if any(around)]
 

@@ -131,7 +131,7 @@ def _put(engine: Any, config: Config) -> str:
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
-    from tw_compile.vllm.engine import engine_of, split_pays
+    from tw_compile.vllm.engine import engine_of, split_pays, splits_attention
     from tw_compile.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
@@ -149,7 +149,7 @@ def _put(engine: Any, config: Config) -> str:
     if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
         users = users.before
     choices = plan.gates(config, _capability())
-    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config))
+    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config), splits_attention(engine, config))
     slot[current_platform.pass_key] = VllmPass(config, users, facts)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
