@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +36,16 @@ def metadata_of(requests: list[Request], padding: int = 0) -> FlashAttentionMeta
         for index, one in enumerate(requests)
         for place in range(one.context, one.context + one.query)
     ]
+    planned = {  # so that a half that kept any of this would be noticed
+        "use_cascade": True,
+        "common_prefix_len": BLOCK,
+        "cu_prefix_query_lens": starts[-1:],
+        "prefix_kv_lens": lengths[:1],
+        "suffix_kv_lens": lengths,
+        "scheduler_metadata": starts,
+        "prefix_scheduler_metadata": starts,
+    }
+    known = {one.name for one in fields(FlashAttentionMetadata)}
     return FlashAttentionMetadata(
         num_actual_tokens=int(starts[-1]),
         max_query_len=max(one.query for one in requests),
@@ -44,13 +54,7 @@ def metadata_of(requests: list[Request], padding: int = 0) -> FlashAttentionMeta
         seq_lens=lengths,
         block_table=table,
         slot_mapping=torch.stack([*slots, *[torch.tensor(-1, dtype=torch.int32)] * padding]).long(),
-        use_cascade=True,  # so that a half that kept any of this would be noticed
-        common_prefix_len=BLOCK,
-        cu_prefix_query_lens=starts[-1:],
-        prefix_kv_lens=lengths[:1],
-        suffix_kv_lens=lengths,
-        scheduler_metadata=starts,
-        prefix_scheduler_metadata=starts,
+        **{name: value for name, value in planned.items() if name in known},
     )
 
 

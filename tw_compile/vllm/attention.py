@@ -38,8 +38,21 @@ _PLANNED_FOR_ALL = {
 _SAME_FOR_HALVES = {"block_table", "max_seq_len", "causal", "max_num_splits"}
 _OF_A_HALF = {"num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping"}
 _ATTENTION_TYPE = AttentionType.DECODER
-_UNUSED = {"max_dcp_context_kv_len": (None, 0), "dcp_context_kv_lens": (None,), "mm_prefix_range_tensor": (None,)}
-"""What must have one of these values: contexts over several ranks, prefixes that see later tokens."""
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "max_dcp_context_kv_len": (None, 0),
+    "dcp_context_kv_lens": (None,),
+    "num_decode_reqs": (0,),
+    "num_prefill_reqs": (0,),
+    "num_decode_tokens": (0,),
+    "num_prefill_tokens": (0,),
+    "mm_prefix_range_tensor": (None,),
+    "mm_prefix_query_range_tensor": (None,),
+    "rswa_prefix_lens": (None,),
+    "rswa_window": (None,),
+    "rswa_window_tensor": (None,),
+}
+"""What must have one of these values: contexts over several ranks, prefixes that see later tokens, windows behind a prefix.
+Versions of vLLM have some of these, and not all of what is planned for all tokens."""
 
 
 def whole_attention(layers: Iterable[Any]) -> tuple[WholeAttention, str] | None:
@@ -92,7 +105,7 @@ def _check(metadata: FlashAttentionMetadata) -> None:
     if metadata.causal is not True:
         raise RuntimeError(f"metadata.causal: expected True, got {metadata.causal}")
     for name, expected in _UNUSED.items():
-        given = getattr(metadata, name, None)
+        given = getattr(metadata, name, expected[0])
         if not any(given is one or (isinstance(given, int) and given == one) for one in expected):
             raise RuntimeError(f"metadata.{name}: expected {expected[-1]}, got {given}")
 
