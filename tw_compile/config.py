@@ -16,6 +16,7 @@ OPTION_PREFIX = "tw_compile."
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
+_SWITCHES = ("fuse", "disable_custom_all_reduce", "split_vllm_attention", "vllm_sharded_residuals", "strict")
 
 
 def strict_from_environment() -> bool:
@@ -52,6 +53,8 @@ class Config:
             so) or ``off``.
         split_vllm_attention: In vLLM, and where tokens are split: also vLLM's attention, in the whole model's graph
             (``use_inductor_graph_partition``) instead of pieces that end before attention.
+        vllm_sharded_residuals: In vLLM, where tokens are not split: residuals stay sharded between the pieces of a model, too,
+            from the sizes on that have no CUDA graphs.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
@@ -73,11 +76,12 @@ class Config:
     split: str = "off"
     split_gemm_sms: str = "auto"
     split_vllm_attention: bool = False
+    vllm_sharded_residuals: bool = False
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=strict_from_environment)
 
     def __post_init__(self) -> None:
-        for name in ("fuse", "disable_custom_all_reduce", "split_vllm_attention", "strict"):
+        for name in _SWITCHES:
             self._check_type(name, bool, "True or False")
         self._check_choice("transport", _TRANSPORTS)
         self._check_choice("absorb_mm", _ABSORB_MM)

@@ -23,6 +23,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import (
 from tw_compile.passes.base import HostRefusal, QuantRefused, Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
+from tw_compile.passes.fusion.handed import settle_handed
 from tw_compile.passes.fusion.layout import plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Decision, Producer, Site
@@ -46,8 +47,9 @@ def fuse_all_reduce_rms_norm(
     ``gate`` decides which sizes are fused, for CUDA tensors and where ``config`` doesn't insist on a transport. ``tokens``: the
     token counts that the host will run the graph with, where it knows better than the graph's symbols do.
 
-    An exception leaves the graph as it was.
+    An exception leaves the graph as it was, or computing the same.
     """
+    handed = settle_handed(graph, tokens)
     found = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
@@ -63,7 +65,7 @@ def fuse_all_reduce_rms_norm(
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
-    layouts = plan_layouts([site for _, site, *_ in fused], [transport for _, _, transport, _ in fused])
+    layouts = plan_layouts([site for _, site, *_ in fused], [transport for _, _, transport, _ in fused], handed)
     try:
         for (index, site, transport, gemm), layout in zip(fused, layouts, strict=True):
             rewriter.insert(site, index, layout, transport, gemm)

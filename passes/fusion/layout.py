@@ -5,6 +5,8 @@ of the next fused site, on the same group and the same rows, it stays like that 
 are kept in float32: that costs no communication and saves a rounding at every site. If anything else reads ``h`` (a graph
 output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"); if nothing
 does, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
+
+A residual that is handed from graph to graph (``handed.py``) stays sharded, too, in a tensor of all rows.
 """
 
 from __future__ import annotations
@@ -28,14 +30,26 @@ from tw_compile.passes.fusion.find import FusionSite
 
 @dataclass(frozen=True)
 class ResidualLayout:
-    """``source`` is the site whose sharded residual this one takes in; None for a whole residual, or none at all."""
+    """``source`` is the site whose sharded residual this one takes in; None for a whole residual, or none at all.
+
+    ``taken`` is the node that takes in one from another graph, ``passed`` the one that hands the site's own to another graph.
+    """
 
     source: FusionSite | None
     out: ResidualOut
+    taken: fx.Node | None = None
+    passed: fx.Node | None = None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether the site's residual are the rows that the rank owns."""
+        return self.source is not None or self.taken is not None
 
 
-def plan_layouts(sites: list[FusionSite], transports: list[str]) -> list[ResidualLayout]:
-    """A layout per site, in the same order.
+def plan_layouts(
+    sites: list[FusionSite], transports: list[str], handed: frozenset[fx.Node] = frozenset()
+) -> list[ResidualLayout]:
+    """A layout per site, in the same order; ``handed`` are the nodes that take in and pass on sharded residuals.
 
     NCCL leaves whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
     """
@@ -55,16 +69,27 @@ def plan_layouts(sites: list[FusionSite], transports: list[str]) -> list[Residua
         if source is None:
             whole_reads.update(site.residuals)
     replaced = set().union(*(site.replaced() for site in sites))
-    whole = {id(site) for site in sites if _needed_whole(site, replaced, whole_reads)}
+    passed = {
+        id(site): user
+        for site in sites
+        for user in (() if site.stream is None else site.stream.users)
+        if user in handed and site.h not in whole_sums and _rows_of(user, site)
+    }
+    whole = {id(site) for site in sites if _needed_whole(site, {*replaced, *passed.values()}, whole_reads)}
     chained = {id(source) for source in sources if source is not None}
     layouts = []
     for site, source in zip(sites, sources, strict=True):
         out: ResidualOut = "none"
         if id(site) in whole:
             out = "replicated"
-        elif id(site) in chained:
+        elif id(site) in chained or id(site) in passed:
             out = "sharded"
-        layouts.append(ResidualLayout(None if source is None or id(source) in whole else source, out))
+        taken = None
+        if len(site.residuals) == 1 and site.h not in whole_sums and site.residuals[0] in handed:
+            taken = site.residuals[0] if _rows_of(site.residuals[0], site) else None
+        passed_on = passed.get(id(site)) if out == "sharded" else None
+        given = None if source is None or id(source) in whole else source
+        layouts.append(ResidualLayout(given, out, taken, passed_on))
     return layouts
 
 
@@ -78,6 +103,14 @@ def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.
             if user not in replaced and not see_through:
                 return True
     return False
+
+
+def _rows_of(handed: fx.Node, site: FusionSite) -> bool:
+    """Whether a residual that is handed over, ``[tokens, hidden]``, is shared out as the rows of the site's message are."""
+    residual, message = value(handed), value(site.all_reduce.partial)
+    if residual is None or message is None or handed.args[1] != site.all_reduce.group_name:
+        return False
+    return residual.dim() == 2 and message.dim() == 2 and same_size(residual.shape[0], message.shape[0])
 
 
 def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:

@@ -27,6 +27,7 @@ from tw_compile import compat
 from tw_compile.graph.predicates import aten, peel_views, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
+from tw_compile.kernels.handed_residual import own_rows, spread_rows
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale
@@ -47,6 +48,8 @@ class _Inserted:
     """By the node whose place it takes: the norm's output, or what it is quantised to."""
     residual_rows: fx.Node
     residual: fx.Node | None
+    passed: tuple[fx.Node, fx.Node] | None
+    """What hands the residual to another graph, and what takes its place."""
 
 
 @dataclass
@@ -76,6 +79,8 @@ class Rewriter:
         residual = None
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows
+        elif layout.taken is not None:
+            residual = self._call(own_rows, (layout.taken.args[0], site.all_reduce.group_name), "own_rows")
         elif site.residuals:
             residual = self._residual([self._rows(node) for node in site.residuals])
         h, hidden = site.stream_value, value(site.norm.output)
@@ -95,8 +100,8 @@ class Rewriter:
                 norm.weight_offset,
                 norm.cast_before_weight if compat.emulates_precision_casts() else None,
                 hidden.dtype if site.quantised is None else FP8,
-                torch.float32 if layout.out == "sharded" else h.dtype,
-                layout.source is not None,
+                torch.float32 if layout.out == "sharded" and layout.passed is None else h.dtype,
+                layout.takes_rows,
                 layout.out,
                 group_name,
                 transport,
@@ -111,12 +116,16 @@ class Rewriter:
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
         keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
+        spread = None
+        if layout.passed is not None:
+            spread = self._call(spread_rows, (residual_rows, hidden_rows, group_name), "spread_rows")
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
             {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
             self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
+            None if layout.passed is None or spread is None else (layout.passed, spread),
         )
 
     def commit(self) -> None:
@@ -128,6 +137,10 @@ class Rewriter:
             if inserted.residual is not None:
                 assert inserted.site.stream is not None
                 inserted.site.stream.replace_all_uses_with(inserted.residual)
+            if inserted.passed is not None:
+                node, spread = inserted.passed
+                node.replace_all_uses_with(spread)
+                superfluous.add(node)
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:

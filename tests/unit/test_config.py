@@ -59,6 +59,7 @@ CHANGED: dict[str, Any] = {
     "split": "512",
     "split_gemm_sms": "off",
     "split_vllm_attention": True,
+    "vllm_sharded_residuals": True,
     "device_profile": "H200",
     "strict": True,
 }

@@ -174,6 +174,19 @@ def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
     assert whole is not None and whole[0] == WholeAttention.CUDA_GRAPHS
 
 
+def test_residuals_stay_sharded_above_graphs_one_shot_and_flashinfer() -> None:
+    def first(flashinfer_bytes: int | None = None, engine: plan.Engine = ENGINE, **options: Any) -> int | None:
+        return engine.sharded_from(Config(**{"vllm_sharded_residuals": True, **options}), flashinfer_bytes)
+
+    assert first() == 513
+    assert first(engine=replace(ENGINE, captured_tokens=1024)) == 1025
+    assert first(16 * MIB) == 1025 and first(2 * MIB) == 513
+    assert first(fuse_min_bytes=16 * MIB) == 1024
+    assert first(engine=replace(ENGINE, max_tokens=513)) is None
+    for off in ({"vllm_sharded_residuals": False}, {"fuse": False}, {"split": "auto"}, {"fuse_max_bytes": MIB}):
+        assert first(**off) is None
+
+
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:
     """vLLM fuses up to 512 KiB; unfused it would be custom below 256 KiB and multimem, the faster one, from there."""
     settings = Settings("vllm-0.24")

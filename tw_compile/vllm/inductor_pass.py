@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from typing import Any
 
 import torch.distributed as dist
 import torch.fx as fx
@@ -24,6 +25,7 @@ from tw_compile.passes.base import HostAttention, HostRefusal
 from tw_compile.passes.split import HostGraph, is_vllm_attention
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.vllm import attention as halves
+from tw_compile.vllm import handed
 from tw_compile.vllm.options import vllm_config
 from tw_compile.vllm.plan import Engine, observed
 
@@ -42,12 +44,20 @@ class VllmPass(InductorPass):
         config: What the passes may do.
         before: What the user had put into the slot; it runs first, for the ranges that it wants.
         engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
+        sharded_from: From how many tokens on residuals stay sharded between pieces, if anything is fused there; None: never.
     """
 
-    def __init__(self, config: Config, before: InductorPass | None = None, engine: Engine | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        before: InductorPass | None = None,
+        engine: Engine | None = None,
+        sharded_from: int | None = None,
+    ) -> None:
         self.config = config
         self.before = before
         self.engine = engine
+        self.sharded_from = sharded_from
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
@@ -64,7 +74,12 @@ class VllmPass(InductorPass):
 
     def uuid(self) -> str:
         """As that of :class:`TWCompilePass`, as text: vLLM hashes JSON. It is part of the engine's and of vLLM's AOT keys."""
-        parts = [TWCompilePass(self.config).identity(self._gate()), vllm_version, repr(self.engine)]
+        parts = [
+            TWCompilePass(self.config).identity(self._gate()),
+            vllm_version,
+            repr(self.engine),
+            repr(self.sharded_from),
+        ]
         if self.before is not None:
             parts.append(repr(self.before.uuid()))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -81,6 +96,13 @@ class VllmPass(InductorPass):
             return HostAttention.HALVES
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
+
+    def before_split(self, graph: fx.GraphModule, compilation: Any) -> None:
+        """Prepare the graph of a whole model that vLLM is about to split into pieces; ``compilation``: its configuration."""
+        if self.sharded_from is None or self.engine is None or compilation.use_inductor_graph_partition:
+            return
+        if handed.fuses_all(self._gate(), self.engine, compilation.compile_ranges_endpoints, self.sharded_from):
+            handed.hand_over(graph, compilation.splitting_ops or (), self.sharded_from, self.config.transport)
 
     def _gate(self) -> Gate:
         return current_gate(self.config, _observed)

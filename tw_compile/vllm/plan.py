@@ -23,6 +23,10 @@ SPLIT_FROM = 1024
 """Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
 
 
+MOST_WHOLE_TOKENS = 512
+"""In steps of up to so many tokens residuals are whole between pieces: one-shot kernels are for less."""
+
+
 @dataclass(frozen=True)
 class Engine:
     """What matters of a vLLM configuration.
@@ -61,6 +65,20 @@ class Engine:
             (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+
+    def sharded_from(self, config: Config, flashinfer_bytes: int | None) -> int | None:
+        """From how many tokens on residuals stay sharded between pieces; None where they don't.
+
+        Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
+        vLLM fuses by itself. From there on all must be fused: what is not would have to be gathered.
+        """
+        if not (
+            config.vllm_sharded_residuals and config.fuse and config.split == "off" and config.fuse_max_bytes is None
+        ):
+            return None
+        left = max(flashinfer_bytes or 0, config.fuse_min_bytes - 1) // row_bytes_of(self)
+        first = max(self.captured_tokens, left, MOST_WHOLE_TOKENS) + 1
+        return first if first < self.max_tokens else None
 
     def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
         """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""

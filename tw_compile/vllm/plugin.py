@@ -53,6 +53,29 @@ def register() -> None:
         _install(self, config)
 
     VllmConfig.__post_init__ = post_init
+    _wrap_backend()
+
+
+def _wrap_backend() -> None:
+    """Let the pass see the graph that vLLM splits into pieces, which is the last place where both sides of a cut are seen."""
+    from vllm.compilation.backends import VllmBackend
+
+    original = VllmBackend.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, graph: Any, example_inputs: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        compilation = self.vllm_config.compilation_config
+        inside = compilation.inductor_compile_config.get(current_platform.pass_key)
+        try:
+            if hasattr(inside, "before_split"):
+                inside.before_split(graph, compilation)
+        except Exception as error:
+            _failed(error)
+        return original(self, graph, example_inputs)
+
+    VllmBackend.__call__ = call
 
 
 def _config_of(engine: Any, options: dict[str, Any]) -> Config:
@@ -150,7 +173,12 @@ def _put(engine: Any, config: Config) -> str:
         users = users.before
     choices = plan.gates(config, _capability())
     ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config), splits_attention(engine, config))
-    slot[current_platform.pass_key] = VllmPass(config, users, facts)
+    limits = compilation.pass_config
+    flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
+    sharded_from = facts.sharded_from(config, flashinfer)
+    if sharded_from is not None:
+        ends.append(sharded_from - 1)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts, sharded_from)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))
