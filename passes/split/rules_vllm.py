@@ -29,6 +29,7 @@ _ROW_WISE = {
     "_C::silu_and_mul": _Writes(("input",), ("result",)),
     "_C::rms_norm": _Writes(("input",), ("result",)),
     "_C::rotary_embedding": _Writes(("positions", "query", "key")),
+    "_C::vocab_parallel_embedding": _Writes(("input_ids",), ("out",)),
 }
 
 

@@ -36,7 +36,10 @@ def register() -> None:
         options = asked_options(self.additional_config, os.environ)
         if options is None:
             original(self)
-            _tell(self)
+            try:
+                _tell(self)
+            except Exception as error:
+                _failed(error)
             return
         config = _config_of(self, options)
         compilation = self.compilation_config
@@ -72,7 +75,7 @@ def _wrap_backend() -> None:
             if hasattr(inside, "before_split"):
                 inside.before_split(graph, compilation)
         except Exception as error:
-            _failed(error)
+            _failed(error, "vLLM's graph")
         return original(self, graph, example_inputs)
 
     VllmBackend.__call__ = call
@@ -196,7 +199,7 @@ def _capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
-def _failed(error: Exception) -> None:
+def _failed(error: Exception, what: str = "vLLM's configuration") -> None:
     if strict_from_environment():
         raise error
-    logger.warning("tw_compile left vLLM's configuration as it was: %s: %s", type(error).__name__, error)
+    logger.warning("tw_compile left %s as it was: %s: %s", what, type(error).__name__, error)
