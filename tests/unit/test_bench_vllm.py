@@ -110,7 +110,8 @@ class LLM:
 
 def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() -> None:
     labels = [one.label for one in variants(SPEC)]
-    assert labels == ["off", "fuse", "fuse+split", "fuse+split-attention", "off-nccl", "off-nccl-tree", "reference"]
+    ours = ["fuse", "fuse-sharded", "fuse+split", "fuse+split-attention"]
+    assert labels == ["off", *ours, "off-nccl", "off-nccl-tree", "reference"]
     for one in VARIANTS:
         assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
         assert (one.kind == "control") == ("disable_custom_all_reduce" in one.arguments)
@@ -121,11 +122,11 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
 
 def test_every_chunk_is_an_engine_and_decode_runs_in_the_largest() -> None:
     plan = engines(SPEC, "folder")
-    assert [(one.chunk, one.variant.label) for one in plan[:7]] == [
-        (64, "off"), (64, "fuse"), (64, "fuse+split"), (64, "fuse+split-attention"), (64, "off-nccl"),
+    assert [(one.chunk, one.variant.label) for one in plan[:8]] == [
+        (64, "off"), (64, "fuse"), (64, "fuse-sharded"), (64, "fuse+split"), (64, "fuse+split-attention"), (64, "off-nccl"),
         (64, "off-nccl-tree"), (128, "off"),
     ]  # fmt: skip
-    assert [[trace.label for trace in one.traces] for one in (plan[0], plan[6])] == [
+    assert [[trace.label for trace in one.traces] for one in (plan[0], plan[7])] == [
         ["prefill", "mixed"], ["prefill", "mixed", "decode-1", "decode-4", "accuracy"],
     ]  # fmt: skip
     only_decode = engines(dataclasses.replace(SPEC, kinds=("decode",)), "folder")
@@ -162,7 +163,7 @@ def test_log_probabilities_are_asked_for_once() -> None:
 
 def test_engines_of_a_benchmark_differ_in_nothing_but_the_variant() -> None:
     spec = dataclasses.replace(SPEC, engine={"additional_config": {"other": 1}, "max_num_seqs": 7})
-    off, fuse, _, _, nccl = [dict(one.arguments) for one in engines(spec, "folder")[:5]]
+    off, fuse, *_, nccl = [dict(one.arguments) for one in engines(spec, "folder")[:6]]
     assert off["additional_config"] == {"other": 1} and off["max_num_seqs"] == 7
     assert fuse.pop("additional_config") == {"other": 1, "tw_compile": {"split": "off"}}
     del off["additional_config"], nccl["additional_config"]
@@ -367,7 +368,7 @@ def test_engines_together_share_the_memory_unless_told_otherwise() -> None:
         return {one.arguments.get("gpu_memory_utilization") for one in plan}
 
     assert shares() == {None}
-    assert shares(together=True) == {0.12}
+    assert shares(together=True) == {0.11}
     assert shares(together=True, only=("off", "fuse", "fuse+split", "off-nccl")) == {0.22}
     assert shares(together=True, engine={"gpu_memory_utilization": 0.3}) == {0.3}
 
@@ -463,10 +464,10 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
     result = invoke("--model", "tiny-llama", "--tp", "4", "--chunks", "256", "--dry-run", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert (
-        "7 starts of vLLM with 4 ranks, one after the other" in result.stdout
+        "8 starts of vLLM with 4 ranks, one after the other" in result.stdout
         and "disable_custom_all_reduce=True" in result.stdout
     )
     assert "decode-64: 64 requests" in result.stdout
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
     together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
-    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.12" in together
+    assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.11" in together

@@ -37,7 +37,8 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
     inside = config.compilation_config.inductor_compile_config.get("post_grad_custom_post_pass")
     assert isinstance(inside, VllmPass) == (engine.variant.kind == "ours")
     if engine.variant.kind == "ours":
-        assert inside.config.split == ("off" if variant == "fuse" else "auto")
+        assert inside.config.split == ("auto" if "split" in variant else "off")
+        assert inside.config.vllm_sharded_residuals == (variant == "fuse-sharded")
         assert inside.config.split_vllm_attention == (variant == "fuse+split-attention")
 
 

@@ -45,6 +45,12 @@ class Variant:
 VARIANTS = (
     Variant("off", "baseline"),
     Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
+    Variant(
+        "fuse-sharded",
+        "ours",
+        _ON,
+        {"additional_config": {"tw_compile": {"split": "off", "vllm_sharded_residuals": True}}},
+    ),
     Variant(SPLIT, "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
     Variant(
         f"{SPLIT}-attention",
