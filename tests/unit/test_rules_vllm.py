@@ -35,6 +35,10 @@ def _silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:
     result.copy_(torch.nn.functional.silu(gate) * up)
 
 
+def _embedding(out: torch.Tensor, input_ids: torch.Tensor, weight: torch.Tensor, begin: int) -> None:
+    out.copy_(weight[input_ids - begin])
+
+
 def _per_token(result: torch.Tensor, input: torch.Tensor) -> None:
     result.copy_(input)
 
@@ -73,6 +77,8 @@ def vllm_operators() -> Iterator[None]:
             "rotary_embedding(Tensor positions, Tensor! query, Tensor! key, int head_size, Tensor cos_sin_cache) -> ()"
         )
         kernels.impl("rotary_embedding", _rotary, kind)
+        kernels.define("vocab_parallel_embedding(Tensor! out, Tensor input_ids, Tensor weight, int begin) -> ()")
+        kernels.impl("vocab_parallel_embedding", _embedding, kind)
         kernels.define("per_token(Tensor! result, Tensor input) -> ()")
         kernels.impl("per_token", _per_token, kind)
         yield
@@ -101,6 +107,23 @@ class Piece(GraphBuilder):
         axis = find_token_axis(self.graph, tokens=TOKENS, piece=True)
         assert isinstance(axis, TokenAxis) and len(axis.inputs) == 3
         return axis
+
+
+def test_the_embedding_is_looked_up_by_each_half() -> None:
+    b = Piece()
+    table = b.input(64, HIDDEN)
+    embedding = torch.ops._C.vocab_parallel_embedding.default
+    result = b.empty(TOKENS, HIDDEN)
+    looked_up = b.part(b.writes(embedding, out=result, input_ids=b.positions, weight=table, begin=0), 1)
+    b.graph.output((b.call(torch.ops.vllm.all_reduce.default, looked_up, "tp:0"),))
+    split = copy_of(b.graph)
+    report = split_tokens(split, 5, axis=find_axis(split))
+    assert isinstance(report, SplitReport) and not report.joins and not report.joined
+    calls = [node for node in split.nodes if node.target is auto_functionalized]
+    assert [node.kwargs["out"].meta["val"].shape[0] for node in calls] == [5, 7]  # type: ignore[union-attr]
+    values = [torch.arange(one.meta["val"].numel()).view(one.meta["val"].shape) for one in b.inputs]
+    values = [one if node is b.positions else one.float() for node, one in zip(b.inputs, values, strict=True)]
+    torch.testing.assert_close(run_graph(split, values), run_graph(b.graph, values))
 
 
 def test_vllms_operators_are_run_by_each_half_on_tensors_of_its_own() -> None:

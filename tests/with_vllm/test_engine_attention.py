@@ -12,12 +12,17 @@ import paged
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama
+from fake_vllm import HIDDEN, LAYERS, MAX_TOKENS, engine_config, llama
 from one_rank import OneRank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.all_reduce_rms_norm import transport
+from tw_compile.models import load_config
+from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.passes.base import SplitRefused
+from tw_compile.passes.split import GraphLayer, TokenAxis, choose
+from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "plain_attention")
@@ -211,6 +216,37 @@ def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) ->
     config = engine(folder, split="16", split_vllm_attention=True)
     with llama(config) as model, pytest.raises(RuntimeError, match=r"metadata\.causal: expected True, got False"):
         model(40, prepare)
+
+
+def test_a_range_gets_halves_that_are_planned_with_their_attention(
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planned as if the layers were those of Llama-70B on four GPUs."""
+
+    def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
+        found = original(graph, axis)
+        assert isinstance(found, GraphLayer), found
+        shape = found.shape
+        assert (shape.hidden_size, shape.attention.kernel, shape.attention.heads) == (HIDDEN, "flash3", 2)
+        return replace(found, shape=big)
+
+    config, original = load_config("llama-3.3-70b"), choose.layer_of_graph
+    big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
+    big = replace(big, attention=replace(big.attention, kernel="flash3"))
+    monkeypatch.setattr(choose, "layer_of_graph", layer_of_graph)
+    monkeypatch.setattr(
+        "tw_compile.vllm.engine.split_pays", lambda engine, config: None
+    )  # all ranges that there may be
+    longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
+    options = {"strict": True, "split": "auto", "split_vllm_attention": True, "device_profile": "H200"}
+    whole = engine_config(folder, additional_config={"tw_compile": options}, **longer)
+    assert whole.compilation_config.compile_ranges_endpoints == [1024, 4096, 8192]
+    with collect_reports() as reports, llama(whole) as model:
+        assert [model(count).shape[0] for count in (8192, 3000, 700)] == [8192, 3000, 700]
+    assert modes(reports) == {(1, 1024): "token_count_unknown", (1025, 4096): "split", (4097, 8192): "split"}
+    sizes = [report.split.sizes for report in reports if report.split is not None and report.split.mode == "split"]
+    assert all(str(first).startswith("s*") for first, _ in sizes)
+    assert [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs] == [0, 2 * LAYERS, 2 * LAYERS]
 
 
 def test_the_flag_has_vllm_compile_one_graph_and_leaves_the_users_word(
