@@ -11,7 +11,7 @@ The fusion pass puts these in their place, with residuals as fused operators hav
     spread_rows(rows, like [tokens, ...], group_name) -> [tokens, hidden]     the other ranks' rows are not written
     own_rows(passed, group_name) -> [rows_per_rank, hidden]
 
-which move a rank's rows within its memory, and nothing between ranks. CUDA and CPU, any dtype; under CUDA graphs, too.
+which move a rank's rows within its memory, and nothing between ranks. CUDA and CPU, any dtype.
 """
 
 from __future__ import annotations

@@ -116,16 +116,16 @@ class Rewriter:
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
         keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
-        spread = None
+        passed = None
         if layout.passed is not None:
-            spread = self._call(spread_rows, (residual_rows, hidden_rows, group_name), "spread_rows")
+            passed = layout.passed, self._call(spread_rows, (residual_rows, hidden_rows, group_name), "spread_rows")
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
             {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
             self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
-            None if layout.passed is None or spread is None else (layout.passed, spread),
+            passed,
         )
 
     def commit(self) -> None:

@@ -10,7 +10,7 @@ from tw_compile.passes.split.layout import HalfCall, HalfIndex, HalfSize, Join, 
 from tw_compile.passes.split.lock import Lock, lock_order
 from tw_compile.passes.split.profile import current_profile
 from tw_compile.passes.split.registry import Call, token_rule
-from tw_compile.passes.split.rules_vllm_attention import is_vllm_attention
+from tw_compile.passes.split.rules_vllm_attention import vllm_attention
 from tw_compile.passes.split.schedule import Exposed, Exposure, Schedule, Window, schedule
 from tw_compile.passes.split.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 
@@ -42,7 +42,6 @@ __all__ = [
     "choose_split_of_host",
     "current_profile",
     "find_token_axis",
-    "is_vllm_attention",
     "layer_of_graph",
     "layer_of_piece",
     "lock_order",
@@ -50,4 +49,5 @@ __all__ = [
     "split_graph",
     "split_tokens",
     "token_rule",
+    "vllm_attention",
 ]

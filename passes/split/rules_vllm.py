@@ -13,8 +13,7 @@ from tw_compile.passes.base import JoinReason
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.split.layout import HalfCall, HalfSize, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
-from tw_compile.passes.split.rules_vllm_attention import attention as attend
-from tw_compile.passes.split.rules_vllm_attention import vllm_attention
+from tw_compile.passes.split.rules_vllm_attention import attend, vllm_attention
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tw_compile.passes.fusion.forms import Functionalised, functionalised
 from tw_compile.passes.split.layout import HalfBuilder, Local, Rows, RowWise, Verdict
 from tw_compile.passes.split.registry import Call, token_rule
 
-ATTENTION = "vllm::unified_attention_with_output"
+_ATTENTION = "vllm::unified_attention_with_output"
 HALF = "tw_compile::vllm_attention_half"
 _UPDATE = "vllm::unified_kv_cache_update"
 _UPDATED = "vllm_kv_cache"
@@ -30,11 +30,7 @@ _UPDATED = "vllm_kv_cache"
 def vllm_attention(node: fx.Node) -> Functionalised | None:
     """The arguments of vLLM's attention by name, if ``node`` is that."""
     form = functionalised(node)
-    return form if form is not None and form.name == ATTENTION else None
-
-
-def is_vllm_attention(node: fx.Node) -> bool:
-    return vllm_attention(node) is not None
+    return form if form is not None and form.name == _ATTENTION else None
 
 
 @token_rule(_UPDATE)
@@ -48,9 +44,9 @@ def _update(call: Call) -> Verdict:
     return RowWise(Local(_UPDATED, call.node, rows))
 
 
-def attention(call: Call, arguments: Functionalised) -> Verdict:
+def attend(call: Call, attention: Functionalised) -> Verdict:
     """Of a call through ``auto_functionalized``: ``[tokens, heads, head_dim]``, requests one behind the other."""
-    given = arguments.arguments
+    given = attention.arguments
     query, key, value = (given[name] for name in ("query", "key", "value"))
     rows = call.rows(query)
     if call.join_attention:

@@ -113,7 +113,7 @@ def test_pieces_need_not_know_what_became_of_each_other(ranks: GlooRanks, tokens
                     assert counts == [takes, 0, 0, passes]
 
 
-def test_a_graph_of_unknown_or_of_both_kinds_of_counts_keeps_to_the_contract(ranks: GlooRanks) -> None:
+def test_the_operators_alone_keep_to_the_contract(ranks: GlooRanks) -> None:
     for found in ranks.run(_whole, (1, 8)):
         assert found == [0.0, 0.0]
 

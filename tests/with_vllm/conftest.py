@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fake_vllm
 import pytest
 import torch
+import torch.fx as fx
 from torch._inductor import config as inductor_config
 
 _REASON = fake_vllm.obstacle()
@@ -43,3 +44,37 @@ def groups(folder: Path) -> Iterator[Any]:
     fake_vllm.make_groups(fake_vllm.engine_config(folder))
     with inductor_config.patch(fallback_by_default=True):  # no C++ to compile: what is computed is ATen's
         yield fake_vllm.add_cpu_kernels()
+
+
+@pytest.fixture
+def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM's caches are empty."""
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
+
+
+@pytest.fixture
+def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residuals stay as the unsplit graph has them, so that results have the same bits."""
+    monkeypatch.setattr("tw_compile.passes.split.apply.narrow_residuals", lambda graph: 0)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """What the pass leaves of each graph, in order. It must not guard them: vLLM checks no guards."""
+    from tw_compile.vllm.inductor_pass import VllmPass
+
+    taken: list[fx.Graph] = []
+    original: Callable[..., None] = VllmPass.__call__
+
+    def call(self: VllmPass, graph: fx.Graph) -> None:
+        sizes = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+        guards = next(size for size in sizes if isinstance(size, torch.SymInt)).node.shape_env.guards
+        before = len(guards)
+        original(self, graph)
+        assert len(guards) == before, guards[before:]
+        copied = fx.Graph()
+        copied.output(copied.graph_copy(graph, {}))
+        taken.append(copied)
+
+    monkeypatch.setattr(VllmPass, "__call__", call)
+    return taken

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,6 @@ def run(config: Any) -> tuple[list[torch.Tensor], list[GraphReport]]:
     """Outputs for ``TOKENS``, and what was reported while compiling."""
     with collect_reports() as reports, llama(config) as model:
         return [model(tokens) for tokens in TOKENS], reports
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """What the pass leaves of each piece, in order. It must not guard them: vLLM checks no guards."""
-    from tw_compile.vllm.inductor_pass import VllmPass
-
-    taken: list[fx.Graph] = []
-    original: Callable[..., None] = VllmPass.__call__
-
-    def call(self: VllmPass, graph: fx.Graph) -> None:
-        sizes = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
-        guards = next(size for size in sizes if isinstance(size, torch.SymInt)).node.shape_env.guards
-        before = len(guards)
-        original(self, graph)
-        assert len(guards) == before, guards[before:]
-        copied = fx.Graph()
-        copied.output(copied.graph_copy(graph, {}))
-        taken.append(copied)
-
-    monkeypatch.setattr(VllmPass, "__call__", call)
-    return taken
-
-
-@pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's caches are empty."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
 
 @pytest.fixture(scope="module")

@@ -39,18 +39,6 @@ STEPS = (
 last step is not split."""
 
 
-@pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's caches are empty."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-
-
-@pytest.fixture
-def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residuals stay as the unsplit graph has them, so that results have the same bits."""
-    monkeypatch.setattr("tw_compile.passes.split.apply.narrow_residuals", lambda graph: 0)
-
-
 def _plain_attention(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
@@ -71,24 +59,6 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
     library.impl("vllm_attention_half", attention._attend_half, "CPU")
     yield
     library._destroy()
-
-
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
-    """What the pass leaves of each graph, in order."""
-    from tw_compile.vllm.inductor_pass import VllmPass
-
-    taken: list[fx.Graph] = []
-    original: Callable[..., None] = VllmPass.__call__
-
-    def call(self: VllmPass, graph: fx.Graph) -> None:
-        original(self, graph)
-        copied = fx.Graph()
-        copied.output(copied.graph_copy(graph, {}))
-        taken.append(copied)
-
-    monkeypatch.setattr(VllmPass, "__call__", call)
-    return taken
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, **options: Any) -> Any:

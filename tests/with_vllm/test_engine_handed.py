@@ -24,12 +24,6 @@ HANDED = ("take_residual", "own_rows", "spread_rows", "pass_residual")
 
 
 @pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's caches are empty."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-
-
-@pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, int], list[int]]]:
     """For each piece that is compiled its range, and how often it has each of ``HANDED``."""
     from vllm.compilation.passes.inductor_pass import get_pass_context

@@ -29,18 +29,6 @@ pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residua
 TOKENS = (MAX_TOKENS, 100, 41, 7)
 
 
-@pytest.fixture
-def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's caches are empty."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
-
-
-@pytest.fixture
-def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Residuals stay as the unsplit graph has them, so that results have the same bits."""
-    monkeypatch.setattr("tw_compile.passes.split.apply.narrow_residuals", lambda graph: 0)
-
-
 @dataclass
 class Seen:
     """What the pass leaves of each piece, in order, and what was assumed of the token count before it came."""

@@ -15,7 +15,7 @@ from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 
-pytestmark = pytest.mark.usefixtures("groups", "one_rank", "kernels")
+pytestmark = pytest.mark.usefixtures("groups", "one_rank", "kernels", "cold")
 
 STATIC = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}}
 ON = {"tw_compile": {"strict": True}}
@@ -30,12 +30,6 @@ _OPERATORS = {"operator": "static_scaled_fp8_quant", "norm and quantisation in o
 @pytest.fixture(scope="session")
 def kernels(groups: Any) -> Iterator[Any]:
     yield fake_vllm.add_float8_cpu_kernels()
-
-
-@pytest.fixture(autouse=True)
-def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's caches are empty."""
-    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))
 
 
 @pytest.fixture

@@ -167,8 +167,7 @@ def _attend_half_fake(
     begin: int,
     value_head_dim: int,
     dtype: torch.dtype,
-    write: bool,
-    after: list[torch.Tensor],
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, heads, _ = query.shape
     return query.new_empty((tokens, heads, value_head_dim), dtype=dtype), query.new_empty(0)

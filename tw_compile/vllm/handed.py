@@ -29,8 +29,8 @@ _ADD_NORM = "vllm_ir::fused_add_rms_norm"
 _ALL_REDUCE = "vllm::all_reduce"
 
 
-def hand_over(graph: fx.GraphModule, splitting_ops: Sequence[str], sharded_from: int, transport: str) -> int:
-    """Mark every residual that goes from one piece to one norm in another; how many that were. An exception changes nothing.
+def hand_over(graph: fx.GraphModule, splitting_ops: Sequence[str], sharded_from: int, transport: str) -> None:
+    """Mark every residual that goes from one piece to one norm in another.
 
     Not where sums are NCCL's, which has all rows on all ranks. ``transport``: the option of that name.
     """
@@ -42,7 +42,6 @@ def hand_over(graph: fx.GraphModule, splitting_ops: Sequence[str], sharded_from:
     if found:
         graph.recompile()
         logger.info("tw_compile: %d residuals stay sharded between pieces from %d tokens on", len(found), sharded_from)
-    return len(found)
 
 
 def fuses_all(gate: Gate, engine: Engine, ends: Sequence[int], sharded_from: int) -> bool:

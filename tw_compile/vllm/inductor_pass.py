@@ -22,7 +22,7 @@ from tw_compile.gating.current import current_gate
 from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.passes.base import HostAttention, HostRefusal
-from tw_compile.passes.split import HostGraph, is_vllm_attention
+from tw_compile.passes.split import HostGraph, vllm_attention
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.vllm import attention as halves
 from tw_compile.vllm import handed
@@ -86,7 +86,7 @@ class VllmPass(InductorPass):
 
     def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
         """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
-        if not any(is_vllm_attention(node) for node in graph.nodes):
+        if not any(vllm_attention(node) for node in graph.nodes):
             return HostAttention.ELSEWHERE
         if not self.config.split_vllm_attention or self.engine is None:
             return HostAttention.ONCE

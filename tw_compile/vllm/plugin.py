@@ -2,7 +2,7 @@
 
 vLLM has no hook for that, so ``VllmConfig.__post_init__`` is wrapped. Where nobody asked for the passes the wrapper does
 nothing, but tells a pass that the user has named which engine it is in. What it changes are fields that users may set
-themselves, and that are part of vLLM's cache keys.
+themselves, and that are part of vLLM's cache keys. ``VllmBackend.__call__`` is wrapped, too, to see graphs before they are cut.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from tw_compile.config import Config, strict_from_environment
-from tw_compile.passes.base import HostRefusal
+from tw_compile.passes.base import HostRefusal, WholeAttention
 from tw_compile.vllm import plan
 from tw_compile.vllm.options import asked_options, switched_off, vllm_config
 
@@ -117,7 +117,7 @@ def _keep_attention(engine: Any, config: Config) -> None:
     if refused is None and engine.compilation_config.use_inductor_graph_partition is not False:
         engine.compilation_config.use_inductor_graph_partition = True
         return
-    reason, detail = refused or ("asked_otherwise", "use_inductor_graph_partition is off")
+    reason, detail = refused or (WholeAttention.ASKED_OTHERWISE, "use_inductor_graph_partition is off")
     logger.info("tw_compile: attention is not split, %s: %s", reason, detail)
 
 
