@@ -109,6 +109,15 @@ class WholeAttention(StrEnum):
     SPECULATIVE = "speculative"
 
 
+class GroupRefusal(StrEnum):
+    """Why vLLM's long steps don't run by groups of layers. Stable names, as those of refusals."""
+
+    ONE_GRAPH = "one_graph"
+    MEGA_ARTIFACT = "mega_artifact"
+    SPECULATIVE = "speculative"
+    NO_LONG_STEPS = "no_long_steps"
+
+
 class HostAttention(StrEnum):
     """Where attention is, of a graph that a host gives, and what may become of it."""
 

@@ -55,6 +55,8 @@ class Config:
             (``use_inductor_graph_partition``) instead of pieces that end before attention.
         vllm_sharded_residuals: In vLLM, where tokens are not split: residuals stay sharded between the pieces of a model, too,
             from the sizes on that have no CUDA graphs.
+        vllm_layer_groups: In vLLM, for steps that are too long for CUDA graphs: up to so many layers are compiled as one graph,
+            with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
@@ -77,6 +79,7 @@ class Config:
     split_gemm_sms: str = "auto"
     split_vllm_attention: bool = False
     vllm_sharded_residuals: bool = False
+    vllm_layer_groups: int = 0
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=strict_from_environment)
 
@@ -91,9 +94,10 @@ class Config:
         self._check_type("thresholds", str, "auto, off or a file")
         self._check_type("device_profile", str, "auto, the name of a profile or a TOML file")
         self._check_split()
-        self._check_bytes("fuse_min_bytes")
+        self._check_count("vllm_layer_groups", "layers")
+        self._check_count("fuse_min_bytes", "bytes")
         if self.fuse_max_bytes is not None:
-            self._check_bytes("fuse_max_bytes")
+            self._check_count("fuse_max_bytes", "bytes")
             if self.fuse_max_bytes < self.fuse_min_bytes:
                 raise ValueError(
                     f"{OPTION_PREFIX}fuse_max_bytes: expected at least fuse_min_bytes ({self.fuse_min_bytes}), "
@@ -126,12 +130,12 @@ class Config:
         is_number = self.split.isascii() and self.split.isdecimal() and int(self.split) > 0
         return int(self.split) if is_number else None
 
-    def _check_bytes(self, name: str) -> None:
+    def _check_count(self, name: str, unit: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{OPTION_PREFIX}{name}: expected a number of bytes, got {value!r}")
+            raise TypeError(f"{OPTION_PREFIX}{name}: expected a number of {unit}, got {value!r}")
         if value < 0:
-            raise ValueError(f"{OPTION_PREFIX}{name}: expected 0 bytes or more, got {value}")
+            raise ValueError(f"{OPTION_PREFIX}{name}: expected 0 {unit} or more, got {value}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Config:

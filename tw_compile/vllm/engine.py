@@ -37,11 +37,16 @@ def engine_of(config: Any) -> Engine:
         prefix_lm=bool(getattr(model, "is_mm_prefix_lm", False)),
         speculative=config.speculative_config is not None,
         captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
+        one_graph=bool(compilation.use_inductor_graph_partition),
+        mega_artifact=bool(envs.VLLM_USE_MEGA_AOT_ARTIFACT),
     )
 
 
-def split_pays(engine: Any, config: Config) -> Pays | None:
-    """Where graphs of the model are worth splitting; None where its layers, or the device, are not known to the planner."""
+def split_pays(engine: Any, config: Config, attention: bool) -> Pays | None:
+    """Where graphs of the model are worth splitting; None where its layers, or the device, are not known to the planner.
+
+    ``attention``: whether it is in the graphs, and not between them.
+    """
     if config.split != "auto":
         return None
     try:
@@ -52,7 +57,7 @@ def split_pays(engine: Any, config: Config) -> Pays | None:
         logger.debug("no plan for the ranges of a split: %s", error)
         return None
     profile = _profile(config)
-    mode = Mode.SPLIT if splits_attention(engine, config) else Mode.JOIN
+    mode = Mode.SPLIT if attention else Mode.JOIN
     return None if profile is None else pays(profile, layer, mode)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from tw_compile.passes.split import HostGraph, vllm_attention
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.vllm import attention as halves
 from tw_compile.vllm import handed
+from tw_compile.vllm.long_steps import add_long_steps
 from tw_compile.vllm.options import vllm_config
 from tw_compile.vllm.plan import Engine, observed
 
@@ -45,6 +48,7 @@ class VllmPass(InductorPass):
         before: What the user had put into the slot; it runs first, for the ranges that it wants.
         engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
         sharded_from: From how many tokens on residuals stay sharded between pieces, if anything is fused there; None: never.
+        long_ranges: Of token counts, for which groups of layers are compiled and not only pieces.
     """
 
     def __init__(
@@ -53,18 +57,21 @@ class VllmPass(InductorPass):
         before: InductorPass | None = None,
         engine: Engine | None = None,
         sharded_from: int | None = None,
+        long_ranges: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.config = config
         self.before = before
         self.engine = engine
         self.sharded_from = sharded_from
+        self.long_ranges = long_ranges
 
     def __call__(self, graph: fx.Graph) -> None:
         compile_range = get_pass_context().compile_range
         if self.before is not None and self.before.is_applicable_for_range(compile_range):
             self.before(graph)
         host = HostGraph((compile_range.start, compile_range.end), self._attention(graph, compile_range.start))
-        passes = TWCompilePass(self.config)
+        pieces = host.attention is HostAttention.ELSEWHERE
+        passes = TWCompilePass(replace(self.config, split="off") if pieces and self.long_ranges else self.config)
         refused = _refusal(graph, self.engine)
         result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
         result.tokens = host.counts
@@ -79,6 +86,7 @@ class VllmPass(InductorPass):
             vllm_version,
             repr(self.engine),
             repr(self.sharded_from),
+            repr(self.long_ranges),
         ]
         if self.before is not None:
             parts.append(repr(self.before.uuid()))
@@ -88,7 +96,8 @@ class VllmPass(InductorPass):
         """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
         if not any(vllm_attention(node) for node in graph.nodes):
             return HostAttention.ELSEWHERE
-        if not self.config.split_vllm_attention or self.engine is None:
+        wanted = self.config.split_vllm_attention or self.config.vllm_layer_groups
+        if not wanted or self.engine is None:
             return HostAttention.ONCE
         layers = get_forward_context().no_compile_layers.values() if is_forward_context_available() else ()
         refused = self.engine.whole_attention(least_tokens) or halves.whole_attention(layers)
@@ -103,6 +112,12 @@ class VllmPass(InductorPass):
             return
         if handed.fuses_all(self._gate(), self.engine, compilation.compile_ranges_endpoints, self.sharded_from):
             handed.hand_over(graph, compilation.splitting_ops or (), self.sharded_from, self.config.transport)
+
+    def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> None:
+        """Give ``function``, which vLLM made of ``graph``, another way for long steps."""
+        if self.long_ranges and not backend.is_encoder:
+            layers = self.config.vllm_layer_groups
+            add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
 
     def _gate(self) -> Gate:
         return current_gate(self.config, _observed)

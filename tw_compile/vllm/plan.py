@@ -16,7 +16,7 @@ from tw_compile.gating import vllm as dispatch
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.passes.base import HostRefusal, WholeAttention
+from tw_compile.passes.base import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, plan_layer
 
 SPLIT_FROM = 1024
@@ -24,7 +24,7 @@ SPLIT_FROM = 1024
 
 
 MOST_WHOLE_TOKENS = 512
-"""In steps of up to so many tokens residuals are whole between pieces: one-shot kernels are for less."""
+"""In steps of up to so many tokens residuals are whole between pieces, which run them: one-shot kernels are for less."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Engine:
     prefix_lm: bool = False
     speculative: bool = False
     captured_tokens: int = 0
+    one_graph: bool = False
+    mega_artifact: bool = False
 
     def refusal(self) -> tuple[HostRefusal, str] | None:
         """Why nothing is done in this engine, by name and in words."""
@@ -76,9 +78,29 @@ class Engine:
             config.vllm_sharded_residuals and config.fuse and config.split == "off" and config.fuse_max_bytes is None
         ):
             return None
+        return self._long_from(config, flashinfer_bytes)
+
+    def _long_from(self, config: Config, flashinfer_bytes: int | None) -> int | None:
         left = max(flashinfer_bytes or 0, config.fuse_min_bytes - 1) // row_bytes_of(self)
         first = max(self.captured_tokens, left, MOST_WHOLE_TOKENS) + 1
         return first if first < self.max_tokens else None
+
+    def groups_layers(
+        self, config: Config, flashinfer_bytes: int | None
+    ) -> tuple[int | None, tuple[GroupRefusal, str] | None]:
+        """From how many tokens on steps run by groups of layers, or None; and then, if they were asked for, why not."""
+        if not config.vllm_layer_groups:
+            return None, None
+        first = self._long_from(config, flashinfer_bytes)
+        none_longer = f"steps have {self.max_tokens} tokens at most, graphs up to {self.captured_tokens}"
+        reasons = (
+            (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
+            (self.mega_artifact, GroupRefusal.MEGA_ARTIFACT, "VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them"),
+            (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
+            (first is None, GroupRefusal.NO_LONG_STEPS, none_longer),
+        )
+        refused = next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+        return (None, refused) if refused else (first, None)
 
     def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
         """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""
@@ -146,6 +168,12 @@ def range_endpoints(
             bounds = sorted({bounds[0], *bounds[-2:]})
         ends |= {end for end in _of_splits(bounds, pays) if not {end - 1, end + 1} & ends}
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
+
+
+def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int, int], ...]:
+    """First and last token count of each stretch from ``first`` on; none has one size alone."""
+    within = [end for end in ends if first < end < max_tokens - 1]
+    return tuple(zip([first, *(end + 1 for end in within)], [*within, max_tokens], strict=True))
 
 
 def _doublings(max_tokens: int) -> list[int]:

@@ -76,7 +76,13 @@ def _wrap_backend() -> None:
                 inside.before_split(graph, compilation)
         except Exception as error:
             _failed(error, "vLLM's graph")
-        return original(self, graph, example_inputs)
+        function = original(self, graph, example_inputs)
+        try:
+            if hasattr(inside, "behind_split"):
+                inside.behind_split(self, graph, example_inputs, function)
+        except Exception as error:
+            _failed(error, "vLLM's graph")
+        return function
 
     VllmBackend.__call__ = call
 
@@ -175,13 +181,21 @@ def _put(engine: Any, config: Config) -> str:
     if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
         users = users.before
     choices = plan.gates(config, _capability())
-    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config), splits_attention(engine, config))
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
-    sharded_from = facts.sharded_from(config, flashinfer)
+    long_from, not_grouped = facts.groups_layers(config, flashinfer)
+    whole = long_from is not None or splits_attention(engine, config)
+    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, whole), whole)
+    long_ranges: tuple[tuple[int, int], ...] = ()
+    if not_grouped is not None:
+        logger.info("tw_compile: no groups of layers, %s: %s", *not_grouped)
+    if long_from is not None:
+        long_ranges = plan.ranges_from(long_from, ends, facts.max_tokens)
+        ends = [end for end in ends if end < long_from]
+    sharded_from = None if long_ranges else facts.sharded_from(config, flashinfer)
     if sharded_from is not None:
         ends.append(sharded_from - 1)
-    slot[current_platform.pass_key] = VllmPass(config, users, facts, sharded_from)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts, sharded_from, long_ranges)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))

@@ -58,6 +58,15 @@ VARIANTS = (
         _ON,
         {"additional_config": {"tw_compile": {"split": "auto", "split_vllm_attention": True}}},
     ),
+    Variant(
+        "fuse-groups", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off", "vllm_layer_groups": 4}}}
+    ),
+    Variant(
+        f"{SPLIT}-groups",
+        "ours",
+        _ON,
+        {"additional_config": {"tw_compile": {"split": "auto", "vllm_layer_groups": 4}}},
+    ),
     Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),

@@ -1,0 +1,81 @@
+"""Steps of more tokens than vLLM captures in CUDA graphs: run by groups of layers, and not by pieces that end at attention.
+
+vLLM cuts a model at its attention so that the rest can be captured. Where nothing is captured that only keeps sums over the
+ranks from what they could hide behind. So its graph is cut a second time (``groups.py``) and compiled for long steps, by
+vLLM's own compiler manager, with its caches, passes and settings; all other steps run what vLLM made.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+from vllm.config.utils import Range
+
+from tw_compile.vllm import groups
+
+logger = logging.getLogger("vllm.tw_compile")
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last token count of each."""
+
+
+def add_long_steps(
+    backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any, ranges: Ranges, layers: int
+) -> None:
+    """Have ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers."""
+    counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
+    parts = groups.cut(graph, layers) if counts else None
+    if parts is None:
+        return
+    begun = time.perf_counter()
+    runs = [(low, high, _compile(backend, parts, low, high)) for low, high in ranges]
+    backend.compiler_manager.save_to_file()
+    function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], _outputs(graph))
+    ends = ", ".join(str(high) for _, high in ranges)
+    took, first = time.perf_counter() - begun, ranges[0][0]
+    message = (
+        "tw_compile: steps of %d tokens and more run in groups of up to %d layers, ranges end at %s, compiled in %.1f s"
+    )
+    logger.info(message, first, layers, ends, took)
+
+
+def _compile(backend: Any, parts: fx.GraphModule, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
+    """``parts``, each of them compiled for ``low`` to ``high`` tokens; equal ones once."""
+    stitched = fx.GraphModule(parts, parts.graph)
+    numbers = range(len(backend.piecewise_graphs), 2**31)  # behind the pieces, in the cache
+    for number, (name, part) in zip(numbers, parts.named_children(), strict=False):
+        stitched.__dict__[name] = backend.compiler_manager.compile(
+            part,
+            [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")],
+            backend.inductor_config,
+            backend.compilation_config,
+            compile_range=Range(start=low, end=high),
+            graph_index=number,
+            num_graphs=0,  # none is the last one, at which it would log a time
+            is_encoder=backend.is_encoder,
+        )
+    return stitched.forward
+
+
+def _dispatch(otherwise: Callable[..., Any], runs: list[Any], index: int, outputs: int) -> Callable[..., Any]:
+    """By the number of tokens, which is argument ``index``."""
+
+    def call(*arguments: Any) -> Any:
+        tokens = arguments[index]
+        for low, high, run in runs:
+            if low <= tokens <= high:
+                return run(*arguments)[:outputs]
+        return otherwise(*arguments)
+
+    return call
+
+
+def _outputs(graph: fx.GraphModule) -> int:
+    (returned,) = graph.graph.output_node().args
+    assert isinstance(returned, (tuple, list))
+    return len(returned)
