@@ -99,7 +99,6 @@ ATTENTION_JOINS = frozenset(reason for reason in JoinReason if reason.startswith
 class WholeAttention(StrEnum):
     """Why vLLM's attention is not split. Stable names, as those of refusals."""
 
-    ASKED_OTHERWISE = "asked_otherwise"
     ATTENTION_BACKEND = "attention_backend"
     ATTENTION_METADATA = "attention_metadata"
     CONTEXT_PARALLEL = "context_parallel"

@@ -16,7 +16,7 @@ OPTION_PREFIX = "tw_compile."
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
-_SWITCHES = ("fuse", "disable_custom_all_reduce", "split_vllm_attention", "vllm_sharded_residuals", "strict")
+_SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
 
 
 def strict_from_environment() -> bool:
@@ -51,10 +51,6 @@ class Config:
             to say), or the number of tokens in the first half, as ``512``.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
-        split_vllm_attention: In vLLM, and where tokens are split: also vLLM's attention, in the whole model's graph
-            (``use_inductor_graph_partition``) instead of pieces that end before attention.
-        vllm_sharded_residuals: In vLLM, where tokens are not split: residuals stay sharded between the pieces of a model, too,
-            from the sizes on that have no CUDA graphs.
         vllm_layer_groups: In vLLM, for steps that are too long for CUDA graphs: up to so many layers are compiled as one graph,
             with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
@@ -77,8 +73,6 @@ class Config:
     disable_custom_all_reduce: bool = False
     split: str = "off"
     split_gemm_sms: str = "auto"
-    split_vllm_attention: bool = False
-    vllm_sharded_residuals: bool = False
     vllm_layer_groups: int = 0
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=strict_from_environment)
@@ -121,8 +115,6 @@ class Config:
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
             raise ValueError(f"{OPTION_PREFIX}split: expected {wording}, got {self.split!r}")
-        if self.split_vllm_attention and self.split == "off":
-            raise ValueError(f"{OPTION_PREFIX}split_vllm_attention: expected it with a split, got split 'off'")
 
     @property
     def split_tokens(self) -> int | None:

@@ -306,6 +306,13 @@ def _wait_(
     _completed_early.remove(early)
 
 
+def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
+    """Whether a ``wait_`` for the call with this output is still to come."""
+    started = _in_flight.get((group_name, slot))
+    now = started is not None and started.hidden.data_ptr() == hidden.data_ptr()
+    return now or (group_name, slot, hidden.data_ptr()) in _completed_early
+
+
 def _wait_fake(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:

@@ -23,8 +23,7 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import (
 from tw_compile.passes.base import HostRefusal, QuantRefused, Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
-from tw_compile.passes.fusion.handed import settle_handed
-from tw_compile.passes.fusion.layout import plan_layouts
+from tw_compile.passes.fusion.layout import find_seam, plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.report import Decision, Producer, Site
 
@@ -49,7 +48,6 @@ def fuse_all_reduce_rms_norm(
 
     An exception leaves the graph as it was, or computing the same.
     """
-    handed = settle_handed(graph, tokens)
     found = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
@@ -65,7 +63,9 @@ def fuse_all_reduce_rms_norm(
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
-    layouts = plan_layouts([site for _, site, *_ in fused], [transport for _, _, transport, _ in fused], handed)
+    layouts = plan_layouts(
+        [site for _, site, *_ in fused], [transport for _, _, transport, _ in fused], find_seam(graph)
+    )
     try:
         for (index, site, transport, gemm), layout in zip(fused, layouts, strict=True):
             rewriter.insert(site, index, layout, transport, gemm)

@@ -6,16 +6,18 @@ are kept in float32: that costs no communication and saves a rounding at every s
 output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"); if nothing
 does, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
 
-A residual that is handed from graph to graph (``handed.py``) stays sharded, too, in a tensor of all rows.
+A residual that one graph leaves to the next (``kernels/seam.py``) stays sharded, too, if it is so on both sides.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import torch.fx as fx
 
 from tw_compile.graph.predicates import (
+    is_call,
     is_cast,
     is_lossless_cast,
     is_view,
@@ -25,6 +27,7 @@ from tw_compile.graph.predicates import (
     views_and_casts_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.spec import ResidualOut
+from tw_compile.kernels.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite
 
 
@@ -32,24 +35,38 @@ from tw_compile.passes.fusion.find import FusionSite
 class ResidualLayout:
     """``source`` is the site whose sharded residual this one takes in; None for a whole residual, or none at all.
 
-    ``taken`` is the node that takes in one from another graph, ``passed`` the one that hands the site's own to another graph.
+    ``entered``: it takes in one that another graph has left. ``left``: its own is left to another graph.
     """
 
     source: FusionSite | None
     out: ResidualOut
-    taken: fx.Node | None = None
-    passed: fx.Node | None = None
+    entered: bool = False
+    left: bool = False
 
     @property
     def takes_rows(self) -> bool:
         """Whether the site's residual are the rows that the rank owns."""
-        return self.source is not None or self.taken is not None
+        return self.source is not None or self.entered
 
 
-def plan_layouts(
-    sites: list[FusionSite], transports: list[str], handed: frozenset[fx.Node] = frozenset()
-) -> list[ResidualLayout]:
-    """A layout per site, in the same order; ``handed`` are the nodes that take in and pass on sharded residuals.
+@dataclass(frozen=True)
+class Seam:
+    """Of a graph that is one of several: ``entered`` is the residual that it enters with, ``leave`` leaves one."""
+
+    entered: fx.Node
+    leave: fx.Node
+
+
+def find_seam(graph: fx.Graph) -> Seam | None:
+    """None for a graph without, and for the ends of a model, which have one side of it."""
+    entered = [node for node in graph.nodes if is_call(node, operator.getitem) and is_call(node.args[0], enter_layers)]
+    residuals = [node for node in entered if node.args[1] == 1]
+    leaves = [node for node in graph.nodes if is_call(node, leave_layers)]
+    return Seam(residuals[0], leaves[0]) if len(residuals) == len(leaves) == 1 else None
+
+
+def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | None = None) -> list[ResidualLayout]:
+    """A layout per site, in the same order.
 
     NCCL leaves whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
     """
@@ -69,27 +86,26 @@ def plan_layouts(
         if source is None:
             whole_reads.update(site.residuals)
     replaced = set().union(*(site.replaced() for site in sites))
-    passed = {
-        id(site): user
-        for site in sites
-        for user in (() if site.stream is None else site.stream.users)
-        if user in handed and site.h not in whole_sums and _rows_of(user, site)
-    }
-    whole = {id(site) for site in sites if _needed_whole(site, {*replaced, *passed.values()}, whole_reads)}
+    enters = next((one for one in sites if _enters(one, seam) and one.h not in whole_sums), None)
+    leaves = next((one for one in sites if _leaves(one, seam) and one.h not in whole_sums), None)
+    spared = replaced if seam is None or leaves is None else {*replaced, seam.leave}
+    whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
+    if (
+        enters is None or leaves is None or id(leaves) in whole
+    ):  # the next graph is as this one, and so are both its ends
+        if enters is not leaves:
+            return plan_layouts(sites, transports)
+        enters = leaves = None
     chained = {id(source) for source in sources if source is not None}
     layouts = []
     for site, source in zip(sites, sources, strict=True):
         out: ResidualOut = "none"
         if id(site) in whole:
             out = "replicated"
-        elif id(site) in chained or id(site) in passed:
+        elif id(site) in chained or site is leaves:
             out = "sharded"
-        taken = None
-        if len(site.residuals) == 1 and site.h not in whole_sums and site.residuals[0] in handed:
-            taken = site.residuals[0] if _rows_of(site.residuals[0], site) else None
-        passed_on = passed.get(id(site)) if out == "sharded" else None
         given = None if source is None or id(source) in whole else source
-        layouts.append(ResidualLayout(given, out, taken, passed_on))
+        layouts.append(ResidualLayout(given, out, site is enters, site is leaves))
     return layouts
 
 
@@ -105,12 +121,26 @@ def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.
     return False
 
 
-def _rows_of(handed: fx.Node, site: FusionSite) -> bool:
-    """Whether a residual that is handed over, ``[tokens, hidden]``, is shared out as the rows of the site's message are."""
-    residual, message = value(handed), value(site.all_reduce.partial)
-    if residual is None or message is None or handed.args[1] != site.all_reduce.group_name:
+def _enters(site: FusionSite, seam: Seam | None) -> bool:
+    """Whether the residual that the graph enters with is the site's, and nobody else's."""
+    if seam is None or site.residuals != [seam.entered] or not set(seam.entered.users) <= set(site.replaced()):
         return False
-    return residual.dim() == 2 and message.dim() == 2 and same_size(residual.shape[0], message.shape[0])
+    return _rows_of(seam.entered, seam.entered.args[0].args[1], site)  # type: ignore[union-attr]
+
+
+def _leaves(site: FusionSite, seam: Seam | None) -> bool:
+    """Whether the graph leaves the site's residual."""
+    if seam is None or site.stream is None or seam.leave.args[1] is not site.stream:
+        return False
+    return _rows_of(site.stream, seam.leave.args[2], site)
+
+
+def _rows_of(residual: fx.Node, group_name: object, site: FusionSite) -> bool:
+    """Whether a residual, ``[tokens, hidden]``, is shared out as the rows of the site's message are."""
+    whole, message = value(residual), value(site.all_reduce.partial)
+    if whole is None or message is None or group_name != site.all_reduce.group_name:
+        return False
+    return whole.dim() == 2 and message.dim() == 2 and same_size(whole.shape[0], message.shape[0])
 
 
 def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:

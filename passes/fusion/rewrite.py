@@ -24,10 +24,10 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, peel_views, same_size, value
+from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
-from tw_compile.kernels.handed_residual import own_rows, spread_rows
+from tw_compile.kernels.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale
@@ -48,8 +48,7 @@ class _Inserted:
     """By the node whose place it takes: the norm's output, or what it is quantised to."""
     residual_rows: fx.Node
     residual: fx.Node | None
-    passed: tuple[fx.Node, fx.Node] | None
-    """What hands the residual to another graph, and what takes its place."""
+    layout: ResidualLayout
 
 
 @dataclass
@@ -79,8 +78,6 @@ class Rewriter:
         residual = None
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows
-        elif layout.taken is not None:
-            residual = self._call(own_rows, (layout.taken.args[0], site.all_reduce.group_name), "own_rows")
         elif site.residuals:
             residual = self._residual([self._rows(node) for node in site.residuals])
         h, hidden = site.stream_value, value(site.norm.output)
@@ -100,7 +97,7 @@ class Rewriter:
                 norm.weight_offset,
                 norm.cast_before_weight if compat.emulates_precision_casts() else None,
                 hidden.dtype if site.quantised is None else FP8,
-                torch.float32 if layout.out == "sharded" and layout.passed is None else h.dtype,
+                torch.float32 if layout.out == "sharded" and not layout.left else h.dtype,
                 layout.takes_rows,
                 layout.out,
                 group_name,
@@ -116,16 +113,13 @@ class Rewriter:
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
         keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
-        passed = None
-        if layout.passed is not None:
-            passed = layout.passed, self._call(spread_rows, (residual_rows, hidden_rows, group_name), "spread_rows")
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
             {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
             self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
-            passed,
+            layout,
         )
 
     def commit(self) -> None:
@@ -137,10 +131,12 @@ class Rewriter:
             if inserted.residual is not None:
                 assert inserted.site.stream is not None
                 inserted.site.stream.replace_all_uses_with(inserted.residual)
-            if inserted.passed is not None:
-                node, spread = inserted.passed
-                node.replace_all_uses_with(spread)
-                superfluous.add(node)
+            if inserted.layout.entered:
+                self._enter_rows(inserted.site.residuals[0])
+            if inserted.layout.left:
+                assert inserted.site.stream is not None
+                for leave in [user for user in inserted.site.stream.users if is_call(user, leave_layers)]:
+                    leave.args = (leave.args[0], inserted.residual_rows, leave.args[2], True)
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
@@ -148,6 +144,14 @@ class Rewriter:
                     one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure()
                 )
                 self.graph.erase_node(node)
+
+    def _enter_rows(self, residual: fx.Node) -> None:
+        """Enter with the rows of ``residual`` that the rank owns."""
+        (enter,) = residual.all_input_nodes
+        enter.args = (*enter.args[:2], residual.meta["val"].dtype)
+        with compat.tracing_fake_mode(self.fake_mode):
+            enter.meta["val"] = enter_layers(*fx.map_arg(enter.args, lambda node: node.meta["val"]))
+        residual.meta["val"] = enter.meta["val"][1]
 
     def roll_back(self) -> None:
         """Remove every inserted node; the graph is as it was."""

@@ -15,6 +15,7 @@ from tw_compile.passes.split.in_slot import leave_results_in_slots
 from tw_compile.passes.split.lock import lock_order
 from tw_compile.passes.split.residual import narrow_residuals
 from tw_compile.passes.split.schedule import Window, schedule
+from tw_compile.passes.split.seams import mend_seams
 from tw_compile.planning import DeviceProfile
 from tw_compile.planning import Window as PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split
@@ -47,6 +48,7 @@ def split_graph(
             return Split(
                 config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan
             )
+        mend_seams(graph)
         piece = host is not None and host.attention is HostAttention.ELSEWHERE
         overlap = _overlap(graph, Budgets(choice.plan, profile), config, piece)
     except Exception:

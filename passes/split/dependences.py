@@ -17,24 +17,40 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.base import SplitRefusal, SplitRefused
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.split.duplicate import mutated
 
 _c10d = torch.ops._c10d_functional
 _STARTS = (ops.start, ops.mm_start)
+_WAITS = (ops.wait_, leave_halves, arrive_)
+"""With the same first arguments."""
 
 
 @dataclass(frozen=True)
 class CommunicationCall:
-    """A fused operator, or a functional collective, and the node that waits for it."""
+    """A fused operator, or a functional collective, and the node that waits for it.
+
+    One of them may be in another graph (``seams.py``): here is then what enters with the call in flight, or leaves with it.
+    """
 
     start: fx.Node
     wait: fx.Node
 
     @property
     def fused(self) -> bool:
-        return self.start.target in _STARTS
+        return self.start.target in _STARTS or self.enters
+
+    @property
+    def enters(self) -> bool:
+        """Whether the graph before has started it."""
+        return self.start.target is enter_layers
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the graph behind waits for it."""
+        return self.wait.target is leave_halves
 
     @property
     def slot(self) -> tuple[str, int] | None:
@@ -68,10 +84,10 @@ def find_calls(graph: fx.Graph) -> list[CommunicationCall] | SplitRefused:
     calls: list[CommunicationCall] = []
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
-        if is_call(node, ops.wait_):
+        if is_call(node, *_WAITS):
             hidden = argument(node, "hidden")
             start = hidden.args[0] if is_call(hidden, operator.getitem) else None
-            if not is_call(start, *_STARTS):
+            if not is_call(start, *_STARTS, enter_layers):
                 return SplitRefused(
                     SplitRefusal.CALL_WITHOUT_START, f"{node.name} waits for {hidden}, which is no start's"
                 )

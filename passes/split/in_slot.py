@@ -42,7 +42,11 @@ def leave_results_in_slots(graph: fx.Graph) -> int:
         slot = call.slot
         if slot is None:
             continue
-        if argument(call.start, "overlap_sms") and _is_read_before(call, following.get(slot), place):
+        if (
+            not call.enters
+            and argument(call.start, "overlap_sms")
+            and _is_read_before(call, following.get(slot), place)
+        ):
             left.append(call)
         following[slot] = call.start
     for call in left:

@@ -72,7 +72,7 @@ def lock_order(graph: fx.Graph) -> Lock:
         raise ValueError(f"graph: expected a scheduled one, got {calls.reason}: {calls.detail}")
     if graph.owning_module is None:
         raise ValueError("graph: expected one that belongs to a module, got one without")
-    cloned = sum(_hold_operands(graph, call) for call in calls if call.fused)
+    cloned = sum(_hold_operands(graph, call) for call in calls if call.fused and not call.enters)
     return _Locker(graph, calls).lock(cloned)
 
 
@@ -138,7 +138,7 @@ def has_own_kernel(node: fx.Node) -> bool:
 class _Locker:
     def __init__(self, graph: fx.Graph, calls: list[CommunicationCall]) -> None:
         self.graph = graph
-        self.starts = {call.start: index for index, call in enumerate(calls)}
+        self.starts = {call.start: index for index, call in enumerate(calls) if not call.enters}
         self.waits = {call.wait: call for call in calls}
         self.calls = calls
         self.before = predecessors(graph, calls)

@@ -13,10 +13,11 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.seam import leave_halves
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import argument, place_of
 
-_READERS = (ops.start, ops.mm_start, ops.wait_)
+_READERS = (ops.start, ops.mm_start, ops.wait_, leave_halves)
 
 
 def narrow_residuals(graph: fx.Graph) -> int:

@@ -10,6 +10,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.seam import enter_layers, leave_layers
 from tw_compile.passes.base import JoinReason
 from tw_compile.passes.fusion.forms import VLLM
 from tw_compile.passes.split.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
@@ -49,7 +50,7 @@ def _fused(call: Call, message: str, whole: tuple[str, ...]) -> Verdict:
     """
     given = call.argument(message)
     rows = call.entered(given)
-    if rows is None or rows.order is not None or rows.dim != 0 or rows.outer is not None:
+    if rows is None or not _of_tokens(rows):
         return call.join(JoinReason.ROUTING_NOT_UNDONE)
     for name in (*whole, "bias", "weight", "hidden_scale", "eps_tensor"):
         if call.layout(call.argument(name)) is not None:
@@ -76,6 +77,29 @@ def _fused(call: Call, message: str, whole: tuple[str, ...]) -> Verdict:
     whole_residual = call.argument("residual_out") == "replicated"
     out: tuple[Rows | Local, ...] = (rows, rows if whole_residual else Local("shard", call.node, rows))
     return RowWise(out, slices, args, kwargs)
+
+
+@token_rule(enter_layers)
+def _enter_layers(call: Call) -> Verdict:
+    """Each half from its rows of what stands for them, see ``seams.py``; a sharded residual is of its half, as a start's."""
+    rows = call.rows(call.argument("left"))
+    if rows is None or not _of_tokens(rows):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    sharded = call.argument("rows_dtype") is not None
+    return RowWise((rows, Local("shard", call.node, rows) if sharded else rows))
+
+
+@token_rule(leave_layers)
+def _leave_layers(call: Call) -> Verdict:
+    hidden, residual = call.rows(call.argument("hidden")), call.layout(call.argument("residual"))
+    of_half = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
+    if hidden is None or not _of_tokens(hidden) or not isinstance(of_half, Rows) or not of_half.same_as(hidden):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    return RowWise(hidden)
+
+
+def _of_tokens(rows: Rows) -> bool:
+    return rows.dim == 0 and rows.outer is None and rows.order is None
 
 
 @token_rule(ops.wait_)

@@ -120,14 +120,19 @@ def schedule(
     for node in order:
         _annotate(node, timeline.window_of[node], node in timeline.communication)
     given: dict[CommunicationCall, int] = {}
+    entering = {
+        call.slot: call for call in calls if call.enters
+    }  # the graph before has left with it as this one leaves
     for call in calls:
-        window = timeline.hidden_by.get(call)
+        window = timeline.hidden_by.get(entering.get(call.slot, call) if call.leaves else call)
         if call.fused:  # collectives take what they like
             asked = 0 if window is None else overlap_sms(window) if callable(overlap_sms) else overlap_sms
             given[call] = asked if most_sms is None else min(asked, most_sms // max(timeline.most_in_flight, 1))
+        if call.fused and not call.enters:
             call.start.update_kwarg("overlap_sms", given[call])
     reserved = tuple(sum(given.get(call, 0) for call in hidden) for hidden in timeline.hides)
-    return Schedule(tuple(timeline.windows), len(calls), tuple(timeline.exposed), reserved, parts)
+    started = len(calls) - len(entering)
+    return Schedule(tuple(timeline.windows), started, tuple(timeline.exposed), reserved, parts)
 
 
 class _Weaver:
@@ -251,7 +256,7 @@ class _Timeline:
         if node in self._waits:
             call = self._waits[node]
             del self._in_flight[call]
-            if call not in self.hidden_by:
+            if call not in self.hidden_by and not call.leaves:
                 self.exposed.append(Exposed(node.name, _site(call), half_of(call.start), self._why_exposed(call)))
         if self._counts(node):
             self._nodes.append(node)

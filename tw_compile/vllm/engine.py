@@ -61,11 +61,6 @@ def split_pays(engine: Any, config: Config, attention: bool) -> Pays | None:
     return None if profile is None else pays(profile, layer, mode)
 
 
-def splits_attention(engine: Any, config: Config) -> bool:
-    """Whether attention is split, too, in one graph of the whole model."""
-    return config.split_vllm_attention and bool(engine.compilation_config.use_inductor_graph_partition)
-
-
 def _profile(config: Config) -> DeviceProfile | None:
     """As the workers will have it; vLLM asks for the device's name without a CUDA context."""
     if config.device_profile != "auto":

@@ -4,18 +4,22 @@
     group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
 
 A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
-as many layers are the same graph, which vLLM compiles once. Every cut is right; another one would be slower.
+as many layers are the same graph, which vLLM compiles once. If all are, what goes from one to the next stays as it is
+(``kernels/seam.py``).
 """
 
 from __future__ import annotations
 
 import inspect
 import operator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 from torch.fx.passes.split_module import split_module
+
+from tw_compile.kernels.seam import enter_layers, leave_layers
 
 _ALL_REDUCE = "vllm::all_reduce"
 _ATTENTION = "vllm::unified_attention_with_output"
@@ -23,11 +27,26 @@ _ADD_NORM = "vllm_ir::fused_add_rms_norm"
 _NORMS = ("vllm_ir::rms_norm", _ADD_NORM)
 
 
-def cut(graph: fx.GraphModule, most_layers: int) -> fx.GraphModule | None:
-    """``graph``, which is not changed, as calls of its parts; None where no layers are found.
+@dataclass(frozen=True)
+class Cut:
+    """Calls of the parts of a graph; ``seamed`` if what it returns is left by the last one as by the others."""
 
-    Its outputs come first. The residual that the last group leaves may follow, so that it is like the others.
-    """
+    module: fx.GraphModule
+    seamed: bool
+
+
+def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
+    """``graph``, which is not changed, in groups of up to ``most_layers`` layers; None where no layers are found."""
+    found = _cut(graph, most_layers, seams=True)
+    if found is not None:
+        _, *groups = found.named_children()
+        if len({_identity(group) for _, group in groups}) == 1:
+            return Cut(found, True)
+    found = _cut(graph, most_layers, seams=False)
+    return None if found is None else Cut(found, False)
+
+
+def _cut(graph: fx.GraphModule, most_layers: int, seams: bool) -> fx.GraphModule | None:
     norms = _borders(graph.graph)
     if len(norms) < 3:
         return None
@@ -35,8 +54,12 @@ def cut(graph: fx.GraphModule, most_layers: int) -> fx.GraphModule | None:
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, renamed))
     borders = [renamed[norm] for norm in norms]
-    _return_residual(copied, borders[-1])
-    ends = {*borders[0 : -1 : group_size(len(borders) - 1, most_layers)], borders[-1]}
+    ends = [*borders[0 : -1 : group_size(len(borders) - 1, most_layers)], borders[-1]]
+    if seams:
+        sewn = [_sew(copied, norm) for norm in ends]
+        if not all(sewn):
+            return None
+        ends = [one for one in sewn if one is not None]
     part, number = dict[fx.Node, int](), 0
     for node in copied.nodes:
         within = node.args[0] if node.target is operator.getitem else None
@@ -69,18 +92,73 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
     return found if norm is None else [*found, norm]
 
 
-def _return_residual(graph: fx.Graph, norm: fx.Node) -> None:
-    """Append the second result of ``norm``, if it has one, to what ``graph`` returns."""
-    output = graph.output_node()
-    (returned,) = output.args
-    if _name(norm) != _ADD_NORM or not isinstance(returned, (tuple, list)):
-        return
-    residual = next((user for user in norm.users if user.args[1:] == (1,)), None)
-    if residual is None:
-        with graph.inserting_after(norm):
-            residual = graph.call_function(operator.getitem, (norm, 1))
-        residual.meta["example_value"] = norm.meta["example_value"][1]
-    output.args = ((*returned, residual),)
+def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
+    """Leave what ``norm`` makes, and enter with it right behind; the node that leaves, None where that isn't all there is.
+
+    At the end of the graph that is what it returns.
+    """
+    hidden, residual = _results(graph, norm)
+    values = [one.meta.get("example_value") for one in (hidden, residual)]
+    group_names = {_group_name(node) for node in graph.nodes if _name(node) == _ALL_REDUCE}
+    like = values[0]
+    if not all(isinstance(one, torch.Tensor) and one.dtype == like.dtype and one.shape == like.shape for one in values):
+        return None
+    if len(group_names) != 1:
+        return None
+    last = max(norm, hidden, residual)
+    after = [node for node in graph.nodes if node > last and not {hidden, residual}.isdisjoint(node.all_input_nodes)]
+    at_the_end = [node for node in after if node.op == "output"]
+    if at_the_end and (after != at_the_end or after[0].args != ((hidden,),)):
+        return None
+    (group_name,) = group_names
+    with graph.inserting_after(last):
+        leave = graph.call_function(leave_layers, (hidden, residual, group_name))
+    with like.fake_mode:
+        leave.meta["example_value"] = torch.empty_like(like)
+    if at_the_end:
+        after[0].args = ((leave,),)
+        return leave
+    with graph.inserting_after(leave):
+        enter = graph.call_function(enter_layers, (leave, group_name))
+    with like.fake_mode:
+        enter.meta["example_value"] = (torch.empty_like(like), torch.empty_like(like))
+    for index, one in ((1, residual), (0, hidden)):
+        with graph.inserting_after(enter):
+            result = graph.call_function(operator.getitem, (enter, index))
+        result.meta["example_value"] = enter.meta["example_value"][index]
+        for node in after:
+            node.replace_input_with(one, result)
+    return leave
+
+
+def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The hidden states that ``norm`` makes, and the residual that stays beside them."""
+    if _name(norm) != _ADD_NORM:
+        residual = norm.args[0]
+        assert isinstance(residual, fx.Node)
+        return norm, residual
+    results = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+    for index in sorted({0, 1} - set(results)):
+        with graph.inserting_after(max((norm, *results.values()))):
+            results[index] = graph.call_function(operator.getitem, (norm, index))
+        results[index].meta["example_value"] = norm.meta["example_value"][index]
+    return results[0], results[1]
+
+
+def _identity(part: fx.GraphModule) -> str:
+    """The same for parts that compute the same of their arguments."""
+    places = {node: f"%{place}" for place, node in enumerate(part.graph.nodes)}
+    lines = []
+    for node in part.graph.nodes:
+        value = node.meta.get("example_value")
+        shape = (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        given = fx.map_arg((node.args, node.kwargs), places.__getitem__)  # type: ignore[arg-type]
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {given} {shape}")
+    return "\n".join(lines)
+
+
+def _group_name(all_reduce: fx.Node) -> Any:
+    return all_reduce.kwargs.get("group_name", all_reduce.args[1] if len(all_reduce.args) > 1 else None)
 
 
 def _shape(node: fx.Node) -> torch.Size | None:

@@ -27,7 +27,6 @@ from tw_compile.passes.base import HostAttention, HostRefusal
 from tw_compile.passes.split import HostGraph, vllm_attention
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.vllm import attention as halves
-from tw_compile.vllm import handed
 from tw_compile.vllm.long_steps import add_long_steps
 from tw_compile.vllm.options import vllm_config
 from tw_compile.vllm.plan import Engine, observed
@@ -47,7 +46,6 @@ class VllmPass(InductorPass):
         config: What the passes may do.
         before: What the user had put into the slot; it runs first, for the ranges that it wants.
         engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
-        sharded_from: From how many tokens on residuals stay sharded between pieces, if anything is fused there; None: never.
         long_ranges: Of token counts, for which groups of layers are compiled and not only pieces.
     """
 
@@ -56,13 +54,11 @@ class VllmPass(InductorPass):
         config: Config,
         before: InductorPass | None = None,
         engine: Engine | None = None,
-        sharded_from: int | None = None,
         long_ranges: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.config = config
         self.before = before
         self.engine = engine
-        self.sharded_from = sharded_from
         self.long_ranges = long_ranges
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -85,7 +81,6 @@ class VllmPass(InductorPass):
             TWCompilePass(self.config).identity(self._gate()),
             vllm_version,
             repr(self.engine),
-            repr(self.sharded_from),
             repr(self.long_ranges),
         ]
         if self.before is not None:
@@ -96,8 +91,7 @@ class VllmPass(InductorPass):
         """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
         if not any(vllm_attention(node) for node in graph.nodes):
             return HostAttention.ELSEWHERE
-        wanted = self.config.split_vllm_attention or self.config.vllm_layer_groups
-        if not wanted or self.engine is None:
+        if not self.config.vllm_layer_groups or self.engine is None:
             return HostAttention.ONCE
         layers = get_forward_context().no_compile_layers.values() if is_forward_context_available() else ()
         refused = self.engine.whole_attention(least_tokens) or halves.whole_attention(layers)
@@ -105,13 +99,6 @@ class VllmPass(InductorPass):
             return HostAttention.HALVES
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
-
-    def before_split(self, graph: fx.GraphModule, compilation: Any) -> None:
-        """Prepare the graph of a whole model that vLLM is about to split into pieces; ``compilation``: its configuration."""
-        if self.sharded_from is None or self.engine is None or compilation.use_inductor_graph_partition:
-            return
-        if handed.fuses_all(self._gate(), self.engine, compilation.compile_ranges_endpoints, self.sharded_from):
-            handed.hand_over(graph, compilation.splitting_ops or (), self.sharded_from, self.config.transport)
 
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> None:
         """Give ``function``, which vLLM made of ``graph``, another way for long steps."""

@@ -16,6 +16,7 @@ import torch
 import torch.fx as fx
 from vllm.config.utils import Range
 
+from tw_compile.kernels.seam import leave_off
 from tw_compile.vllm import groups
 
 logger = logging.getLogger("vllm.tw_compile")
@@ -29,13 +30,13 @@ def add_long_steps(
 ) -> None:
     """Have ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers."""
     counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
-    parts = groups.cut(graph, layers) if counts else None
-    if parts is None:
+    cut = groups.cut(graph, layers) if counts else None
+    if cut is None:
         return
     begun = time.perf_counter()
-    runs = [(low, high, _compile(backend, parts, low, high)) for low, high in ranges]
+    runs = [(low, high, _compile(backend, cut.module, low, high)) for low, high in ranges]
     backend.compiler_manager.save_to_file()
-    function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], _outputs(graph))
+    function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], cut.seamed)
     ends = ", ".join(str(high) for _, high in ranges)
     took, first = time.perf_counter() - begun, ranges[0][0]
     message = (
@@ -62,20 +63,15 @@ def _compile(backend: Any, parts: fx.GraphModule, low: int, high: int) -> Callab
     return stitched.forward
 
 
-def _dispatch(otherwise: Callable[..., Any], runs: list[Any], index: int, outputs: int) -> Callable[..., Any]:
+def _dispatch(otherwise: Callable[..., Any], runs: list[Any], index: int, seamed: bool) -> Callable[..., Any]:
     """By the number of tokens, which is argument ``index``."""
 
     def call(*arguments: Any) -> Any:
         tokens = arguments[index]
         for low, high, run in runs:
             if low <= tokens <= high:
-                return run(*arguments)[:outputs]
+                results = run(*arguments)
+                return (leave_off(results[0]),) if seamed else results
         return otherwise(*arguments)
 
     return call
-
-
-def _outputs(graph: fx.GraphModule) -> int:
-    (returned,) = graph.graph.output_node().args
-    assert isinstance(returned, (tuple, list))
-    return len(returned)

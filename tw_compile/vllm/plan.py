@@ -24,7 +24,7 @@ SPLIT_FROM = 1024
 
 
 MOST_WHOLE_TOKENS = 512
-"""In steps of up to so many tokens residuals are whole between pieces, which run them: one-shot kernels are for less."""
+"""Steps of up to so many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
 
 
 @dataclass(frozen=True)
@@ -68,31 +68,19 @@ class Engine:
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
-    def sharded_from(self, config: Config, flashinfer_bytes: int | None) -> int | None:
-        """From how many tokens on residuals stay sharded between pieces; None where they don't.
-
-        Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
-        vLLM fuses by itself. From there on all must be fused: what is not would have to be gathered.
-        """
-        if not (
-            config.vllm_sharded_residuals and config.fuse and config.split == "off" and config.fuse_max_bytes is None
-        ):
-            return None
-        return self._long_from(config, flashinfer_bytes)
-
-    def _long_from(self, config: Config, flashinfer_bytes: int | None) -> int | None:
-        left = max(flashinfer_bytes or 0, config.fuse_min_bytes - 1) // row_bytes_of(self)
-        first = max(self.captured_tokens, left, MOST_WHOLE_TOKENS) + 1
-        return first if first < self.max_tokens else None
-
     def groups_layers(
         self, config: Config, flashinfer_bytes: int | None
     ) -> tuple[int | None, tuple[GroupRefusal, str] | None]:
-        """From how many tokens on steps run by groups of layers, or None; and then, if they were asked for, why not."""
+        """From how many tokens on steps run by groups of layers, or None; and then, if they were asked for, why not.
+
+        Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
+        vLLM fuses by itself.
+        """
         if not config.vllm_layer_groups:
             return None, None
-        first = self._long_from(config, flashinfer_bytes)
-        none_longer = f"steps have {self.max_tokens} tokens at most, graphs up to {self.captured_tokens}"
+        at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_WHOLE_TOKENS)
+        first = at_most + 1 if at_most + 1 < self.max_tokens else None
+        none_longer = f"steps have at most {self.max_tokens} tokens, those of up to {at_most} are run otherwise"
         reasons = (
             (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
             (self.mega_artifact, GroupRefusal.MEGA_ARTIFACT, "VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them"),

@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 from tw_compile.config import Config, strict_from_environment
-from tw_compile.passes.base import HostRefusal, WholeAttention
+from tw_compile.passes.base import HostRefusal
 from tw_compile.vllm import plan
 from tw_compile.vllm.options import asked_options, switched_off, vllm_config
 
@@ -44,13 +44,10 @@ def register() -> None:
         config = _config_of(self, options)
         compilation = self.compilation_config
         before = compilation.pass_config.fi_allreduce_fusion_max_size_mb
-        partition = compilation.use_inductor_graph_partition
         try:
             _limit_flashinfer(self, config)
-            _keep_attention(self, config)
         except Exception as error:
             compilation.pass_config.fi_allreduce_fusion_max_size_mb = before
-            compilation.use_inductor_graph_partition = partition
             _failed(error)
         original(self)
         _install(self, config)
@@ -60,7 +57,7 @@ def register() -> None:
 
 
 def _wrap_backend() -> None:
-    """Let the pass see the graph that vLLM splits into pieces, which is the last place where both sides of a cut are seen."""
+    """Let the pass see the graph that vLLM has split into pieces, and give what came of it another way."""
     from vllm.compilation.backends import VllmBackend
 
     original = VllmBackend.__call__
@@ -71,11 +68,6 @@ def _wrap_backend() -> None:
 
         compilation = self.vllm_config.compilation_config
         inside = compilation.inductor_compile_config.get(current_platform.pass_key)
-        try:
-            if hasattr(inside, "before_split"):
-                inside.before_split(graph, compilation)
-        except Exception as error:
-            _failed(error, "vLLM's graph")
         function = original(self, graph, example_inputs)
         try:
             if hasattr(inside, "behind_split"):
@@ -111,20 +103,6 @@ def _limit_flashinfer(engine: Any, config: Config) -> None:
     if limit is not None and limit != known:
         limits.fi_allreduce_fusion_max_size_mb = limit / _MIB
         logger.info("tw_compile: FlashInfer's fusion up to %d bytes instead of %d (vLLM issue 44079)", limit, known)
-
-
-def _keep_attention(engine: Any, config: Config) -> None:
-    """Have vLLM compile the model as one graph, in which attention is, where that is to be split."""
-    if engine.model_config is None or not config.split_vllm_attention:
-        return
-    from tw_compile.vllm.engine import engine_of
-
-    refused = engine_of(engine).whole_attention()
-    if refused is None and engine.compilation_config.use_inductor_graph_partition is not False:
-        engine.compilation_config.use_inductor_graph_partition = True
-        return
-    reason, detail = refused or (WholeAttention.ASKED_OTHERWISE, "use_inductor_graph_partition is off")
-    logger.info("tw_compile: attention is not split, %s: %s", reason, detail)
 
 
 def _tell(engine: Any) -> None:
@@ -163,7 +141,7 @@ def _put(engine: Any, config: Config) -> str:
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
-    from tw_compile.vllm.engine import engine_of, split_pays, splits_attention
+    from tw_compile.vllm.engine import engine_of, split_pays
     from tw_compile.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
@@ -184,7 +162,7 @@ def _put(engine: Any, config: Config) -> str:
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
     long_from, not_grouped = facts.groups_layers(config, flashinfer)
-    whole = long_from is not None or splits_attention(engine, config)
+    whole = long_from is not None
     ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, whole), whole)
     long_ranges: tuple[tuple[int, int], ...] = ()
     if not_grouped is not None:
@@ -192,10 +170,7 @@ def _put(engine: Any, config: Config) -> str:
     if long_from is not None:
         long_ranges = plan.ranges_from(long_from, ends, facts.max_tokens)
         ends = [end for end in ends if end < long_from]
-    sharded_from = None if long_ranges else facts.sharded_from(config, flashinfer)
-    if sharded_from is not None:
-        ends.append(sharded_from - 1)
-    slot[current_platform.pass_key] = VllmPass(config, users, facts, sharded_from, long_ranges)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))

@@ -45,19 +45,7 @@ class Variant:
 VARIANTS = (
     Variant("off", "baseline"),
     Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
-    Variant(
-        "fuse-sharded",
-        "ours",
-        _ON,
-        {"additional_config": {"tw_compile": {"split": "off", "vllm_sharded_residuals": True}}},
-    ),
     Variant(SPLIT, "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
-    Variant(
-        f"{SPLIT}-attention",
-        "ours",
-        _ON,
-        {"additional_config": {"tw_compile": {"split": "auto", "split_vllm_attention": True}}},
-    ),
     Variant(
         "fuse-groups", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off", "vllm_layer_groups": 4}}}
     ),
