@@ -8,7 +8,7 @@ that are cut apart can hand over what a graph of its own can't return without a 
 rank has its own rows (``sharded``, which ``rows_dtype`` asks for), halves of the tokens that are tensors of their own, and
 results of a call that is still in flight:
 
-    leave_halves(hidden, residual, keep, group_name, slot, first_hidden, first_residual, tokens) -> left
+    leave_halves(hidden, residual, keep, group_name, slot, first_hidden, first_residual, sharded, tokens) -> left
     arrive_(hidden!, residual!, keep, group_name, slot)
 
 where the former's first arguments are those of ``wait_``, which waits for half 2; the latter does. What is left whole can be
@@ -32,7 +32,7 @@ _library.define("leave_layers(Tensor hidden, Tensor residual, str group_name, bo
 _library.define("enter_layers(Tensor left, str group_name, ScalarType? rows_dtype=None) -> (Tensor, Tensor)")
 _library.define(
     "leave_halves(Tensor hidden, Tensor residual, Tensor[] keep, str group_name, int slot, Tensor first_hidden, "
-    "Tensor first_residual, SymInt tokens) -> Tensor"
+    "Tensor first_residual, bool sharded, SymInt tokens) -> Tensor"
 )
 _library.define("arrive_(Tensor(a!) hidden, Tensor(b!) residual, Tensor[] keep, str group_name, int slot) -> ()")
 
@@ -74,10 +74,11 @@ def _leave_halves(
     slot: int,
     first_hidden: torch.Tensor,
     first_residual: torch.Tensor,
+    sharded: bool,
     tokens: int,
 ) -> torch.Tensor:
     halves = [(first_hidden, first_residual), (hidden, residual)]
-    return _leave(tokens, halves, residual.shape[0] != hidden.shape[0], (group_name, slot))
+    return _leave(tokens, halves, sharded, (group_name, slot))
 
 
 def _leave(

@@ -123,7 +123,7 @@ def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.
 
 def _enters(site: FusionSite, seam: Seam | None) -> bool:
     """Whether the residual that the graph enters with is the site's, and nobody else's."""
-    if seam is None or site.residuals != [seam.entered] or not set(seam.entered.users) <= set(site.replaced()):
+    if seam is None or list(site.residuals) != [seam.entered] or not set(seam.entered.users) <= set(site.replaced()):
         return False
     return _rows_of(seam.entered, seam.entered.args[0].args[1], site)  # type: ignore[union-attr]
 

@@ -50,7 +50,7 @@ def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot
         (joined,) = joined.users
         replaced.append(joined)
     tokens = joined.args[1][0] if is_call(joined, aten.as_strided.default) else joined.meta["val"].shape[0]  # type: ignore[index]
-    halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], tokens)
+    halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], argument(first, "sharded"), tokens)
     with graph.inserting_before(graph.output_node()):
         left = graph.call_function(leave_halves, halves)
     left.meta["val"] = joined.meta["val"]

@@ -34,33 +34,46 @@ def add_long_steps(
     if cut is None:
         return
     begun = time.perf_counter()
-    runs = [(low, high, _compile(backend, cut.module, low, high)) for low, high in ranges]
+    compile_part = _Compiler(backend, cut.module)
+    first, last = ranges[0][0], ranges[-1][1]
+    (head, _), *rest = cut.module.named_children()
+    embed = compile_part(head, first, last)
+    runs = []
+    for low, high in ranges:
+        stitched = fx.GraphModule(cut.module, cut.module.graph)
+        stitched.__dict__[head] = embed
+        for name, _ in rest:
+            stitched.__dict__[name] = compile_part(name, low, high)
+        runs.append((low, high, stitched.forward))
     backend.compiler_manager.save_to_file()
     function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], cut.seamed)
-    ends = ", ".join(str(high) for _, high in ranges)
-    took, first = time.perf_counter() - begun, ranges[0][0]
-    message = (
-        "tw_compile: steps of %d tokens and more run in groups of up to %d layers, ranges end at %s, compiled in %.1f s"
-    )
-    logger.info(message, first, layers, ends, took)
+    ends, took = ", ".join(str(high) for _, high in ranges), time.perf_counter() - begun
+    message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
+    logger.info(message, first, len(rest), ends, took)
 
 
-def _compile(backend: Any, parts: fx.GraphModule, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
-    """``parts``, each of them compiled for ``low`` to ``high`` tokens; equal ones once."""
-    stitched = fx.GraphModule(parts, parts.graph)
-    numbers = range(len(backend.piecewise_graphs), 2**31)  # behind the pieces, in the cache
-    for number, (name, part) in zip(numbers, parts.named_children(), strict=False):
-        stitched.__dict__[name] = backend.compiler_manager.compile(
+class _Compiler:
+    """vLLM's compiler for the parts of a graph; it finds equal ones, and what it has compiled at an earlier start."""
+
+    def __init__(self, backend: Any, parts: fx.GraphModule) -> None:
+        self._backend = backend
+        self._parts = dict(parts.named_children())
+        behind_pieces = len(backend.piecewise_graphs)
+        self._numbers = {name: behind_pieces + place for place, name in enumerate(self._parts)}
+
+    def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
+        """The part ``name`` for ``low`` to ``high`` tokens."""
+        part = self._parts[name]
+        return self._backend.compiler_manager.compile(
             part,
             [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")],
-            backend.inductor_config,
-            backend.compilation_config,
+            self._backend.inductor_config,
+            self._backend.compilation_config,
             compile_range=Range(start=low, end=high),
-            graph_index=number,
+            graph_index=self._numbers[name],
             num_graphs=0,  # none is the last one, at which it would log a time
-            is_encoder=backend.is_encoder,
+            is_encoder=self._backend.is_encoder,
         )
-    return stitched.forward
 
 
 def _dispatch(otherwise: Callable[..., Any], runs: list[Any], index: int, seamed: bool) -> Callable[..., Any]:
