@@ -5,12 +5,11 @@ Fake collectives move nothing, so rows of other ranks would be missing; what thi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tw_compile import compat
+from tw_compile.kernels import seam
 from tw_compile.kernels.all_reduce_rms_norm import transport
 from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
 from tw_compile.kernels.all_reduce_rms_norm.spec import (
@@ -44,7 +43,21 @@ class OneRank(transport.Transport):
         return transport.Started(hidden, h)
 
 
+def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype) -> torch.Tensor:
+    """With the others behind them, where this rank would otherwise have to do without."""
+    world_size = compat.resolve_process_group(group_name).size()
+    whole = residual.new_zeros(
+        (world_size * rows_per_rank(residual.shape[0], world_size), residual.shape[1]), dtype=dtype
+    )
+    whole[: residual.shape[0]] = residual
+    return slice_of_whole_residual(whole, world_size, 0)
+
+
+def be_one_rank(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(transport._instances, "gloo", OneRank())
+    patch.setattr(seam, "_own_rows", _own_rows)
+
+
 @pytest.fixture
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(transport._instances, "gloo", OneRank())
-    yield
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_one_rank(monkeypatch)

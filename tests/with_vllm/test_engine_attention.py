@@ -1,4 +1,4 @@
-"""A Llama of vLLM's as one graph, with its attention in two halves: a step's requests, its cache, the same bits."""
+"""Long steps of a Llama of vLLM's with attention in two halves: a step's requests, its cache, the same bits."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.fx as fx
 from fake_vllm import HIDDEN, LAYERS, MAX_TOKENS, engine_config, llama
-from one_rank import OneRank, one_rank  # noqa: F401
+from one_rank import be_one_rank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.kernels.all_reduce_rms_norm import transport
 from tw_compile.models import load_config
 from tw_compile.models.config import tensor_parallel_plan
 from tw_compile.passes.base import SplitRefused
@@ -27,7 +26,7 @@ from tw_compile.report import GraphReport
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "plain_attention")
 
-PARTITION = {"use_inductor_graph_partition": True}
+LONG_FROM = 24
 STEPS = (
     ([paged.Request(0, 100)], 0),
     ([paged.Request(7, 1), paged.Request(30, 1), paged.Request(3, 60), paged.Request(0, 20)], 0),
@@ -61,8 +60,16 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
     library._destroy()
 
 
-def engine(folder: Path, compilation: dict[str, Any] | None = None, **options: Any) -> Any:
-    return engine_config(folder, compilation=compilation, additional_config={"tw_compile": {"strict": True, **options}})
+@pytest.fixture(autouse=True)
+def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
+
+
+def engine(folder: Path, compilation: dict[str, Any] | None = None, layers: int = LAYERS, **options: Any) -> Any:
+    """By groups of ``layers`` layers."""
+    settings = {"pass_config": {"fuse_allreduce_rms": False}, **(compilation or {})}
+    given = {"tw_compile": {"strict": True, "vllm_layer_groups": layers, **options}}
+    return engine_config(folder, compilation=settings, additional_config=given)
 
 
 def run(config: Any) -> tuple[list[torch.Tensor], list[GraphReport], list[torch.Tensor]]:
@@ -92,12 +99,18 @@ def run(config: Any) -> tuple[list[torch.Tensor], list[GraphReport], list[torch.
     return outputs, reports, caches
 
 
+@pytest.fixture(scope="module", params=[1, LAYERS], ids=lambda layers: f"groups of {layers}")
+def layers(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def unsplit(folder: Path, groups: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def unsplit(folder: Path, groups: Any, layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(transport._instances, "gloo", OneRank())
+        be_one_rank(patch)
+        patch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
         _plain_attention(patch)
-        outputs, _, caches = run(engine(folder, PARTITION))
+        outputs, _, caches = run(engine(folder, layers=layers))
         return outputs, caches
 
 
@@ -118,29 +131,31 @@ def modes(reports: list[GraphReport]) -> dict[Any, str]:
     return {report.tokens: report.split.reason or report.split.mode for report in reports if report.split is not None}
 
 
-def test_attention_of_a_step_is_that_of_its_halves(folder: Path, unsplit: Any, graphs: list[fx.Graph]) -> None:
-    config = engine(folder, split="16", split_vllm_attention=True)
-    assert config.compilation_config.use_inductor_graph_partition
-    found = run(config)
-    assert modes(found[1]) == {(1, 23): "too_few_tokens", (24, MAX_TOKENS): "split"}
-    split = next(report.split for report in found[1] if report.split is not None and report.split.mode == "split")
+def test_attention_of_a_step_is_that_of_its_halves(
+    folder: Path, layers: int, unsplit: Any, graphs: list[fx.Graph]
+) -> None:
+    found = run(engine(folder, layers=layers, split="16"))
+    assert modes(found[1]) == {(LONG_FROM, MAX_TOKENS): "split"}
+    split = next(report.split for report in found[1] if report.split is not None)
     assert split.joins == {} and split.sizes == (16, "s-(16)") and split.overlap is not None
-    assert split.overlap.refused == "" and {one.kind for one in split.overlap.windows} >= {"attention", "mlp"}
-    whole, halves = (names(graph) for graph in graphs)
-    assert "tw_compile::vllm_attention_half" not in whole
-    assert halves.count("tw_compile::vllm_attention_half") == 2 * LAYERS
+    assert split.overlap.refused == "" and split.overlap.exposed == {}
+    assert {one.kind for one in split.overlap.windows} == {"attention", "qkv", "mlp"}
+    halves = names(graphs[-1])
+    assert halves.count("tw_compile::vllm_attention_half") == 2 * layers
     assert "vllm::unified_kv_cache_update" not in halves
+    seams = [halves.count(f"tw_compile::{one}") for one in ("enter_layers", "arrive_", "leave_halves", "leave_layers")]
+    assert seams == [2, 1, 1, 0]
     assert_same(found, unsplit)
 
-    again = run(engine(folder, split="16", split_vllm_attention=True))
+    again = run(engine(folder, layers=layers, split="16"))
     assert not again[1]  # a warm start: nothing is compiled
     assert_same(again, unsplit)
 
 
 def test_half_2_attends_once_half_1_has_written(folder: Path, graphs: list[fx.Graph]) -> None:
     """In every layer, by an operand, so that no compiler can turn them round."""
-    run(engine(folder, split="16", split_vllm_attention=True))
-    halves = [node for node in graphs[1].nodes if operator_name(node) == "tw_compile::vllm_attention_half"]
+    run(engine(folder, split="16"))
+    halves = [node for node in graphs[-1].nodes if operator_name(node) == "tw_compile::vllm_attention_half"]
     layers: dict[Any, list[fx.Node]] = {}
     for node in halves:
         layers.setdefault(node.args[3], []).append(node)
@@ -151,27 +166,33 @@ def test_half_2_attends_once_half_1_has_written(folder: Path, graphs: list[fx.Gr
         assert first.args[4] == 0 and second.args[4] == 16
 
 
-def test_in_one_graph_without_the_flag_attention_joins(folder: Path, unsplit: Any, graphs: list[fx.Graph]) -> None:
-    found = run(engine(folder, PARTITION, split="16"))
-    assert modes(found[1]) == {(1, 23): "too_few_tokens", (24, MAX_TOKENS): "join"}
-    split = next(report.split for report in found[1] if report.split is not None and report.split.mode == "join")
-    assert split.joins == {"attention_planned": 2 * LAYERS}
-    assert names(graphs[1]).count("vllm::unified_kv_cache_update") == LAYERS
-    assert_same(found, unsplit)
-
-
 def test_layers_of_another_backend_keep_their_attention_whole(
-    folder: Path, unsplit: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    layers: int,
+    unsplit: Any,
+    graphs: list[fx.Graph],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from vllm.v1.attention.backend import AttentionType
 
     monkeypatch.setattr("tw_compile.vllm.attention._ATTENTION_TYPE", AttentionType.ENCODER_ONLY)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
-        found = run(engine(folder, split="16", split_vllm_attention=True))
-    assert modes(found[1]) == {(1, 23): "too_few_tokens", (24, MAX_TOKENS): "join"}
+        found = run(engine(folder, layers=layers, split="16"))
+    assert modes(found[1]) == {(LONG_FROM, MAX_TOKENS): "join"}
+    split = next(report.split for report in found[1] if report.split is not None)
+    assert split.joins == {"attention_planned": 2 * layers}
+    assert names(graphs[-1]).count("vllm::unified_kv_cache_update") == layers
     assert f"attention_backend: {LAYERS} of {LAYERS} layers are not causal FlashAttention" in caplog.text
     assert_same(found, unsplit)
+
+
+def test_in_vllms_own_graph_of_a_whole_model_attention_is_split_too(folder: Path, graphs: list[fx.Graph]) -> None:
+    """It is one group then, for all ranges."""
+    found = run(engine(folder, {"use_inductor_graph_partition": True}, split="16"))
+    assert modes(found[1]) == {(1, 23): "too_few_tokens", (24, MAX_TOKENS): "split"}
+    assert names(graphs[1]).count("tw_compile::vllm_attention_half") == 2 * LAYERS
 
 
 def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) -> None:
@@ -183,7 +204,7 @@ def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) ->
         slots = dict.fromkeys(layers, metadata.slot_mapping)
         return {"attn_metadata": dict.fromkeys(layers, metadata), "slot_mapping": slots}
 
-    config = engine(folder, split="16", split_vllm_attention=True)
+    config = engine(folder, split="16")
     with llama(config) as model, pytest.raises(RuntimeError, match=r"metadata\.causal: expected True, got False"):
         model(40, prepare)
 
@@ -204,46 +225,26 @@ def test_a_range_gets_halves_that_are_planned_with_their_attention(
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash3"))
     monkeypatch.setattr(choose, "layer_of_graph", layer_of_graph)
-    monkeypatch.setattr(
-        "tw_compile.vllm.engine.split_pays", lambda engine, config: None
-    )  # all ranges that there may be
+    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda *given: None)  # all ranges that there may be
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
-    options = {"strict": True, "split": "auto", "split_vllm_attention": True, "device_profile": "H200"}
-    whole = engine_config(folder, additional_config={"tw_compile": options}, **longer)
-    assert whole.compilation_config.compile_ranges_endpoints == [1024, 4096, 8192]
+    options = {"strict": True, "split": "auto", "vllm_layer_groups": LAYERS, "device_profile": "H200"}
+    compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+    whole = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
+    assert whole.compilation_config.compile_ranges_endpoints == [8192]
     with collect_reports() as reports, llama(whole) as model:
         assert [model(count).shape[0] for count in (8192, 3000, 700)] == [8192, 3000, 700]
-    assert modes(reports) == {(1, 1024): "token_count_unknown", (1025, 4096): "split", (4097, 8192): "split"}
+    assert modes(reports) == {(24, 1024): "token_count_unknown", (1025, 4096): "split", (4097, 8192): "split"}
     sizes = [report.split.sizes for report in reports if report.split is not None and report.split.mode == "split"]
     assert all(str(first).startswith("s*") for first, _ in sizes)
-    assert [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs] == [0, 2 * LAYERS, 2 * LAYERS]
-
-
-def test_the_flag_has_vllm_compile_one_graph_and_leaves_the_users_word(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    plain = engine(folder, split="16")
-    assert not plain.compilation_config.use_inductor_graph_partition
-    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
-        users = engine(folder, {"use_inductor_graph_partition": False}, split="16", split_vllm_attention=True)
-    assert not users.compilation_config.use_inductor_graph_partition
-    assert "attention is not split, asked_otherwise: use_inductor_graph_partition is off" in caplog.text
-
-    def broken(engine: Any, config: Any) -> None:
-        engine.compilation_config.use_inductor_graph_partition = True
-        raise RuntimeError("on purpose")
-
-    monkeypatch.setattr("tw_compile.vllm.plugin._keep_attention", broken)
-    restored = engine(folder, split="16", split_vllm_attention=True, strict=False)
-    assert not restored.compilation_config.use_inductor_graph_partition
-    assert "left vLLM's configuration as it was: RuntimeError: on purpose" in caplog.text
+    halves = [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs]
+    assert halves[-3:] == [0, 2 * LAYERS, 2 * LAYERS]
 
 
 def test_the_pass_knows_up_to_where_graphs_are_captured(folder: Path) -> None:
     graphs = {"cudagraph_mode": "PIECEWISE", "cudagraph_capture_sizes": [8, 64]}
-    inside = engine(folder, graphs, split="16", split_vllm_attention=True).compilation_config.inductor_compile_config
-    facts = inside["post_grad_custom_post_pass"].engine
-    assert facts.captured_tokens == 64
-    assert facts.whole_attention(64) == ("cuda_graphs", "graphs are captured for up to 64 tokens")
-    assert facts.whole_attention(65) is None
+    inside = engine(folder, graphs, split="16").compilation_config.inductor_compile_config
+    found = inside["post_grad_custom_post_pass"]
+    assert found.engine.captured_tokens == 64
+    assert found.engine.whole_attention(64) == ("cuda_graphs", "graphs are captured for up to 64 tokens")
+    assert found.engine.whole_attention(65) is None
+    assert found.long_ranges == ((65, MAX_TOKENS),)
