@@ -93,7 +93,7 @@ def _leave(
     left = hidden.new_empty((tokens, hidden.shape[1]))
     place, parts = left.data_ptr(), {}
     for one in found:
-        parts[place] = one
+        parts[place] = (one[0].contiguous(), one[1].contiguous())  # as their readers take them to be
         place += one[0].shape[0] * hidden.shape[1] * left.element_size()
     _now = _Left(left, parts, sharded, in_flight)
     return left

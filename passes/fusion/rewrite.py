@@ -136,7 +136,7 @@ class Rewriter:
             if inserted.layout.left:
                 assert inserted.site.stream is not None
                 for leave in [user for user in inserted.site.stream.users if is_call(user, leave_layers)]:
-                    leave.args = (leave.args[0], inserted.residual_rows, leave.args[2], True)
+                    _change_arguments(leave, (leave.args[0], inserted.residual_rows, leave.args[2], True))
             superfluous |= inserted.site.replaced()
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
@@ -148,7 +148,7 @@ class Rewriter:
     def _enter_rows(self, residual: fx.Node) -> None:
         """Enter with the rows of ``residual`` that the rank owns."""
         (enter,) = residual.all_input_nodes
-        enter.args = (*enter.args[:2], residual.meta["val"].dtype)
+        _change_arguments(enter, (*enter.args[:2], residual.meta["val"].dtype))
         with compat.tracing_fake_mode(self.fake_mode):
             enter.meta["val"] = enter_layers(*fx.map_arg(enter.args, lambda node: node.meta["val"]))
         residual.meta["val"] = enter.meta["val"][1]
@@ -249,3 +249,9 @@ class Rewriter:
                 if same_size(candidate, size):
                     return self._call(aten.sym_size.int, (source, dim), "size")
         raise NotImplementedError(f"no node before {site.h.name} holds its size {size}")
+
+
+def _change_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
+    """Also forget what the arguments were, to whose strides Inductor would bring them."""
+    node.args = args
+    node.meta.pop("eager_input_vals", None)

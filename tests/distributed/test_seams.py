@@ -63,7 +63,7 @@ def _compiled(function: Any, tokens: int, options: dict[str, Any], seen: list[li
         seen.append(list(graph.nodes))
 
     torch._dynamo.reset()
-    settings = {"post_grad_custom_post_pass": apply, "fx_graph_cache": False, "fallback_by_default": True}
+    settings = {"post_grad_custom_post_pass": apply, "fx_graph_cache": False}
     return torch.compile(function, options=settings)
 
 
