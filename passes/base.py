@@ -115,6 +115,7 @@ class GroupRefusal(StrEnum):
     MEGA_ARTIFACT = "mega_artifact"
     SPECULATIVE = "speculative"
     NO_LONG_STEPS = "no_long_steps"
+    NOT_ASKED_FOR = "not_asked_for"
 
 
 class HostAttention(StrEnum):

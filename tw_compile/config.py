@@ -73,7 +73,7 @@ class Config:
     disable_custom_all_reduce: bool = False
     split: str = "off"
     split_gemm_sms: str = "auto"
-    vllm_layer_groups: int = 0
+    vllm_layer_groups: int = 1
     device_profile: str = "auto"
     strict: bool = dataclasses.field(default_factory=strict_from_environment)
 

@@ -110,7 +110,7 @@ class LLM:
 
 def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() -> None:
     labels = [one.label for one in variants(SPEC)]
-    ours = ["fuse", "fuse-sharded", "fuse+split", "fuse+split-attention"]
+    ours = ["fuse", "fuse-pieces", "fuse+split", "fuse+split-pieces"]
     assert labels == ["off", *ours, "off-nccl", "off-nccl-tree", "reference"]
     for one in VARIANTS:
         assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
@@ -123,7 +123,7 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
 def test_every_chunk_is_an_engine_and_decode_runs_in_the_largest() -> None:
     plan = engines(SPEC, "folder")
     assert [(one.chunk, one.variant.label) for one in plan[:8]] == [
-        (64, "off"), (64, "fuse"), (64, "fuse-sharded"), (64, "fuse+split"), (64, "fuse+split-attention"), (64, "off-nccl"),
+        (64, "off"), (64, "fuse"), (64, "fuse-pieces"), (64, "fuse+split"), (64, "fuse+split-pieces"), (64, "off-nccl"),
         (64, "off-nccl-tree"), (128, "off"),
     ]  # fmt: skip
     assert [[trace.label for trace in one.traces] for one in (plan[0], plan[7])] == [

@@ -12,7 +12,7 @@ import pytest
 from tw_compile.config import Config
 from tw_compile.gating.facts import Settings
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.base import HostRefusal, WholeAttention
+from tw_compile.passes.base import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.planning import Mode, layer_shape, load_profile
 from tw_compile.vllm import plan
 from tw_compile.vllm.doctor import examine
@@ -125,7 +125,7 @@ def test_ranges_of_a_split_are_doublings_or_begin_where_the_second_half_is_half_
 
 def test_the_graph_of_a_whole_model_is_compiled_for_three_ranges_at_most() -> None:
     def ends(pays: plan.Pays, **changes: int) -> list[int]:
-        config = Config(host="vllm-0.24", split="auto", split_vllm_attention=True)
+        config = Config(host="vllm-0.24", split="auto")
         engine = replace(ENGINE, tensor_parallel_size=4, **changes)
         return plan.range_endpoints(engine, config, plan.gates(config, (9, 0)), pays, whole_graph=True)
 
@@ -174,17 +174,37 @@ def test_attention_of_steps_with_cuda_graphs_stays_whole() -> None:
     assert whole is not None and whole[0] == WholeAttention.CUDA_GRAPHS
 
 
-def test_residuals_stay_sharded_above_graphs_one_shot_and_flashinfer() -> None:
-    def first(flashinfer_bytes: int | None = None, engine: plan.Engine = ENGINE, **options: Any) -> int | None:
-        return engine.sharded_from(Config(**{"vllm_sharded_residuals": True, **options}), flashinfer_bytes)
+def test_steps_above_graphs_one_shot_and_flashinfer_run_by_groups_of_layers() -> None:
+    def first(flashinfer_bytes: int | None = None, **changes: Any) -> Any:
+        return replace(ENGINE, **changes).long_from(Config(), flashinfer_bytes)
 
     assert first() == 513
-    assert first(engine=replace(ENGINE, captured_tokens=1024)) == 1025
+    assert first(captured_tokens=1024) == 1025
     assert first(16 * MIB) == 1025 and first(2 * MIB) == 513
-    assert first(fuse_min_bytes=16 * MIB) == 1024
-    assert first(engine=replace(ENGINE, max_tokens=513)) is None
-    for off in ({"vllm_sharded_residuals": False}, {"fuse": False}, {"split": "auto"}, {"fuse_max_bytes": MIB}):
-        assert first(**off) is None
+    assert first(max_tokens=515) == 513
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"one_graph": True}, {}, GroupRefusal.ONE_GRAPH),
+        ({"mega_artifact": True}, {}, GroupRefusal.MEGA_ARTIFACT),
+        ({"speculative": True}, {}, GroupRefusal.SPECULATIVE),
+        ({"max_tokens": 513}, {}, GroupRefusal.NO_LONG_STEPS),
+        ({}, {"vllm_layer_groups": 0}, GroupRefusal.NOT_ASKED_FOR),
+        ({}, {"fuse": False}, GroupRefusal.NOT_ASKED_FOR),
+    ],
+)
+def test_what_keeps_steps_from_running_by_groups_of_layers(
+    change: dict[str, Any], options: dict[str, Any], reason: GroupRefusal
+) -> None:
+    found = replace(ENGINE, **change).long_from(Config(**options), None)
+    assert isinstance(found, tuple) and found[0] == reason and found[1]
+
+
+def test_ranges_of_long_steps_cover_them_and_none_has_one_size() -> None:
+    assert plan.ranges_from(513, [], 8192) == ((513, 8192),)
+    assert plan.ranges_from(513, [1, 512, 513, 1024, 4096, 8191], 8192) == ((513, 1024), (1025, 4096), (4097, 8192))
 
 
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:

@@ -38,8 +38,7 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
     assert isinstance(inside, VllmPass) == (engine.variant.kind == "ours")
     if engine.variant.kind == "ours":
         assert inside.config.split == ("auto" if "split" in variant else "off")
-        assert inside.config.vllm_sharded_residuals == (variant == "fuse-sharded")
-        assert inside.config.split_vllm_attention == (variant == "fuse+split-attention")
+        assert inside.config.vllm_layer_groups == (0 if "pieces" in variant else 1)
 
 
 def test_the_reference_computes_in_ieee_float32(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

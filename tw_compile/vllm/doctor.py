@@ -72,7 +72,14 @@ def _group(engine: plan.Engine, config: Any, choices: tuple[Any, ...], capabilit
     return {
         "world_size": world_size,
         "ranges_end_at": plan.range_endpoints(engine, config, choices),
+        "groups_of_layers": _groups_of_layers(engine, config, default),
         "flashinfer_fusion_bytes": plan.flashinfer_fusion_limit(capability, world_size, settings, default),
         "flashinfer_fusion_bytes_of_vllm": default,
         "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
     }
+
+
+def _groups_of_layers(engine: plan.Engine, config: Any, flashinfer_bytes: int | None) -> Report:
+    """For the example's engine without CUDA graphs; FlashInfer may be taken to be there or not."""
+    first = engine.long_from(config, flashinfer_bytes)
+    return {"from_tokens": first} if isinstance(first, int) else {"reason": first[0], "detail": first[1]}

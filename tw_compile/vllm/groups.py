@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
 from tw_compile.kernels.seam import enter_layers, leave_layers
@@ -40,7 +41,7 @@ def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
     found = _cut(graph, most_layers, seams=True)
     if found is not None:
         _, *groups = found.named_children()
-        if len({_identity(group) for _, group in groups}) == 1:
+        if len({_identity(group.graph) for _, group in groups}) == 1:  # type: ignore[arg-type]
             return Cut(found, True)
     found = _cut(graph, most_layers, seams=False)
     return None if found is None else Cut(found, False)
@@ -63,10 +64,12 @@ def _cut(graph: fx.GraphModule, most_layers: int, seams: bool) -> fx.GraphModule
     part, number = dict[fx.Node, int](), 0
     for node in copied.nodes:
         within = node.args[0] if node.target is operator.getitem else None
-        part[node] = part[within] if within in ends else number  # type: ignore[index]
+        part[node] = part[within] if isinstance(within, fx.Node) and within in ends else number
         number += node in ends
-    tuples = {"tuple_return": True} if "tuple_return" in inspect.signature(split_module).parameters else {}
-    return split_module(fx.GraphModule(graph, copied), None, part.__getitem__, keep_original_order=True, **tuples)
+    options = inspect.signature(split_module).parameters
+    tuples: dict[str, Any] = {"tuple_return": True} if "tuple_return" in options else {}
+    root: Any = None  # of no use to it, and given as None by vLLM
+    return split_module(fx.GraphModule(graph, copied), root, part.__getitem__, keep_original_order=True, **tuples)
 
 
 def group_size(layers: int, most: int) -> int:
@@ -98,12 +101,11 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     At the end of the graph that is what it returns.
     """
     hidden, residual = _results(graph, norm)
-    values = [one.meta.get("example_value") for one in (hidden, residual)]
+    like, other = (one.meta.get("example_value") for one in (hidden, residual))
     group_names = {_group_name(node) for node in graph.nodes if _name(node) == _ALL_REDUCE}
-    like = values[0]
-    if not all(isinstance(one, torch.Tensor) and one.dtype == like.dtype and one.shape == like.shape for one in values):
+    if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
-    if len(group_names) != 1:
+    if (like.dtype, like.shape) != (other.dtype, other.shape):
         return None
     last = max(norm, hidden, residual)
     after = [node for node in graph.nodes if node > last and not {hidden, residual}.isdisjoint(node.all_input_nodes)]
@@ -145,14 +147,14 @@ def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     return results[0], results[1]
 
 
-def _identity(part: fx.GraphModule) -> str:
+def _identity(part: fx.Graph) -> str:
     """The same for parts that compute the same of their arguments."""
-    places = {node: f"%{place}" for place, node in enumerate(part.graph.nodes)}
+    places = {node: f"%{place}" for place, node in enumerate(part.nodes)}
     lines = []
-    for node in part.graph.nodes:
+    for node in part.nodes:
         value = node.meta.get("example_value")
         shape = (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else type(value)
-        given = fx.map_arg((node.args, node.kwargs), places.__getitem__)  # type: ignore[arg-type]
+        given = fx.map_arg((node.args, node.kwargs), places.__getitem__)
         lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {given} {shape}")
     return "\n".join(lines)
 

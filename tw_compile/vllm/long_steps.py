@@ -32,6 +32,7 @@ def add_long_steps(
     counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
     cut = groups.cut(graph, layers) if counts else None
     if cut is None:
+        logger.info("tw_compile: no groups of layers: the graph has no layers that are known as such")
         return
     begun = time.perf_counter()
     compile_part = _Compiler(backend, cut.module)
@@ -57,7 +58,7 @@ class _Compiler:
 
     def __init__(self, backend: Any, parts: fx.GraphModule) -> None:
         self._backend = backend
-        self._parts = dict(parts.named_children())
+        self._parts: dict[str, Any] = dict(parts.named_children())
         behind_pieces = len(backend.piecewise_graphs)
         self._numbers = {name: behind_pieces + place for place, name in enumerate(self._parts)}
 

@@ -68,27 +68,24 @@ class Engine:
         )
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
-    def groups_layers(
-        self, config: Config, flashinfer_bytes: int | None
-    ) -> tuple[int | None, tuple[GroupRefusal, str] | None]:
-        """From how many tokens on steps run by groups of layers, or None; and then, if they were asked for, why not.
+    def long_from(self, config: Config, flashinfer_bytes: int | None) -> int | tuple[GroupRefusal, str]:
+        """From how many tokens on steps run by groups of layers; or why none do, by name and in words.
 
         Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
         vLLM fuses by itself.
         """
-        if not config.vllm_layer_groups:
-            return None, None
         at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_WHOLE_TOKENS)
-        first = at_most + 1 if at_most + 1 < self.max_tokens else None
+        asked = config.fuse and config.vllm_layer_groups > 0
         none_longer = f"steps have at most {self.max_tokens} tokens, those of up to {at_most} are run otherwise"
         reasons = (
+            (not asked, GroupRefusal.NOT_ASKED_FOR, "vllm_layer_groups is 0, or nothing is fused"),
             (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
             (self.mega_artifact, GroupRefusal.MEGA_ARTIFACT, "VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them"),
             (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
-            (first is None, GroupRefusal.NO_LONG_STEPS, none_longer),
+            (at_most + 1 >= self.max_tokens, GroupRefusal.NO_LONG_STEPS, none_longer),
         )
         refused = next(((reason, detail) for applies, reason, detail in reasons if applies), None)
-        return (None, refused) if refused else (first, None)
+        return refused or at_most + 1
 
     def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
         """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""

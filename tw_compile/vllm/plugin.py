@@ -161,15 +161,17 @@ def _put(engine: Any, config: Config) -> str:
     choices = plan.gates(config, _capability())
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
-    long_from, not_grouped = facts.groups_layers(config, flashinfer)
-    whole = long_from is not None
-    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, whole), whole)
+    long_from = facts.long_from(config, flashinfer)
+    grouped = isinstance(long_from, int)
+    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, grouped), grouped)
     long_ranges: tuple[tuple[int, int], ...] = ()
-    if not_grouped is not None:
-        logger.info("tw_compile: no groups of layers, %s: %s", *not_grouped)
-    if long_from is not None:
+    if isinstance(long_from, int):
         long_ranges = plan.ranges_from(long_from, ends, facts.max_tokens)
-        ends = [end for end in ends if end < long_from]
+        ends = [end for end in ends if end < long_from - 1]
+        groups = "by groups of layers in ranges that end at " + ", ".join(str(end) for _, end in long_ranges)
+        groups = f"from {long_from} tokens on {groups}"
+    else:
+        groups = "no groups of layers, {}: {}".format(*long_from)
     slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
     chained = f", after {type(users).__name__}" if users is not None else ""
@@ -177,7 +179,7 @@ def _put(engine: Any, config: Config) -> str:
     ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
     return (
         f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
-        f"thresholds for {tables}; token ranges end at {ranges}; split {config.split}"
+        f"thresholds for {tables}; token ranges end at {ranges}; {groups}; split {config.split}"
     )
 
 

@@ -42,19 +42,16 @@ class Variant:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
+def _options(**options: Any) -> dict[str, Any]:
+    return {"additional_config": {"tw_compile": options}}
+
+
 VARIANTS = (
     Variant("off", "baseline"),
-    Variant("fuse", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off"}}}),
-    Variant(SPLIT, "ours", _ON, {"additional_config": {"tw_compile": {"split": "auto"}}}),
-    Variant(
-        "fuse-groups", "ours", _ON, {"additional_config": {"tw_compile": {"split": "off", "vllm_layer_groups": 4}}}
-    ),
-    Variant(
-        f"{SPLIT}-groups",
-        "ours",
-        _ON,
-        {"additional_config": {"tw_compile": {"split": "auto", "vllm_layer_groups": 4}}},
-    ),
+    Variant("fuse", "ours", _ON, _options(split="off")),
+    Variant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
+    Variant(SPLIT, "ours", _ON, _options(split="auto")),
+    Variant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
