@@ -29,7 +29,6 @@ Nothing else about the kernels is different.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -107,4 +106,4 @@ def fork_and_join(
             )
         torch.cuda.current_stream(device).wait_event(done)
 
-    return replace(started, finish=finish, overlap_sms=overlap_sms)
+    return Started(started.hidden, started.residual, finish, overlap_sms, started.call)

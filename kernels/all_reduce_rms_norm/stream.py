@@ -203,9 +203,9 @@ class Stream(Algorithm):
         hidden, residual_out = allocators(request, request.residual_rows(state.world_size))
         if request.results_in_slot:
             norm, shape = request.norm, tuple(request.x.shape)
-            hidden = partial(slot.buffers["hidden"].view, shape, norm.hidden_dtype)
+            hidden = partial(slot.buffers["hidden"].view(shape, norm.hidden_dtype).view, shape)
             if request.residual_out == "replicated":
-                residual_out = partial(slot.buffers["residual"].view, shape, norm.residual_dtype)
+                residual_out = partial(slot.buffers["residual"].view(shape, norm.residual_dtype).view, shape)
         return hidden, residual_out
 
     def _shape(self, request: Request) -> Shape:

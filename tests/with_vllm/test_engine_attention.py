@@ -63,6 +63,7 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, layers: int = LAYERS, **options: Any) -> Any:
@@ -109,6 +110,7 @@ def unsplit(folder: Path, groups: Any, layers: int) -> tuple[list[torch.Tensor],
     with pytest.MonkeyPatch.context() as patch:
         be_one_rank(patch)
         patch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
+        patch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
         _plain_attention(patch)
         outputs, _, caches = run(engine(folder, layers=layers))
         return outputs, caches
@@ -145,6 +147,10 @@ def test_attention_of_a_step_is_that_of_its_halves(
     assert "vllm::unified_kv_cache_update" not in halves
     seams = [halves.count(f"tw_compile::{one}") for one in ("enter_layers", "arrive_", "leave_halves", "leave_layers")]
     assert seams == [2, 1, 1, 0]
+    starts = [node for node in graphs[-1].nodes if operator_name(node).endswith("norm_start")]
+    assert len(starts) == 4 * layers and all(
+        node.kwargs["overlap_sms"] for node in starts
+    )  # also of what leaves in flight
     assert_same(found, unsplit)
 
     again = run(engine(folder, layers=layers, split="16"))

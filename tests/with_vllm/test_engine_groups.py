@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
+from tw_compile.kernels.seam import enter_layers, leave_layers
+from tw_compile.vllm import groups as groups_of_layers
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
 
@@ -20,12 +23,15 @@ pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residua
 COUNTS = (MAX_TOKENS, 24, 23, 3)
 
 
-def engine(folder: Path, **options: Any) -> Any:
-    return engine_config(
-        folder,
-        compilation={"pass_config": {"fuse_allreduce_rms": False}},
-        additional_config={"tw_compile": {"strict": True, **options}},
-    )
+@pytest.fixture(autouse=True)
+def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", 23)
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
+
+
+def engine(folder: Path, compilation: dict[str, Any] | None = None, **options: Any) -> Any:
+    settings = {"pass_config": {"fuse_allreduce_rms": False}, **(compilation or {})}
+    return engine_config(folder, compilation=settings, additional_config={"tw_compile": {"strict": True, **options}})
 
 
 def names(graph: fx.Graph) -> list[str]:
@@ -34,10 +40,9 @@ def names(graph: fx.Graph) -> list[str]:
 
 @pytest.mark.parametrize("layers", [1, LAYERS])
 def test_long_steps_run_in_groups_of_layers_that_are_compiled_once(
-    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, layers: int
+    folder: Path, graphs: list[fx.Graph], layers: int
 ) -> None:
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", 23)
-    with llama(engine(folder)) as model:
+    with llama(engine(folder, vllm_layer_groups=0)) as model:
         pieces = [model(count) for count in COUNTS]
     graphs.clear()
     with collect_reports() as reports, llama(engine(folder, vllm_layer_groups=layers)) as model:
@@ -54,3 +59,57 @@ def test_long_steps_run_in_groups_of_layers_that_are_compiled_once(
     for count, one, other in zip(COUNTS, found, pieces, strict=True):
         close = {"rtol": 0.06, "atol": 0.06} if count >= 24 and layers > 1 else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(one, other, **close)
+
+
+def test_groups_leave_each_other_the_rows_of_the_rank(folder: Path, graphs: list[fx.Graph]) -> None:
+    with llama(engine(folder, vllm_layer_groups=1)) as model:
+        model(MAX_TOKENS)
+    (enter,) = graphs[-1].find_nodes(op="call_function", target=enter_layers)
+    (leave,) = graphs[-1].find_nodes(op="call_function", target=leave_layers)
+    assert enter.args[2] == torch.bfloat16 and leave.args[3] is True
+    assert not any(one.op == "output" for one in leave.args[1].users)  # the residual is nobody else's
+
+
+def test_groups_that_differ_return_tensors_as_usual(
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups_of_layers, "group_size", lambda layers, most: 2)  # of three layers
+    with llama(engine(folder, vllm_layer_groups=2)) as model:
+        found = [model(count) for count in COUNTS]
+    assert [names(graph).count("vllm::unified_kv_cache_update") for graph in graphs[-3:]] == [0, 2, 1]
+    assert not any("layers" in name for graph in graphs for name in names(graph) if name.startswith("tw_compile::"))
+    with llama(engine(folder, vllm_layer_groups=0)) as model:
+        for count, one in zip(COUNTS, found, strict=True):
+            torch.testing.assert_close(one, model(count), rtol=0.06, atol=0.06)
+
+
+def test_an_error_leaves_all_steps_to_vllms_pieces(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setattr(groups_of_layers, "cut", broken)
+    with llama(engine(folder, strict=False)) as model:
+        found = [model(count) for count in COUNTS]
+    assert "left vLLM's graph as it was: RuntimeError: on purpose" in caplog.text
+    with llama(engine(folder, vllm_layer_groups=0)) as model:
+        assert all(torch.equal(model(count), one) for count, one in zip(COUNTS, found, strict=True))
+    with pytest.raises(RuntimeError, match="on purpose"), llama(engine(folder)) as model:
+        model(MAX_TOKENS)
+
+
+def test_the_start_says_from_where_on_steps_run_by_groups_or_why_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        engine(folder)
+        engine(folder, {"use_inductor_graph_partition": True})
+        monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
+        engine(folder)
+    lines = [record.message for record in caplog.records if record.name == "vllm.tw_compile"]
+    assert f"from 24 tokens on by groups of layers in ranges that end at {MAX_TOKENS};" in lines[0]
+    assert "no groups of layers, one_graph: use_inductor_graph_partition is on;" in lines[1]
+    assert "no groups of layers, mega_artifact: VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them;" in lines[2]

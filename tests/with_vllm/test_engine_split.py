@@ -129,14 +129,15 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
         assert (found.shape.world_size, found.shape.hidden_size, found.transport) == (WORLD_SIZE, HIDDEN, "gloo")
         return replace(found, shape=big)
 
-    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda engine, config: None)  # ranges at every doubling
+    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda *given: None)  # ranges at every doubling
     config, original = load_config("llama-3.3-70b"), choose.layer_of_piece
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash"))
     monkeypatch.setattr(choose, "layer_of_piece", layer_of_piece)
     monkeypatch.setattr("tw_compile.vllm.plan.SPLIT_FROM", 4096)
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
-    options = {"strict": True, "split": "auto", "device_profile": "H200"}
+    pieces = {"strict": True, "vllm_layer_groups": 0}
+    options = {**pieces, "split": "auto", "device_profile": "H200"}
     counts = (8192, 4097, 300)
     outputs, reports = run(engine_config(folder, additional_config={"tw_compile": options}, **longer), counts)
     whole = "layer_not_recognised"
@@ -147,9 +148,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
     (sizes,) = (r.split.sizes for r in reports if r.split is not None and r.split.mode == "split")
     assert all(str(size).startswith("s") for size in sizes)
     assert seen.assumes() == seen.assumed
-    assert_equal(
-        outputs, run(engine_config(folder, **longer, additional_config={"tw_compile": {"strict": True}}), counts)[0]
-    )
+    assert_equal(outputs, run(engine_config(folder, **longer, additional_config={"tw_compile": pieces}), counts)[0])
 
 
 def test_pieces_with_an_operator_without_rule_stay_fused(
