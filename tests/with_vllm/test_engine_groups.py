@@ -100,16 +100,24 @@ def test_an_error_leaves_all_steps_to_vllms_pieces(
         model(MAX_TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("mega", "partition", "expected"),
+    [
+        ("0", False, f"from 24 tokens on by groups of layers in ranges that end at {MAX_TOKENS};"),
+        ("0", True, "no groups of layers, one_graph: use_inductor_graph_partition is on;"),
+        ("1", False, "no groups of layers, mega_artifact: VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them;"),
+    ],
+)
 def test_the_start_says_from_where_on_steps_run_by_groups_or_why_not(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    mega: str,
+    partition: bool,
+    expected: str,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
-        engine(folder)
-        engine(folder, {"use_inductor_graph_partition": True})
-        monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "1")
-        engine(folder)
-    lines = [record.message for record in caplog.records if record.name == "vllm.tw_compile"]
-    assert f"from 24 tokens on by groups of layers in ranges that end at {MAX_TOKENS};" in lines[0]
-    assert "no groups of layers, one_graph: use_inductor_graph_partition is on;" in lines[1]
-    assert "no groups of layers, mega_artifact: VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them;" in lines[2]
+        engine(folder, {"use_inductor_graph_partition": partition})
+    assert expected in caplog.text

@@ -73,7 +73,7 @@ def _wrap_backend() -> None:
             if hasattr(inside, "behind_split"):
                 inside.behind_split(self, graph, example_inputs, function)
         except Exception as error:
-            _failed(error, "vLLM's graph")
+            _failed(error, "vLLM's graph", inside.config.strict)
         return function
 
     VllmBackend.__call__ = call
@@ -190,7 +190,7 @@ def _capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
-def _failed(error: Exception, what: str = "vLLM's configuration") -> None:
-    if strict_from_environment():
+def _failed(error: Exception, what: str = "vLLM's configuration", strict: bool = False) -> None:
+    if strict or strict_from_environment():
         raise error
     logger.warning("tw_compile left %s as it was: %s: %s", what, type(error).__name__, error)
