@@ -90,11 +90,9 @@ def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | No
     leaves = next((one for one in sites if _leaves(one, seam) and one.h not in whole_sums), None)
     spared = replaced if seam is None or leaves is None else {*replaced, seam.leave}
     whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
-    if (
-        enters is None or leaves is None or id(leaves) in whole
-    ):  # the next graph is as this one, and so are both its ends
+    if enters is None or leaves is None or id(leaves) in whole:
         if enters is not leaves:
-            return plan_layouts(sites, transports)
+            return plan_layouts(sites, transports)  # the graphs around are as this one, so its ends must agree
         enters = leaves = None
     chained = {id(source) for source in sources if source is not None}
     layouts = []

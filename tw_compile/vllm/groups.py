@@ -4,7 +4,7 @@
     group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
 
 A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
-as many layers are the same graph, which vLLM compiles once. If all are, what goes from one to the next stays as it is
+as many layers are the same graph. If all are, it is compiled once, and what goes from one to the next stays as it is
 (``kernels/seam.py``).
 """
 
@@ -30,7 +30,7 @@ _NORMS = ("vllm_ir::rms_norm", _ADD_NORM)
 
 @dataclass(frozen=True)
 class Cut:
-    """Calls of the parts of a graph; ``seamed`` if what it returns is left by the last one as by the others."""
+    """Calls of the parts of a graph; ``seamed``: all but the first are the same, and leave what they make by a seam."""
 
     module: fx.GraphModule
     seamed: bool

@@ -7,6 +7,7 @@ vLLM's own compiler manager, with its caches, passes and settings; all other ste
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from vllm.config.utils import Range
 
 from tw_compile.kernels.seam import leave_off
 from tw_compile.vllm import groups
@@ -37,14 +37,15 @@ def add_long_steps(
     begun = time.perf_counter()
     compile_part = _Compiler(backend, cut.module)
     first, last = ranges[0][0], ranges[-1][1]
-    (head, _), *rest = cut.module.named_children()
+    head, *rest = [name for name, _ in cut.module.named_children()]
     embed = compile_part(head, first, last)
     runs = []
     for low, high in ranges:
         stitched = fx.GraphModule(cut.module, cut.module.graph)
+        distinct = rest[:1] if cut.seamed else rest  # seams join what was compiled to the same
+        compiled = [compile_part(name, low, high) for name in distinct]
         stitched.__dict__[head] = embed
-        for name, _ in rest:
-            stitched.__dict__[name] = compile_part(name, low, high)
+        stitched.__dict__.update(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
         runs.append((low, high, stitched.forward))
     backend.compiler_manager.save_to_file()
     function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], cut.seamed)
@@ -54,7 +55,7 @@ def add_long_steps(
 
 
 class _Compiler:
-    """vLLM's compiler for the parts of a graph; it finds equal ones, and what it has compiled at an earlier start."""
+    """vLLM's compiler for the parts of a graph; it finds what it has compiled at an earlier start."""
 
     def __init__(self, backend: Any, parts: fx.GraphModule) -> None:
         self._backend = backend
@@ -64,6 +65,8 @@ class _Compiler:
 
     def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
         """The part ``name`` for ``low`` to ``high`` tokens."""
+        from vllm.config.utils import Range  # not at the top: without it there are no groups, but all else works
+
         part = self._parts[name]
         return self._backend.compiler_manager.compile(
             part,
@@ -73,7 +76,6 @@ class _Compiler:
             compile_range=Range(start=low, end=high),
             graph_index=self._numbers[name],
             num_graphs=0,  # none is the last one, at which it would log a time
-            is_encoder=self._backend.is_encoder,
         )
 
 
