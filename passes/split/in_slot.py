@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import value
+from tw_compile.graph.predicates import is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.dependences import CommunicationCall, argument, find_calls, makes_view
+from tw_compile.passes.split.dependences import argument, find_calls, makes_view
 from tw_compile.passes.split.lock import has_own_kernel
+from tw_compile.passes.split.parts import half_of
 
 
 def leave_results_in_slots(graph: fx.Graph) -> int:
@@ -36,38 +38,54 @@ def leave_results_in_slots(graph: fx.Graph) -> int:
     if isinstance(calls, SplitRefused):
         raise ValueError(f"graph: expected one with starts and waits in pairs, got {calls.reason}: {calls.detail}")
     place = {node: index for index, node in enumerate(graph.nodes)}
-    left = []
+    entered = _entered(graph)
+    results: list[fx.Node] = []
+    first = {call.slot: call.start for call in reversed(calls) if not call.enters}
     following: dict[tuple[str, int], fx.Node] = {}
     for call in reversed(calls):
         slot = call.slot
-        if slot is None:
+        if slot is None or call.enters:
             continue
-        if (
-            not call.enters
-            and argument(call.start, "overlap_sms")
-            and _is_read_before(call, following.get(slot), place)
-        ):
-            left.append(call)
+        hidden = argument(call.wait, "hidden")
+        again = entered.get(hidden)
+        if again is None:
+            read = _is_read_before(hidden, following.get(slot), place, place[call.start])
+        else:  # by the next graph, which is as this one
+            read = _readers(hidden) == set() and _is_read_before(again, first[slot], place, -1)
+        # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions.
+        if argument(call.start, "overlap_sms") and argument(call.start, "residual_out") != "replicated" and read:
+            call.start.update_kwarg("results_in_slot", True)
+            results += [hidden] if again is None else [hidden, again]
         following[slot] = call.start
-    for call in left:
-        call.start.update_kwarg("results_in_slot", True)
-    if left:
-        _hold(graph, [argument(call.wait, "hidden") for call in reversed(left)])
-    return len(left)
+    if results:
+        _hold(graph, results[::-1])
+    return sum(bool(call.start.kwargs.get("results_in_slot")) for call in calls)
 
 
-def _is_read_before(call: CommunicationCall, following: fx.Node | None, place: dict[fx.Node, int]) -> bool:
-    """Whether all that reads the call's results has a kernel of its own, and runs before the slot's next call."""
-    if argument(call.start, "residual_out") == "replicated":
-        return False  # these rows are in the slot, too, and the residual's readers are additions
-    readers = _readers(argument(call.wait, "hidden"), call.wait)
+def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By the hidden states that each half leaves those that it enters with, see ``seams.py``."""
+    leave = next((node for node in graph.nodes if is_call(node, leave_halves)), None)
+    if leave is None:
+        return {}
+    enters = {half_of(node): node for node in graph.nodes if is_call(node, enter_layers)}
+    left = {1: argument(leave, "first_hidden"), 2: argument(leave, "hidden")}
+    return {
+        left[half]: next(one for one in enter.users if one.args[1] == 0)
+        for half, enter in enters.items()
+        if half in left
+    }
+
+
+def _is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.Node, int], earliest: int) -> bool:
+    """Whether all that reads ``hidden`` has a kernel of its own, and runs before the slot's next call."""
+    readers = _readers(hidden)
     if readers is None or not all(has_own_kernel(reader) for reader in readers):
         return False
-    return following is None or readers <= _needed_by(following, place, place[call.start])
+    return following is None or readers <= _needed_by(following, place, earliest)
 
 
-def _readers(hidden: fx.Node, wait: fx.Node) -> set[fx.Node] | None:
-    """What reads ``hidden``, through views of it; None if the graph returns it."""
+def _readers(hidden: fx.Node) -> set[fx.Node] | None:
+    """What reads ``hidden``, through views of it; None if the graph returns it. Its own wait does not, nor what leaves it."""
     found: set[fx.Node] = set()
     views = [hidden]
     while views:
@@ -76,9 +94,15 @@ def _readers(hidden: fx.Node, wait: fx.Node) -> set[fx.Node] | None:
                 return None
             if makes_view(user):
                 views.append(user)
-            elif user is not wait:
+            elif not (is_call(user, ops.wait_, arrive_, leave_halves) and hidden in _results(user)):
                 found.add(user)
     return found
+
+
+def _results(wait: fx.Node) -> tuple[fx.Node, ...]:
+    """The hidden states that a wait is for, or that are left."""
+    first = (argument(wait, "first_hidden"),) if is_call(wait, leave_halves) else ()
+    return (argument(wait, "hidden"), *first)
 
 
 def _needed_by(start: fx.Node, place: dict[fx.Node, int], earliest: int) -> set[fx.Node]:

@@ -95,6 +95,17 @@ def _run(rank: int, tokens: int, options: dict[str, Any], name: str) -> dict[str
         "rows": [node.args[3:] for node in seen[0] if operator_name(node) == "tw_compile::leave_layers"],
         "exposed": [report.split.overlap.exposed for report in reports if report.split and report.split.overlap],
         "in_flight": len(ops._in_flight),
+        "in_slot": [
+            hidden.args[0].kwargs.get("results_in_slot", False)
+            for node in seen[0]
+            if operator_name(node) == "tw_compile::leave_halves"
+            for hidden in (node.args[0], node.args[5])
+        ],
+        "held": [
+            sorted({operator_name(one.args[0]).removeprefix("tw_compile::") for one in node.args[0]})
+            for node in seen[0]
+            if operator_name(node) == "tw_compile::all_reduce_rms_norm_hold_"
+        ],
     }
 
 
@@ -115,6 +126,8 @@ def test_halves_go_on_as_they_are_and_in_flight(ranks: GlooRanks, tokens: int) -
         assert result["compiled"] == 1 and result["in_flight"] == 0
         names = result["names"]
         assert result["exposed"] == [{}]
+        assert result["in_slot"] == [True, True]
+        assert result["held"] == [["all_reduce_rms_norm_start", "enter_layers"]]  # until the next graph has read them
         assert [names.count(f"tw_compile::{one}") for one in ("enter_layers", "arrive_", "leave_halves")] == [2, 1, 1]
         assert names.count("tw_compile::all_reduce_rms_norm_start") == 4
         assert names.count("tw_compile::all_reduce_rms_norm_wait_") == 3  # the fourth call is the next graph's
