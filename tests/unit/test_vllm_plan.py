@@ -266,6 +266,8 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report["enabled"].startswith("yes") and "leaves out tw_compile" in report["plugin"]
     last = report["groups"][-1]
     assert last["ranges_end_at"] == [15, 4095]
+    first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
+    assert first == [4097, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB
     assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
     off = examine({}, None)
     assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None

@@ -62,6 +62,13 @@ def print_vllm(console: Console, report: Report) -> None:
         console.print(f"\n[bold]{group['world_size']} ranks[/bold], hidden 8192, bf16")
         ends = ", ".join(map(str, group["ranges_end_at"])) or "none"
         console.print(f"token ranges added, ending at: {ends}", markup=False)
+        layers = group["groups_of_layers"]
+        first = (
+            f"steps of {layers['from_tokens']} tokens and more"
+            if "from_tokens" in layers
+            else f"no, {layers['detail']}"
+        )
+        console.print(f"by groups of layers, where no CUDA graphs are captured: {first}", markup=False, soft_wrap=True)
         limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
         if default is not None:
             of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"
