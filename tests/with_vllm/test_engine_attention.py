@@ -62,7 +62,7 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
+    monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
 
 
@@ -109,7 +109,7 @@ def layers(request: pytest.FixtureRequest) -> int:
 def unsplit(folder: Path, groups: Any, layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         be_one_rank(patch)
-        patch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", LONG_FROM - 1)
+        patch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
         patch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
         _plain_attention(patch)
         outputs, _, caches = run(engine(folder, layers=layers))
@@ -199,6 +199,16 @@ def test_in_vllms_own_graph_of_a_whole_model_attention_is_split_too(folder: Path
     found = run(engine(folder, {"use_inductor_graph_partition": True}, split="16"))
     assert modes(found[1]) == {(1, 23): "too_few_tokens", (24, MAX_TOKENS): "split"}
     assert names(graphs[1]).count("tw_compile::vllm_attention_half") == 2 * LAYERS
+
+
+@pytest.mark.parametrize(("partition", "layers", "inside"), [(True, 1, True), (True, 0, False), (False, 0, False)])
+def test_ranges_are_planned_for_where_attention_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, partition: bool, layers: int, inside: bool
+) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda engine, config, attention: seen.append(attention))
+    engine(folder, {"use_inductor_graph_partition": partition}, layers=layers, split="auto")
+    assert set(seen) == {inside}
 
 
 def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) -> None:

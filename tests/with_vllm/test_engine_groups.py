@@ -25,7 +25,7 @@ COUNTS = (MAX_TOKENS, 24, 23, 3)
 
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_WHOLE_TOKENS", 23)
+    monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", 23)
     monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
 
 

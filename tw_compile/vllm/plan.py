@@ -23,7 +23,7 @@ SPLIT_FROM = 1024
 """Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
 
 
-MOST_WHOLE_TOKENS = 512
+MOST_SHORT_TOKENS = 512
 """Steps of up to so many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
 
 
@@ -74,7 +74,7 @@ class Engine:
         Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
         vLLM fuses by itself.
         """
-        at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_WHOLE_TOKENS)
+        at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_SHORT_TOKENS)
         asked = config.fuse and config.vllm_layer_groups > 0
         none_longer = f"steps have at most {self.max_tokens} tokens, those of up to {at_most} are run otherwise"
         reasons = (

@@ -162,14 +162,14 @@ def _put(engine: Any, config: Config) -> str:
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
     long_from = facts.long_from(config, flashinfer)
-    grouped = isinstance(long_from, int)
-    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, grouped), grouped)
+    inside = isinstance(long_from, int) or (facts.one_graph and config.vllm_layer_groups > 0)  # attention, in halves
+    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, inside), inside)
     long_ranges: tuple[tuple[int, int], ...] = ()
     if isinstance(long_from, int):
         long_ranges = plan.ranges_from(long_from, ends, facts.max_tokens)
         ends = [end for end in ends if end < long_from - 1]
-        groups = "by groups of layers in ranges that end at " + ", ".join(str(end) for _, end in long_ranges)
-        groups = f"from {long_from} tokens on {groups}"
+        last = ", ".join(str(end) for _, end in long_ranges)
+        groups = f"from {long_from} tokens on by groups of layers in ranges that end at {last}"
     else:
         groups = "no groups of layers, {}: {}".format(*long_from)
     slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
