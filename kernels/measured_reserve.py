@@ -4,12 +4,15 @@ cuBLASLt can be told how many SMs there are, but not which. It may choose cluste
 SMs of one group (GPC), of which the kernel beside it has taken some: planned for exactly the SMs that are left, a matmul may
 find no place for its last clusters and take a wave more. How many it should leave can't be computed from outside, so the few
 numbers that can make a difference are tried, beside a stand-in that takes the same SMs for the same time.
+
+Others may use the device or the host meanwhile: another process, a compiler's threads. That makes trials longer, and never
+shorter, so a number's time is that of its shortest trial, once a second one was as short. Where no two are, nothing is said
+to be measured. A wrong choice would stay, as what is compiled is kept, and all ranks would wait for the one that made it.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -23,7 +26,11 @@ from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 
 _MORE = (0, 4, 8, 12)
 """SMs to leave beyond those that are taken."""
-_REPEATS = 5
+_TRIALS = 4
+"""Of each number in a round."""
+_MOST_ROUNDS = 5
+_REPRODUCED, _CLOCK_US = 1.02, 1.0
+"""The two shortest trials of a number are no further apart, or no further than events tell, or another round is made."""
 _LEAD_US = 150.0
 """The device waits for so long before each trial, while the host enqueues it."""
 _SETTLE_US = 4.0
@@ -58,7 +65,8 @@ def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: 
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
     ``operands``: those of ``mm`` or ``addmm``. None where it can't be measured: no device in use, one that the stand-in is not
-    for, no memory for the operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    for, one that others use all the time, no memory for the operands, or a CUDA graph is being captured. Takes some
+    milliseconds of the device the first time.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
@@ -77,18 +85,33 @@ def _measured(operands: tuple[Operand, ...], device: torch.device, ctas: int, bu
             tensors = [operand.make(device) for operand in operands]
             matmul = mm_leaving_sms if len(tensors) == 2 else addmm_leaving_sms
             numbers = (0, *(ctas + more for more in _MORE))
-            times: dict[int, list[float]] = {sms: [] for sms in numbers}
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            for _ in range(_REPEATS):
-                for sms in numbers:
-                    times[sms].append(_time_beside(partial(matmul, *tensors, sms), device, ctas, busy_us))
+            return best_of_trials(
+                numbers, lambda sms: _time_beside(partial(matmul, *tensors, sms), device, ctas, busy_us)
+            )
         except torch.cuda.OutOfMemoryError:
             return None
-    return best_of({sms: statistics.median(measured) for sms, measured in times.items()})
 
 
-def best_of(times: dict[int, float]) -> Reserve:
+def best_of_trials(numbers: Sequence[int], trial: Callable[[int], float]) -> Reserve | None:
+    """The best of ``numbers`` by ``trial``, which takes one and returns microseconds; None where no time can be reproduced."""
+    trials: dict[int, list[float]] = {sms: [] for sms in numbers}
+    for _ in range(_MOST_ROUNDS):
+        for _ in range(_TRIALS):
+            for sms in numbers:  # in turns, so that what changes with time changes for all
+                trials[sms].append(trial(sms))
+        if all(_is_reproduced(found) for found in trials.values()):
+            return best_of({sms: min(found) for sms, found in trials.items()})
+    return None
+
+
+def _is_reproduced(trials: list[float]) -> bool:
+    shortest, second = sorted(trials)[:2]
+    return second <= max(shortest * _REPRODUCED, shortest + _CLOCK_US)
+
+
+def best_of(times: Mapping[int, float]) -> Reserve:
     """The fewest SMs among those whose times are as good as the best."""
     limit = min(times.values()) * _EQUAL
     sms = min(sms for sms, us in times.items() if us <= limit)

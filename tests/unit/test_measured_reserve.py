@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tw_compile.kernels import measured_reserve as module
 from tw_compile.kernels.hold_sms import hold_program
-from tw_compile.kernels.measured_reserve import Operand, Reserve, best_of, measured_reserve
+from tw_compile.kernels.measured_reserve import Operand, Reserve, best_of, best_of_trials, measured_reserve
 
 OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
 
@@ -22,6 +24,25 @@ OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32
 )
 def test_fewest_sms_among_equals_are_left(times: dict[int, float], best: Reserve) -> None:
     assert best_of(times) == best
+
+
+@given(undisturbed=st.sets(st.integers(0, 7), min_size=2))
+def test_what_makes_some_trials_longer_does_not_change_the_choice(undisturbed: set[int]) -> None:
+    """``undisturbed``: of the trials of two rounds."""
+    trials: dict[int, int] = {}
+
+    def trial(sms: int) -> float:
+        number = trials[sms] = trials.get(sms, -1) + 1
+        true = {0: 700.0, 4: 600.0, 8: 640.0}[sms]
+        return true if number in undisturbed else true + 100.0 * 2**number
+
+    assert best_of_trials((0, 4, 8), trial) == Reserve(4, 600.0)
+
+
+def test_nothing_is_measured_where_no_trial_can_be_repeated() -> None:
+    times = iter(range(1000, 10_000_000, 1000))
+    assert best_of_trials((0, 4), lambda sms: float(next(times))) is None
+    assert next(times) < 100_000  # and it ends
 
 
 def test_nothing_is_measured_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
