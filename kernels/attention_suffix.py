@@ -19,20 +19,12 @@ import math
 from typing import Any
 
 import torch
-from torch.library import Library
 
+from tw_compile.kernels.operator import define
 from tw_compile.planning.suffix import MOST_HEAD_DIM
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of the kernel."""
-
-# Any strides will do, so Inductor copies no operand for them.
-_library = Library("tw_compile", "FRAGMENT")
-_library.define(
-    "attention_suffix(Tensor query, Tensor key, Tensor value, Tensor? earlier_key=None, Tensor? earlier_value=None, "
-    "float? scale=None) -> Tensor",
-    tags=(torch.Tag.flexible_layout,),
-)
 
 
 def reference(
@@ -81,6 +73,10 @@ def _cuda(
         blocks = blocks_for(query.shape[2], keys, query.shape[0] * query.shape[1])
         launch(query, (key, value), earlier, scale, out.transpose(1, 2), blocks)
     return out
+
+
+def _run(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    return (_cuda if query.is_cuda else reference)(query, *rest, **options)
 
 
 def _fake(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -135,8 +131,10 @@ def _checked(
     return scale
 
 
-for _key, _function in (("CPU", reference), ("CUDA", _cuda)):
-    _library.impl("attention_suffix", _function, _key)
-torch.library.register_fake("tw_compile::attention_suffix", _fake, lib=_library)
-
-attention_suffix = torch.ops.tw_compile.attention_suffix.default
+attention_suffix = define(
+    "attention_suffix(Tensor query, Tensor key, Tensor value, Tensor? earlier_key=None, Tensor? earlier_value=None, "
+    "float? scale=None) -> Tensor",
+    _run,
+    _fake,
+    tags=(torch.Tag.flexible_layout,),  # any strides will do, so Inductor copies no operand for them
+)

@@ -12,41 +12,31 @@ other. Planned for the SMs that are left, the GEMM's waves are full and nothing 
 
 It is cuBLASLt's heuristic that is told how many SMs there are (``torch._C._set_sm_carveout_experimental``); PyTorch's other way
 to cuBLAS does not pass it on, so the call takes cuBLASLt. Both are settings of the process: the op sets them for the time of
-the call on the host, a matmul that another thread enqueues meanwhile may be planned for fewer SMs too. That costs the
-host 4 us a call, beside 3 us for an operator in Python; replays of a CUDA graph cost nothing.
+the call on the host, a matmul that another thread enqueues meanwhile may be planned for fewer SMs too.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.library import Library
 
 from tw_compile import compat
-
-_library = Library("tw_compile", "FRAGMENT")
-_library.define("mm_leaving_sms(Tensor a, Tensor b, int reserved_sms) -> Tensor")
-_library.define("addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor")
+from tw_compile.kernels.operator import define
 
 
-def _mm(a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+def mm(a: torch.Tensor, b: torch.Tensor, reserved_sms: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The operator itself; ``out`` [tokens, n]: where the result goes."""
     check_reserved_sms(reserved_sms)
-    return torch.mm(a, b)
+    if not reserved_sms:
+        return torch.mm(a, b, out=out)
+    with compat.SmCarveout(reserved_sms):
+        return torch.mm(a, b, out=out)
 
 
 def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
-    return torch.addmm(bias, a, b)
-
-
-def _cuda(a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
-    check_reserved_sms(reserved_sms)
-    with compat.sm_carveout(reserved_sms):
-        return torch.mm(a, b)
-
-
-def _addmm_cuda(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
-    check_reserved_sms(reserved_sms)
-    with compat.sm_carveout(reserved_sms):
+    if not reserved_sms:
+        return torch.addmm(bias, a, b)
+    with compat.SmCarveout(reserved_sms):
         return torch.addmm(bias, a, b)
 
 
@@ -56,10 +46,7 @@ def check_reserved_sms(reserved_sms: int) -> None:
         raise ValueError(f"reserved_sms: expected 0 or more SMs, got {reserved_sms}")
 
 
-for _name, _on_cuda, _anywhere in (("mm_leaving_sms", _cuda, _mm), ("addmm_leaving_sms", _addmm_cuda, _addmm)):
-    _library.impl(_name, _on_cuda, "CUDA")
-    _library.impl(_name, _anywhere, "CPU")
-    torch.library.register_fake(f"tw_compile::{_name}", _anywhere, lib=_library)
-
-mm_leaving_sms = torch.ops.tw_compile.mm_leaving_sms.default
-addmm_leaving_sms = torch.ops.tw_compile.addmm_leaving_sms.default
+mm_leaving_sms = define("mm_leaving_sms(Tensor a, Tensor b, int reserved_sms) -> Tensor", mm, mm)
+addmm_leaving_sms = define(
+    "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", _addmm, _addmm
+)

@@ -21,20 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch.library import Library
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import rows_per_rank
-
-_library = Library("tw_compile", "FRAGMENT")
-_library.define("leave_layers(Tensor hidden, Tensor residual, str group_name, bool sharded=False) -> Tensor")
-_library.define("enter_layers(Tensor left, str group_name, ScalarType? rows_dtype=None) -> (Tensor, Tensor)")
-_library.define(
-    "leave_halves(Tensor hidden, Tensor residual, Tensor[] keep, str group_name, int slot, Tensor first_hidden, "
-    "Tensor first_residual, bool sharded, SymInt tokens) -> Tensor"
-)
-_library.define("arrive_(Tensor(a!) hidden, Tensor(b!) residual, Tensor[] keep, str group_name, int slot) -> ()")
+from tw_compile.kernels.operator import define
 
 
 @dataclass
@@ -178,17 +169,24 @@ def _arrive_fake(*_: object) -> None:
     return None
 
 
-for _name, _run, _fake in (
-    ("leave_layers", _leave_layers, _leave_layers_fake),
-    ("leave_halves", _leave_halves, _leave_halves_fake),
-    ("enter_layers", _enter_layers, _enter_layers_fake),
-    ("arrive_", _arrive_, _arrive_fake),
-):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _run, _key)
-    torch.library.register_fake(f"tw_compile::{_name}", _fake, lib=_library)
-
-leave_layers = torch.ops.tw_compile.leave_layers.default
-leave_halves = torch.ops.tw_compile.leave_halves.default
-enter_layers = torch.ops.tw_compile.enter_layers.default
-arrive_ = torch.ops.tw_compile.arrive_.default
+leave_layers = define(
+    "leave_layers(Tensor hidden, Tensor residual, str group_name, bool sharded=False) -> Tensor",
+    _leave_layers,
+    _leave_layers_fake,
+)
+leave_halves = define(
+    "leave_halves(Tensor hidden, Tensor residual, Tensor[] keep, str group_name, int slot, Tensor first_hidden, "
+    "Tensor first_residual, bool sharded, SymInt tokens) -> Tensor",
+    _leave_halves,
+    _leave_halves_fake,
+)
+enter_layers = define(
+    "enter_layers(Tensor left, str group_name, ScalarType? rows_dtype=None) -> (Tensor, Tensor)",
+    _enter_layers,
+    _enter_layers_fake,
+)
+arrive_ = define(
+    "arrive_(Tensor(a!) hidden, Tensor(b!) residual, Tensor[] keep, str group_name, int slot) -> ()",
+    _arrive_,
+    _arrive_fake,
+)

@@ -17,16 +17,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.library import Library
 
 from tw_compile import compat
+from tw_compile.kernels.operator import define
 from tw_compile.planning.halves import FirstHalf, tokens_of_first_half
-
-_library = Library("tw_compile", "FRAGMENT")
-_library.define(
-    "tokens_of_half(Tensor rows, SymInt tokens, int half, int low, int high, "
-    "int numerator, int denominator, int multiple, int constant) -> SymInt"
-)
 
 
 def arguments_of(first: FirstHalf) -> tuple[int, ...]:
@@ -59,8 +53,9 @@ def _tokens_of_half_fake(
     return compat.new_size(rows, *FirstHalf(low, high, *formula).bounds[half])
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("tokens_of_half", _tokens_of_half, _key)
-torch.library.register_fake("tw_compile::tokens_of_half", _tokens_of_half_fake, lib=_library)
-
-tokens_of_half = torch.ops.tw_compile.tokens_of_half.default
+tokens_of_half = define(
+    "tokens_of_half(Tensor rows, SymInt tokens, int half, int low, int high, "
+    "int numerator, int denominator, int multiple, int constant) -> SymInt",
+    _tokens_of_half,
+    _tokens_of_half_fake,
+)

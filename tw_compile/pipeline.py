@@ -14,7 +14,7 @@ from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.gate import Gate
-from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels import operator
 from tw_compile.passes import fusion, split
 from tw_compile.passes.base import HostRefusal, SplitRefusal
 from tw_compile.planning import DeviceProfile
@@ -22,7 +22,7 @@ from tw_compile.planning import DeviceProfile
 logger = logging.getLogger("tw_compile")
 
 _PACKAGE = Path(__file__).parent
-_SOURCES = (_PACKAGE, Path(fusion.__file__).parent.parent, Path(ops.__file__).parent.parent)
+_SOURCES = (_PACKAGE, Path(fusion.__file__).parent.parent, Path(operator.__file__).parent)
 _SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 
@@ -70,7 +70,7 @@ class TWCompilePass(compat.CustomGraphPass):
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
         if self.config.split != "off":
             result.split = self._split(graph, profile, result, host)
-        compat.lower_as_calls(graph, ops.NAMESPACE)
+        compat.lower_as_calls(operator.defined())
         result.seconds = time.perf_counter() - begin
         report.publish(result)
         return result

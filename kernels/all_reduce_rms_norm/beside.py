@@ -33,6 +33,7 @@ from functools import cache
 
 import torch
 
+from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.spec import Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 
@@ -46,6 +47,16 @@ def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
     Groups share it. Their calls follow each other in the order of the program, as on the current stream.
     """
     return torch.cuda.Stream(device, priority=-1)
+
+
+@cache
+def _events(device: torch.device, group_name: str, slot: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    """Of a fork and a join that are not captured.
+
+    Calls of a slot share them: the next one forks after the join of the one before, and what waits for an event waits for
+    the last record before it.
+    """
+    return torch.cuda.Event(), torch.cuda.Event()
 
 
 def cluster_size(ctas: int, device: torch.device) -> int:
@@ -84,16 +95,19 @@ def fork_and_join(
     ``kept``: inputs and outputs, which live until the join. ``device``, which is current, ``slot`` and ``overlap_sms`` are the
     request's.
     """
-    current, side = torch.cuda.current_stream(device), side_stream(device, slot)
+    current, side = compat.current_stream(device), side_stream(device, slot)
     captured = torch.cuda.is_current_stream_capturing()
-    side.wait_event(current.record_event())
+    fork, join = (torch.cuda.Event(), torch.cuda.Event()) if captured else _events(device, group_name, slot)
+    fork.record(current)
+    side.wait_event(fork)
     try:
         started = launch(side)
     except BaseException:
         # Some of it may run, and memory is given back to the current stream now.
-        current.wait_event(side.record_event())
+        join.record(side)
+        current.wait_event(join)
         raise
-    done = side.record_event()
+    join.record(side)
 
     def finish(kept: object = kept) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -104,6 +118,6 @@ def fork_and_join(
                 f"all_reduce_rms_norm: a call on group {group_name!r}, slot {slot} was started before "
                 "CUDA-graph capture and not waited for: a graph can't wait for what is not in it"
             )
-        torch.cuda.current_stream(device).wait_event(done)
+        compat.current_stream(device).wait_event(join)
 
     return Started(started.hidden, started.residual, finish, overlap_sms, started.call)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.beside import fork_and_join
 from tw_compile.kernels.all_reduce_rms_norm.call import Call
 from tw_compile.kernels.all_reduce_rms_norm.spec import Operands
@@ -37,7 +38,7 @@ class Known:
                 return self.start(operands)
         call = self.call
         if not self.overlap_sms:
-            return Started(*call.enqueue(operands, None, torch.cuda.current_stream(self.device).cuda_stream))
+            return Started(*call.enqueue(operands, None, compat.current_stream(self.device).cuda_stream))
         allocated = call.allocate()
 
         def launch(side: torch.cuda.Stream) -> Started:

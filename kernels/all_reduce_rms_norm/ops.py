@@ -24,18 +24,17 @@ given that memory, exist.
 
 ``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
 
-Registered with ``torch.library.Library`` (less overhead a call than ``custom_op``). This module imports neither Triton
-nor any transport; those load at the first call.
+This module imports neither Triton nor any transport; those load at the first call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.library import Library
 
 from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.spec import (
@@ -49,13 +48,11 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     rows_per_rank,
 )
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
-from tw_compile.kernels.mm_leaving_sms import check_reserved_sms
+from tw_compile.kernels.mm_leaving_sms import check_reserved_sms, mm
+from tw_compile.kernels.operator import define
 
 if TYPE_CHECKING:
     from tw_compile.kernels.all_reduce_rms_norm.known import Known
-
-NAMESPACE = "tw_compile"
-_library = Library(NAMESPACE, "DEF")
 
 # Both ways to start a call: what they reduce, and then the same arguments.
 _REQUEST = (
@@ -64,19 +61,6 @@ _REQUEST = (
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
     "bool results_in_slot=False"
 )
-_library.define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)")
-_library.define(
-    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}, *, int reserved_sms=0) -> (Tensor, Tensor)"
-)
-_library.define(
-    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()"
-)
-
-# What is held may be laid out as it is, so nothing is copied for it.
-_library.define(
-    "all_reduce_rms_norm_hold_(Tensor(a!)[] results, Tensor[] outputs) -> ()", tags=(torch.Tag.flexible_layout,)
-)
-
 _in_flight: dict[tuple[str, int], Started] = {}
 _completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
@@ -105,8 +89,8 @@ class Arguments(NamedTuple):
     results_in_slot: bool = False
 
 
-def _start(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = Arguments(*rest)
+def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
     form = _form((x.shape, x.dtype), (x,), arguments)
     known = _known(x.device, arguments, form)
     if known is not None:
@@ -117,28 +101,25 @@ def _start(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _begin(get_transport(arguments.transport), request)
 
 
-def _mm_start(a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_factors(a, b)
-    check_reserved_sms(reserved_sms)
-    arguments = Arguments(*rest)
-    form = _form((a.shape, b.shape, a.dtype), (), arguments)
+def _mm_start(
+    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
+    form = _form((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
     known = _known(a.device, arguments, form)
     # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
     # stream waits for it, and it ends only when all peers have read (see kernels/_sync.py): the GEMM may overwrite it.
     if known is not None:
         _complete_earlier(arguments.group_name, arguments.slot)
-        return _begin_again(known, _mm(a, b, known.buffer, reserved_sms), arguments)
+        return _begin_again(known, mm(a, b, reserved_sms, known.buffer), arguments)
+    _check_factors(a, b)
+    check_reserved_sms(reserved_sms)
     # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
     request = _request(a.new_empty(1).expand(a.shape[0], b.shape[1]), arguments, form)
     transport = get_transport(arguments.transport)
     _complete_earlier(request.group_name, request.slot)
     buffer = transport.message_buffer(request)
-    return _begin(transport, replace(request, x=_mm(a, b, buffer, reserved_sms)))
-
-
-def _mm(a: torch.Tensor, b: torch.Tensor, buffer: torch.Tensor | None, reserved_sms: int) -> torch.Tensor:
-    with compat.sm_carveout(reserved_sms):
-        return torch.mm(a, b) if buffer is None else torch.mm(a, b, out=buffer)
+    return _begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
 
 
 def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
@@ -252,12 +233,17 @@ def _check_room(device: torch.device, overlap_sms: int) -> None:
     if not overlap_sms or device.type != "cuda":
         return
     taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
-    room = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    room = _sms(device) // 2
     if taken + overlap_sms > room:
         raise ValueError(
             f"overlap_sms: expected at most {room} SMs, half of {device}, for all calls in flight together, "
             f"got {overlap_sms} and {taken} of calls that have not been waited for"
         )
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,8 +253,8 @@ def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.
     return started.hidden, started.residual
 
 
-def _start_fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = Arguments(*rest)
+def _start_fake(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
     check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
     check_overlap_sms(arguments.overlap_sms)
     _check_eps_tensor(arguments.eps_tensor)
@@ -281,11 +267,11 @@ def _start_fake(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _mm_start_fake(
-    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0
+    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _check_factors(a, b)
     check_reserved_sms(reserved_sms)
-    return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest)
+    return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest, **named)
 
 
 def _wait_(
@@ -323,17 +309,20 @@ def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     return None
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("all_reduce_rms_norm_start", _start, _key)
-    _library.impl("mm_all_reduce_rms_norm_start", _mm_start, _key)
-    _library.impl("all_reduce_rms_norm_wait_", _wait_, _key)
-    _library.impl("all_reduce_rms_norm_hold_", _hold_, _key)
-torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_start", _start_fake, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::mm_all_reduce_rms_norm_start", _mm_start_fake, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_wait_", _wait_fake, lib=_library)
-torch.library.register_fake(f"{NAMESPACE}::all_reduce_rms_norm_hold_", _hold_, lib=_library)
-
-start = torch.ops.tw_compile.all_reduce_rms_norm_start.default
-mm_start = torch.ops.tw_compile.mm_all_reduce_rms_norm_start.default
-wait_ = torch.ops.tw_compile.all_reduce_rms_norm_wait_.default
-hold_ = torch.ops.tw_compile.all_reduce_rms_norm_hold_.default
+start = define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)", _start, _start_fake)
+mm_start = define(
+    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}, *, int reserved_sms=0) -> (Tensor, Tensor)",
+    _mm_start,
+    _mm_start_fake,
+)
+wait_ = define(
+    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
+    _wait_,
+    _wait_fake,
+)
+hold_ = define(
+    "all_reduce_rms_norm_hold_(Tensor(a!)[] results, Tensor[] outputs) -> ()",
+    _hold_,
+    _hold_,
+    tags=(torch.Tag.flexible_layout,),  # what is held may be laid out as it is, so nothing is copied for it
+)

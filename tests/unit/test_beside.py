@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm import ops, p2p
-from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, side_stream, start_beside
+from tw_compile.kernels.all_reduce_rms_norm.beside import _events, cluster_size, side_stream, start_beside
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
@@ -28,20 +29,25 @@ T, H, RANKS = 4, 8, 2
 
 @dataclass(eq=False)
 class FakeStream:
-    """Notes what is enqueued on it; an event is the name of its stream and how many were recorded there before."""
+    """Notes what is enqueued on it."""
 
     name: str
     log: list[str]
     events: int = 0
 
-    def record_event(self) -> str:
-        self.events += 1
-        event = f"{self.name}{self.events}"
-        self.log.append(f"{self.name}: record {event}")
-        return event
+    def wait_event(self, event: FakeEvent) -> None:
+        self.log.append(f"{self.name}: wait {event.recorded}")
 
-    def wait_event(self, event: str) -> None:
-        self.log.append(f"{self.name}: wait {event}")
+
+class FakeEvent:
+    """``recorded``: the stream of its last record, and how many there were on that stream."""
+
+    recorded = "nothing"
+
+    def record(self, stream: FakeStream) -> None:
+        stream.events += 1
+        self.recorded = f"{stream.name}{stream.events}"
+        stream.log.append(f"{stream.name}: record {self.recorded}")
 
 
 @dataclass
@@ -72,9 +78,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     made.current = FakeStream("main", made.log)
     side_stream.cache_clear()
+    _events.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", made.make)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: made.current)
+    monkeypatch.setattr(compat, "current_stream", lambda device: made.current)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.capturing)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     allocate = Request.allocate
@@ -87,6 +95,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(Request, "allocate", noted)
     yield made
     side_stream.cache_clear()
+    _events.cache_clear()
 
 
 def message(slot: int = 0, overlap_sms: int = 4) -> Request:
@@ -162,6 +171,19 @@ def test_streams_are_made_once_for_a_device_and_slot_and_have_priority(machine: 
     streams = [side_stream(device, slot) for device in devices for slot in range(2) for _ in range(3)]
     assert len(set(map(id, streams))) == 4
     assert machine.made == [(device, -1) for device in devices for _ in range(2)]
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_slots_calls_share_events_that_no_graph_has(machine: Machine, capturing: bool) -> None:
+    events: list[object] = []
+    record = FakeEvent.record
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeEvent, "record", lambda event, stream: (events.append(event), record(event, stream)))
+        for slot, captured in ((0, False), (0, capturing), (1, False), (0, False)):
+            machine.capturing = captured
+            join(start_beside(ready(slot), launching(machine)))
+    assert len(set(events)) == (6 if capturing else 4) and events[:2] == events[-2:]
+    assert (events[2:4] == events[:2]) is not capturing
 
 
 # --- capture ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from tw_compile.testing import calls_of, fake_cuda, fake_process_group, generate
 
 START, WAIT = "all_reduce_rms_norm_start", "all_reduce_rms_norm_wait_"
 MM_START = f"mm_{START}"  # what looks for START finds both
-_WAIT_ARGS = re.compile(WAIT + r"\.default\((\w+), (\w+), \[([^]]*)\]")
-_START_CALL = re.compile(r"(\w+) = torch\.ops\.tw_compile\.(?:mm_)?" + START + r"\.default\((.*)\)")
+_WAIT_ARGS = re.compile(WAIT + r"\.default\.direct\((\w+), (\w+), \[([^]]*)\]")
+_START_CALL = re.compile(r"(\w+) = torch\.ops\.tw_compile\.(?:mm_)?" + START + r"\.default\.direct\((.*)\)")
 
 
 class Independent(nn.Module):
@@ -192,7 +192,7 @@ def test_what_operands_of_our_operators_are_computed_from_is_not_written_out(
         monkeypatch.delitem(lowering.lowerings, known)
     monkeypatch.setattr(exc.OperatorIssue, "operator_str", lambda target, *_: written.append(target.name()) or "")
     if not told:
-        monkeypatch.setattr(compat, "lower_as_calls", lambda graph, namespace: None)
+        monkeypatch.setattr(compat, "lower_as_calls", lambda operators: None)
     with fake_process_group(2), fake_cuda():
         decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=torch.bfloat16, num_layers=1)
         ids = torch.zeros(1, 64, dtype=torch.long, device="cuda")
@@ -201,3 +201,13 @@ def test_what_operands_of_our_operators_are_computed_from_is_not_written_out(
     ours = [name for name in written if name.startswith("tw_compile::")]
     # By 2.14 Inductor has stopped doing that by itself.
     assert ours == [] if told else ours or tuple(map(int, torch.__version__.split(".")[:2])) > (2, 11)
+
+
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_only_python_code_calls_our_operators_without_the_dispatcher(in_cpp: bool) -> None:
+    tensors = tuple(torch.empty(5, 64) for _ in range(4))
+    code = generated_code(Independent(), tensors, options={"cpp_wrapper": in_cpp})
+    for name in (START, WAIT):
+        directly = code.count(f"tw_compile.{name}.default.direct(")
+        assert name in code and directly == (0 if in_cpp else 4)
+    assert "tw_compile.all_reduce_rms_norm_wait_.default(" not in code

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import ops, p2p, push, stream
-from tw_compile.kernels.all_reduce_rms_norm.beside import side_stream
+from tw_compile.kernels.all_reduce_rms_norm.beside import _events, side_stream
 from tw_compile.kernels.all_reduce_rms_norm.known import MOST_FORMS
 from tw_compile.kernels.all_reduce_rms_norm.push import Push
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
@@ -44,12 +44,16 @@ class FakeStream:
     def __init__(self, name: int, device: Device) -> None:
         self.cuda_stream, self._device = name, device
 
-    def record_event(self) -> int:
-        self._device.log.append(f"record {self.cuda_stream}")
-        return self.cuda_stream
+    def wait_event(self, event: FakeEvent) -> None:
+        self._device.log.append(f"{self.cuda_stream} waits for {event.recorded}")
 
-    def wait_event(self, event: int) -> None:
-        self._device.log.append(f"{self.cuda_stream} waits for {event}")
+
+class FakeEvent:
+    recorded = 0
+
+    def record(self, stream: FakeStream) -> None:
+        stream._device.log.append(f"record {stream.cuda_stream}")
+        self.recorded = stream.cuda_stream
 
 
 @pytest.fixture
@@ -65,11 +69,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         current.pop()
 
     side_stream.cache_clear()
+    _events.cache_clear()
     for module in (push, stream):
         monkeypatch.setattr(module, "prepare", lambda program, index: made)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(p2p.compat, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -77,6 +84,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield made
     side_stream.cache_clear()
+    _events.cache_clear()
 
 
 class Group:

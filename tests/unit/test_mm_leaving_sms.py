@@ -11,27 +11,25 @@ from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.testing import fake_process_group
 
+LT = torch._C._BlasBackend.Cublaslt
+
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int | None, str]]:
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, object]]:
     """``(SMs reserved, library)`` at each matmul; the process's settings are those of this fixture."""
-    state: dict[str, object] = {"reserved": None, "library": "cublas"}
-    seen: list[tuple[int | None, str]] = []
+    state: dict[str, object] = {"reserved": None, "library": "before"}
+    seen: list[tuple[object, object]] = []
 
-    def library(name: str | None = None) -> object:
-        if name is not None:
-            state["library"] = name
-        return state["library"]
-
-    def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        seen.append((state["reserved"], state["library"]))  # type: ignore[arg-type]
+    def mm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append((state["reserved"], state["library"]))
         if a.isnan().any():
             raise RuntimeError("no such GEMM")
         return a @ b
 
     monkeypatch.setattr(torch._C, "_get_sm_carveout_experimental", lambda: state["reserved"])
     monkeypatch.setattr(torch._C, "_set_sm_carveout_experimental", lambda count: state.update(reserved=count))
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", library)
+    monkeypatch.setattr(torch._C, "_get_blas_preferred_backend", lambda: state["library"])
+    monkeypatch.setattr(torch._C, "_set_blas_preferred_backend", lambda library: state.update(library=library))
     monkeypatch.setattr(torch, "mm", mm)
     return seen
 
@@ -63,25 +61,25 @@ def test_a_negative_number_of_sms_is_refused() -> None:
         mm_leaving_sms(*factors(), -1)
 
 
-def test_the_gemm_is_planned_without_the_reserved_sms(settings: list[tuple[int | None, str]]) -> None:
+def test_the_gemm_is_planned_without_the_reserved_sms(settings: list[tuple[object, object]]) -> None:
     a, b = factors()
-    module._cuda(a, b, 16)
-    module._cuda(a, b, 0)
-    assert settings == [(16, "cublaslt"), (None, "cublas")], "and others are as before"
+    module.mm(a, b, 16)
+    module.mm(a, b, 0)
+    assert settings == [(16, LT), (None, "before")], "and others are as before"
 
 
-def test_a_gemm_with_a_bias_is_planned_without_them_too(settings: list[tuple[int | None, str]]) -> None:
+def test_a_gemm_with_a_bias_is_planned_without_them_too(settings: list[tuple[object, object]]) -> None:
     a, b = factors()
     bias = torch.randn(7)
     assert torch.equal(addmm_leaving_sms(bias, a, b, 16), torch.addmm(bias, a, b))
     expected = torch.addmm(bias, a, b)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "addmm", lambda bias, a, b: torch.mm(a, b) + bias)
-        torch.testing.assert_close(module._addmm_cuda(bias, a, b, 16), expected)
-    assert settings == [(16, "cublaslt")]
+        torch.testing.assert_close(module._addmm(bias, a, b, 16), expected)
+    assert settings == [(16, LT)]
 
 
-def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[int | None, str]]) -> None:
+def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[object, object]]) -> None:
     a, b = factors()
     rest = (None, None, None, 1e-6, 0.0, None, torch.float32, torch.float32, False, "none", "0", "gloo", 0)
     with fake_process_group(2):
@@ -89,21 +87,21 @@ def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tup
             ops.wait_(*ops.mm_start(a, b, *rest, **reserved), [], "0", 0)
         with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
             ops.mm_start(a, b, *rest, reserved_sms=-1)
-    assert settings == [(None, "cublas"), (16, "cublaslt")]
+    assert settings == [(None, "before"), (16, LT)]
 
 
-def test_an_error_leaves_the_settings_as_they_were(settings: list[tuple[int | None, str]]) -> None:
+def test_an_error_leaves_the_settings_as_they_were(settings: list[tuple[object, object]]) -> None:
     a, b = factors()
     with pytest.raises(RuntimeError, match="no such GEMM"):
-        module._cuda(a * float("nan"), b, 16)
-    module._cuda(a, b, 0)
-    assert settings[-1] == (None, "cublas")
+        module.mm(a * float("nan"), b, 16)
+    module.mm(a, b, 0)
+    assert settings[-1] == (None, "before")
 
 
 def test_torch_has_the_settings() -> None:
     """In 2.11 to 2.15; without a device they can be set and read all the same."""
     before = torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()
-    with compat.sm_carveout(8):
+    with compat.SmCarveout(8):
         assert torch._C._get_sm_carveout_experimental() == 8
         assert "cublaslt" in str(torch.backends.cuda.preferred_blas_library()).lower()
     assert (torch._C._get_sm_carveout_experimental(), torch.backends.cuda.preferred_blas_library()) == before

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile.kernels import operator
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, _instances, get_transport
@@ -127,7 +128,7 @@ def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         implementation(hidden, *rest)
 
     monkeypatch.setattr(ops, "_in_flight", AlwaysInFlight())
-    with torch.library._scoped_library(ops.NAMESPACE, "IMPL") as library:
+    with torch.library._scoped_library(operator.NAMESPACE, "IMPL") as library:
         library.impl("all_reduce_rms_norm_wait_", recording, "CPU", allow_override=True)
         args = (torch.randn(T, H), torch.randn(T, H), [torch.randn(T, H)], "0", 0)
         torch.library.opcheck(ops.wait_, args)

@@ -569,7 +569,7 @@ def float8_layer() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def test_generated_code_for_a_gpu_multiplies_what_the_call_gives() -> None:
     code = generated_code(*float8_layer(), device="cuda", world_size=4, config=Config(strict=True))
-    starts = re.findall(rf"(\w+) = torch\.ops\.tw_compile\.{START}\.default\((.*)\)", code)
+    starts = re.findall(rf"(\w+) = torch\.ops\.tw_compile\.{START}\.default\.direct\((.*)\)", code)
     matmuls = re.findall(r"extern_kernels\._scaled_mm\((\w+),", code)
     assert len(starts) == 2 and all("torch.float8_e4m3fn" in arguments for _, arguments in starts)
     hidden = [re.search(rf"(\w+) = {result}\[0\]", code)[1] for result, _ in starts]  # type: ignore[index]

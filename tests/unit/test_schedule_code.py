@@ -26,8 +26,8 @@ from tw_compile.testing import fake_cuda, fake_process_group, find_ops
 
 aten = torch.ops.aten
 
-START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\((.*)\)")
-WAIT = re.compile(r"all_reduce_rms_norm_wait_\.default\((\w+), (\w+), \[([^]]*)\]")
+START = re.compile(r"(\w+) = torch\.ops\.tw_compile\.\w*all_reduce_rms_norm_start\.default\.direct\((.*)\)")
+WAIT = re.compile(r"all_reduce_rms_norm_wait_\.default\.direct\((\w+), (\w+), \[([^]]*)\]")
 BUFFER = re.compile(r"\bbuf\d+\b")
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -168,7 +168,7 @@ def in_code(line: str) -> str | None:
         return f"start {slot_of(line)} {leaving}".strip()
     if wait is not None:
         return f"wait {line.rstrip(')').split(', ')[-1]}"
-    budget = re.search(r"mm_leaving_sms\.default\(.*\b(arg\w+).*, (\d+)\)", line)
+    budget = re.search(r"mm_leaving_sms\.default\.direct\(.*\b(arg\w+).*, (\d+)\)", line)
     if budget is not None:
         return f"mm {budget.group(1)} leaving {budget.group(2)}"
     if "extern_kernels.mm(" in line:
@@ -203,7 +203,7 @@ def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
     assert len(leaving) >= 5 and {one.split()[-1] for one in leaving} == {few}
     reserved = {one.split()[-1] for one in order if one.startswith("start") and "arg" in one}
     assert reserved == ({"0", few} if form == "budgets" else set())
-    products = [line for line in found.lines if "mm_leaving_sms.default(" in line]
+    products = [line for line in found.lines if "mm_leaving_sms.default.direct(" in line]
     assert all("reinterpret_tensor(arg" in line for line in products), "weights are read where they are"
 
 
@@ -261,7 +261,7 @@ def test_no_kernel_computes_for_both_halves_before_the_last_wait(form: str) -> N
             tainted[item.group(1)] = tainted.get(item.group(2), set())
         elif (renamed := re.match(r"\s*(buf\d+) = \w*\(?buf\d+.*# reuse", line)) is not None:
             tainted[renamed.group(1)] = set()
-        elif ".run(" in line or "extern_kernels" in line or ".default(" in line:
+        elif ".run(" in line or "extern_kernels" in line or ".default(" in line or ".default.direct(" in line:
             if WAIT.search(line):
                 continue
             named = BUFFER.findall(line)
@@ -298,7 +298,9 @@ def test_each_half_has_one_flash_kernel_and_the_second_gets_the_keys_of_both() -
 def test_our_own_attention_reads_what_projections_write_and_writes_what_the_start_reads(form: str) -> None:
     lines = generated(form).lines
     code = "\n".join(lines)
-    found = re.findall(r"(buf\d+) = torch\.ops\.tw_compile\.attention_suffix\.default\((.*), scale=0\.125\)", code)
+    found = re.findall(
+        r"(buf\d+) = torch\.ops\.tw_compile\.attention_suffix\.default\.direct\((.*), scale=0\.125\)", code
+    )
     (prefix, (own_result, suffix)) = found
     operands = [re.findall(r"(?:reinterpret_tensor\()?\b(buf\d+)", one) for one in (prefix[1], suffix)]
     assert [len(one) for one in operands] == [3, 5] and "cudnn" not in code
@@ -321,7 +323,7 @@ def test_the_suffix_of_cudnn_is_two_calls_and_one_kernel_that_writes_what_the_st
     assert earlier[1] == own[1] != prefix[1], "the same queries"
     assert "(1, 1, 64, 64)" not in code, "no keys of both halves"
     results = {name for call in (earlier[0], own[0]) for name in re.findall(rf"(buf\d+) = {call}\[[01]\]", code)}
-    kernels, start = code[code.index(f"del {own[0]}\n") :].split("_start.default(", 1)
+    kernels, start = code[code.index(f"del {own[0]}\n") :].split("_start.default.direct(", 1)
     (merge,) = re.findall(r"\.run\((.*)\)", kernels)
     (operand,) = re.findall(r"reinterpret_tensor\((buf\d+), \(16, 128\)", start.partition("\n")[0])
     buffers = set(BUFFER.findall(merge))

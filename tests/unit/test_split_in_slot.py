@@ -180,7 +180,7 @@ def test_memory_of_what_stays_in_a_slot_is_given_to_nothing_else(monkeypatch: py
     lines = code[code.index("def call(") :].splitlines()
     kept, given_away = set(), set()
     for line in lines:
-        start = re.search(r"(buf\d+) = .*rms_norm_start\.default\(.*results_in_slot=True", line)
+        start = re.search(r"(buf\d+) = .*rms_norm_start\.default\.direct\(.*results_in_slot=True", line)
         if start:
             kept.add(start[1])
     assert kept
@@ -191,7 +191,7 @@ def test_memory_of_what_stays_in_a_slot_is_given_to_nothing_else(monkeypatch: py
     for line in lines:
         if "# reuse" in line:
             given_away |= results & set(re.findall(r"buf\d+", line.partition("=")[2]))
-    holds = [number for number, line in enumerate(lines) if "rms_norm_hold_.default(" in line]
+    holds = [number for number, line in enumerate(lines) if "rms_norm_hold_.default.direct(" in line]
     if not held:
         assert given_away and not holds
         return

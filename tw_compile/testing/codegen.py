@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -39,5 +40,6 @@ def generated_code(
 
 
 def calls_of(code: str, name: str) -> list[int]:
-    """The line numbers (from 0) on which ``code`` calls the operator ``name``."""
-    return [number for number, line in enumerate(code.splitlines()) if f"{name}.default(" in line]
+    """The line numbers (from 0) on which ``code`` calls the operator ``name``, through torch's dispatcher or directly."""
+    call = re.compile(rf"{re.escape(name)}\.default(\.direct)?\(")
+    return [number for number, line in enumerate(code.splitlines()) if call.search(line)]

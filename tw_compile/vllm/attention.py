@@ -22,7 +22,7 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_re
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
-from tw_compile.kernels.all_reduce_rms_norm.ops import NAMESPACE
+from tw_compile.kernels.operator import callable_directly, library
 from tw_compile.passes.base import WholeAttention
 
 _PLANNED_FOR_ALL = {
@@ -173,7 +173,7 @@ def _attend_half_fake(
     return query.new_empty((tokens, heads, value_head_dim), dtype=dtype), query.new_empty(0)
 
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
 direct_register_custom_op(
-    "vllm_attention_half", _attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=_library
+    "vllm_attention_half", _attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=library
 )
+callable_directly(torch.ops.tw_compile.vllm_attention_half.default, _attend_half)

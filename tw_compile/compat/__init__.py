@@ -1,4 +1,4 @@
-"""The only module that touches private torch APIs.
+"""The only package that touches private torch APIs.
 
 Each entry says what differs between the torch versions that are supported (2.11 to 2.15); ``tests/unit/test_compat.py``
 has a test per difference.
@@ -21,8 +21,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+
+from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
+from tw_compile.compat.generated_code import inductor_code as inductor_code
+from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
 
 POST_GRAD_HOOK = "post_grad_custom_post_pass"
 """Inductor's option for a pass over the functional graph, right before its own last passes."""
@@ -71,17 +76,16 @@ def add_group_resolver(resolver: Callable[[str], dist.ProcessGroup | None]) -> N
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
     """The process group registered under ``name`` (the string that collectives carry), or that a host calls so."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     group = _hosts_group(name)
-    if group is not None:
-        return group
-    return _resolve_process_group(name)  # type: ignore[arg-type]
+    return _resolve_process_group(name) if group is None else group  # type: ignore[arg-type]
 
 
 def _hosts_group(name: str) -> dist.ProcessGroup | None:
-    found = (resolver(name) for resolver in _group_resolvers)
-    return next((group for group in found if group is not None), None)
+    for resolver in _group_resolvers:
+        group = resolver(name)
+        if group is not None:
+            return group
+    return None
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -138,20 +142,6 @@ def emulates_precision_casts() -> bool:
     return bool(config.emulate_precision_casts)
 
 
-def lower_as_calls(graph: fx.Graph, namespace: str) -> None:
-    """Have Inductor call operators of ``namespace`` as they are, laid out as their tags say, as it does by itself.
-
-    But then it first writes out for its log all that their operands are computed from: of a late layer, for minutes.
-    """
-    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
-    from torch._library.utils import get_layout_constraint_tag
-
-    for target in {node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}:
-        if target.namespace == namespace and target not in lowerings:
-            layout = get_layout_constraint_tag(target, with_default=True)
-            make_fallback(target, tag_to_layout_constraint(layout), warn=False)
-
-
 def tunes_gemms() -> bool:
     """Whether Inductor chooses between the library's GEMM and templates of its own by timing them."""
     from torch._inductor import config
@@ -159,21 +149,36 @@ def tunes_gemms() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
-@contextlib.contextmanager
-def sm_carveout(reserved: int) -> Iterator[None]:
-    """Matmuls enqueued meanwhile are planned for all but ``reserved`` SMs, by cuBLASLt; 0 changes nothing."""
-    if reserved == 0:
-        yield
-        return
-    before = torch._C._get_sm_carveout_experimental()
-    library = torch.backends.cuda.preferred_blas_library()
-    try:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-        torch._C._set_sm_carveout_experimental(reserved)
-        yield
-    finally:
-        torch._C._set_sm_carveout_experimental(before)
-        torch.backends.cuda.preferred_blas_library(library)
+class SmCarveout:
+    """Matmuls enqueued in this context are planned for all but ``reserved`` SMs, by cuBLASLt.
+
+    ``torch.backends.cuda.preferred_blas_library`` and a generator would cost the host 6 us, these calls cost 1.
+    """
+
+    def __init__(self, reserved: int) -> None:
+        self._reserved = reserved
+
+    def __enter__(self) -> None:
+        self._library = torch._C._get_blas_preferred_backend()
+        self._before = torch._C._get_sm_carveout_experimental()
+        torch._C._set_blas_preferred_backend(torch._C._BlasBackend.Cublaslt)
+        torch._C._set_sm_carveout_experimental(self._reserved)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._set_sm_carveout_experimental(self._before)
+        torch._C._set_blas_preferred_backend(self._library)
+
+
+_streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream:
+    """``torch.cuda.current_stream(device)`` of a device with an index, in a tenth of its time."""
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
+    stream = _streams.get(key)
+    if stream is None:
+        stream = _streams[key] = torch.cuda.current_stream(device)
+    return stream
 
 
 def one_shot_all_reduce_bytes() -> int:
@@ -301,38 +306,6 @@ def fake_process_group(world_size: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def compile_post_grad(
-    gm: fx.GraphModule,
-    example_inputs: list[Any],
-    post_pass: Callable[[fx.Graph], None] | None,
-    sink: Callable[[fx.GraphModule], None],
-) -> Callable[..., Any]:
-    """Run Inductor up to and including its post-grad passes, with ``post_pass`` in the custom post slot.
-
-    ``sink`` gets every graph as the post-grad passes left it; no kernel is generated, the returned callable interprets
-    the graph. For inspection and tests: it takes about a second and needs no C++ compiler and no GPU.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.fx_passes.post_grad import post_grad_passes
-
-    def inner_compile(inner: fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Callable[..., Any]:
-        with config.patch(post_grad_custom_post_pass=post_pass):
-            post_grad_passes(inner, is_inference=bool(kwargs.get("is_inference", False)))
-        inner.recompile()
-        sink(inner)
-
-        def run(args: list[Any]) -> Any:
-            args_copy = list(args)
-            args.clear()
-            return inner(*args_copy)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    return compile_fx(gm, example_inputs, inner_compile=inner_compile)  # type: ignore[arg-type, return-value]
-
-
 def fake_mode_active() -> bool:
     """Whether a FakeTensorMode is on, so that new tensors have no storage."""
     from torch._guards import active_fake_mode
@@ -450,107 +423,6 @@ def trace_fused_attention() -> Iterator[None]:
     finally:
         del operator.py_kernels[key]
         operator._dispatch_cache.clear()
-
-
-class _CodeTaken(Exception):
-    """Raised in place of compiling generated code."""
-
-
-def inductor_code(
-    function: Callable[..., Any],
-    args: Any,
-    post_pass: Callable[[fx.Graph], None],
-    device: str,
-    dynamic: bool | None,
-    options: dict[str, Any],
-) -> str:
-    """The wrapper code that Inductor generates for ``function``, with ``post_pass`` in the custom post slot.
-
-    Nothing is compiled or run. On ``cuda`` the caller is inside ``fake_cuda()``; the device is presented as an H100.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.graph import GraphLowering
-
-    taken: list[str] = []
-
-    def take(lowering: Any) -> Any:
-        code = lowering.codegen()[0]
-        taken.append(getattr(code, "value", code))
-        raise _CodeTaken
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        patches = {"post_grad_custom_post_pass": post_pass, **options}
-        return compile_fx(gm, example_inputs, config_patches=patches)
-
-    torch._dynamo.reset()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(config.patch(compile_threads=1, fx_graph_cache=False))
-        stack.enter_context(mock.patch.object(GraphLowering, "compile_to_module", take))
-        if device == "cuda":
-            _make_lazy_patterns()
-            stack.enter_context(_presented_h100())
-        try:
-            torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)(*args)
-        except Exception:
-            if not taken:
-                raise
-        finally:
-            torch._dynamo.reset()
-    return taken[0]
-
-
-def _make_lazy_patterns() -> None:
-    """Let Inductor trace its own patterns while torch.cuda still says what is true; with a presented GPU it would use it."""
-    graphs: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        return compile_post_grad(gm, example_inputs, None, graphs.append)
-
-    torch.compile(lambda x: x + 1, backend=backend)(torch.empty(8, device="cuda"))
-    torch._dynamo.reset()
-
-
-@contextlib.contextmanager
-def _presented_h100() -> Iterator[None]:
-    """Make what Inductor asks of torch.cuda answer for one H100."""
-    from types import SimpleNamespace
-
-    from torch._dynamo.device_interface import CudaInterface
-    from torch._inductor import scheduler
-    from torch.utils import _triton
-
-    properties = SimpleNamespace(
-        name="NVIDIA H100", major=9, minor=0, multi_processor_count=132, regs_per_multiprocessor=65536, warp_size=32,
-        max_threads_per_multi_processor=2048, max_threads_per_block=1024, total_memory=80 << 30,
-        shared_memory_per_block_optin=232448, shared_memory_per_block=49152, gcnArchName="", L2_cache_size=50 << 20,
-    )  # fmt: skip
-    answers: dict[str, Any] = {
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0),
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
-        "synchronize": lambda device=None: None,
-        "_lazy_init": lambda: None,
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu"),
-        "set_rng_state": lambda state, device="cuda": None,
-    }
-    static = {name: staticmethod(answers[name]) for name in ("get_device_properties", "current_device", "is_available")}
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        for name, method in static.items():
-            stack.enter_context(mock.patch.object(CudaInterface, name, method))
-        for name in ("get_device_properties", "current_device"):
-            stack.enter_context(mock.patch.object(CudaInterface.Worker, name, static[name]))
-        stack.enter_context(mock.patch.object(scheduler, "has_triton", lambda: True))
-        stack.enter_context(mock.patch.object(_triton, "triton_hash_with_backend", lambda: "0"))
-        yield
 
 
 @contextlib.contextmanager
