@@ -50,7 +50,9 @@ def _tokens_of_half_fake(
 ) -> int | torch.SymInt:
     if isinstance(tokens, int):
         return _tokens_of_half(rows, tokens, half, low, high, *formula)
-    return compat.new_size(rows, *FirstHalf(low, high, *formula).bounds[half])
+    halves = FirstHalf(low, high, *formula)
+    example = min(compat.example_of(tokens, high), high)  # other counts than this graph's may share the symbol
+    return compat.new_size(rows, *halves.bounds[half], example - halves(example) if half else halves(example))
 
 
 tokens_of_half = define(

@@ -54,8 +54,7 @@ def split_graph(
     except Exception:
         restore(graph, before)
         raise
-    if not isinstance(choice.first, int):
-        compat.leave_out_combo_kernels()
+    compat.leave_out_combo_kernels()
     return Split(
         asked=config.split,
         mode="join" if ATTENTION_JOINS & set(result.joins) else "split",

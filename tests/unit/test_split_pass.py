@@ -17,6 +17,7 @@ import torch.fx as fx
 from graph_builder import copy_of
 from split_graphs import family_graph
 from torch._inductor import config as inductor_config
+from torch._inductor.sizevars import SizeVarAllocator
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.graph.snapshot import snapshot
@@ -192,14 +193,24 @@ def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> N
     assert (fixed.mode, fixed.sizes) == ("split", (600, "s-(600)"))
 
 
-def test_kernels_of_halves_of_unknown_size_are_not_combined() -> None:
-    """Inductor may time such kernels, as vLLM has it do, and has no numbers for these sizes."""
+@pytest.mark.parametrize("tokens", [{"seq": 8192}, {"bounds": (4096, 8192)}])
+def test_kernels_of_halves_are_not_combined(tokens: dict[str, Any]) -> None:
     with inductor_config.patch(combo_kernels=True, benchmark_combo_kernel=True):
-        inspected(seq=8192)
-        assert inductor_config.combo_kernels
-        split, _ = inspected(bounds=(4096, 8192))
+        inspected(seq=64)
+        assert inductor_config.combo_kernels, "a graph that is not split"
+        split, _ = inspected(**tokens)
         assert split.mode == "split" and not inductor_config.combo_kernels
     assert not inductor_config.combo_kernels
+
+
+@pytest.mark.parametrize(("seq", "example"), [(8192, 8192), (5000, 5000)])
+def test_kernels_are_tuned_with_halves_that_are_no_more_than_the_whole(seq: int, example: int) -> None:
+    _, graph = inspected(bounds=(4096, 8192), seq=seq)
+    first, second = (node.meta["val"].node.expr for node in find_ops(graph, "tokens_of_half"))
+    hints = compat.graph_fake_mode(graph).shape_env.var_to_hint_override
+    assert hints[first] + hints[second] == example
+    hint = SizeVarAllocator(compat.graph_fake_mode(graph).shape_env).optimization_hint  # what Inductor tunes with
+    assert hint(first) == hints[first] and hint(first + second) == example and hint(7 * second) == 7 * hints[second]
 
 
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:

@@ -196,23 +196,33 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
 
 
-def new_size(like: torch.Tensor, low: int, high: int) -> torch.SymInt:
+def new_size(like: torch.Tensor, low: int, high: int, example: int) -> torch.SymInt:
     """A size that an operator computes, of which nothing is known but that it is from ``low`` to ``high``.
 
-    ``like`` is a fake tensor of a mode with symbols.
+    ``like`` is a fake tensor of a mode with symbols. ``example`` is one value, which fits those of other sizes: Inductor may
+    run kernels to tune them, on tensors of such sizes. It would take the largest for each size that has none, and halves of
+    those sizes would be more than the whole, and read past its end.
     """
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
-    size = like.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[attr-defined]
+    environment = like.fake_mode.shape_env  # type: ignore[attr-defined]
+    size = environment.create_unbacked_symint()
     _constrain_range_for_size(size, low, high)
+    environment.var_to_hint_override[size.node.expr] = example
     return size
+
+
+def example_of(size: torch.SymInt, otherwise: int) -> int:
+    """The value that ``size`` had when its graph was traced; ``otherwise`` for one that had none."""
+    return int(size.node.hint) if size.node.has_hint() else otherwise
 
 
 def leave_out_combo_kernels() -> None:
     """Keep the compilation in progress from putting kernels that don't depend on each other into one ("combo kernels").
 
-    Inductor may time them first, with numbers for all sizes, and has none for those of :func:`new_size`: it raises TypeError.
-    Options of a compilation end with it; only what a user has put into the global configuration would stay as it is left here.
+    They would be those of both halves. And Inductor may time them first, with numbers for all sizes, of which 2.11 has none
+    for those of :func:`new_size`: it raises TypeError. Options of a compilation end with it; only what a user has put into the
+    global configuration would stay as it is left here.
     """
     from torch._inductor import config
 
