@@ -55,6 +55,7 @@ def split_graph(
         restore(graph, before)
         raise
     compat.leave_out_combo_kernels()
+    compat.tune_for_examples()
     return Split(
         asked=config.split,
         mode="join" if ATTENTION_JOINS & set(result.joins) else "split",

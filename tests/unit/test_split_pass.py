@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import resources
@@ -319,3 +320,17 @@ def test_ranks_plan_for_the_profile_of_the_first(
         found.append(profile.current_profile(config))
     assert [one.name for one in found if one] == ["H200", "H200"]
     assert "device profiles differ between ranks" in tw_log.text
+
+
+def test_kernels_of_halves_of_unknown_size_are_tuned_for_as_many_tokens() -> None:
+    def tuned_for(bounds: tuple[int, int] | None) -> list[int]:
+        with fake_cuda():
+            decoder = build_decoder(load_config("llama-3.3-70b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+            ids = torch.zeros(1, 8192, dtype=torch.long, device="cuda")
+            if bounds is not None:
+                torch._dynamo.mark_dynamic(ids, 1, min=bounds[0], max=bounds[1])
+            passes = TWCompilePass(Config(split="auto", device_profile="H200", strict=True))
+            code = compat.inductor_code(decoder, (ids,), passes, "cuda", None, {})
+        return sorted(int(size) for size in re.findall(r"size_hints=\{'x': (\d+)\}", code))[-4:]
+
+    assert tuned_for((4096, 8192)) == tuned_for(None)

@@ -28,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true as stati
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
 from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
+from tw_compile.compat.lowering import tune_for_examples as tune_for_examples
 
 POST_GRAD_HOOK = "post_grad_custom_post_pass"
 """Inductor's option for a pass over the functional graph, right before its own last passes."""
