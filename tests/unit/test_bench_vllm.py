@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import signal
 import socket
 import statistics
 import time
@@ -351,6 +352,28 @@ def test_nothing_is_left_running_by_a_benchmark_that_is_interrupted(vllm: Path) 
     with pytest.raises(KeyboardInterrupt):
         vllm_run.run(dataclasses.replace(TOGETHER, engine={"diary": str(diary)}), interrupt)
     assert len(told(diary, "left")) == 3 and not running(diary)
+
+
+@pytest.mark.parametrize("by_signal", [False, True])
+def test_a_benchmark_that_is_interrupted_later_says_what_it_has(vllm: Path, by_signal: bool) -> None:
+    diary = vllm / "diary"
+
+    def interrupt(what: str) -> None:
+        if "round 3" in what:
+            if by_signal:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyboardInterrupt
+
+    spec = dataclasses.replace(TOGETHER, chunks=(64, 128), repeats=5, engine={"diary": str(diary)})
+    report = json.loads(json.dumps(vllm_run.run(spec, interrupt)))
+    shown = printed(report)
+    assert "INCOMPLETE  interrupted" in shown and "PASSED" not in shown
+    rows = rows_of(report)
+    assert {row.reason for row in rows if row.chunk == 64} == {None}
+    assert {row.reason for row in rows if row.chunk == 128} == {"interrupted before it was started"}
+    assert all(row.tokens_per_s for row in rows if row.chunk == 64)
+    assert [line[1] for line in told(diary, "begin")] == ["off", "fuse", "off-nccl", "off-nccl", "fuse", "off"]
+    assert not running(diary)
 
 
 def test_an_engine_ends_when_nobody_gives_it_turns() -> None:

@@ -198,5 +198,5 @@ def _finish(report: dict[str, Any], csv_file: str | None, plot_file: str | None)
         from tw_compile.benchmark.vllm.plot import plot
 
         plot(report, plot_file)
-    if failures(rows_of(report)):
+    if report["incomplete"] is not None or failures(rows_of(report)):
         raise typer.Exit(common.EXIT_FAILED)

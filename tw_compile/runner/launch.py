@@ -49,7 +49,7 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
-        stack.enter_context(_sigterm_interrupts())
+        stack.enter_context(sigterm_interrupts())
         ranks: list[_Rank] = []
         for rank in range(spec.world_size):
             ours, theirs = context.Pipe(duplex=False)
@@ -70,7 +70,7 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """A time limit from outside ends a command as Ctrl-C does: what it has found is not lost, and its ranks are ended."""
     if threading.current_thread() is not threading.main_thread():
         yield

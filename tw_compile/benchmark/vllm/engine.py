@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.vllm.traces import ACCURACY, Trace, prompt_tokens, turns
+from tw_compile.benchmark.vllm.traces import ACCURACY, TURN, Trace, prompt_tokens, turns
 
 
 def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
@@ -28,7 +28,8 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
     prompts = {trace: prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in traces}
     found: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
     for number, trace in turns(traces, job["repeats"]):
-        _await_turn(driver)
+        if not _await_turn(driver):
+            break
         outputs, times = _once(llm, trace, prompts[trace])
         if number > 0:
             found[trace]["rounds"].append(times)
@@ -36,7 +37,8 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
             found[trace]["logprobs"] = logprobs(outputs, prompts[trace])
         else:
             found[trace]["tokens"] = [list(one.outputs[0].token_ids) for one in outputs]
-    _await_turn(driver)  # an engine that ends would be in the times of those that still run
+    else:
+        _await_turn(driver)  # an engine that ends would be in the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
@@ -57,11 +59,13 @@ def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
     ]
 
 
-def _await_turn(driver: socket.socket) -> None:
-    """Say that this engine is ready, or that its turn is over, and wait for the next."""
-    driver.sendall(b".")
-    if not driver.recv(1):
+def _await_turn(driver: socket.socket) -> bool:
+    """Say that this engine is ready, or that its turn is over, and wait for the next; whether there is one."""
+    driver.sendall(TURN)
+    answer = driver.recv(1)
+    if not answer:
         raise RuntimeError("the benchmark that started this engine has ended")
+    return answer == TURN
 
 
 def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], dict[str, Any]]:

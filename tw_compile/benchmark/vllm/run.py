@@ -24,6 +24,7 @@ from tw_compile.benchmark.vllm.results import (
 from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
+from tw_compile.runner.launch import sigterm_interrupts
 from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
 from tw_compile.runner.versions import versions
@@ -75,19 +76,25 @@ def steps(spec: VllmSpec) -> int:
 def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None) -> dict[str, Any]:
     """The whole benchmark, as plain values; an engine that fails is a row with the reason.
 
-    ``logs``: a folder to keep the engines' output in.
+    Ctrl-C or SIGTERM end it with the rounds that are done, where one that was timed is. ``logs``: a folder to keep the
+    engines' output in.
 
     Raises:
         UsageError: ``spec`` names a model or variants that are not there.
     """
     found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, multicast_off():
+    whole = True
+    with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, multicast_off(), sigterm_interrupts():
         folder = Path(scratch) / "model"
         config = write_model(spec, folder)
         plan = engines(spec, str(folder))
         for group in groups(spec, plan):
             kept = Path(logs) if logs else None
-            found += take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
+            if not whole:
+                found += [{"error": "interrupted before it was started", "lines": []} for _ in group]
+                continue
+            of_group, whole = take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
+            found += of_group
         environment = {name: os.environ[name] for name in MULTICAST_OFF}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -100,6 +107,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "repeats": spec.repeats,
+        "incomplete": None if whole else "interrupted, so medians are of the rounds that were done",
         "seed": spec.seed,
         "together": spec.together,
         "environment": environment,

@@ -55,7 +55,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for row in bad:
         line = f"FAILED  {row.label}, {row.trace} at {row.tokens}: {row.reason or row.refused}"
         console.print(line, style="red", markup=False, soft_wrap=True)
-    if not bad:
+    if report["incomplete"] is not None:
+        console.print(f"INCOMPLETE  {report['incomplete']}", style="red", markup=False)
+    elif not bad:
         console.print("PASSED  all engines ran, and none of ours was found worse than vLLM alone", style="green")
 
 

@@ -13,6 +13,8 @@ SHORTEST, LONGEST = 4, 1024
 ACCURACY = "accuracy"
 """Kind of the trace that asks for log-probabilities; it is not timed."""
 _ACCURACY_PROMPT, _ACCURACY_PROMPTS = 256, 32
+TURN, STOP = b".", b"!"
+"""What a benchmark sends to an engine: run the next trace, or end with what there is. An engine answers a turn with one."""
 MIXED = (
     f"prompts log-normal with median {PROMPT_MEDIAN:.0f} and sigma {PROMPT_SIGMA}, outputs with median {OUTPUT_MEDIAN:.0f} "
     f"and sigma {OUTPUT_SIGMA}, both {SHORTEST} to {LONGEST} tokens"

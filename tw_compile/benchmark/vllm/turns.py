@@ -1,7 +1,7 @@
 """Engines that are started at once, each in processes of its own, and take turns at the traces. Imports no vLLM.
 
 An engine's process has a socket to this one. It sends a byte when it is ready and after each of its turns, and waits for one
-before each turn and before it ends, so that one engine at a time does anything.
+before each turn and before it ends, so that one engine at a time does anything. Another byte ends it with what it has.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job, traces_of
-from tw_compile.benchmark.vllm.traces import turns
+from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
 """Empty for every engine, so that starts can be compared."""
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _LOOK = 1.0
 """Seconds after which a process that is waited for is looked at: children of one that has ended may hold its socket open."""
-_BYTE = b"."
 
 
 def take_turns(
@@ -38,11 +37,12 @@ def take_turns(
     scratch: Path,
     logs: Path | None,
     progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """What the engines of ``group`` have found or their ``error``; and the ``lines`` that are ours.
+) -> tuple[list[dict[str, Any]], bool]:
+    """What the engines of ``group`` have found or their ``error``, with the ``lines`` that are ours; whether all rounds ran.
 
     Every trace is run by all that have it before the next, in odd rounds in reverse order, so that nobody always follows the
-    same one. An engine that fails is ended, and the others go on. ``logs``: a folder to keep their output in, else it's in
+    same one. An engine that fails is ended, and the others go on. A KeyboardInterrupt after a round that was timed ends them
+    with what they have by then; before, or once more, it is raised. ``logs``: a folder to keep their output in, else it's in
     ``scratch``.
     """
     running: list[_Process] = []
@@ -56,21 +56,38 @@ def take_turns(
             running.append(_Process(engine, spec, vocabulary, scratch, logs))
         say(running, "start")
         _wait(running)
-        for number, trace in turns(traces_of(group), spec.repeats):
-            if not (turn := [one for one in _alive(running) if trace in one.engine.traces]):
-                continue
-            say(turn, f"round {number + 1} of {1 + spec.repeats}, {trace.label}")
-            for one in reversed(turn) if number % 2 else turn:
-                one.go()
-                _wait([one])
+        whole = _rounds(running, group, spec, say)
         for one in _alive(running):
-            one.go()
+            one.send(TURN if whole else STOP)
         for one in _alive(running):
             one.finish()
     finally:
         for one in running:
             one.end()
-    return [one.found() for one in running]
+    return [one.found() for one in running], whole
+
+
+def _rounds(
+    running: Sequence[_Process],
+    group: Sequence[Engine],
+    spec: VllmSpec,
+    say: Callable[[Sequence[_Process], str], None],
+) -> bool:
+    """All turns of all rounds; False where an interrupt ended them, after a round that was timed."""
+    number = 0
+    try:
+        for number, trace in turns(traces_of(group), spec.repeats):
+            if not (turn := [one for one in _alive(running) if trace in one.engine.traces]):
+                continue
+            say(turn, f"round {number + 1} of {1 + spec.repeats}, {trace.label}")
+            for one in reversed(turn) if number % 2 else turn:
+                one.send(TURN)
+                _wait([one])
+    except KeyboardInterrupt:
+        if number < 2:  # round 0 warms up
+            raise
+        return False
+    return True
 
 
 class _Process:
@@ -105,10 +122,10 @@ class _Process:
                 pass_fds=(theirs.fileno(),),
             )
 
-    def go(self) -> None:
-        """The next turn, or after the last the end."""
+    def send(self, word: bytes) -> None:
+        """TURN for the next turn, or after the last the end; STOP for the end."""
         with contextlib.suppress(ConnectionError):  # of one that has ended, which is found out when it's waited for
-            self.socket.sendall(_BYTE)
+            self.socket.sendall(word)
 
     def look(self, readable: bool, seconds: float) -> bool:
         """Whether it has answered, after waiting for it for ``seconds`` more; where not, it may have failed."""
