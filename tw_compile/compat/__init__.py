@@ -28,7 +28,9 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true as stati
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
 from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
-from tw_compile.compat.lowering import tune_for_examples as tune_for_examples
+from tw_compile.compat.new_sizes import example_of as example_of
+from tw_compile.compat.new_sizes import new_size as new_size
+from tw_compile.compat.new_sizes import tune_for_examples as tune_for_examples
 
 POST_GRAD_HOOK = "post_grad_custom_post_pass"
 """Inductor's option for a pass over the functional graph, right before its own last passes."""
@@ -195,27 +197,6 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
         return size, size
     bounds = size.node.shape_env.bound_sympy(size.node.expr)
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
-
-
-def new_size(like: torch.Tensor, low: int, high: int, example: int) -> torch.SymInt:
-    """A size that an operator computes, of which nothing is known but that it is from ``low`` to ``high``.
-
-    ``like`` is a fake tensor of a mode with symbols. ``example`` is one value, which fits those of other sizes: Inductor may
-    run kernels to tune them, on tensors of such sizes. It would take the largest for each size that has none, and halves of
-    those sizes would be more than the whole, and read past its end.
-    """
-    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
-
-    environment = like.fake_mode.shape_env  # type: ignore[attr-defined]
-    size = environment.create_unbacked_symint()
-    _constrain_range_for_size(size, low, high)
-    environment.var_to_hint_override[size.node.expr] = example
-    return size
-
-
-def example_of(size: torch.SymInt, otherwise: int) -> int:
-    """The value that ``size`` had when its graph was traced; ``otherwise`` for one that had none."""
-    return int(size.node.hint) if size.node.has_hint() else otherwise
 
 
 def leave_out_combo_kernels() -> None:

@@ -1,11 +1,9 @@
-"""How Inductor calls the project's operators, and what its kernels are tuned for."""
+"""How Inductor calls the project's operators."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial, wraps
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -43,27 +41,3 @@ def _direct_call(operator: torch._ops.OpOverload) -> Any:
         return pytree.tree_map(lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, results)
 
     return lower
-
-
-def tune_for_examples() -> None:
-    """Have Inductor choose a kernel's blocks for the examples of sizes that it doesn't know (``compat.new_size``).
-
-    By 2.14 it does. 2.11 takes all such kernels for small ones, of 8192 elements, which made those of halves half as fast.
-    Kernels without such sizes are as they were.
-    """
-    from torch._inductor.codegen.triton import TritonKernel
-    from torch._inductor.sizevars import SizeVarAllocator
-    from torch._inductor.virtualized import V
-
-    write = TritonKernel.codegen_kernel
-    if not hasattr(SizeVarAllocator, "symbolic_hint") or hasattr(write, "__wrapped__"):
-        return
-
-    @wraps(write)
-    def codegen_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes = V.graph.sizevars
-        by_example = partial(sizes.symbolic_hint, use_user_provided_hint_override=True)
-        with mock.patch.object(sizes, "symbolic_hint", by_example):
-            return write(kernel, *args, **kwargs)
-
-    TritonKernel.codegen_kernel = codegen_kernel  # type: ignore[method-assign, assignment]

@@ -1,0 +1,67 @@
+"""Sizes that operators compute: PyTorch's "unbacked" symbols, and what Inductor tunes kernels with such sizes for."""
+
+from __future__ import annotations
+
+from functools import partial, wraps
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+
+_examples: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
+"""By the environment of the symbols. Not its own hints: those are part of the cache's keys of all of its graphs."""
+
+
+def new_size(like: torch.Tensor, low: int, high: int, example: int) -> torch.SymInt:
+    """A size that an operator computes, of which nothing is known but that it is from ``low`` to ``high``.
+
+    ``like`` is a fake tensor of a mode with symbols. ``example`` is one value, which fits those of other sizes: Inductor may
+    run kernels to tune them, on tensors of such sizes. It would take the largest for each size that has none, and halves of
+    those sizes would be more than the whole, and read past its end (:func:`tune_for_examples`).
+    """
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    environment = like.fake_mode.shape_env  # type: ignore[attr-defined]
+    size = environment.create_unbacked_symint()
+    _constrain_range_for_size(size, low, high)
+    _examples.setdefault(environment, {})[size.node.expr] = example
+    return size
+
+
+def example_of(size: torch.SymInt, otherwise: int) -> int:
+    """The value that ``size`` had when its graph was traced; ``otherwise`` for one that had none."""
+    return int(size.node.hint) if size.node.has_hint() else otherwise
+
+
+def tune_for_examples() -> None:
+    """Have Inductor choose and tune kernels for the examples of sizes that it doesn't know.
+
+    In 2.11 it takes kernels with such sizes for small ones, of 8192 elements, whatever hints there are, which made those of
+    halves half as fast. Kernels without such sizes are as they were.
+    """
+    from torch._inductor.codegen.triton import TritonKernel
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.sizevars import SizeVarAllocator
+    from torch._inductor.virtualized import V
+
+    write_graph, write_kernel = GraphLowering.codegen, TritonKernel.codegen_kernel
+    if hasattr(write_graph, "__wrapped__"):
+        return
+
+    @wraps(write_graph)
+    def codegen(graph: Any) -> Any:
+        environment = graph.sizevars.shape_env
+        with mock.patch.dict(environment.var_to_hint_override, _examples.get(environment, {})):
+            return write_graph(graph)
+
+    @wraps(write_kernel)
+    def codegen_kernel(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        sizes = V.graph.sizevars
+        by_example = partial(sizes.symbolic_hint, use_user_provided_hint_override=True)
+        with mock.patch.object(sizes, "symbolic_hint", by_example):
+            return write_kernel(kernel, *args, **kwargs)
+
+    GraphLowering.codegen = codegen  # type: ignore[method-assign]
+    if hasattr(SizeVarAllocator, "symbolic_hint"):  # by 2.14 it is gone, and examples are heeded
+        TritonKernel.codegen_kernel = codegen_kernel  # type: ignore[method-assign, assignment]
