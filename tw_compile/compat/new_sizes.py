@@ -62,6 +62,6 @@ def tune_for_examples() -> None:
         with mock.patch.object(sizes, "symbolic_hint", by_example):
             return write_kernel(kernel, *args, **kwargs)
 
-    GraphLowering.codegen = codegen  # type: ignore[method-assign]
+    GraphLowering.codegen = codegen  # type: ignore[method-assign, assignment]
     if hasattr(SizeVarAllocator, "symbolic_hint"):  # by 2.14 it is gone, and examples are heeded
         TritonKernel.codegen_kernel = codegen_kernel  # type: ignore[method-assign, assignment]
