@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 from unittest import mock
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ def example_of(size: torch.SymInt, otherwise: int) -> int:
     return int(size.node.hint) if size.node.has_hint() else otherwise
 
 
+@cache  # once a process
 def tune_for_examples() -> None:
     """Have Inductor choose and tune kernels for the examples of sizes that it doesn't know.
 
@@ -46,8 +47,6 @@ def tune_for_examples() -> None:
     from torch._inductor.virtualized import V
 
     write_graph, write_kernel = GraphLowering.codegen, TritonKernel.codegen_kernel
-    if hasattr(write_graph, "__wrapped__"):
-        return
 
     @wraps(write_graph)
     def codegen(graph: Any) -> Any:
