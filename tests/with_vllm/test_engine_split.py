@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import HIDDEN, MAX_TOKENS, WORLD_SIZE, engine_config, llama
+from fake_vllm import HIDDEN, MAX_TOKENS, WORLD_SIZE, engine_config, llama, middle_pieces
 from one_rank import OneRank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
@@ -88,7 +88,8 @@ def decided(reports: list[GraphReport]) -> dict[Any, list[str]]:
     for report in reports:
         assert report.split is not None
         found.setdefault(report.tokens, []).append(report.split.reason or report.split.mode)
-    return found
+    assert all(len(set(found[count][1:-1])) == 1 and len(found[count]) == 2 + middle_pieces() for count in found)
+    return {count: [of_range[0], of_range[1], of_range[-1]] for count, of_range in found.items()}
 
 
 def assert_equal(outputs: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
@@ -145,7 +146,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
         (1, 4096): [whole, "token_count_unknown", whole],
         (4097, 8192): [whole, "split", whole],
     }
-    (sizes,) = (r.split.sizes for r in reports if r.split is not None and r.split.mode == "split")
+    sizes, *_ = (r.split.sizes for r in reports if r.split is not None and r.split.mode == "split")
     assert all(str(size).startswith("s") for size in sizes)
     assert seen.assumes() == seen.assumed
     assert_equal(outputs, run(engine_config(folder, **longer, additional_config={"tw_compile": pieces}), counts)[0])
@@ -159,7 +160,7 @@ def test_pieces_with_an_operator_without_rule_stay_fused(
     refused = "operator_without_rule"
     assert decided(reports) == {(1, 23): [refused, refused, "too_few_tokens"], (24, 128): [refused, refused, "split"]}
     details = [r.split.detail for r in reports if r.split is not None and r.split.reason == refused]
-    assert len(details) == 4 and all("split_with_sizes" in detail for detail in details)
+    assert len(details) == 2 * (1 + middle_pieces()) and all("split_with_sizes" in detail for detail in details)
     assert_equal(outputs, unsplit)
 
 
@@ -174,5 +175,5 @@ def test_an_exception_behind_the_rewrite_restores_the_fused_pieces(
         outputs, reports = run(engine(folder, split="16", strict=False))
     assert decided(reports) == {(1, 23): ["too_few_tokens"] * 3, (24, 128): ["split_failed"] * 3}
     warnings = [one for one in caplog.records if one.name == "tw_compile" and one.levelno == logging.WARNING]
-    assert len(warnings) == 3 and all("RuntimeError: on purpose" in one.getMessage() for one in warnings)
+    assert len(warnings) == 2 + middle_pieces() and all("RuntimeError: on purpose" in one.getMessage() for one in warnings)
     assert_equal(outputs, unsplit)
