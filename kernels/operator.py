@@ -1,9 +1,9 @@
 """How the project's torch operators are defined, and called without torch's dispatcher where nothing needs it.
 
 An operator is what a compiler has to know: a schema and a fake kernel. Code that Inductor generates need not go through the
-dispatcher to call it, though, which for each call turns all of its arguments into C++ values and back: 3 us, of 22 arguments
-9. In such code there is nothing to dispatch on: no gradients, no modes, no fake tensors. It calls ``<operator>.direct``
-(:func:`compat.lower_as_calls`), which is the function that serves CPU and CUDA tensors alike.
+dispatcher to call it, though, which for each call turns all of its arguments into C++ values and back. In such code there is
+nothing to dispatch on: no gradients, no modes, no fake tensors. It calls ``<operator>.direct`` (:func:`compat.lower_as_calls`),
+which is the function that serves CPU and CUDA tensors alike.
 """
 
 from __future__ import annotations

@@ -175,5 +175,7 @@ def test_an_exception_behind_the_rewrite_restores_the_fused_pieces(
         outputs, reports = run(engine(folder, split="16", strict=False))
     assert decided(reports) == {(1, 23): ["too_few_tokens"] * 3, (24, 128): ["split_failed"] * 3}
     warnings = [one for one in caplog.records if one.name == "tw_compile" and one.levelno == logging.WARNING]
-    assert len(warnings) == 2 + middle_pieces() and all("RuntimeError: on purpose" in one.getMessage() for one in warnings)
+    assert len(warnings) == 2 + middle_pieces() and all(
+        "RuntimeError: on purpose" in one.getMessage() for one in warnings
+    )
     assert_equal(outputs, unsplit)

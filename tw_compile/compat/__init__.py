@@ -155,7 +155,7 @@ def tunes_gemms() -> bool:
 class SmCarveout:
     """Matmuls enqueued in this context are planned for all but ``reserved`` SMs, by cuBLASLt.
 
-    ``torch.backends.cuda.preferred_blas_library`` and a generator would cost the host 6 us, these calls cost 1.
+    A class and no generator, and no ``torch.backends.cuda.preferred_blas_library``: eager launches come through here.
     """
 
     def __init__(self, reserved: int) -> None:
@@ -176,7 +176,7 @@ _streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
-    """``torch.cuda.current_stream(device)`` of a device with an index, in a tenth of its time."""
+    """``torch.cuda.current_stream(device)`` of a device with an index, without a new object for each call."""
     key = device.index, torch._C._cuda_getCurrentRawStream(device.index)
     stream = _streams.get(key)
     if stream is None:
