@@ -165,6 +165,7 @@ class Push(Algorithm):
             "block": threads,
             "shared_bytes": 2 * threads // 32 * 4,  # partial sums of the warps, of two rows
             "programmatic": not request.overlap_sms,
+            "beside": request.overlap_sms > 0,
         }
         launches = self._launches(request, state, slot, threads)
         return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)

@@ -188,6 +188,7 @@ class Stream(Algorithm):
             "shared_bytes": FULL_SHARED_BYTES,
             "cluster": cluster_size(ctas, state.device) if request.overlap_sms else 1,
             "programmatic": not request.overlap_sms,
+            "beside": request.overlap_sms > 0,
         }
         return Call(kernel, [(params, ctas)], options, *self._allocators(request, state, slot))
 

@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any
 
 from tw_compile.kernels.cuda import bindings
+from tw_compile.kernels.cuda.own_graph import OwnGraph
 from tw_compile.kernels.cuda.program import Program
 
 _PointerArray = ctypes.c_void_p * 1
@@ -42,6 +43,7 @@ class Kernel:
         self._invalid_context = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT
         self._shared_attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         self._configs: dict[tuple[int, ...], Any] = {}
+        self._graphs: dict[tuple[int, ...], OwnGraph] = {}
         cubin = program.cubin()
         self._call(driver.cuInit, 0)
         self._device = self._call(driver.cuDeviceGet, device)
@@ -62,30 +64,53 @@ class Kernel:
         shared_bytes: int = 0,
         cluster: int = 1,
         programmatic: bool = False,
+        beside: bool = False,
     ) -> None:
         """Enqueue ``grid`` CTAs of ``block`` threads on ``stream``, a handle, of the device, which must be current.
 
         ``params`` is copied before this returns. ``shared_bytes`` is a CTA's dynamic shared memory, ``cluster`` the CTAs
         of a cluster, of which ``grid`` is a multiple. With ``programmatic`` (programmatic dependent launch) the grid may
         start before the stream's previous grid has ended: the kernel waits for that itself, by ``griddepcontrol.wait``.
+        ``beside``: the stream is not the one on which all else runs, see ``own_graph.py``; not with ``programmatic``.
         """
         if type(params) is not self._params:
             raise ValueError(f"params: {self._where} takes {self._params.__name__}, got {type(params).__name__}")
+        pointers = _PointerArray(ctypes.addressof(params))
         key = (stream, grid, block, shared_bytes, cluster, programmatic)
+        enqueue = self._launch_beside if beside else self._launch_kernel
+        code = enqueue(key, ctypes.addressof(pointers))
+        if code == self._invalid_context and self._give_thread_a_context():
+            code = enqueue(key, ctypes.addressof(pointers))
+        if code:
+            raise RuntimeError(
+                f"{self._where}: {'cuGraphLaunch' if beside else 'cuLaunchKernelEx'} failed with {code.name} (grid {grid}, "
+                f"block {block}, {shared_bytes} bytes of dynamic shared memory, cluster {cluster}, programmatic {programmatic})"
+            )
+
+    def _launch_kernel(self, key: tuple[int, ...], pointers: int) -> Any:
+        """The driver's code; ``key``: stream, grid, block, shared_bytes, cluster, programmatic."""
         config = self._configs.get(key)
         if config is None:
             # The stream is part of it: a config that others change between use and use would not be safe with threads.
-            self._allow_shared(shared_bytes)
+            self._allow_shared(key[3])
             config = self._configs[key] = launch_config(self._driver, *key)
-        pointers = _PointerArray(ctypes.addressof(params))
-        (code,) = self._launch(config, self._function, ctypes.addressof(pointers), 0)
-        if code == self._invalid_context and self._give_thread_a_context():
-            (code,) = self._launch(config, self._function, ctypes.addressof(pointers), 0)
+        return self._launch(config, self._function, pointers, 0)[0]
+
+    def _launch_beside(self, key: tuple[int, ...], pointers: int) -> Any:
+        """As :meth:`_launch_kernel`, in a graph of its own, or as part of the one that is being captured."""
+        stream, grid, block, shared_bytes, cluster, _ = key
+        code, *capturing = self._driver.cuStreamIsCapturing(stream)
         if code:
-            raise RuntimeError(
-                f"{self._where}: cuLaunchKernelEx failed with {code.name} (grid {grid}, block {block}, "
-                f"{shared_bytes} bytes of dynamic shared memory, cluster {cluster}, programmatic {programmatic})"
-            )
+            return code
+        if capturing[0]:
+            return self._launch_kernel(key, pointers)
+        graph = self._graphs.get(key)
+        if graph is None:
+            self._allow_shared(shared_bytes)
+            shape = {"grid": grid, "block": block, "shared_bytes": shared_bytes, "cluster": cluster}
+            with self._current_context():
+                graph = self._graphs[key] = OwnGraph(self._driver, self._call, self._function, pointers, **shape)
+        return graph.launch(pointers, stream)
 
     def max_resident_ctas(self, block: int, shared_bytes: int = 0) -> int:
         """CTAs of ``block`` threads that the device can run at once when it runs nothing else; without clusters."""

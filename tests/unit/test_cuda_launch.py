@@ -36,6 +36,7 @@ class FakeDriver:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.failures: dict[str, list[driver.CUresult]] = {}
         self.thread_context = 0
+        self.capturing = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("CU"):
@@ -44,6 +45,8 @@ class FakeDriver:
         def function(*arguments: Any) -> tuple[Any, ...]:
             if name == "cuLaunchKernelEx":
                 arguments = (arguments[0], arguments[1], self.params_at(arguments[2]), arguments[3])
+            if name == "cuGraphExecKernelNodeSetParams":
+                arguments = (*arguments[:2], self.params_at(arguments[2].kernelParams))
             self.calls.append((name, arguments))
             if name == "cuModuleLoadData":
                 time.sleep(0.01)  # long enough for other threads to come in between
@@ -65,6 +68,10 @@ class FakeDriver:
             "cuCtxPopCurrent": lambda: 0,
             "cuOccupancyMaxActiveBlocksPerMultiprocessor": lambda function, block, shared: 2,
             "cuDeviceGetAttribute": lambda attribute, device: 132,
+            "cuStreamIsCapturing": lambda stream: self.capturing,
+            "cuGraphCreate": lambda flags: 5,
+            "cuGraphAddKernelNode": lambda graph, dependencies, count, params: 6,
+            "cuGraphInstantiate": lambda graph, flags: 700 + len(self.named("cuGraphInstantiate")),
         }
         return (results[name](*arguments),) if name in results else ()
 
@@ -185,6 +192,58 @@ def test_context_of_another_device_is_left_alone(fake: FakeDriver, fill: Program
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CONTEXT"):
         kernel.launch(Params(), stream=0, grid=1, block=32)
     assert fake.named("cuCtxSetCurrent") == []
+
+
+def test_beside_other_work_a_kernel_is_launched_as_a_graph_of_its_own(fake: FakeDriver, fill: Program) -> None:
+    kernel = prepare(fill, 1)
+    for rows, stream in ((7, 0xA), (8, 0xA), (9, 0xB)):
+        kernel.launch(
+            Params(0x1234, rows), stream=stream, grid=8, block=128, shared_bytes=60_000, cluster=4, beside=True
+        )
+    assert fake.named("cuLaunchKernelEx") == []
+    (_, _, _, node), _ = fake.named("cuGraphAddKernelNode")
+    assert (node.gridDimX, node.gridDimY, node.gridDimZ, node.sharedMemBytes) == (8, 1, 1, 60_000)
+    assert (node.blockDimX, node.blockDimY, node.blockDimZ, int(node.func)) == (128, 1, 1, FUNCTION)
+    (_, attribute, value), _ = fake.named("cuGraphKernelNodeSetAttribute")
+    assert attribute == driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    assert [getattr(value.clusterDim, axis) for axis in "xyz"] == [4, 1, 1]
+    given = [(graph, params) for graph, _, params in fake.named("cuGraphExecKernelNodeSetParams")]
+    assert given == [(701, bytes(Params(0x1234, 7))), (701, bytes(Params(0x1234, 8))), (702, bytes(Params(0x1234, 9)))]
+    assert fake.named("cuGraphLaunch") == [(701, 0xA), (701, 0xA), (702, 0xB)]
+    names = [name for name, _ in fake.calls]
+    assert names.index("cuFuncSetAttribute") < names.index("cuGraphAddKernelNode"), "the limit holds for nodes, too"
+
+
+def test_where_a_graph_is_captured_the_kernel_becomes_part_of_it(fake: FakeDriver, fill: Program) -> None:
+    fake.capturing = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+    prepare(fill, 0).launch(Params(), stream=0xA, grid=8, block=128, beside=True)
+    assert fake.named("cuStreamIsCapturing") == [(0xA,)]
+    assert len(fake.named("cuLaunchKernelEx")) == 1
+    assert fake.named("cuGraphLaunch") == []
+
+
+@pytest.mark.parametrize("call", ["cuStreamIsCapturing", "cuGraphExecKernelNodeSetParams", "cuGraphLaunch"])
+def test_graph_of_a_thread_without_a_context_gets_the_devices(fake: FakeDriver, fill: Program, call: str) -> None:
+    kernel = prepare(fill, 1)
+    fake.failures[call] = [driver.CUresult.CUDA_ERROR_INVALID_CONTEXT]
+    kernel.launch(Params(), stream=0, grid=1, block=32, beside=True)
+    assert fake.named("cuCtxSetCurrent") == [(1101,)]
+    assert fake.calls[-1][0] == "cuGraphLaunch"
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [(name, name) for name in ("cuGraphCreate", "cuGraphAddKernelNode", "cuGraphInstantiate", "cuGraphLaunch")]
+    + [("cuGraphExecKernelNodeSetParams", "cuGraphLaunch")],
+)
+def test_error_of_a_graph_names_kernel_device_call_and_code(
+    fake: FakeDriver, fill: Program, call: str, named: str
+) -> None:
+    fake.failures[call] = [driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU]
+    with pytest.raises(
+        RuntimeError, match=rf"kernel fill \(sm_90a\) on cuda:2: {named} .*CUDA_ERROR_NO_BINARY_FOR_GPU"
+    ):
+        prepare(fill, 2).launch(Params(), stream=0, grid=1, block=32, beside=True)
 
 
 FALLIBLE = """

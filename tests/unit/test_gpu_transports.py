@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import p2p
+from tw_compile.kernels.all_reduce_rms_norm.call import Call
 from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, operands_of
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
 from tw_compile.testing import gpu_transports
@@ -112,6 +113,28 @@ def test_results_outside_of_the_slot_are_a_failure_of_a_transport_in_the_slot(ma
     ctx, subject = context(), make("stream_in_slot", Fake())
     subject.start(ctx, request())
     assert ctx.failures == ["hidden [4, 8] is not in the slot's memory"]
+
+
+def test_calls_of_a_form_that_was_served_are_launches_too(
+    make: Callable[..., Subject], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enqueued = []
+    kernel = SimpleNamespace(launch=lambda params, **options: enqueued.append(options))
+
+    def launch(self: Fake, request: Request, *rest: object) -> Started:
+        results = request.allocate(2)
+        call = Call(kernel, [(SimpleNamespace(), 4)], {}, lambda: results[0], lambda: results[1])
+        return Started(*call.enqueue(operands_of(request), results, 0), call=call)
+
+    monkeypatch.setattr(Fake, "launch", launch)
+    subject, served = make("fake", Fake()), replace(request(), form="of its own")
+    subject.transport.start(served)
+    known = subject.transport.known("g", DEVICE, "of its own")
+    assert known is not None
+    known.call.enqueue(operands_of(served), None, 0)
+    assert len(enqueued) == subject.algorithm.launches == 2
+    known.call.enqueue(operands_of(served)._replace(x=subject.state(served).slots[0].buffers["x"].tensor), None, 0)
+    assert subject.algorithm.launches_in_slot == 1
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 
 import torch
@@ -12,10 +12,11 @@ import torch
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm import transport as registry
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.call import Call, Outputs
 from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 from tw_compile.kernels.all_reduce_rms_norm.push import Push
 from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.spec import Operands, Request
 from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
@@ -64,9 +65,29 @@ class Counting(Algorithm):
         return self._inner.outputs(request, state, slot)
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        self.count(request.x, slot)
+        started = self._inner.launch(request, state, slot, spin_limit)
+        if started.call is None:
+            return started
+        options = {field.name: getattr(started.call, field.name) for field in fields(started.call)}
+        return replace(started, call=CountedCall(**options, counting=self, in_slot=slot))
+
+    def count(self, x: torch.Tensor, slot: Slot) -> None:
+        """A launch for the message ``x``."""
         self.launches += 1
-        self.launches_in_slot += "x" in slot.buffers and request.x.data_ptr() == slot.buffers["x"].tensor.data_ptr()
-        return self._inner.launch(request, state, slot, spin_limit)
+        self.launches_in_slot += "x" in slot.buffers and x.data_ptr() == slot.buffers["x"].tensor.data_ptr()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedCall(Call):
+    """Makes known calls, which ask no algorithm, count as launches of the one that made the first of their form."""
+
+    counting: Counting
+    in_slot: Slot
+
+    def enqueue(self, operands: Operands, outputs: Outputs | None, stream: int) -> Outputs:
+        self.counting.count(operands.x, self.in_slot)
+        return super().enqueue(operands, outputs, stream)
 
 
 class Subject:
