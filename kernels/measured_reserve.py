@@ -8,6 +8,10 @@ numbers that can make a difference are tried, beside a stand-in that takes the s
 Others may use the device or the host meanwhile: another process, a compiler's threads. That makes trials longer, and never
 shorter, so a number's time is that of its shortest trial, once a second one was as short. Where no two are, nothing is said
 to be measured. A wrong choice would stay, as what is compiled is kept, and all ranks would wait for the one that made it.
+
+Calls come later than planned, too, where another rank is late. So among numbers as good as the best it is the one that is best
+beside a call that does not end: many matmuls lose nothing by leaving SMs that nobody takes, and a quarter to a half of their
+time by leaving none where some are taken.
 """
 
 from __future__ import annotations
@@ -37,7 +41,9 @@ _SETTLE_US = 4.0
 """From the fork to the matmul, so that the stand-in finds its SMs first."""
 _BUSY_STEP_US = 10
 _EQUAL = 1.01
-"""Times no further apart are taken for equal; then the fewer SMs are left."""
+"""Times no further apart are taken for equal."""
+_ENDLESS = 1.5
+"""A call that is beside all of a matmul is there for so many times its longest trial."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,9 @@ class Reserve:
 def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float) -> Reserve | None:
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
-    ``operands``: those of ``mm`` or ``addmm``. None where it can't be measured: no device in use, one that the stand-in is not
-    for, one that others use all the time, no memory for the operands, or a CUDA graph is being captured. Takes some
-    milliseconds of the device the first time.
+    ``operands``: those of ``mm`` or ``addmm``; ``busy_us``: 0 if the kernel should have ended by then. None where it can't be
+    measured: no device in use, one that the stand-in is not for, one that others use all the time, no memory for the
+    operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
@@ -74,7 +80,7 @@ def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: 
         device = torch.device("cuda", torch.cuda.current_device())
     if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
         return None
-    busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US)
+    busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
     return _measured(operands, device, ctas, busy)
 
 
@@ -87,22 +93,38 @@ def _measured(operands: tuple[Operand, ...], device: torch.device, ctas: int, bu
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            return best_of_trials(
-                numbers, lambda sms: _time_beside(partial(matmul, *tensors, sms), device, ctas, busy_us)
+            return choose(
+                numbers, lambda sms, us: _time_beside(partial(matmul, *tensors, sms), device, ctas, us), busy_us
             )
         except torch.cuda.OutOfMemoryError:
             return None
 
 
-def best_of_trials(numbers: Sequence[int], trial: Callable[[int], float]) -> Reserve | None:
-    """The best of ``numbers`` by ``trial``, which takes one and returns microseconds; None where no time can be reproduced."""
+Trial = Callable[[int, float], float]
+"""``(SMs to leave, microseconds that the call is there) -> microseconds``"""
+
+
+def choose(numbers: Sequence[int], trial: Trial, busy_us: float) -> Reserve | None:
+    """The best of ``numbers`` beside a call of ``busy_us``; None where no times can be reproduced."""
+    times = shortest(numbers, lambda sms: trial(sms, busy_us))
+    if times is None:
+        return None
+    equal = as_good_as_the_best(times)
+    if len(equal) > 1:
+        endless = shortest(equal, lambda sms: trial(sms, _ENDLESS * max(times.values())))
+        equal = equal if endless is None else as_good_as_the_best(endless)
+    return Reserve(equal[0], times[equal[0]])
+
+
+def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int, float] | None:
+    """The shortest trial of each of ``numbers``; None where one has no second trial as short."""
     trials: dict[int, list[float]] = {sms: [] for sms in numbers}
     for _ in range(_MOST_ROUNDS):
         for _ in range(_TRIALS):
             for sms in numbers:  # in turns, so that what changes with time changes for all
                 trials[sms].append(trial(sms))
         if all(_is_reproduced(found) for found in trials.values()):
-            return best_of({sms: min(found) for sms, found in trials.items()})
+            return {sms: min(found) for sms, found in trials.items()}
     return None
 
 
@@ -111,21 +133,21 @@ def _is_reproduced(trials: list[float]) -> bool:
     return second <= max(shortest * _REPRODUCED, shortest + _CLOCK_US)
 
 
-def best_of(times: Mapping[int, float]) -> Reserve:
-    """The fewest SMs among those whose times are as good as the best."""
+def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
+    """Numbers of SMs, the fewest first."""
     limit = min(times.values()) * _EQUAL
-    sms = min(sms for sms, us in times.items() if us <= limit)
-    return Reserve(sms, times[sms])
+    return sorted(sms for sms, us in times.items() if us <= limit)
 
 
 def _time_beside(matmul: Callable[[], torch.Tensor], device: torch.device, ctas: int, busy_us: float) -> float:
-    """Microseconds from the fork to the end of the matmul."""
+    """Microseconds from the fork to the end of the matmul; 0 of ``busy_us``: nothing is beside it."""
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_sms(current, 1, _LEAD_US)
     begin.record(current)
     side.wait_event(begin)
-    hold_sms(side, ctas, busy_us, cluster_size(ctas, device))
+    if busy_us:
+        hold_sms(side, ctas, busy_us, cluster_size(ctas, device))
     hold_sms(current, 1, _SETTLE_US)
     matmul()
     end.record(current)

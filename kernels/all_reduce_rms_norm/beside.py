@@ -18,6 +18,11 @@ back is reused by work that the current stream does after the join. So no ``reco
 graphs do not replay. What a launch allocates for itself while the side stream is current comes from the side stream's pool,
 is read by that stream alone, and is reused in its order.
 
+**First on the SMs.** Both streams have work for the GPU when ``x`` is made. A GEMM with CTAs on most SMs leaves some free,
+but hardly in one group, where the kernel's clusters would find a place: it would begin when the GEMM has ended. The current
+stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. In a graph that
+is captured such an event orders nothing.
+
 **Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
 CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/_sync.py``.
 
@@ -49,14 +54,22 @@ def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
+Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+"""Of a fork, that the side stream has passed it, and of a join."""
+
+
+def _new_events() -> Events:
+    return torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+
+
 @cache
-def _events(device: torch.device, group_name: str, slot: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    """Of a fork and a join that are not captured.
+def _events(device: torch.device, group_name: str, slot: int) -> Events:
+    """Of calls that are not captured.
 
     Calls of a slot share them: the next one forks after the join of the one before, and what waits for an event waits for
     the last record before it.
     """
-    return torch.cuda.Event(), torch.cuda.Event()
+    return _new_events()
 
 
 def cluster_size(ctas: int, device: torch.device) -> int:
@@ -97,9 +110,11 @@ def fork_and_join(
     """
     current, side = compat.current_stream(device), side_stream(device, slot)
     captured = torch.cuda.is_current_stream_capturing()
-    fork, join = (torch.cuda.Event(), torch.cuda.Event()) if captured else _events(device, group_name, slot)
+    fork, passed, join = _new_events() if captured else _events(device, group_name, slot)
     fork.record(current)
     side.wait_event(fork)
+    passed.record(side)
+    current.wait_event(passed)
     try:
         started = launch(side)
     except BaseException:

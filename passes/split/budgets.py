@@ -1,7 +1,7 @@
 """What the plan gives to the windows of a scheduled graph: SMs to the calls, and GEMMs that are planned for the rest.
 
-A GEMM that begins while a call holds SMs is planned for the others, where the plan has it so; one that begins after the sum has
-arrived is not. Only in windows that have a call of the other half beside them.
+A GEMM that begins while a call holds SMs is planned for the others, where that is faster; one that begins after the sum should
+have arrived, where it costs nothing. Only in windows that have a call of the other half beside them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ Measure = Callable[[fx.Node, int, float, int], Reserve | None]
 def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Measure | None = None) -> Leaving:
     """Let GEMMs of a scheduled graph leave SMs to the calls beside them; what was done, by window.
 
-    How many is measured, for each GEMM that begins before the sum has arrived; where that is not possible it is what the
-    call has. GEMMs that Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
+    How many is measured; where that is not possible it is what the call has for GEMMs that begin before the sum has arrived.
+    GEMMs that Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
     """
     measure = measure or _measure
     done: Leaving = {}
@@ -84,13 +84,11 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
         if name is None or not sms or planned is None or not _can_leave(node):
             continue
         left = left_us.setdefault(index, planned.communication_us)
-        if left <= 0:
-            continue
         tokens = next((gemm.tokens for gemm in planned.gemms if gemm.name == name), 0)
         best = measure(node, sms, left, tokens)
         if best is not None:
-            left_us[index] = left - best.us
-        reserved = best.sms if best is not None else sms if name in budgets.wants(window) else 0
+            left_us[index] = max(left - best.us, 0.0)
+        reserved = best.sms if best is not None else sms if left and name in budgets.wants(window) else 0
         if reserved:
             _leave(node, reserved)
             done[index] = (*done.get(index, ()), (name, reserved))

@@ -9,21 +9,30 @@ from hypothesis import strategies as st
 
 from tw_compile.kernels import measured_reserve as module
 from tw_compile.kernels.hold_sms import hold_program
-from tw_compile.kernels.measured_reserve import Operand, Reserve, best_of, best_of_trials, measured_reserve
+from tw_compile.kernels.measured_reserve import Operand, Reserve, choose, measured_reserve
 
 OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
 
 
 @pytest.mark.parametrize(
-    ("times", "best"),
+    ("planned", "endless", "best"),
     [
-        ({0: 120.0, 16: 90.0, 28: 80.0}, Reserve(28, 80.0)),
-        ({0: 80.5, 16: 80.0, 28: 90.0}, Reserve(0, 80.5)),
-        ({0: 100.0, 16: 80.0, 28: 79.9}, Reserve(16, 80.0)),
+        ({0: 120.0, 16: 90.0, 28: 80.0}, {}, Reserve(28, 80.0)),
+        ({0: 80.5, 16: 80.0, 28: 90.0}, {0: 120.0, 16: 90.0}, Reserve(16, 80.0)),
+        ({0: 80.0, 16: 80.5, 28: 90.0}, {0: 85.0, 16: 85.5}, Reserve(0, 80.0)),
+        ({0: 100.0, 16: 80.0, 28: 79.9}, {16: 99.0, 28: 98.5}, Reserve(16, 80.0)),
     ],
 )
-def test_fewest_sms_among_equals_are_left(times: dict[int, float], best: Reserve) -> None:
-    assert best_of(times) == best
+def test_among_equals_it_is_the_best_beside_a_call_that_does_not_end_then_the_fewest(
+    planned: dict[int, float], endless: dict[int, float], best: Reserve
+) -> None:
+    longest = max(planned.values())
+    assert choose(tuple(planned), lambda sms, us: (endless if us > longest else planned)[sms], 50.0) == best
+
+
+def test_where_only_the_endless_call_can_not_be_measured_the_fewest_equals_are_left() -> None:
+    times = iter(range(1000, 10_000_000, 1000))
+    assert choose((0, 4), lambda sms, us: 80.0 if us == 0.0 else float(next(times)), 0.0) == Reserve(0, 80.0)
 
 
 @given(undisturbed=st.sets(st.integers(0, 7), min_size=2))
@@ -31,17 +40,17 @@ def test_what_makes_some_trials_longer_does_not_change_the_choice(undisturbed: s
     """``undisturbed``: of the trials of two rounds."""
     trials: dict[int, int] = {}
 
-    def trial(sms: int) -> float:
+    def trial(sms: int, busy_us: float) -> float:
         number = trials[sms] = trials.get(sms, -1) + 1
         true = {0: 700.0, 4: 600.0, 8: 640.0}[sms]
         return true if number in undisturbed else true + 100.0 * 2**number
 
-    assert best_of_trials((0, 4, 8), trial) == Reserve(4, 600.0)
+    assert choose((0, 4, 8), trial, 50.0) == Reserve(4, 600.0)
 
 
 def test_nothing_is_measured_where_no_trial_can_be_repeated() -> None:
     times = iter(range(1000, 10_000_000, 1000))
-    assert best_of_trials((0, 4), lambda sms: float(next(times))) is None
+    assert choose((0, 4), lambda sms, us: float(next(times)), 50.0) is None
     assert next(times) < 100_000  # and it ends
 
 
@@ -62,9 +71,9 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
         measured_reserve(OPERANDS, torch.device("cuda", 1), 16, 100.0) is None and not asked
     )  # no room for the stand-in
     capability = (9, 0)
-    for busy_us in (1.0, 96.0, 104.0):
+    for busy_us in (0.0, 1.0, 96.0, 104.0):
         measured_reserve(OPERANDS, torch.device("cuda", 1), 16, busy_us)
-    assert asked == [(OPERANDS, torch.device("cuda", 1), 16, us) for us in (10, 100, 100)]
+    assert asked == [(OPERANDS, torch.device("cuda", 1), 16, us) for us in (0, 10, 100, 100)]
 
 
 def test_operands_are_laid_out_as_in_the_graph() -> None:

@@ -177,7 +177,7 @@ def test_gemms_that_begin_before_the_sum_arrives_leave_its_sms_and_compute_the_s
         assert torch.equal(one, other)
 
 
-def test_gemms_leave_what_is_measured_to_be_best_until_the_sum_has_arrived() -> None:
+def test_gemms_leave_what_is_measured_to_be_best_beside_what_is_left_of_the_sum() -> None:
     graph, budgets = planned()
     budgets = with_windows(budgets, attention={"ctas": 8, "communication_us": 50.0}, mlp={"ctas": 24})
     result = woven(graph, budgets)
@@ -189,9 +189,9 @@ def test_gemms_leave_what_is_measured_to_be_best_until_the_sum_has_arrived() -> 
         return Reserve(0 if sms == 24 else sms + 4, 30.0)
 
     done = reserve_sms(graph, result, budgets, measure)
-    attention = (("qkv", 12), ("qkv", 12))  # the third begins 10 us after the sum
-    assert done == {index: attention for index in (2, 3, 6, 7)}
-    assert asked[:2] == [("qkv", 8, 50.0), ("qkv", 8, 20.0)]
+    attention = (("qkv", 12),) * 3 + (("o_proj", 12),)
+    assert {index: leaving for index, leaving in done.items() if index in (2, 3)} == {2: attention, 3: attention}
+    assert asked[:4] == [("qkv", 8, 50.0), ("qkv", 8, 20.0), ("qkv", 8, 0.0), ("o_proj", 8, 0.0)]
     assert {name for name, sms, _ in asked if sms == 24} <= {"gate_up", "down"}
 
 
