@@ -14,7 +14,7 @@ have a multicast address. Nothing here asks for one: torch makes it by itself, u
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -114,19 +114,20 @@ class P2PTransport(Transport):
         _require_supported(x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
         state = self._state(request.group_name, x.device)
         chosen = state.selector.choose(request, state)
-        # Beside other work one kernel serves messages of all sizes.
-        self._prepare(request, state, (chosen,) if request.overlap_sms else state.selector.alternatives)
+        self._prepare(request, state, chosen)
         return state, chosen
 
-    def _prepare(self, request: Request, state: GroupState, alternatives: Sequence[Algorithm]) -> None:
+    def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
         """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
 
         In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
         """
-        if not alternatives:
-            return
         variant = (variant_of(request), request.overlap_sms > 0)
         if variant in state.prepared or torch.cuda.is_current_stream_capturing():
+            return
+        # Beside other work one kernel serves messages of all sizes.
+        alternatives = (chosen,) if request.overlap_sms else state.selector.alternatives(request, state)
+        if not alternatives:
             return
         if state.obstacle is None:
             with torch.cuda.device(state.device):

@@ -64,10 +64,7 @@ def make_algorithm(name: str, sms: int) -> Algorithm:
 
 
 class Selector:
-    """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share.
-
-    ``alternatives``: all that may serve a message of some size, not beside other work; none where there is no choice.
-    """
+    """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
@@ -85,7 +82,6 @@ class Selector:
             self._candidates.append((preferred, *second, two_shot))
         if not steps:
             self._candidates.append((two_shot,))
-        self.alternatives = tuple(dict.fromkeys(itertools.chain(*self._candidates))) if steps else ()
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
         candidates = self._beside
@@ -93,17 +89,29 @@ class Selector:
             candidates = self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
         return next(one for one in candidates if one.obstacle(request, state) is None)
 
+    def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
+        """All of a table that may serve a message like the request, of any size, not beside other work."""
+        found: list[Algorithm] = []
+        for *preferred, last in self._candidates:
+            if preferred:
+                # What one-shot serves depends on the memory of the residual, what others do on the form alone.
+                served = preferred[-1].obstacle(request, state) is None
+                found += preferred if served else [*preferred, last]
+        return tuple(dict.fromkeys(found))
+
 
 class Insist:
     """One algorithm for everything that it can serve; for benchmarks and tests."""
-
-    alternatives: tuple[Algorithm, ...] = ()
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._candidates = (algorithm, TwoShot())
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
         return next(one for one in self._candidates if one.obstacle(request, state) is None)
+
+    def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
+        """See :class:`Selector`."""
+        return ()
 
 
 def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:

@@ -342,7 +342,8 @@ def test_two_shot_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> N
     assert (params.part_bytes, params.rank, params.tokens) == (part_bytes(inbox.capacity), RANK, 10)
     assert (params.begin, params.end) == (0, 3)
     assert (params.eps, params.weight_offset, params.scale) == (pytest.approx(1e-5), 1.0, 0.5)
-    assert keywords == {"stream": 0xABC, "grid": 3, "block": 32, "shared_bytes": 8, "programmatic": True}
+    expected = {"stream": 0xABC, "grid": 3, "block": 32, "shared_bytes": 8}
+    assert keywords == expected | {"programmatic": True, "beside": False}
     defines = dict(kernels[0].program.defines)
     assert (defines["ONE_SHOT"], defines["THREADS"], defines["SPIN_LIMIT"]) == (0, 32, 7)
     assert started.hidden.shape == (10, HIDDEN) and started.residual.shape == (3, HIDDEN)
@@ -393,7 +394,7 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
     assert (params.rank, params.tokens, params.weight_offset, params.scale) == (RANK, 10, 1.0, 0.5)
     shape = shape_for(HIDDEN, 2, 2, 4, 4)
     expected = {"stream": 0xABC, "grid": 2, "block": shape.block, "shared_bytes": SHARED_BYTES, "cluster": 1}
-    expected["programmatic"] = True
+    expected |= {"programmatic": True, "beside": False}
     assert keywords == expected
     defines = dict(kernels[0].program.defines)
     assert Shape(*(defines[name] for name in ("THREADS", "GROUPS", "STAGES", "RESULTS"))) == shape
@@ -571,6 +572,7 @@ def test_beside_other_work_all_have_the_sms_of_the_request(
     two_an_sm = min(25, 2 * ctas)
     assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas]
     assert [keywords["programmatic"] for keywords in launches] == 2 * [not overlap_sms]
+    assert [keywords["beside"] for keywords in launches] == 2 * [overlap_sms > 0]
     assert launches[1]["cluster"] == cluster
     assert [kernel.grids for kernel in triton_kernels] == [[ctas]]
 

@@ -53,10 +53,23 @@ def test_steps_go_by_bytes_and_the_last_serves_the_rest(
     assert type(chosen) is kind and chosen.sms(10**6, 4) == sms
 
 
-def test_alternatives_are_all_that_a_table_may_choose() -> None:
-    kinds = [type(algorithm) for algorithm in Selector(STEPS).alternatives]
-    assert kinds == [Push, Push, TwoShot, Push, Stream]  # one-shot's second choice is the two-shot push
-    assert Selector().alternatives == Insist(Stream()).alternatives == ()
+@pytest.mark.parametrize(
+    ("serving_nothing", "kinds"),
+    [
+        (set(), [Push, Push, Push, Stream]),  # one-shot's second choice is the two-shot push
+        ({Push}, [Push, Push, TwoShot, Push, Stream]),
+        ({Stream}, [Push, Push, Push, Stream, TwoShot]),
+    ],
+)
+def test_alternatives_are_all_that_a_table_may_choose(
+    refused: set[type[Algorithm]], serving_nothing: set[type[Algorithm]], kinds: list[type[Algorithm]]
+) -> None:
+    refused |= serving_nothing
+    assert [type(algorithm) for algorithm in Selector(STEPS).alternatives(message(1), STATE)] == kinds
+
+
+def test_without_a_table_there_are_no_alternatives() -> None:
+    assert Selector().alternatives(message(1), STATE) == Insist(Stream()).alternatives(message(1), STATE) == ()
 
 
 def test_what_an_algorithm_cannot_serve_is_done_two_shot(refused: set[type[Algorithm]]) -> None:
