@@ -10,9 +10,11 @@ import torch
 import torch.multiprocessing as mp
 from families import FAMILIES
 from transformers import AutoModel, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tw_compile.leave import leave
 from tw_compile.models import Decoder, build_decoder, load_config, preset_names, reference_forward, to_double
+from tw_compile.models.attention import attention_implementation
 from tw_compile.models.config import config_from_dict, truncate_layers
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 
@@ -61,6 +63,14 @@ def test_truncate_layers_cuts_per_layer_lists() -> None:
     assert len(config.layer_types) == 42
     with pytest.raises(ValueError, match="num_layers: expected 1 to 42, got 43"):
         truncate_layers(config, 43)
+
+
+def test_scores_with_a_soft_cap_are_not_left_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config("gemma-2-9b")
+    monkeypatch.setattr(MODEL_MAPPING[type(config)], "_supports_sdpa", True)  # as versions say that ignore the cap
+    assert attention_implementation(config) == "eager"
+    config.attn_logit_softcapping = None
+    assert attention_implementation(config) != "eager"
 
 
 def test_build_decoder_needs_a_process_group() -> None:

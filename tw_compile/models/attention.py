@@ -18,9 +18,13 @@ CAUSAL_SDPA = "tw_compile_causal_sdpa"
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
-    """The value of ``attn_implementation`` for a model: SDPA when the family supports it, else eager."""
+    """The value of ``attn_implementation`` for a model: SDPA when the family supports it, else eager.
+
+    SDPA has no soft cap on scores, which transformers before 5.21 leaves out there without a word.
+    """
     model_class: Any = MODEL_MAPPING[type(config)]
-    return CAUSAL_SDPA if model_class._supports_sdpa else "eager"
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return CAUSAL_SDPA if model_class._supports_sdpa and not capped else "eager"
 
 
 def _causal_mask(
