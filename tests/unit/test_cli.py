@@ -19,8 +19,9 @@ from tw_compile.cli.app import app
 from tw_compile.kernels.all_reduce_rms_norm import selection
 from tw_compile.kernels.all_reduce_rms_norm.selection import Step
 from tw_compile.planning import LayerShape
-from tw_compile.runner import machine
+from tw_compile.runner import machine, worker
 from tw_compile.runner.numerics import Comparison, digest, worst
+from tw_compile.runner.spec import RunSpec
 
 INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
 
@@ -354,7 +355,20 @@ def test_digest_tells_bits_apart() -> None:
     assert digest([zero]) != digest([-zero])
 
 
-def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("promised", [True, False])
+def test_ranks_that_differ_fail_where_equal_bits_are_promised(monkeypatch: pytest.MonkeyPatch, promised: bool) -> None:
+    monkeypatch.setattr(worker, "_all_gather", lambda value: [value, value[::-1] if isinstance(value, str) else value])
+    exact = [(torch.linspace(0.1, 1, 7, dtype=torch.float64),) * 2]
+    rounded = [tuple(output.to(torch.bfloat16) for output in exact[0])]
+    spec = RunSpec("m", 2, "cpu", tokens=(7,), dtype="bfloat16")
+    found = worker._numerics(spec, exact, rounded, rounded, rounded, promised)  # type: ignore[arg-type]
+    assert not found["bitwise_equal_across_ranks"] and found["bitwise_equal_promised"] is promised
+    assert found["passed"] is not promised
+    over = [tuple(2 * output for output in rounded[0])]
+    assert not worker._numerics(spec, exact, rounded, rounded, over, promised)["passed"]  # type: ignore[arg-type]
+
+
+def _run_report(passed: bool, identical: bool, fused: int = 1) -> dict[str, Any]:
     one = {"error": 1.0 if not passed else 1e-3, "unfused_error": 1e-3, "budget": 1.1e-3, "passed": passed}
     row = {name: one | {"inductor_error": 1e-3} for name in ("hidden", "residual")}
     row |= {"bitwise_equal_across_ranks": identical}
@@ -367,9 +381,14 @@ def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
         "tokens": [8],
         "versions": {"torch": "2", "transformers": "5"},
         "sites": [],
-        "counts": {"all_reduce": 1, "fused": 1, "refused": 0, "gated": 0},
+        "counts": {"all_reduce": 1, "fused": fused, "refused": 0, "gated": 1 - fused},
         "splits": [],
-        "numerics": row | {"passed": passed and identical, "by_tokens": [row | {"tokens": 8}]},
+        "numerics": row
+        | {
+            "bitwise_equal_promised": fused == 1,
+            "passed": passed and (identical or not fused),
+            "by_tokens": [row | {"tokens": 8}],
+        },
         "compile_seconds": {"baseline": 1.0, "tw_compile": 1.1, "passes": 0.01},
         "prefill_seconds": {"baseline": [0.002], "tw_compile": [0.001]},
         "memory": {"peak_bytes": {"baseline": [2 * 2**20], "tw_compile": [3 * 2**20]}, "slot_bytes": 64 * 2**20},
@@ -386,16 +405,17 @@ def _run_report(passed: bool, identical: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("passed", "identical", "expected"),
+    ("passed", "identical", "fused", "expected"),
     [
-        (True, True, ["PASSED", "ranks identical", "2.00x"]),
-        (False, True, ["FAILED", "hidden error over budget", "NO"]),
-        (True, False, ["FAILED", "ranks differ", "DIFFER"]),
+        (True, True, 1, ["PASSED", "ranks identical", "2.00x"]),
+        (False, True, 1, ["FAILED", "hidden error over budget", "NO"]),
+        (True, False, 1, ["FAILED", "ranks differ", "DIFFER"]),
+        (True, False, 0, ["PASSED", "ranks round differently where sums are not fused", "differ"]),
     ],
 )
-def test_run_ends_with_the_verdict(passed: bool, identical: bool, expected: list[str]) -> None:
+def test_run_ends_with_the_verdict(passed: bool, identical: bool, fused: int, expected: list[str]) -> None:
     console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    render.print_run(console, _run_report(passed, identical))
+    render.print_run(console, _run_report(passed, identical, fused))
     text = console.export_text()
     assert all(word in text for word in expected)
     assert text.rstrip().splitlines()[-1].startswith(expected[0])

@@ -108,7 +108,9 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "sites": [asdict(site) for site in fused.sites],
         "counts": counts,
         "splits": [report.split.as_dict() for report in fused.reports if report.split],
-        "numerics": _numerics(spec, reference, eager, baseline.outputs, fused.outputs),
+        "numerics": _numerics(
+            spec, reference, eager, baseline.outputs, fused.outputs, promised=counts["fused"] == counts["all_reduce"]
+        ),
         "compile_seconds": {
             "baseline": _slowest(baseline.compile_seconds),
             "tw_compile": _slowest(fused.compile_seconds),
@@ -264,12 +266,18 @@ def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
 
 
 def _numerics(
-    spec: RunSpec, reference: list[Outputs], eager: list[Outputs], baseline: list[Outputs], fused: list[Outputs]
+    spec: RunSpec,
+    reference: list[Outputs],
+    eager: list[Outputs],
+    baseline: list[Outputs],
+    fused: list[Outputs],
+    promised: bool,
 ) -> dict[str, Any]:
     """Errors of the worst rank, per token count and for the token count that uses most of its budget.
 
     The budget comes from the unfused model run eagerly, which rounds where the model's code says so. Inductor's unfused
-    kernels skip some of these roundings; their error is told beside it where there is one.
+    kernels skip some of these roundings; their error is told beside it where there is one. Equal bits on all ranks are
+    ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank.
     """
     table: list[dict[str, Any]] = []
     comparisons: dict[str, list[Comparison]] = {name: [] for name in OUTPUT_NAMES}
@@ -286,9 +294,14 @@ def _numerics(
         row["bitwise_equal_across_ranks"] = len(set(_all_gather(digest(fused[index])))) == 1
         table.append(row)
     identical = all(row["bitwise_equal_across_ranks"] for row in table)
-    passed = identical and all(one.passed for entries in comparisons.values() for one in entries)
+    within = all(one.passed for entries in comparisons.values() for one in entries)
     result: dict[str, Any] = {name: worst(entries).as_dict() for name, entries in comparisons.items()}
-    return result | {"bitwise_equal_across_ranks": identical, "passed": passed, "by_tokens": table}
+    return result | {
+        "bitwise_equal_across_ranks": identical,
+        "bitwise_equal_promised": promised,
+        "passed": within and (identical or not promised),
+        "by_tokens": table,
+    }
 
 
 def _largest(errors: Iterable[float]) -> float:
