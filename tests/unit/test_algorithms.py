@@ -394,8 +394,7 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
     assert (params.rank, params.tokens, params.weight_offset, params.scale) == (RANK, 10, 1.0, 0.5)
     shape = shape_for(HIDDEN, 2, 2, 4, 4)
     expected = {"stream": 0xABC, "grid": 2, "block": shape.block, "shared_bytes": SHARED_BYTES, "cluster": 1}
-    expected |= {"programmatic": True, "beside": False}
-    assert keywords == expected
+    assert keywords == expected | {"programmatic": True, "beside": False}
     defines = dict(kernels[0].program.defines)
     assert Shape(*(defines[name] for name in ("THREADS", "GROUPS", "STAGES", "RESULTS"))) == shape
     assert (defines["STAGED"], defines["PULL"], defines["SPIN_LIMIT"]) == (1, 1, 7)
@@ -571,8 +570,7 @@ def test_beside_other_work_all_have_the_sms_of_the_request(
     launches = [keywords for kernel in kernels for _, keywords in kernel.launches]
     two_an_sm = min(25, 2 * ctas)
     assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas]
-    assert [keywords["programmatic"] for keywords in launches] == 2 * [not overlap_sms]
-    assert [keywords["beside"] for keywords in launches] == 2 * [overlap_sms > 0]
+    assert [(one["programmatic"], one["beside"]) for one in launches] == 2 * [(not overlap_sms, overlap_sms > 0)]
     assert launches[1]["cluster"] == cluster
     assert [kernel.grids for kernel in triton_kernels] == [[ctas]]
 
