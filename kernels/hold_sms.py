@@ -36,7 +36,7 @@ def hold_sms(stream: torch.cuda.Stream, ctas: int, microseconds: float, cluster:
         block=32,
         shared_bytes=FULL_SHARED_BYTES,  # nothing shares its SM
         cluster=cluster,
-        beside=True,
+        beside=True,  # as what it stands in for is launched
     )
 
 
