@@ -26,6 +26,7 @@ class Refusal(StrEnum):
     WEIGHT_NOT_PROVABLE = "weight_not_provable"
     NORM_ALREADY_FUSED = "norm_already_fused"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
+    NOT_ROW_MAJOR = "not_row_major"
     TRANSPORT_NOT_AVAILABLE = "transport_not_available"
     QUANTISATION_NOT_PROVABLE = "quantisation_not_provable"
     REWRITE_FAILED = "rewrite_failed"
@@ -89,6 +90,7 @@ class JoinReason(StrEnum):
     OPERANDS_DISAGREE = "operands_disagree"
     ROUTING_NOT_UNDONE = "routing_not_undone"
     RESIDUAL_SHARDS = "residual_shards"
+    LEFT_WHOLE = "left_whole"
     UNKNOWN_OPERATOR = "unknown_operator"
 
 
@@ -112,7 +114,6 @@ class GroupRefusal(StrEnum):
     """Why vLLM's long steps don't run by groups of layers. Stable names, as those of refusals."""
 
     ONE_GRAPH = "one_graph"
-    MEGA_ARTIFACT = "mega_artifact"
     SPECULATIVE = "speculative"
     NO_LONG_STEPS = "no_long_steps"
     NOT_ASKED_FOR = "not_asked_for"

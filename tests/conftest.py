@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,14 +20,21 @@ from tw_compile.testing import GlooRanks, fake_process_group
 def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Generated code of this run alone, child processes included: what another run left would decide what compiles.
 
-    And no thresholds of the user's own.
+    And no thresholds of the user's own. C++ is plain, see :func:`tw_compile.compat.write_plain_cpp`.
     """
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, inductor_config.patch({"cpp.vec_isa_ok": False}):
+        patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patch.delenv("TW_COMPILE_THRESHOLDS", raising=False)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread_for_each_of_several_workers() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,13 @@ def tw_compile_backend(
 
 
 def make_backend(config: Config) -> Callable[..., Any]:
-    """A backend bound to ``config``, for use together with ``mode=``, which torch.compile doesn't take beside options."""
+    """A backend bound to ``config``, for use together with ``mode=``, which torch.compile doesn't take beside options.
+
+    Raises:
+        TypeError: ``config`` is something else.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(f"config: expected a tw_compile.Config, got {config!r}")
 
     def backend(
         gm: fx.GraphModule,
@@ -43,8 +49,8 @@ def make_backend(config: Config) -> Callable[..., Any]:
         mode: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        extra, inductor_options = Config.split_options(options)
-        if extra != Config():
+        _, inductor_options = Config.split_options(options)
+        if len(inductor_options) < len(options or {}):
             raise ValueError("tw_compile.* options: expected none beside make_backend(config), which has them already")
         return _compile(gm, example_inputs, config, mode, inductor_options)
 

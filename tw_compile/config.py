@@ -13,6 +13,7 @@ from typing import Any
 from tw_compile.gating.facts import BACKENDS, HOSTS
 
 OPTION_PREFIX = "tw_compile."
+_MOST_DIGITS = 9
 _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
@@ -119,7 +120,8 @@ class Config:
     @property
     def split_tokens(self) -> int | None:
         """The tokens of half 1 that ``split`` asks for; None where it names no number."""
-        is_number = self.split.isascii() and self.split.isdecimal() and int(self.split) > 0
+        digits = self.split.isascii() and self.split.isdecimal() and len(self.split) <= _MOST_DIGITS
+        is_number = digits and int(self.split) > 0
         return int(self.split) if is_number else None
 
     def _check_count(self, name: str, unit: str) -> None:
@@ -149,7 +151,11 @@ class Config:
         """Take the ``tw_compile.*`` keys out of torch.compile's options; what is left belongs to Inductor."""
         ours: dict[str, Any] = {}
         inductor: dict[str, Any] = {}
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"options: expected a dictionary, got {options!r}")
         for key, value in (options or {}).items():
+            if not isinstance(key, str):
+                raise TypeError(f"options: expected names as keys, got {key!r}")
             if key.startswith(OPTION_PREFIX):
                 ours[key.removeprefix(OPTION_PREFIX)] = value
             else:

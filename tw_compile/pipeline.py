@@ -34,11 +34,18 @@ class TWCompilePass(compat.CustomGraphPass):
         before: A post-grad pass of the user's own; it runs first and sees the graph without the fused operators.
 
     A graph on which a pass fails stays as it was, with one warning; ``config.strict`` raises instead.
+
+    Raises:
+        TypeError: An argument is something else.
     """
 
     def __init__(self, config: Config | None = None, *, before: Callable[[fx.Graph], object] | None = None) -> None:
         self.config = Config() if config is None else config
         self.before = before
+        if not isinstance(self.config, Config):
+            raise TypeError(f"config: expected a tw_compile.Config, got {config!r}")
+        if before is not None and not callable(before):
+            raise TypeError(f"before: expected a pass, which is called with a graph, got {before!r}")
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:

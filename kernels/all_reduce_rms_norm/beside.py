@@ -20,8 +20,8 @@ is read by that stream alone, and is reused in its order.
 
 **First on the SMs.** Both streams have work for the GPU when ``x`` is made. A GEMM with CTAs on most SMs leaves some free,
 but hardly in one group, where the kernel's clusters would find a place: it would begin when the GEMM has ended. The current
-stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. In a graph that
-is captured such an event orders nothing.
+stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. A captured graph
+has no streams, and there such an event would only be one more edge.
 
 **Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
 CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/_sync.py``.
@@ -113,8 +113,9 @@ def fork_and_join(
     fork, passed, join = _new_events() if captured else _events(device, group_name, slot)
     fork.record(current)
     side.wait_event(fork)
-    passed.record(side)
-    current.wait_event(passed)
+    if not captured:
+        passed.record(side)
+        current.wait_event(passed)
     try:
         started = launch(side)
     except BaseException:

@@ -218,10 +218,11 @@ def _complete_earlier(group_name: str, slot: int) -> None:
     There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
     exception. The slot is free once the call is complete, and completing it early is always right.
     """
-    earlier = _in_flight.pop((group_name, slot), None)
+    earlier = _in_flight.get((group_name, slot))
     if earlier is not None:
         if earlier.finish is not None:
-            earlier.finish()
+            earlier.finish()  # if that fails the call is in flight still
+        del _in_flight[group_name, slot]
         _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
 
 
@@ -279,9 +280,9 @@ def _wait_(
 ) -> None:
     started = _in_flight.get((group_name, slot))
     if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
-        del _in_flight[group_name, slot]
         if started.finish is not None:
             started.finish()
+        del _in_flight[group_name, slot]
         return
     early = (group_name, slot, hidden.data_ptr())
     if early not in _completed_early:

@@ -95,9 +95,11 @@ class P2PTransport(Transport):
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
         state, algorithm = self._choose(request)
+        if request.x.shape[0] == 0:
+            return None
         # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
         needs = algorithm.needs(request, state.world_size)
-        if "x" not in needs or request.x.shape[0] == 0:
+        if "x" not in needs:
             return None
         slot = self._slot(state, request.slot, needs)
         return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)

@@ -78,30 +78,30 @@ class Kernel:
         pointers = _PointerArray(ctypes.addressof(params))
         key = (stream, grid, block, shared_bytes, cluster, programmatic)
         enqueue = self._launch_beside if beside else self._launch_kernel
-        code = enqueue(key, ctypes.addressof(pointers))
+        call, code = enqueue(key, ctypes.addressof(pointers))
         if code == self._invalid_context and self._give_thread_a_context():
-            code = enqueue(key, ctypes.addressof(pointers))
+            call, code = enqueue(key, ctypes.addressof(pointers))
         if code:
             raise RuntimeError(
-                f"{self._where}: {'cuGraphLaunch' if beside else 'cuLaunchKernelEx'} failed with {code.name} (grid {grid}, "
+                f"{self._where}: {call} failed with {code.name} (grid {grid}, "
                 f"block {block}, {shared_bytes} bytes of dynamic shared memory, cluster {cluster}, programmatic {programmatic})"
             )
 
-    def _launch_kernel(self, key: tuple[int, ...], pointers: int) -> Any:
-        """The driver's code; ``key``: stream, grid, block, shared_bytes, cluster, programmatic."""
+    def _launch_kernel(self, key: tuple[int, ...], pointers: int) -> tuple[str, Any]:
+        """The driver's last call and its code; ``key``: stream, grid, block, shared_bytes, cluster, programmatic."""
         config = self._configs.get(key)
         if config is None:
             # The stream is part of it: a config that others change between use and use would not be safe with threads.
             self._allow_shared(key[3])
             config = self._configs[key] = launch_config(self._driver, *key)
-        return self._launch(config, self._function, pointers, 0)[0]
+        return "cuLaunchKernelEx", self._launch(config, self._function, pointers, 0)[0]
 
-    def _launch_beside(self, key: tuple[int, ...], pointers: int) -> Any:
+    def _launch_beside(self, key: tuple[int, ...], pointers: int) -> tuple[str, Any]:
         """As :meth:`_launch_kernel`, in a graph of its own, or as part of the one that is being captured."""
         stream, grid, block, shared_bytes, cluster, _ = key
         code, *capturing = self._driver.cuStreamIsCapturing(stream)
         if code:
-            return code
+            return "cuStreamIsCapturing", code
         if capturing[0]:
             return self._launch_kernel(key, pointers)
         graph = self._graphs.get(key)

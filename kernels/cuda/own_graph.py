@@ -53,9 +53,11 @@ class OwnGraph:
         # Without flags the node has the priority of the stream that it is launched on.
         self._executable = call(driver.cuGraphInstantiate, self._graph, 0)
 
-    def launch(self, parameters: int, stream: int) -> Any:
-        """Enqueue it on ``stream``, a handle; parameters are copied before this returns. The driver's code."""
+    def launch(self, parameters: int, stream: int) -> tuple[str, Any]:
+        """Enqueue it on ``stream``, a handle; parameters are copied before this returns. The last call and its code."""
         with self._lock:
             self._params.kernelParams = parameters
             (code,) = self._set_params(self._executable, self._node, self._params)
-            return code or self._launch(self._executable, stream)[0]
+            if code:
+                return "cuGraphExecKernelNodeSetParams", code
+            return "cuGraphLaunch", self._launch(self._executable, stream)[0]

@@ -19,15 +19,19 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.graph.predicates import (
+    adds_once,
     aten,
+    has_default_strides,
     is_call,
     is_cast,
+    is_float8,
     is_view,
     other_operand,
     peel_views,
     same_shape,
     same_size,
     value,
+    views_and_casts_of,
 )
 from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES
 from tw_compile.passes.base import QuantRefused, Refusal, Refused
@@ -237,7 +241,7 @@ def _follow(
             path.append(user)
             current = user
             break
-        if is_call(user, aten.add.Tensor) and user.kwargs.get("alpha", 1) == 1:
+        if is_call(user, aten.add.Tensor) and adds_once(user):
             other = other_operand(user, current)
             role = _operand_role(other, current, user)
             if isinstance(role, Refused):
@@ -254,7 +258,7 @@ def _follow(
             if biases or residuals or merged:
                 return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} scales the sum after an addition")
             scale *= other_operand(user, current)
-        elif not (is_view(user) or is_cast(user)):
+        elif not (is_view(user) or (is_cast(user) and not _is_float8(user))):
             return norm or Refused(Refusal.NO_RMS_NORM, f"the sum goes into {_describe(user)}")
         path.append(user)
         current = user
@@ -307,6 +311,8 @@ def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
         a is None
         or b is None
         or a.dtype != b.dtype
+        or not a.dim()
+        or not b.dim()
         or a.shape[-1] != b.shape[-1]
         or not same_size(a.numel(), b.numel())
     ):
@@ -321,6 +327,12 @@ def _between(all_reduce: AllReduce, end: fx.Node) -> list[fx.Node]:
         nodes.append(end)
         end = end.args[0]  # type: ignore[assignment]
     return nodes[::-1]
+
+
+def _is_float8(node: fx.Node) -> bool:
+    """Inductor computes with more bits than a cast leaves, but not for these."""
+    tensor = value(node)
+    return tensor is None or is_float8(tensor.dtype)
 
 
 def _describe(node: fx.Node) -> str:
@@ -348,7 +360,7 @@ def _operand_role(other: object, current: fx.Node, add: fx.Node) -> str | Refuse
         return Refused(Refusal.MISSING_METADATA, f"{other.name} has no tensor metadata")
     if not tensor.is_floating_point() or tensor.dtype not in SUPPORTED_DTYPES:
         return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"{other.name} has dtype {tensor.dtype}")
-    if tensor.dim() == 1 and same_size(tensor.shape[0], rows.shape[-1]):
+    if tensor.dim() == 1 and rows.dim() > 0 and same_size(tensor.shape[0], rows.shape[-1]):
         return "bias"
     if same_shape(tensor, rows):
         return "residual"
@@ -368,6 +380,11 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
     for name, tensor in (("residual stream", h), ("norm's output", hidden)):
         if tensor.dtype not in SUPPORTED_DTYPES and not (tensor is hidden and site.quantised):
             return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"the {name} has dtype {tensor.dtype}")
+    for name, node, tensor in (("residual stream", site.stream, h), ("norm's output", site.norm.output, hidden)):
+        if not has_default_strides(tensor) and (tensor.dim() == 2 or _is_read_as_memory(node)):
+            return Refused(
+                Refusal.NOT_ROW_MAJOR, f"the {name} has shape {list(tensor.shape)}, strides {tensor.stride()}"
+            )
     hidden_size = partial.shape[-1] if partial.dim() else None
     if partial.dim() < 2 or not isinstance(hidden_size, int) or not same_size(h.shape[-1], hidden_size):
         return Refused(
@@ -386,6 +403,16 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         assert site.norm.weight is not None
         return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{site.norm.weight.name} depends on what follows the residual add")
     return replace(site, late_weight=late)
+
+
+def _is_read_as_memory(node: fx.Node | None) -> bool:
+    """Whether where rows lie matters to who reads them, and not only what they are.
+
+    What the operator returns is row-major. Of two dims it is the graph's value itself, and where other strides were, Inductor
+    copies it to those when it meets it, which is before the wait.
+    """
+    seen = () if node is None else views_and_casts_of(node)
+    return any(is_call(user, aten.as_strided.default) for one in seen for user in one.users)
 
 
 def _computed_after(weight: fx.Node | None, h: fx.Node, position: dict[fx.Node, int]) -> tuple[fx.Node, ...] | None:

@@ -26,6 +26,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import (
+    adds_once,
     aten,
     constant,
     is_call,
@@ -226,7 +227,7 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
         addend = other_operand(with_eps, mean)
         number = constant(addend)
         found = _host_scalar(addend) if number is None else number
-        if found is None or with_eps.kwargs.get("alpha", 1) != 1:
+        if found is None or not adds_once(with_eps):
             return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
         eps = found
         interior.append(with_eps)
@@ -354,7 +355,7 @@ def _is_weight(weight: fx.Node, normalised: fx.Node) -> bool | Refused:
 
 def _split_offset(weight: fx.Node) -> tuple[fx.Node, float]:
     """``(w, c)`` for a weight written as ``c + w`` in float32, so that the addition happens inside the operator."""
-    if is_call(weight, aten.add.Tensor, aten.add.Scalar) and weight.kwargs.get("alpha", 1) == 1:
+    if is_call(weight, aten.add.Tensor, aten.add.Scalar) and adds_once(weight):
         left, right = weight.args[:2]
         base, offset = (left, right) if isinstance(left, fx.Node) else (right, left)
         result = value(weight)

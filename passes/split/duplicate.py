@@ -138,6 +138,10 @@ def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
             continue
         if node.target in _READ_STRIDES and node in analysis.token_dependent:
             return SplitRefused(SplitRefusal.STRIDES_READ, f"{node.name} depends on the strides of its operand")
+        if node.meta.get("unbacked_bindings") and node in analysis.token_dependent:
+            # To be run again for all tokens it would have to make its sizes again, and they would be others to the compiler.
+            detail = f"{node.name} makes sizes that depend on the tokens' values"
+            return SplitRefused(SplitRefusal.NEEDS_ALL_TOKENS, detail)
         for operand in mutated(node):
             if analysis.layouts.get(operand) is not None:
                 return SplitRefused(
@@ -377,10 +381,16 @@ class _Duplicator:
         return self._sliced[key]
 
     def _views(self, node: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
-        """What slices are, where a slice would have to compare sizes of which too little is known."""
-        if node.op == "placeholder" and not same_size(node.meta["val"].storage_offset(), 0):
-            node = self._shape_call(aten.clone.default, (node,))  # Inductor counts from where an input begins
+        """What slices are, where a slice would have to compare sizes of which too little is known.
+
+        Inductor counts from where an input begins, and gives what it computes by itself memory of its own, a view too. So
+        strides and offset are the graph's only of what begins its memory and is row-major, or of an input.
+        """
         whole: torch.Tensor = node.meta["val"]
+        strided = node.op != "placeholder" and not has_default_strides(whole)
+        if strided or not same_size(whole.storage_offset(), 0):
+            node = self._shape_call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
+            whole = node.meta["val"]
         strides = self._arguments(whole.stride())
         made = []
         for half, begin in ((0, 0), (1, self.sizes.units[0] * rows.per_unit * whole.stride(rows.dim))):
@@ -443,8 +453,8 @@ class _Duplicator:
 
     # New nodes
 
-    def _shape_call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
-        return self._call(target, args, {}, "joined", role="layout")
+    def _shape_call(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+        return self._call(target, args, kwargs, "joined", role="layout")
 
     def _call(
         self,

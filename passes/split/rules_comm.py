@@ -91,6 +91,9 @@ def _enter_layers(call: Call) -> Verdict:
 
 @token_rule(leave_layers)
 def _leave_layers(call: Call) -> Verdict:
+    """A graph that has not entered so is not one of several alike: the next one may have other halves."""
+    if not any(is_call(node, enter_layers) for node in call.node.graph.nodes):
+        return call.join(JoinReason.LEFT_WHOLE)
     hidden, residual = call.rows(call.argument("hidden")), call.layout(call.argument("residual"))
     of_half = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
     if hidden is None or not _of_tokens(hidden) or not isinstance(of_half, Rows) or not of_half.same_as(hidden):

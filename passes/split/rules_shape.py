@@ -33,14 +33,18 @@ def _getitem(call: Call) -> Verdict:
     aten.detach.default,
     aten.contiguous.default,
     aten._to_copy.default,
-    aten.full_like.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
     _c10d.wait_tensor.default,
 )
 def _unchanged(call: Call) -> Verdict:
     """The same rows in the same places. ``wait_tensor`` also hands on what a gather or a routing has made."""
     return RowWise(call.layout(call.args[0]))
+
+
+@token_rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
+def _like(call: Call) -> Verdict:
+    """As many rows; but what is like a permutation is none."""
+    rows = call.rows(call.args[0])
+    return call.join(JoinReason.ROUTING_NOT_UNDONE) if rows is None else RowWise(rows)
 
 
 @token_rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)

@@ -27,9 +27,10 @@ def mend_seams(graph: fx.Graph) -> None:
     Raises:
         ValueError: It leaves something else than two halves, or does not wait once for the second one.
     """
+    enters = [node for node in graph.nodes if is_call(node, enter_layers)]
     leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
-    if not leaves:
-        return
+    if not enters or not leaves:
+        return  # at the ends of a model; what comes before the first layers of a kind leaves all tokens
     if set(leaves) != {1, 2}:
         raise ValueError(f"graph: expected one that leaves two halves, got {list(leaves)}")
     results = list(leaves[2].args[:2])
@@ -38,7 +39,7 @@ def mend_seams(graph: fx.Graph) -> None:
         raise ValueError(f"graph: expected one wait for what half 2 leaves, got {len(waits)}")
     slot = (argument(waits[0], "group_name"), argument(waits[0], "slot"))
     _leave(graph, leaves[1], leaves[2], waits[0], slot)
-    for enter in [node for node in graph.nodes if is_call(node, enter_layers) and half_of(node) == 2]:
+    for enter in [node for node in enters if half_of(node) == 2]:
         _arrive(graph, enter, slot)
 
 

@@ -79,6 +79,9 @@ class Sizes:
             parts = [self._node(part, size) for part in expr.args]
             step = operator.add if expr.is_Add else operator.mul
             made = reduce(lambda a, b: self._call(step, (a, b)), parts)
+        elif expr.is_Pow and expr.exp.is_Integer and expr.exp > 0:
+            base = self._node(expr.base, size)
+            made = reduce(lambda a, b: self._call(operator.mul, (a, b)), [base] * int(expr.exp))
         elif len(expr.args) == 2 and type(expr).__name__ in ("FloorDiv", "Mod", "PythonMod"):
             step = operator.floordiv if type(expr).__name__ == "FloorDiv" else operator.mod
             made = self._call(step, tuple(self._node(part, size) for part in expr.args))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from typer.testing import CliRunner
 
 from tw_compile import Config, compat
 from tw_compile.benchmark import run as bench_run
+from tw_compile.benchmark import short_kernels
 from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
@@ -76,6 +79,7 @@ def report_of(rows: list[LayerRow], device: str = "cuda", scope: str = "layer") 
         "layers": 4,
         "repeats": 50,
         "seed": 0,
+        "short_kernel_us": [1.23, 1.58] if device == "cuda" else None,
         "environment": {"NCCL_NVLS_ENABLE": "0"},
         "rows": [asdict(one) for one in rows],
         "sweeps": sweeps(rows),
@@ -305,8 +309,42 @@ def test_reference_attention_head_by_head_is_the_same(masked: bool, monkeypatch:
     torch.testing.assert_close(by_heads, whole, rtol=1e-13, atol=1e-13)
 
 
+class _Event:
+    """Of a device whose replays of 400 kernels take ``milliseconds``, one after the other."""
+
+    milliseconds: Iterator[float]
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        return next(self.milliseconds)
+
+
+def test_a_short_kernel_takes_what_the_fastest_replay_says_at_first_and_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[int] = []
+
+    def capture(calls: list[Any], count: int) -> Any:
+        calls[0]()
+        captured.append(count)
+        return SimpleNamespace(replay=lambda: None)
+
+    monkeypatch.setattr(short_kernels, "capture", capture)
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    replays = [[9.0, 0.48, *[0.5] * 18], [0.64, *[0.66] * 19], [0.6, *[0.7] * 19]]
+    monkeypatch.setattr(_Event, "milliseconds", itertools.chain(*replays), raising=False)
+    short = short_kernels.ShortKernels(torch.device("cpu"))
+    assert short.again() == pytest.approx([1.2, 1.6]) and short.again() == pytest.approx([1.2, 1.5])
+    assert captured == [400]
+
+
 def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     text = printed(report_of(measured()))
+    assert "a short kernel took 1.23 us at first and 1.58 us at the end" in text
     assert "1.12x" in text and "50%" in text and "8 of 8" in text
     assert (
         "PASSED  ours: error budget, and equal bits on all ranks where every all_reduce is fused, at every size" in text

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,14 @@ def inspected(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, dict[st
         (["explain", "--backend", "mpi"], "--backend", "mpi"),
         (["explain", "--thresholds", "nowhere.toml"], "thresholds", "nowhere.toml"),
         (["bench", "passes", "--model", "tiny-llama", "--layers", "2,40"], "--layers", "40"),
+        (["explain", "--thresholds", "~no-such-user/a.toml"], "thresholds", "~no-such-user/a.toml"),
+        (["run", "--device", "cpu", "--timeout", "nan"], "--timeout", "nan"),
+        (["bench", "kernel", "--device", "cpu", "--timeout", "inf"], "--timeout", "inf"),
+        (["bench", "vllm", "--dry-run", "--kv-cache-gib", "nan"], "--kv-cache-gib", "nan"),
+        (["bench", "vllm", "--dry-run", "--timeout", "-1"], "--timeout", "-1"),
+        (["tune", "--dry-run", "--timeout", "nan"], "--timeout", "nan"),
+        (["tune", "--dry-run", "--out", "~no-such-user/a"], "--out", "~no-such-user/a"),
+        (["tune", "--dry-run", "--out", f"{__file__}/a/b"], "--out", "is a file"),
     ],
     ids=" ".join,
 )
@@ -76,6 +85,56 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
     assert result.exit_code == 2
     lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and named in lines[0] and came in lines[0] and "expected" in lines[0]
+
+
+@pytest.mark.parametrize("command", [["plan", "--tp", "2"], ["inspect"], ["run", "--device", "cpu"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("changed", "came"),
+    [
+        ({"hidden_size": "many"}, "many"),
+        ({"num_hidden_layers": -1}, "-1"),
+        ({"num_attention_heads": 0}, "0"),
+        (None, "list"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_one_line(
+    tmp_path: Path, command: list[str], changed: dict[str, Any] | None, came: str
+) -> None:
+    file = tmp_path / "config.json"
+    config = json.loads((files("tw_compile.configs") / "models" / "tiny-llama.json").read_text())
+    file.write_text(json.dumps([config] if changed is None else config | changed))
+    if command[0] == "run":
+        command = [*command, "--tp", "1"]
+    result = invoke(*command, "--model", str(file), "--tokens", "8")
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "--model" in lines[0] and came in lines[0]
+
+
+@pytest.mark.parametrize("command", [["inspect", "--model", "tiny-llama"], ["run", "--device", "cpu"]], ids=" ".join)
+def test_a_thresholds_file_that_is_not_there_is_known_before_the_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("TW_COMPILE_THRESHOLDS", "nowhere.toml")
+    result = invoke(*command)
+    assert result.exit_code == 2 and "error: thresholds: expected" in result.output and "nowhere.toml" in result.output
+
+
+@pytest.mark.parametrize("world_size", [None, "", "0", "many"])
+def test_a_launcher_that_does_not_say_how_many_ranks_there_are(
+    monkeypatch: pytest.MonkeyPatch, world_size: str | None
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if world_size is not None:
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+    result = invoke("run", "--device", "cpu")
+    assert result.exit_code == 2 and "error: WORLD_SIZE: expected a launcher's number of ranks" in result.output
+
+
+def test_a_dry_run_makes_no_folder(tmp_path: Path) -> None:
+    result = invoke("bench", "vllm", "--dry-run", "--logs", str(tmp_path / "logs"))
+    assert result.exit_code == 0 and not (tmp_path / "logs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from torch._inductor import config as inductor_config
 
 from tw_compile import compat
 from tw_compile.testing import fake_process_group
@@ -29,6 +30,13 @@ class Named(compat.CustomGraphPass):
 def test_default_mode_has_no_options(mode: str | None) -> None:
     assert compat.mode_options(mode) == {}
     assert compat.mode_options("reduce-overhead")["triton.cudagraphs"] is True
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, False), (True, True), (False, False)])
+def test_plain_cpp_is_written_unless_the_environment_says_otherwise(before: bool | None, after: bool) -> None:
+    with inductor_config.patch({"cpp.vec_isa_ok": before}):
+        compat.write_plain_cpp()
+        assert inductor_config.cpp.vec_isa_ok is after
 
 
 def test_what_is_set_are_options_of_inductor() -> None:

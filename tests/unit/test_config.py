@@ -107,6 +107,7 @@ def test_digest_changes_with_each_field() -> None:
         ({"split": "0"}, ValueError, "tw_compile.split: expected off, auto or .*, got '0'"),
         ({"vllm_layer_groups": -1}, ValueError, "tw_compile.vllm_layer_groups: expected 0 layers or more, got -1"),
         ({"vllm_layer_groups": True}, TypeError, "tw_compile.vllm_layer_groups: expected a number of layers, got True"),
+        ({"split": "9" * 5000}, ValueError, "tw_compile.split: expected off, auto or .*, got '9999"),
         ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
@@ -128,6 +129,12 @@ def test_bad_values_name_their_key(values: dict[str, Any], error: type[Exception
 
 def test_bounds_may_be_equal() -> None:
     assert Config(fuse_min_bytes=8, fuse_max_bytes=8).fuse_max_bytes == 8
+
+
+@pytest.mark.parametrize(("options", "came"), [([1], r"a dictionary, got \[1\]"), ({1: 2}, "names as keys, got 1")])
+def test_options_that_are_none(options: Any, came: str) -> None:
+    with pytest.raises(TypeError, match=f"options: expected {came}"):
+        Config.split_options(options)
 
 
 def test_no_options() -> None:

@@ -231,18 +231,15 @@ def test_graph_of_a_thread_without_a_context_gets_the_devices(fake: FakeDriver, 
     assert fake.calls[-1][0] == "cuGraphLaunch"
 
 
-@pytest.mark.parametrize(
-    ("call", "named"),
-    [(name, name) for name in ("cuGraphCreate", "cuGraphAddKernelNode", "cuGraphInstantiate", "cuGraphLaunch")]
-    + [("cuGraphExecKernelNodeSetParams", "cuGraphLaunch")],
-)
-def test_error_of_a_graph_names_kernel_device_call_and_code(
-    fake: FakeDriver, fill: Program, call: str, named: str
-) -> None:
+FALLIBLE_BESIDE = """
+    cuStreamIsCapturing cuGraphCreate cuGraphAddKernelNode cuGraphInstantiate cuGraphExecKernelNodeSetParams cuGraphLaunch
+"""
+
+
+@pytest.mark.parametrize("call", FALLIBLE_BESIDE.split())
+def test_error_of_a_graph_names_kernel_device_call_and_code(fake: FakeDriver, fill: Program, call: str) -> None:
     fake.failures[call] = [driver.CUresult.CUDA_ERROR_NO_BINARY_FOR_GPU]
-    with pytest.raises(
-        RuntimeError, match=rf"kernel fill \(sm_90a\) on cuda:2: {named} .*CUDA_ERROR_NO_BINARY_FOR_GPU"
-    ):
+    with pytest.raises(RuntimeError, match=rf"kernel fill \(sm_90a\) on cuda:2: {call} .*CUDA_ERROR_NO_BINARY_FOR_GPU"):
         prepare(fill, 2).launch(Params(), stream=0, grid=1, block=32, beside=True)
 
 

@@ -14,8 +14,10 @@ from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_meta
 from split_graphs import SPLIT_FAMILIES, UNFUSED, WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.passes.base import SplitRefusal, SplitRefused
+from tw_compile.kernels.seam import enter_layers, leave_layers
+from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
+from tw_compile.passes.split.sizes import Sizes
 from tw_compile.passes.split.token_axis import TokenAxis, Unit
 from tw_compile.planning.halves import FirstHalf
 from tw_compile.testing.capture import fake_process_group
@@ -299,3 +301,47 @@ def copy_of_finished(b: GraphBuilder, *outputs: fx.Node) -> fx.Graph:
     copied.graph_copy(b.graph, mapping)
     copied.output([mapping[node] for node in outputs])
     return copied
+
+
+def test_what_is_like_a_permutation_is_none() -> None:
+    b = GraphBuilder()
+    scores = b.input(6, 4)
+    x = b.call(aten.relu.default, scores)
+    experts = b.call(operator.getitem, b.call(aten.topk.default, scores, 2), 1)
+    flat = b.call(aten.clone.default, b.call(aten.reshape.default, experts, [12]))
+    order = b.call(operator.getitem, b.call(aten.sort.stable, flat, stable=True, dim=0, descending=False), 1)
+    first = b.call(aten.div.Tensor_mode, b.call(aten.zeros_like.default, order), 2, rounding_mode="floor")
+    undone = b.call(operator.getitem, b.call(aten.sort.default, order), 1)
+    rows = b.call(aten.index.Tensor, b.call(aten.index.Tensor, x, [first]), [undone])
+    graph = b.finish(rows)
+    values = random_values(graph)
+    expected = run_alone(graph, values)
+    report = split_tokens(graph, 2, axis=find_token_axis(graph, tokens=6))
+    assert isinstance(report, SplitReport) and JoinReason.ROUTING_NOT_UNDONE in report.joins
+    torch.testing.assert_close(run_alone(graph, values), expected)
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("enters", [False, True])
+def test_halves_are_left_only_by_a_graph_that_enters_with_them(enters: bool) -> None:
+    """Before the first of several groups that are alike there may be layers of another kind."""
+    b = GraphBuilder()
+    left = b.input(6, 4)
+    entered = b.call(enter_layers, left, "0") if enters else None
+    residual = b.call(aten.neg.default, left if entered is None else b.call(operator.getitem, entered, 0))
+    b.call(leave_layers, b.call(aten.relu.default, residual), residual, "0")
+    graph = b.finish(list(b.graph.nodes)[-1])
+    report = split_tokens(graph, 2, axis=find_token_axis(graph, tokens=6))
+    assert isinstance(report, SplitReport)
+    leaves = graph.find_nodes(op="call_function", target=leave_layers)
+    assert len(leaves) == (2 if enters else 1) and (JoinReason.LEFT_WHOLE in report.joins) is not enters
+
+
+def test_sizes_are_computed_by_nodes_of_their_own() -> None:
+    graph = copy_of(captured("llama", 1, 63, dynamic=True))
+    seq = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
+    sizes = Sizes(graph, seq, 5)
+    node = sizes.argument(seq * seq * seq + 3 * (seq // 4))
+    assert int(node.meta["val"].node.expr.subs({seq.node.expr: 63})) == 63**3 + 3 * 15
+    with pytest.raises(NotImplementedError, match="no node computes Max"):
+        sizes.argument(torch.sym_max(seq, 64))

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from graph_builder import EPS_FORMS, NORM_FORMS, ROOTS, GraphBuilder, aten
+from graph_builder import EPS_FORMS, NORM_FORMS, ROOTS, GraphBuilder, aten, prims
 
 from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
@@ -354,12 +354,60 @@ def sum_flattened_into_other_rows(b: GraphBuilder) -> fx.Node:
     return b.rms_norm(b.add(b.view(wait, T, H), b.input(T, H)), b.input(H))
 
 
+@near(Refusal.NOT_ROW_MAJOR)
+def stream_laid_out_by_columns(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    h = b.add(b.call(aten.t.default, b.input(H, T)), b.all_reduce(b.input(T, H)))
+    assert h.meta["val"].stride() == (1, T)
+    return b.rms_norm(h, b.input(H)), h
+
+
+@near(Refusal.NOT_ROW_MAJOR)
+def memory_of_a_stream_of_other_strides_is_read(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    residual = b.call(aten.transpose.int, b.input(T, 2, H), 0, 1)
+    h = b.add(residual, b.all_reduce(b.input(2, T, H)))
+    view = b.call(aten.unsqueeze.default, h, 0)
+    return b.rms_norm(h, b.input(H)), b.call(aten.as_strided.default, view, [2 * T * H], [1], 0)
+
+
+@near(Refusal.NO_RMS_NORM)
+def sum_rounded_to_float8(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H, dtype=torch.bfloat16))
+    rounded = b.call(prims.convert_element_type.default, wait, torch.float8_e4m3fn)
+    rounded = b.call(prims.convert_element_type.default, rounded, torch.bfloat16)
+    return b.rms_norm(b.add(rounded, b.input(T, H, dtype=torch.bfloat16)), b.input(H, dtype=torch.bfloat16))
+
+
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_miss_is_refused_by_name(name: str) -> None:
     reason, build = NEAR_MISSES[name]
     b = GraphBuilder()
     outputs = build(b)
     check_refused(find(b, *(outputs if isinstance(outputs, tuple) else (outputs,))), reason)
+
+
+def test_a_stream_of_other_strides_is_fused_where_a_view_comes_between() -> None:
+    b = GraphBuilder()
+    h = b.add(b.call(aten.transpose.int, b.input(T, 2, H), 0, 1), b.all_reduce(b.input(2, T, H)))
+    assert h.meta["val"].stride() == (H, 2 * H, 1)
+    fused(*find(b, b.rms_norm(h, b.input(H)), h))
+
+
+@pytest.mark.parametrize("other", [(), (T,)])
+def test_a_sum_of_numbers_is_refused_and_the_rest_is_fused(other: tuple[int, ...]) -> None:
+    b = GraphBuilder()
+    number = b.add(b.all_reduce(b.input()), b.input(*other) if other else b.all_reduce(b.input()))
+    normed = b.rms_norm(b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), b.input(H))
+    *numbers, site = find(b, number, normed)
+    fused(site)
+    assert numbers and all(isinstance(one, RefusedSite) for one in numbers)
+
+
+@pytest.mark.parametrize("alpha", [1, 3])
+def test_an_offset_that_is_scaled_is_not_the_offset(alpha: int) -> None:
+    b = GraphBuilder()
+    weight = b.call(aten.add.Scalar, b.input(H), 1.0, alpha)
+    (site,) = fused(*find(b, b.rms_norm(b.all_reduce(b.input(T, H)), weight)))
+    assert site.norm.weight_offset == (1.0 if alpha == 1 else 0.0)
 
 
 def test_every_refusal_of_finding_has_a_near_miss() -> None:

@@ -239,6 +239,23 @@ def test_product_is_written_when_the_earlier_call_on_the_slot_is_complete(monkey
     assert not ops._in_flight and not ops._completed_early
 
 
+@pytest.mark.parametrize("again", ["start", "wait"])
+def test_a_call_that_cannot_be_completed_yet_stays_in_flight(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
+    in_place = InPlace()
+    monkeypatch.setitem(_instances, "p2p", in_place)
+    hidden, residual = ops.mm_start(*mm_start_args(*factors(), transport="p2p"))
+    with monkeypatch.context() as patch:
+        patch.setattr(in_place, "events", None)  # so that finishing raises
+        with pytest.raises(AttributeError):
+            if again == "wait":
+                ops.wait_(hidden, residual, [], "0", 0)
+            else:
+                ops.start(*start_args(residual=None))
+    assert ops.is_in_flight(hidden, "0", 0) and list(ops._in_flight) == [("0", 0)]
+    ops.wait_(hidden, residual, [], "0", 0)
+    assert in_place.events == ["asked", "finished"] and not ops._in_flight
+
+
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [

@@ -189,6 +189,14 @@ def test_a_message_buffer_is_what_peers_read(host: SimpleNamespace, transport: p
     assert other is not None and other.data_ptr() != buffer.data_ptr()
 
 
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_there_is_no_message_buffer_for_no_tokens(
+    host: SimpleNamespace, transport: p2p.P2PTransport, one_shot: bool
+) -> None:
+    host.state.selector = Insist(Push(one_shot))
+    assert transport.message_buffer(message_of(0)) is None and not host.state.slots
+
+
 def test_a_message_buffer_grows_with_the_message(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
     small = transport.message_buffer(message_of(7))
     large = transport.message_buffer(message_of(2**15))

@@ -152,6 +152,17 @@ def test_make_backend_with_a_mode(no_codegen: None) -> None:
     assert counts["gated"] == 1
     with pytest.raises(Exception, match=r"tw_compile.\* options: expected none beside make_backend"):
         compiled(backend=make_backend(Config()), options={"tw_compile.fuse": False})
+    with pytest.raises(Exception, match=r"tw_compile.\* options: expected none beside make_backend"):
+        compiled(backend=make_backend(Config(fuse=False)), options={"tw_compile.fuse": True})
+
+
+def test_what_is_no_config_or_pass_is_refused_when_it_is_given() -> None:
+    given: Any = {"fuse": False}
+    for make in (make_backend, TWCompilePass):
+        with pytest.raises(TypeError, match=r"config: expected a tw_compile.Config, got {'fuse': False}"):
+            make(given)
+    with pytest.raises(TypeError, match="before: expected a pass, which is called with a graph, got 3"):
+        TWCompilePass(before=3)  # type: ignore[arg-type]
 
 
 def test_stock_inductor_with_the_bare_pass_and_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -326,3 +326,84 @@ def test_one_compilation_serves_every_count_of_a_bounded_range() -> None:
             torch.testing.assert_close(compiled(ids), decoder(ids))
     torch._dynamo.reset()
     assert [report.split.sizes for report in reports if report.split is not None] == [(5, "s-(5)")]
+
+
+class Positioned(nn.Module):
+    """A layer whose rows are multiplied by ``rows(count)``, which all halves read parts of."""
+
+    def __init__(self, rows: Callable[[nn.Module, int], torch.Tensor]) -> None:
+        super().__init__()
+        self.rows = rows
+        self.embedding, self.norm = nn.Embedding(64, 16), nn.RMSNorm(16, eps=1e-5)
+        self.first, self.second = (nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.register_buffer("frequencies", torch.rand(32))
+        self.register_buffer("table", torch.rand(100, 32))
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = self.embedding(ids)
+        partial = self.first(residual * self.rows(self, ids.shape[1]))
+        dist.all_reduce(partial)
+        residual = residual + partial
+        partial = self.second(self.norm(residual))
+        dist.all_reduce(partial)
+        residual = residual + partial
+        return self.norm(residual), residual
+
+
+def _angles(layer: Any, count: int) -> torch.Tensor:
+    return (torch.arange(count)[:, None] * layer.frequencies).sin()
+
+
+ROWS: dict[str, Callable[[Any, int], torch.Tensor]] = {
+    "first columns": lambda layer, count: _angles(layer, count)[:, :16],
+    "last columns": lambda layer, count: _angles(layer, count)[:, 16:],
+    "every other column": lambda layer, count: _angles(layer, count).view(-1, 16, 2)[..., 1],
+    "rows from the second on": lambda layer, count: _angles(layer, count + 1)[1:, :16],
+    "columns of looked-up rows": lambda layer, count: layer.table[torch.arange(count)].chunk(2, -1)[1],
+    "transposed": lambda layer, count: _angles(layer, count).t().contiguous().t()[:, :16],
+    "rows of a buffer": lambda layer, count: layer.table[2 : 2 + count, :16],
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_views_that_all_tokens_share_are_those_of_the_half(name: str) -> None:
+    """Generated code, as that is where views of what is computed have memory of their own."""
+    torch.manual_seed(0)
+    layer = Positioned(ROWS[name])
+    with collect_reports() as reports, torch.no_grad():
+        compiled = torch.compile(
+            layer, backend=make_backend(Config(split="5", transport="gloo", strict=True)), fullgraph=True
+        )
+        for tokens in (40, 8, 63):
+            ids = torch.randint(0, 64, (1, tokens))
+            torch._dynamo.mark_dynamic(ids, 1, min=8, max=64)
+            torch.testing.assert_close(compiled(ids), layer(ids))
+    assert [report.split.mode for report in reports if report.split is not None] == ["split"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sizes_that_depend_on_values_are_not_made_twice() -> None:
+    """As many rows as ids are even, which all tokens decide."""
+    torch.manual_seed(0)
+    layer = Positioned(lambda layer, count: torch.ones(count, 16))
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden, residual = self.layer(ids)
+            return hidden, residual[residual.sum(-1) > 0]
+
+    model, ids = Counting(), torch.randint(0, 64, (1, 40))
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        collect_reports() as reports,
+        torch.no_grad(),
+    ):
+        compiled = torch.compile(model, backend=make_backend(Config(split="5", transport="gloo", strict=True)))
+        torch.testing.assert_close(compiled(ids), model(ids))
+    (split,) = [report.split for report in reports if report.split is not None]
+    assert (split.mode, split.reason) == ("off", SplitRefusal.NEEDS_ALL_TOKENS) and "depend on" in split.detail

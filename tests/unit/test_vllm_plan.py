@@ -188,7 +188,6 @@ def test_steps_above_graphs_one_shot_and_flashinfer_run_by_groups_of_layers() ->
     ("change", "options", "reason"),
     [
         ({"one_graph": True}, {}, GroupRefusal.ONE_GRAPH),
-        ({"mega_artifact": True}, {}, GroupRefusal.MEGA_ARTIFACT),
         ({"speculative": True}, {}, GroupRefusal.SPECULATIVE),
         ({"max_tokens": 513}, {}, GroupRefusal.NO_LONG_STEPS),
         ({}, {"vllm_layer_groups": 0}, GroupRefusal.NOT_ASKED_FOR),

@@ -56,7 +56,7 @@ class FakeCuda(NonNvmlCudaPlatform):
     def get_device_communicator_cls(cls):
         return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 """
-_MODEL = {
+MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "dtype": "bfloat16",
     "hidden_size": HIDDEN, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 256,
@@ -81,7 +81,10 @@ def dispatch() -> str:
 
 
 def middle_pieces() -> int:
-    """How many pieces between the first and the last one are compiled: equal ones once, but by 0.33 each."""
+    """How many pieces between the first and the last one are compiled: equal ones once, but by 0.33 each.
+
+    Not if ``VLLM_USE_MEGA_AOT_ARTIFACT`` is 0.
+    """
     return LAYERS - 1 if dispatch() == "vllm-0.33" else 1
 
 
@@ -100,7 +103,7 @@ def prepare(folder: Path) -> None:
     (info / "entry_points.txt").write_text("[vllm.platform_plugins]\ntw_fake = tw_fake_platform:qualname\n")
     sys.path.insert(0, str(folder))
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(_MODEL))
+    (folder / "model" / "config.json").write_text(json.dumps(MODEL))
     os.environ |= {
         "VLLM_CACHE_ROOT": str(folder / "cache"), "VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1",
@@ -141,14 +144,21 @@ def make_groups(config: Any) -> None:
 def add_cpu_kernels() -> list[torch.library.Library]:
     """vLLM registers these for CUDA alone. A sum of one rank's summand and zeros is that summand.
 
-    Attention of a step without metadata gives its query back; else the layer's implementation is called.
+    Attention of a step without metadata gives its query back; else the layer's implementation is called. Experts are something
+    that is computed row by row, of what is routed, too.
     """
-    import vllm.model_executor.layers.attention.attention  # noqa: F401, it registers them
+    import vllm.model_executor.layers.attention.attention  # these register them
+    import vllm.model_executor.layers.attention.mla_attention
+    import vllm.model_executor.layers.fused_moe  # noqa: F401
 
     library, extension = (torch.library.Library(name, "FRAGMENT") for name in ("vllm", "_C"))
     library.impl("all_reduce", lambda tensor, group_name: tensor.clone(), "CPU")
     library.impl("unified_kv_cache_update", _update, "CPU")
     library.impl("unified_attention_with_output", _attention, "CPU")
+    library.impl("moe_forward", _experts, "CPU")
+    library.impl("moe_forward_shared", lambda *args: (_experts(*args), _experts(*args)), "CPU")
+    library.impl("unified_mla_kv_cache_update", lambda key, *rest: key.new_empty(0), "CPU")
+    library.impl("unified_mla_attention_with_output", _latent_attention, "CPU")
     if hasattr(torch.ops._C, "vocab_parallel_embedding"):  # since some version between 0.24 and 0.33
         extension.impl("vocab_parallel_embedding", _embedding, "CPU")
     return [library, extension]
@@ -204,6 +214,14 @@ def _attention(query: torch.Tensor, key: Any, value: Any, output: torch.Tensor, 
         output.copy_(query.view(output.shape))
 
 
+def _latent_attention(query: torch.Tensor, key: Any, rope: Any, output: torch.Tensor, *rest: Any, **more: Any) -> None:
+    output.copy_(query.flatten(1)[:, : output.shape[1]])
+
+
+def _experts(rows: torch.Tensor, routed: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.tanh(rows) * routed.float().softmax(1).amax(1, keepdim=True).to(rows.dtype)
+
+
 def _update(key: torch.Tensor, value: torch.Tensor, layer_name: Any) -> torch.Tensor:
     from vllm.forward_context import get_forward_context
     from vllm.model_executor.layers.attention.attention import unified_kv_cache_update
@@ -215,16 +233,24 @@ def _update(key: torch.Tensor, value: torch.Tensor, layer_name: Any) -> torch.Te
 
 @contextmanager
 def llama(config: Any) -> Iterator[Any]:
-    """``model(tokens) -> hidden [tokens, hidden]``: a Llama of vLLM's, compiled as ``config`` says, always the same weights."""
+    """:func:`decoder` of a Llama."""
+    from vllm.model_executor.models.llama import LlamaModel
+
+    with decoder(LlamaModel, config) as model:
+        yield model
+
+
+@contextmanager
+def decoder(model_class: Any, config: Any) -> Iterator[Any]:
+    """``model(tokens) -> hidden [tokens, hidden]``: a model of vLLM's, compiled as ``config`` says, always the same weights."""
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import set_forward_context
-    from vllm.model_executor.models.llama import LlamaModel
 
     default = torch.get_default_dtype()
     torch.set_default_dtype(config.model_config.dtype)
     try:
         with set_current_vllm_config(config), torch.device("cpu"):
-            model = LlamaModel(vllm_config=config, prefix="model")
+            model = model_class(vllm_config=config, prefix="model")
             torch.manual_seed(0)
             for name, parameter in model.named_parameters():
                 if "norm" in name or "scale" in name:

@@ -63,7 +63,6 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
-    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, layers: int = LAYERS, **options: Any) -> Any:
@@ -110,7 +109,6 @@ def unsplit(folder: Path, groups: Any, layers: int) -> tuple[list[torch.Tensor],
     with pytest.MonkeyPatch.context() as patch:
         be_one_rank(patch)
         patch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
-        patch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")
         _plain_attention(patch)
         outputs, _, caches = run(engine(folder, layers=layers))
         return outputs, caches

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.kernels.seam import enter_layers, leave_layers
+from tw_compile.kernels.seam import enter_layers, leave_layers, leave_off
 from tw_compile.vllm import groups as groups_of_layers
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
@@ -26,7 +27,6 @@ COUNTS = (MAX_TOKENS, 24, 23, 3)
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", 23)
-    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", "0")  # which 0.33 has on
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -38,23 +38,28 @@ def names(graph: fx.Graph) -> list[str]:
     return [operator_name(node) for node in graph.nodes]
 
 
+@pytest.mark.parametrize("mega", ["0", "1"])  # 0.24 has it off, 0.33 on
 @pytest.mark.parametrize("layers", [1, LAYERS])
 def test_long_steps_run_in_groups_of_layers_that_are_compiled_once(
-    folder: Path, graphs: list[fx.Graph], layers: int
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, layers: int, mega: str
 ) -> None:
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
     with llama(engine(folder, vllm_layer_groups=0)) as model:
         pieces = [model(count) for count in COUNTS]
     graphs.clear()
     with collect_reports() as reports, llama(engine(folder, vllm_layer_groups=layers)) as model:
         found = [model(count) for count in COUNTS]
-    assert [report.tokens for report in reports] == [(1, MAX_TOKENS)] * 3 + [(24, MAX_TOKENS)] * 2
-    assert [names(graph).count("vllm::unified_kv_cache_update") for graph in graphs] == [0, 0, 0, 0, layers]
+    *pieces_compiled, head, group = [report.tokens for report in reports]
+    assert set(pieces_compiled) == {(1, MAX_TOKENS)} and head == group == (24, MAX_TOKENS)
+    assert [names(graph).count("vllm::unified_kv_cache_update") for graph in graphs[-2:]] == [0, layers]
     assert names(graphs[-1]).count("tw_compile::mm_all_reduce_rms_norm_start") == 0
     assert names(graphs[-1]).count("tw_compile::all_reduce_rms_norm_start") == 2 * layers
 
+    by_groups = mock.Mock(side_effect=leave_off)
+    monkeypatch.setattr("tw_compile.vllm.long_steps.leave_off", by_groups)
     with collect_reports() as again, llama(engine(folder, vllm_layer_groups=layers)) as model:
         assert all(torch.equal(model(count), one) for count, one in zip(COUNTS, found, strict=True))
-    assert not again  # a warm start
+    assert not again and by_groups.call_count == 2  # a warm start, of groups, too
 
     for count, one, other in zip(COUNTS, found, pieces, strict=True):
         close = {"rtol": 0.06, "atol": 0.06} if count >= 24 and layers > 1 else {"rtol": 0, "atol": 0}
@@ -101,23 +106,20 @@ def test_an_error_leaves_all_steps_to_vllms_pieces(
 
 
 @pytest.mark.parametrize(
-    ("mega", "partition", "expected"),
+    ("partition", "expected"),
     [
-        ("0", False, f"from 24 tokens on by groups of layers in ranges that end at {MAX_TOKENS};"),
-        ("0", True, "no groups of layers, one_graph: use_inductor_graph_partition is on;"),
-        ("1", False, "no groups of layers, mega_artifact: VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them;"),
+        (False, f"from 24 tokens on by groups of layers in ranges that end at {MAX_TOKENS};"),
+        (True, "no groups of layers, one_graph: use_inductor_graph_partition is on;"),
     ],
 )
 def test_the_start_says_from_where_on_steps_run_by_groups_or_why_not(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    mega: str,
     partition: bool,
     expected: str,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         engine(folder, {"use_inductor_graph_partition": partition})
     assert expected in caplog.text

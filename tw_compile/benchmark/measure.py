@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -47,7 +47,7 @@ class GraphTimer:
         return begin.elapsed_time(end) * 1e3 / self._count
 
 
-def capture(calls: Sequence[Call], count: int) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:
     """``count`` calls, in turn from ``calls``. All must have run before: nothing can be compiled or agreed during capture."""
     graph = torch.cuda.CUDAGraph()
     causes: list[Exception] = []

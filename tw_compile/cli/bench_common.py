@@ -57,8 +57,7 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
     common.one_of("--dtype", spec.dtype, DTYPES)
     if spec.seed < 0:
         raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
-    if spec.timeout <= 0:
-        raise UsageError(f"--timeout: expected a positive number of seconds, got {spec.timeout}")
+    common.seconds("--timeout", spec.timeout)
     for option, file in files.items():
         common.writable(option, file)
     plot_file = files.get("--plot")

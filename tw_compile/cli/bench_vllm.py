@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +79,7 @@ def vllm(
         repeats=repeats,
         split=split,
         only=bench_common.labels(only),
-        kv_cache_bytes=int(kv_cache_gib * 2**30),
+        kv_cache_bytes=_bytes(kv_cache_gib),
         engine=_table(engine),
         together=together,
         seed=seed,
@@ -87,12 +88,20 @@ def vllm(
     _check(spec, tp)
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None:
-        _make_folder(logs)
+        logs = str(common.folder("--logs", logs))
     spec = _with_ranks(spec, tp, dry_run)
     if dry_run:
         _show(common.make_console(json_file), spec, json_file)
         return
+    if logs is not None:
+        _make_folder(logs)
     _finish(_bench(spec, logs, json_file), csv_file, plot_file)
+
+
+def _bytes(gib: float) -> int:
+    if not 0 < gib < math.inf:
+        raise UsageError(f"--kv-cache-gib: expected a positive number, got {gib}")
+    return int(gib * 2**30)
 
 
 def _make_folder(logs: str) -> None:

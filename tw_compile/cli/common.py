@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -83,6 +84,34 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 def positive(option: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise UsageError(f"{option}: expected a positive number, got {value}")
+
+
+def seconds(option: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option}: expected a positive number of seconds, got {value}")
+
+
+def folder(option: str, text: str) -> Path:
+    """A folder that is there or can be made; nothing is made."""
+    try:
+        path = Path(text).expanduser()
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if there.is_dir():
+            return path
+        reason = f"{there} is a file"
+    except (OSError, RuntimeError) as error:
+        reason = str(error)
+    raise UsageError(f"{option}: expected a folder that is there or can be made, got {text!r} ({reason})")
+
+
+def thresholds() -> None:
+    """Refuse the user's own files that the passes would refuse, before a model is built."""
+    from tw_compile.gating.layers import AUTO, threshold_layers
+
+    try:
+        threshold_layers(AUTO, "generic")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def one_of(option: str, value: str, choices: Sequence[str]) -> None:

@@ -45,6 +45,7 @@ def inspect(
     for option, value in (("--tp", tp), ("--tokens", tokens), ("--layers", layers)):
         common.positive(option, value)
     common.splitting(split, device_profile)
+    common.thresholds()
     spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:

@@ -120,8 +120,8 @@ def resolve(
     common.positive("--layers", layers)
     if device is not None:
         common.one_of("--device", device, ("cpu", "cuda"))
-    if timeout <= 0:
-        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    common.seconds("--timeout", timeout)
+    common.thresholds()
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
     if device == "cpu" and transport in ("p2p", "multimem", "nccl"):
         raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")

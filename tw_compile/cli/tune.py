@@ -44,8 +44,7 @@ def tune(
     ours failed or a rank did, 2 bad input or a GPU that is busy.
     """
     common.one_of("--device", device, tuple(RESULTS))
-    if timeout <= 0:
-        raise UsageError(f"--timeout: expected a positive number of seconds, got {timeout}")
+    common.seconds("--timeout", timeout)
     for option, file in (("--json", json_file), ("--plot", plot_file)):
         common.writable(option, file)
     if plot_file is not None:
@@ -135,10 +134,7 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
 
 def _folder(out: str | None) -> Path:
     if out is not None:
-        path = Path(out).expanduser()
-        if path.exists() and not path.is_dir():
-            raise UsageError(f"--out: expected a folder, got {out!r}")
-        return path
+        return common.folder("--out", out)
     from tw_compile.gating.layers import user_folder
 
     folder = user_folder()

@@ -451,6 +451,24 @@ def without_graph_cache() -> Iterator[None]:
         yield
 
 
+def write_plain_cpp() -> None:
+    """Have Inductor's C++ in this process use no vector instructions, unless the environment says something of them.
+
+    It compiles faster, and takes no process to try each kind of them. For ranks that show what is computed.
+    """
+    from torch._inductor import config
+
+    if config.cpp.vec_isa_ok is None:
+        config.cpp.vec_isa_ok = False
+
+
+def functorch_config(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    """AOTAutograd's options as ``settings`` has them, which were saved with what it compiled."""
+    from torch._functorch import config
+
+    return config.patch(settings)
+
+
 def multicast_support(device_index: int) -> bool | None:
     """Whether torch says that a GPU has NVLink multicast; None when this build can't tell. Creates nothing."""
     from torch._C import _distributed_c10d

@@ -65,8 +65,15 @@ def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, s
         if value == OFF:
             layers.append(Layer(name, OFF, _OFF_TABLE))
         else:
-            layers.append(Layer(name, value, None if value == AUTO else _read(Path(value).expanduser())))
+            layers.append(Layer(name, value, None if value == AUTO else _read(_expanded(value))))
     return layers
+
+
+def _expanded(file: str) -> Path:
+    try:
+        return Path(file).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"thresholds: expected a file that can be read, got {file!r} ({error})") from error
 
 
 def tables_of(layers: list[Layer], device_class: str) -> tuple[Table, ...]:

@@ -80,11 +80,17 @@ def constant(operand: object) -> float | None:
     if is_call(operand, aten.full.default, aten.scalar_tensor.default):
         number = operand.args[1] if operand.target is aten.full.default else operand.args[0]
         shape = value(operand)
-        if isinstance(number, int | float) and shape is not None and shape.numel() == 1:
+        exact = shape is not None and shape.numel() == 1 and (shape.is_floating_point() or isinstance(number, int))
+        if isinstance(number, int | float) and exact:
             return float(number)
     if is_cast(operand):
         return constant(operand.args[0])
     return None
+
+
+def adds_once(add: fx.Node) -> bool:
+    """Whether an ``add`` scales its second operand by nothing (``alpha``)."""
+    return (*add.args[2:], *add.kwargs.values()) in ((), (1,))
 
 
 def peel_views(node: fx.Node) -> fx.Node:

@@ -46,7 +46,13 @@ def load_config(source: str) -> PretrainedConfig:
                 f"got {source!r}"
             )
         text = path.read_text()
-    return config_from_dict(json.loads(text))
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"source: expected JSON in {source!r}, got {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"source: expected a JSON object in {source!r}, got {type(values).__name__}")
+    return config_from_dict(values)
 
 
 def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
@@ -54,7 +60,15 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
-    return CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
+    try:
+        found = CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
+    except Exception as error:  # of many kinds: what a configuration checks is its own
+        raise ValueError(f"{model_type} config: {' '.join(str(error).split())}") from error
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        size = getattr(found, name, 1)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"{name}: expected a positive number, got {size}")
+    return found
 
 
 def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:

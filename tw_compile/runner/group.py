@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tw_compile import compat
 from tw_compile.runner.spec import RanksSpec
 
 
@@ -20,6 +21,8 @@ def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str)
     if spec.device == "cuda":
         torch.cuda.set_device(local_rank)
         options["device_id"] = torch.device("cuda", local_rank)
+    else:
+        compat.write_plain_cpp()
     dist.init_process_group(
         "nccl" if spec.device == "cuda" else "gloo",
         init_method=init_method,

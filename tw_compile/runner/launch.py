@@ -36,7 +36,10 @@ def torchrun_world_size() -> int | None:
     """How many ranks a launcher has started, this process being one of them; None without a launcher."""
     if "RANK" not in os.environ:
         return None
-    return int(os.environ["WORLD_SIZE"])
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if not (world_size.isascii() and world_size.isdecimal() and int(world_size)):
+        raise UsageError(f"WORLD_SIZE: expected a launcher's number of ranks beside RANK, got {world_size!r}")
+    return int(world_size)
 
 
 def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tw_compile import compat
 from tw_compile.leave import leave
 from tw_compile.report import collect_reports
 from tw_compile.testing.error_budget import budget, relative_error
@@ -142,6 +143,7 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 
 def _serve(connection: Connection, rank: int, world_size: int, store: str, timeout: float) -> None:
     torch.set_num_threads(1)
+    compat.write_plain_cpp()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )

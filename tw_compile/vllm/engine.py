@@ -38,7 +38,6 @@ def engine_of(config: Any) -> Engine:
         speculative=config.speculative_config is not None,
         captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
         one_graph=bool(compilation.use_inductor_graph_partition),
-        mega_artifact=bool(envs.VLLM_USE_MEGA_AOT_ARTIFACT),
     )
 
 

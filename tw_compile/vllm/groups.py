@@ -4,13 +4,15 @@
     group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
 
 A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
-as many layers are the same graph. If all are, it is compiled once, and what goes from one to the next stays as it is
+as many layers are the same graph, but for first ones that are of another kind (dense ones before those with experts), which are
+put to the head. If all others are, that graph is compiled once, and what goes from one to the next stays as it is
 (``kernels/seam.py``).
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from torch.fx.passes.split_module import split_module
 from tw_compile.kernels.seam import enter_layers, leave_layers
 
 _ALL_REDUCE = "vllm::all_reduce"
-_ATTENTION = "vllm::unified_attention_with_output"
+_ATTENTION = ("vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output")
 _ADD_NORM = "vllm_ir::fused_add_rms_norm"
 _NORMS = ("vllm_ir::rms_norm", _ADD_NORM)
 
@@ -38,24 +40,31 @@ class Cut:
 
 def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
     """``graph``, which is not changed, in groups of up to ``most_layers`` layers; None where no layers are found."""
-    found = _cut(graph, most_layers, seams=True)
-    if found is not None:
-        _, *groups = found.named_children()
-        if len({_identity(group.graph) for _, group in groups}) == 1:  # type: ignore[arg-type]
-            return Cut(found, True)
-    found = _cut(graph, most_layers, seams=False)
-    return None if found is None else Cut(found, False)
-
-
-def _cut(graph: fx.GraphModule, most_layers: int, seams: bool) -> fx.GraphModule | None:
     norms = _borders(graph.graph)
     if len(norms) < 3:
         return None
+    borders = [*norms[0 : -1 : group_size(len(norms) - 1, most_layers)], norms[-1]]
+    found = _cut(graph, borders, seams=True)
+    if found is not None:
+        identities = [_identity(group.graph) for _, group in [*found.named_children()][1:]]  # type: ignore[arg-type]
+        alike = len([*itertools.takewhile(identities[-1].__eq__, reversed(identities))])
+        if alike == len(identities):
+            return Cut(found, True)
+        if alike > len(identities) // 2:
+            found = _cut(graph, borders[-alike - 1 :], seams=True)
+            assert found is not None, "seams that were there with more borders"
+            return Cut(found, True)
+    found = _cut(graph, borders, seams=False)
+    assert found is not None
+    return Cut(found, False)
+
+
+def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphModule | None:
+    """Behind each of ``norms``; None where there can't be seams."""
     renamed: dict[fx.Node, fx.Node] = {}
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, renamed))
-    borders = [renamed[norm] for norm in norms]
-    ends = [*borders[0 : -1 : group_size(len(borders) - 1, most_layers)], borders[-1]]
+    ends = [renamed[norm] for norm in norms]
     if seams:
         sewn = [_sew(copied, norm) for norm in ends]
         if not all(sewn):
@@ -89,7 +98,7 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
             norm, shape = None, _shape(node)
         elif name in _NORMS and _shape(node) == shape:
             norm = node
-        elif name == _ATTENTION and norm is not None:
+        elif name in _ATTENTION and norm is not None:
             found.append(norm)
             norm = None
     return found if norm is None else [*found, norm]

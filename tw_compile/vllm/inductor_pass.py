@@ -100,11 +100,12 @@ class VllmPass(InductorPass):
         logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
         return HostAttention.ONCE
 
-    def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> None:
-        """Give ``function``, which vLLM made of ``graph``, another way for long steps."""
-        if self.long_ranges and not backend.is_encoder:
-            layers = self.config.vllm_layer_groups
-            add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
+    def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
+        """``function``, which vLLM made of ``graph``, with another way for long steps."""
+        if not self.long_ranges or backend.is_encoder:
+            return function
+        layers = self.config.vllm_layer_groups
+        return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
 
     def _gate(self) -> Gate:
         return current_gate(self.config, _observed)

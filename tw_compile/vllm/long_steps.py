@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,47 +26,106 @@ Ranges = tuple[tuple[int, int], ...]
 """First and last token count of each."""
 
 
+@dataclass(frozen=True)
+class Steps:
+    """How to run steps of some ranges of token counts, without the compiled parts.
+
+    ``code``, with its ``constants``, calls ``names`` of them, of which those in ``bare`` return no tuple; its ``argument`` is
+    the number of tokens; ``seamed`` as in :class:`~tw_compile.vllm.groups.Cut`.
+    """
+
+    code: str
+    names: list[str]
+    constants: list[Any]
+    bare: frozenset[str]
+    argument: int
+    seamed: bool
+
+
+Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
+"""For each range what was compiled, by name."""
+
+
 def add_long_steps(
     backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any, ranges: Ranges, layers: int
-) -> None:
-    """Have ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers."""
+) -> Any:
+    """``function``, which ``backend`` made of ``graph``, running steps of ``ranges`` in groups of up to ``layers`` layers.
+
+    Where vLLM saves all that it has compiled with ``function``, that is another object, which saves these groups, too.
+    """
+    from vllm import envs  # not at the top: without vLLM there are no groups, but all else works
+    from vllm.compilation.codegen import generate_execution_code
+
     counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
     cut = groups.cut(graph, layers) if counts else None
     if cut is None:
         logger.info("tw_compile: no groups of layers: the graph has no layers that are known as such")
-        return
+        return function
     begun = time.perf_counter()
     compile_part = _Compiler(backend, cut.module)
     first, last = ranges[0][0], ranges[-1][1]
-    head, *rest = [name for name, _ in cut.module.named_children()]
+    head, *rest = compile_part.names
     embed = compile_part(head, first, last)
-    runs = []
+    parts: Parts = {}
     for low, high in ranges:
-        stitched = fx.GraphModule(cut.module, cut.module.graph)
         distinct = rest[:1] if cut.seamed else rest  # seams join what was compiled to the same
         compiled = [compile_part(name, low, high) for name in distinct]
-        stitched.__dict__[head] = embed
-        stitched.__dict__.update(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
-        runs.append((low, high, stitched.forward))
+        parts[low, high] = dict(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
+        parts[low, high][head] = embed
     backend.compiler_manager.save_to_file()
-    function.optimized_call = _dispatch(function.optimized_call, runs, counts[0], cut.seamed)
+    whole = fx.GraphModule(cut.module, cut.module.graph)
+    whole.__dict__.update(parts[ranges[0]])  # graphs would become part of the code
+    bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
+    code, names, constants = generate_execution_code(whole)
+    steps = Steps(code, names, constants, bare, counts[0], cut.seamed)
+    result = function
+    if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
+        from tw_compile.vllm.artifact import WithLongSteps
+
+        result = WithLongSteps(function, steps, parts)
+    function.optimized_call = dispatch(steps, parts, function.optimized_call)
     ends, took = ", ".join(str(high) for _, high in ranges), time.perf_counter() - begun
     message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
     logger.info(message, first, len(rest), ends, took)
+    return result
+
+
+def _returns_tuple(part: Any) -> bool:
+    (output,) = part.graph.find_nodes(op="output")
+    return isinstance(output.args[0], tuple | list)
+
+
+def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others."""
+    from vllm.compilation.codegen import compile_execution_fn
+
+    runs = [
+        (ends, compile_execution_fn(steps.code, of_range, steps.names, steps.constants))
+        for ends, of_range in parts.items()
+    ]
+
+    def call(*arguments: Any) -> Any:
+        tokens = arguments[steps.argument]
+        for (low, high), run in runs:
+            if low <= tokens <= high:
+                results = run(*arguments)
+                return (leave_off(results[0]),) if steps.seamed else results
+        return otherwise(*arguments)
+
+    return call
 
 
 class _Compiler:
-    """vLLM's compiler for the parts of a graph; it finds what it has compiled at an earlier start."""
+    """vLLM's compiler for the parts of a graph, by their ``names``; it finds what it has compiled at an earlier start."""
 
-    def __init__(self, backend: Any, parts: fx.GraphModule) -> None:
+    def __init__(self, backend: Any, cut: fx.GraphModule) -> None:
         self._backend = backend
-        self._parts: dict[str, Any] = dict(parts.named_children())
-        behind_pieces = len(backend.piecewise_graphs)
-        self._numbers = {name: behind_pieces + place for place, name in enumerate(self._parts)}
+        self._parts: dict[str, Any] = dict(cut.named_children())
+        self.names = list(self._parts)
 
     def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
         """The part ``name`` for ``low`` to ``high`` tokens."""
-        from vllm.config.utils import Range  # not at the top: without it there are no groups, but all else works
+        from vllm.config.utils import Range
 
         part = self._parts[name]
         return self._backend.compiler_manager.compile(
@@ -74,20 +134,6 @@ class _Compiler:
             self._backend.inductor_config,
             self._backend.compilation_config,
             compile_range=Range(start=low, end=high),
-            graph_index=self._numbers[name],
+            graph_index=len(self._backend.piecewise_graphs) + self.names.index(name),  # behind those of the pieces
             num_graphs=0,  # none is the last one, at which it would log a time
         )
-
-
-def _dispatch(otherwise: Callable[..., Any], runs: list[Any], index: int, seamed: bool) -> Callable[..., Any]:
-    """By the number of tokens, which is argument ``index``."""
-
-    def call(*arguments: Any) -> Any:
-        tokens = arguments[index]
-        for low, high, run in runs:
-            if low <= tokens <= high:
-                results = run(*arguments)
-                return (leave_off(results[0]),) if seamed else results
-        return otherwise(*arguments)
-
-    return call

@@ -50,7 +50,6 @@ class Engine:
     speculative: bool = False
     captured_tokens: int = 0
     one_graph: bool = False
-    mega_artifact: bool = False
 
     def refusal(self) -> tuple[HostRefusal, str] | None:
         """Why nothing is done in this engine, by name and in words."""
@@ -80,7 +79,6 @@ class Engine:
         reasons = (
             (not asked, GroupRefusal.NOT_ASKED_FOR, "vllm_layer_groups is 0, or nothing is fused"),
             (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
-            (self.mega_artifact, GroupRefusal.MEGA_ARTIFACT, "VLLM_USE_MEGA_AOT_ARTIFACT is on, 0 would allow them"),
             (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
             (at_most + 1 >= self.max_tokens, GroupRefusal.NO_LONG_STEPS, none_longer),
         )

@@ -71,7 +71,7 @@ def _wrap_backend() -> None:
         function = original(self, graph, example_inputs)
         try:
             if hasattr(inside, "behind_split"):
-                inside.behind_split(self, graph, example_inputs, function)
+                return inside.behind_split(self, graph, example_inputs, function)
         except Exception as error:
             _failed(error, "vLLM's graph", inside.config.strict)
         return function

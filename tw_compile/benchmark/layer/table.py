@@ -22,7 +22,11 @@ class LayerTable(ReportTable[LayerRow]):
         return f"{self.report['model']}, layers: {self.report['layers']}"
 
     def method(self) -> str:
-        return f"{self.report['repeats']} replays of a CUDA graph; hidden is the share of the communication's time"
+        first, last = self.report["short_kernel_us"]
+        return (
+            f"{self.report['repeats']} replays of a CUDA graph; hidden is the share of the communication's time; "
+            f"a short kernel took {first:.2f} us at first and {last:.2f} us at the end"
+        )
 
     def size(self, row: LayerRow) -> str:
         return f"{row.tokens} tokens"

@@ -20,6 +20,7 @@ from tw_compile.benchmark.layer.variants import Variant, variants
 from tw_compile.benchmark.measure import Timer, interleaved, percentiles
 from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome
+from tw_compile.benchmark.short_kernels import ShortKernels
 from tw_compile.benchmark.spec import ELEMENT_BYTES
 from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
 from tw_compile.models import reference_forward
@@ -48,17 +49,19 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
         UsageError: The model can't be built as asked.
     """
     silence_known_warnings()
+    short = ShortKernels(ranks.ctx.device) if spec.device == "cuda" else None
     progress(f"building {spec.layers} layers of {spec.model}")
     subject = build_subject(spec, ranks.ctx.device)
     references = _references(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
-    found = {"hidden_size": subject.hidden_size, "rows": rows}
+    found: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
     for reference in references:
         # Reports come from compiling: a graph that comes out of a cache has none.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
             done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
         rows += [asdict(row) for row in done]
+        found["short_kernel_us"] = None if short is None else short.again()
         keep(found)
     return found
 

@@ -1,0 +1,40 @@
+"""What a short kernel takes in this process, which tells whether its kernels end late.
+
+After a few launches on a second stream all kernels of a process end later (``kernels/cuda/own_graph.py``). All variants that
+share the process pay for it then, by their number of kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tw_compile.benchmark.measure import capture
+
+_NODES = 400
+_REPLAYS = 20
+
+
+class ShortKernels:
+    """A CUDA graph of kernels of one CTA, captured once; ``us`` has what one of them took, first when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._value = torch.ones(32, device=device)
+        self._value.mul_(1.0)  # loaded before it is captured
+        self._graph = capture([lambda: self._value.mul_(1.0)], _NODES)
+        self.us = [self._now()]
+
+    def again(self) -> list[float]:
+        """What one takes now, behind what it took at first."""
+        self.us = [self.us[0], self._now()]
+        return self.us
+
+    def _now(self) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        best = float("inf")
+        for _ in range(_REPLAYS):
+            begin.record()
+            self._graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, begin.elapsed_time(end) * 1e3 / _NODES)
+        return best
