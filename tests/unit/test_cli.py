@@ -91,10 +91,10 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
 @pytest.mark.parametrize(
     ("changed", "came"),
     [
-        ({"hidden_size": "many"}, "many"),
-        ({"num_hidden_layers": -1}, "-1"),
-        ({"num_attention_heads": 0}, "0"),
-        (None, "list"),
+        ({"hidden_size": "many"}, "'many'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive number, got -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a positive number, got 0"),
+        (None, "got list"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_one_line(

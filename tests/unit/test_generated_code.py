@@ -211,3 +211,11 @@ def test_only_python_code_calls_our_operators_without_the_dispatcher(in_cpp: boo
         directly = code.count(f"tw_compile.{name}.default.direct(")
         assert name in code and directly == (0 if in_cpp else 4)
     assert "tw_compile.all_reduce_rms_norm_wait_.default(" not in code
+
+
+def test_an_operator_that_inductor_lowered_by_itself_before_is_called_directly_too() -> None:
+    from torch._inductor.lowering import make_fallback
+
+    make_fallback(torch.ops.tw_compile.all_reduce_rms_norm_start.default, warn=False)
+    code = generated_code(Independent(), tuple(torch.empty(5, 64) for _ in range(4)))
+    assert code.count(f"tw_compile.{START}.default.direct(") == 4

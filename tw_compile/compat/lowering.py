@@ -12,13 +12,14 @@ def lower_as_calls(operators: Sequence[torch._ops.OpOverload]) -> None:
     """Have Inductor call ``operators`` as they are, laid out as their tags say, as it does by itself, but for two things.
 
     By itself it first writes out for its log all that their operands are computed from: of a late layer, for minutes. And
-    generated Python code calls ``operator.direct``, without the dispatcher.
+    generated Python code calls ``operator.direct``, without the dispatcher. What Inductor has chosen by itself, in a graph that
+    was compiled before, is replaced.
     """
     from torch._inductor.lowering import lowerings, make_fallback, register_lowering, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag
 
     for operator in operators:
-        if operator not in lowerings:
+        if not hasattr(lowerings.get(operator), "calls_directly"):
             layout = get_layout_constraint_tag(operator, with_default=True)
             make_fallback(operator, tag_to_layout_constraint(layout), warn=False)
             register_lowering(operator, type_promotion_kind=None)(_direct_call(operator))
@@ -40,4 +41,5 @@ def _direct_call(operator: torch._ops.OpOverload) -> Any:
         results = DirectCall.create(operator, *args, **kwargs)
         return pytree.tree_map(lambda one: ir.TensorBox.create(one) if isinstance(one, ir.IRNode) else one, results)
 
+    lower.calls_directly = True  # type: ignore[attr-defined]
     return lower

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -60,15 +62,20 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
+    _check_sizes(values.get)  # before transformers divides by one of them
     try:
         found = CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
     except Exception as error:  # of many kinds: what a configuration checks is its own
         raise ValueError(f"{model_type} config: {' '.join(str(error).split())}") from error
+    _check_sizes(partial(getattr, found))
+    return found
+
+
+def _check_sizes(get: Callable[[str, int], Any]) -> None:
     for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        size = getattr(found, name, 1)
+        size = get(name, 1)
         if isinstance(size, int) and size < 1:
             raise ValueError(f"{name}: expected a positive number, got {size}")
-    return found
 
 
 def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
