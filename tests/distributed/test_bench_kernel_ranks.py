@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from tw_compile import compat
 from tw_compile.benchmark import worker
-from tw_compile.benchmark.contenders import AllReduce, Call, Contender
+from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.peers import AllReduce
 from tw_compile.benchmark.ranks import Ranks, UnavailableError
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.run import launch

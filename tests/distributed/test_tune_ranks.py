@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tw_compile import compat
-from tw_compile.benchmark.contenders import OURS_ON_CPU
+from tw_compile.benchmark.ours import OURS_ON_CPU
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.worker import bench_size
 from tw_compile.cli.app import app

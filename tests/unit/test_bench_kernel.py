@@ -23,9 +23,12 @@ from typer.testing import CliRunner
 from tw_compile import compat
 from tw_compile.benchmark import measure
 from tw_compile.benchmark import run as bench_run
-from tw_compile.benchmark.contenders import Contender, Operator, Variant, add_rms_norm_, contenders, select
+from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.contenders import contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.benchmark.ours import Operator, Variant
+from tw_compile.benchmark.peers import add_rms_norm_
 from tw_compile.benchmark.plot import plot, spread
 from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets

@@ -13,8 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from tw_compile.benchmark import gated
-from tw_compile.benchmark.contenders import AllReduce, Operator, SymmetricMemory, contenders
+from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import Gated, regret_csv, regret_line, regrets, set_regret
+from tw_compile.benchmark.ours import Operator
+from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
 from tw_compile.benchmark.results import Outcome, Row, failures
 from tw_compile.benchmark.spec import BenchSpec, Size
 from tw_compile.cli import bench_common

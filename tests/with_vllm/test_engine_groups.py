@@ -56,7 +56,7 @@ def test_long_steps_run_in_groups_of_layers_that_are_compiled_once(
     assert names(graphs[-1]).count("tw_compile::all_reduce_rms_norm_start") == 2 * layers
 
     by_groups = mock.Mock(side_effect=leave_off)
-    monkeypatch.setattr("tw_compile.vllm.long_steps.leave_off", by_groups)
+    monkeypatch.setattr("tw_compile.vllm.steps.leave_off", by_groups)
     with collect_reports() as again, llama(engine(folder, vllm_layer_groups=layers)) as model:
         assert all(torch.equal(model(count), one) for count, one in zip(COUNTS, found, strict=True))
     assert not again and by_groups.call_count == 2  # a warm start, of groups, too

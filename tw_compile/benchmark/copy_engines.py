@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tw_compile import compat
-from tw_compile.benchmark.contenders import Call, Contender
+from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.kernels.all_reduce_rms_norm.spec import rows_per_rank

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tw_compile.benchmark.contenders import Call, Contender
+from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ranks import Ranks, one_line
 from tw_compile.benchmark.spec import ELEMENT_BYTES, Size
 from tw_compile.testing.gpu_problems import EPS, Problem

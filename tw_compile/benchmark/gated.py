@@ -9,15 +9,9 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contenders import (
-    OURS,
-    OURS_ON_CPU,
-    AllReduce,
-    Call,
-    Contender,
-    Operator,
-    SymmetricMemory,
-)
+from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator
+from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.results import Row, csv_text, made_with, rows_of
 from tw_compile.benchmark.spec import Size

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.benchmark.contenders import Call
+from tw_compile.benchmark.contender import Call
 from tw_compile.benchmark.ranks import Ranks
 
 WARM_UP_ROUNDS = 3

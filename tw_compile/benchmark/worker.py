@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contenders import Contender, contenders
+from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank

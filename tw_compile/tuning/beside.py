@@ -11,7 +11,8 @@ from typing import Literal
 
 import torch
 
-from tw_compile.benchmark.contenders import OURS, OURS_ON_CPU, Call, Contender, Operator, Variant
+from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
 from tw_compile.benchmark.ranks import Ranks, work_as_rank
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec

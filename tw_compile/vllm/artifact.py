@@ -15,7 +15,7 @@ from vllm.compilation.caching import SerializableCallable, StandaloneCompiledArt
 from vllm.compilation.piecewise_backend import PiecewiseBackend
 
 from tw_compile import compat
-from tw_compile.vllm.long_steps import Parts, Steps, dispatch
+from tw_compile.vllm.steps import Parts, Steps, dispatch
 
 
 class WithLongSteps(SerializableCallable):

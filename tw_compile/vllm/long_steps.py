@@ -11,39 +11,18 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from tw_compile.kernels.seam import leave_off
 from tw_compile.vllm import groups
+from tw_compile.vllm.steps import Parts, Steps, dispatch
 
 logger = logging.getLogger("vllm.tw_compile")
 
 Ranges = tuple[tuple[int, int], ...]
 """First and last token count of each."""
-
-
-@dataclass(frozen=True)
-class Steps:
-    """How to run steps of some ranges of token counts, without the compiled parts.
-
-    ``code``, with its ``constants``, calls ``names`` of them, of which those in ``bare`` return no tuple; its ``argument`` is
-    the number of tokens; ``seamed`` as in :class:`~tw_compile.vllm.groups.Cut`.
-    """
-
-    code: str
-    names: list[str]
-    constants: list[Any]
-    bare: frozenset[str]
-    argument: int
-    seamed: bool
-
-
-Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
-"""For each range what was compiled, by name."""
 
 
 def add_long_steps(
@@ -65,13 +44,13 @@ def add_long_steps(
     compile_part = _Compiler(backend, cut.module)
     first, last = ranges[0][0], ranges[-1][1]
     head, *rest = compile_part.names
-    embed = compile_part(head, first, last)
+    compiled_head = compile_part(head, first, last)
     parts: Parts = {}
     for low, high in ranges:
         distinct = rest[:1] if cut.seamed else rest  # seams join what was compiled to the same
         compiled = [compile_part(name, low, high) for name in distinct]
         parts[low, high] = dict(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
-        parts[low, high][head] = embed
+        parts[low, high][head] = compiled_head
     backend.compiler_manager.save_to_file()
     whole = fx.GraphModule(cut.module, cut.module.graph)
     whole.__dict__.update(parts[ranges[0]])  # graphs would become part of the code
@@ -93,26 +72,6 @@ def add_long_steps(
 def _returns_tuple(part: Any) -> bool:
     (output,) = part.graph.find_nodes(op="output")
     return isinstance(output.args[0], tuple | list)
-
-
-def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs steps of the ranges in ``parts``; ``otherwise`` runs all others."""
-    from vllm.compilation.codegen import compile_execution_fn
-
-    runs = [
-        (ends, compile_execution_fn(steps.code, of_range, steps.names, steps.constants))
-        for ends, of_range in parts.items()
-    ]
-
-    def call(*arguments: Any) -> Any:
-        tokens = arguments[steps.argument]
-        for (low, high), run in runs:
-            if low <= tokens <= high:
-                results = run(*arguments)
-                return (leave_off(results[0]),) if steps.seamed else results
-        return otherwise(*arguments)
-
-    return call
 
 
 class _Compiler:

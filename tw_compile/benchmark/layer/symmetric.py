@@ -15,7 +15,7 @@ import torch.fx as fx
 from torch.library import Library
 
 from tw_compile import compat
-from tw_compile.benchmark.contenders import SYMM_MEM_ONE_SHOT_MAX_BYTES
+from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.graph.predicates import aten, is_call, is_view
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tw_compile.benchmark.contenders import SYMM_MEM_ONE_SHOT_MAX_BYTES, Kind
+from tw_compile.benchmark.contender import Kind
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
+from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.runner.spec import UsageError
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")

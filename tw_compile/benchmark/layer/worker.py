@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from tw_compile import Config, collect_reports, compat
-from tw_compile.benchmark.contenders import fallback
 from tw_compile.benchmark.layer.results import LayerRow, complete
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import Variant, variants
 from tw_compile.benchmark.measure import Timer, interleaved, percentiles
+from tw_compile.benchmark.ours import fallback
 from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.short_kernels import ShortKernels

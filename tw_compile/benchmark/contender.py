@@ -1,0 +1,73 @@
+"""What takes part in a benchmark of the operator.
+
+A contender turns a :class:`Problem` into a function that enqueues one call and returns ``(hidden, residual)``. The function is
+captured in a CUDA graph and replayed thousands of times, so it must not wait on the host and its inputs must stay sane:
+contenders that reduce in place let the norm write ``hidden`` over their input. That is what inference engines do, it moves no
+byte more than any other place for ``hidden``, and the next call adds up normalised rows. Sums of sums would be infinite
+after some dozens of calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import torch
+
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.spec import Size
+from tw_compile.testing.gpu_problems import Form, Problem
+
+Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+Kind = Literal["ours", "peer", "bound"]
+
+
+class Contender(ABC):
+    """One way to do the work.
+
+    Attributes:
+        kind: "ours", "peer", or "bound" for what is no way to do it but a limit.
+        residual_sharded: Residual in and out are this rank's rows; else all rows.
+        residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
+        hidden_scale: Of float8 results; None where they have the message's dtype.
+        reduces: False for a bound that leaves the communication out, whose result is no result.
+        algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
+    """
+
+    label: str
+    kind: ClassVar[Kind] = "peer"
+    residual_sharded: bool = False
+    residual_narrow: bool = False
+    hidden_scale: float | None = None
+    reduces: ClassVar[bool] = True
+    algorithm: str | None = None
+    max_sms: int | None = None
+
+    def obstacle(self, size: Size, world_size: int) -> str | None:
+        """Why it does not serve this size; None when it does. Asked before anything is prepared."""
+        return None
+
+    def num_sms(self, size: Size, world_size: int) -> int | None:
+        """SMs that its communication occupies; None when it does not say."""
+        return None
+
+    @abstractmethod
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        """Everything that one call needs, made beforehand. On all ranks at once; nothing may be in flight on return."""
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        """What ran instead of what the label says; None when nothing did. Asked after the first call."""
+        return None
+
+    def choice(self) -> str | None:
+        """What it chose to run at this size, and why; None where it has no choice. Asked after the first call."""
+        return None
+
+
+def form(contender: Contender, dtype: torch.dtype) -> Form:
+    """The operator's form between two fused sites: as Hugging Face Llama's norm, residual in and out laid out alike."""
+    if not contender.residual_sharded:
+        return Form(dtype, hidden_scale=contender.hidden_scale)
+    kept = dtype if contender.residual_narrow else torch.float32
+    return Form(dtype, "sharded", "sharded", residual_dtype=kept, hidden_scale=contender.hidden_scale)

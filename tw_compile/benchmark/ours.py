@@ -1,0 +1,180 @@
+"""The fused operator's transports, as contenders."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from tw_compile.benchmark.contender import Call, Contender, form
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.spec import Size
+from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
+from tw_compile.testing.gpu_problems import Problem
+
+FP8_SCALE = 0.02
+"""Few of the products of normal numbers that the norm gives here are beyond 448 times this."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the operator.
+
+    Attributes:
+        transport: Makes it for a number of CTAs.
+        sharded, narrow: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
+        sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
+        most_sms: How many it can have.
+        algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
+        hidden_scale: See :attr:`Contender.hidden_scale`.
+        in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
+            stay there.
+    """
+
+    label: str
+    transport: Callable[[int | None], Transport]
+    sharded: bool
+    sms: int | None = None
+    most_sms: int = 0
+    algorithm: str | None = None
+    in_slot: bool = False
+    hidden_scale: float | None = None
+    narrow: bool = False
+
+
+class Operator(Contender):
+    """The fused operator, run as ``variant`` on ``sms`` SMs."""
+
+    kind = "ours"
+
+    def __init__(self, variant: Variant, sms: int | None = None) -> None:
+        self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
+        self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
+        self.hidden_scale = variant.hidden_scale
+        self._variant, self._sms = variant, sms or variant.sms
+        self.algorithm, self.max_sms = variant.algorithm, self._sms
+        self._slots = itertools.count()
+        self._request: Request | None = None
+        self._algorithm: Algorithm | None = None
+        self._overlap_sms = 0
+
+    @functools.cached_property
+    def _transport(self) -> Transport:
+        return self._variant.transport(self._sms)
+
+    def num_sms(self, size: Size, world_size: int) -> int | None:
+        return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        own_form = form(self, problem.x.dtype)
+        residual = problem.residual.to(own_form.norm().residual_dtype)
+        request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
+        request = replace(request, overlap_sms=self._overlap_sms)
+        meanwhile = self.meanwhile(problem)
+        transport = self._transport
+        if self._variant.in_slot:
+            request = self._in_slot(transport, request)
+        self._request = request
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            started = transport.start(request)
+            meanwhile()
+            if started.finish is not None:
+                started.finish()
+            return started.hidden, started.residual
+
+        return call
+
+    def meanwhile(self, problem: Problem) -> Callable[[], None]:
+        """What the current stream does between start and finish of a call."""
+        return lambda: None
+
+    def kernel_name(self) -> str | None:
+        """The kernel that the P2P transport took; None before it has, and of other transports."""
+        return None if self._algorithm is None else self._algorithm.name
+
+    def _in_slot(self, transport: Transport, request: Request) -> Request:
+        """Each input set has a slot of its own."""
+        request = replace(request, slot=next(self._slots), results_in_slot=True)
+        buffer = transport.message_buffer(request)
+        return request if buffer is None else replace(request, x=buffer.copy_(request.x))
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+        transport = self._transport
+        if not isinstance(transport, P2PTransport):
+            return None
+        obstacle = fallback(ranks, transport)
+        if obstacle is not None:
+            return obstacle
+        assert self._request is not None
+        state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
+        self._algorithm = state.selector.choose(self._request, state)
+        if transport.algorithm is None or transport.algorithm is self._algorithm:
+            return None
+        return f"fell back to another kernel: {transport.algorithm.obstacle(self._request, state)}"
+
+
+def fallback(ranks: Ranks, transport: Transport) -> str | None:
+    """That the P2P transport has given up and NCCL runs instead; None when that is not so."""
+    from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+    if not isinstance(transport, P2PTransport):
+        return None
+    obstacle = transport._states[ranks.ctx.group_name, ranks.ctx.device].obstacle
+    return None if obstacle is None else f"fell back to NCCL: {obstacle}"
+
+
+def _named(name: str) -> Callable[[int | None], Transport]:
+    return lambda sms: get_transport(name)
+
+
+def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]:
+    """The P2P transport with one algorithm alone."""
+
+    def transport(sms: int | None) -> Transport:
+        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+
+        assert sms is not None
+        return P2PTransport("p2p", make(sms))
+
+    return transport
+
+
+def _push(sms: int, one_shot: bool) -> Algorithm:
+    from tw_compile.kernels.all_reduce_rms_norm.push import Push
+
+    return Push(one_shot, sms)
+
+
+def _stream(sms: int) -> Algorithm:
+    from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+
+    return Stream(sms)
+
+
+OURS = (
+    Variant("tw-p2p", _named("p2p"), sharded=True),
+    Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
+    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
+    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
+    Variant("tw-stream", _only(_stream), True, 16, 32, "stream", narrow=True),
+    Variant("tw-stream-in-slot", _only(_stream), True, 16, 32, in_slot=True, narrow=True),
+    Variant(
+        "tw-push-two-shot-fp8",
+        _only(partial(_push, one_shot=False)),
+        sharded=True,
+        sms=128,
+        most_sms=128,
+        hidden_scale=FP8_SCALE,
+    ),
+    Variant("tw-nccl", _named("nccl"), sharded=False),
+)
+OURS_ON_CPU = (Variant("tw-gloo", _named("gloo"), sharded=False),)

@@ -1,0 +1,100 @@
+"""The ways of torch and NCCL, as contenders, and what the same work costs without communication."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.spec import Size
+from tw_compile.testing.gpu_problems import EPS, Problem
+
+SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
+
+
+def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``h = residual + x`` is returned, its norm (Hugging Face Llama's) is written to ``x``; all ``[tokens, hidden]``."""
+    h = residual + x
+    y = h.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
+    x.copy_(weight * y.to(x.dtype))
+    return h
+
+
+@functools.cache
+def compiled_add_rms_norm_() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """:func:`add_rms_norm_` by Inductor: one kernel, for each shape its own."""
+    return torch.compile(add_rms_norm_, dynamic=False, fullgraph=True)
+
+
+def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> Call:
+    """``reduce()`` and then residual add and norm, compiled on GPUs."""
+    norm = compiled_add_rms_norm_() if problem.x.is_cuda else add_rms_norm_
+
+    def call() -> tuple[torch.Tensor, torch.Tensor]:
+        reduced = reduce()
+        return reduced, norm(reduced, problem.residual, problem.weight)
+
+    return call
+
+
+class AllReduce(Contender):
+    """The process group's all_reduce in place (NCCL or gloo), then add and norm: the unfused way."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        x = problem.x.clone()
+
+        def reduce() -> torch.Tensor:
+            dist.all_reduce(x)
+            return x
+
+        return _norm_after(reduce, problem)
+
+
+class SymmetricMemory(Contender):
+    """torch's own kernels over symmetric memory, then add and norm. The input lies in symmetric memory already, no copy."""
+
+    def __init__(self, label: str, one_shot: bool) -> None:
+        self.label = label
+        self._one_shot = one_shot
+        # Never given back: a pool hands freed blocks out again in an order that ranks need not share.
+        self._kept: list[tuple[torch.Tensor, Any]] = []
+
+    def obstacle(self, size: Size, world_size: int) -> str | None:
+        if self._one_shot and size.nbytes > SYMM_MEM_ONE_SHOT_MAX_BYTES:
+            return f"every rank would read all messages whole: tried up to {SYMM_MEM_ONE_SHOT_MAX_BYTES // 2**20} MiB"
+        return None
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        x, name = self._symmetric_copy(ranks, problem.x), ranks.ctx.group_name
+        if self._one_shot:
+            return _norm_after(lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name), problem)
+        return _norm_after(lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name), problem)
+
+    def _symmetric_copy(self, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
+        # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
+        buffer = ranks.together(lambda: compat.symm_mem_empty(x.nbytes, x.device))
+        handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
+        self._kept.append((buffer, handle))
+        return buffer.view(x.dtype).view(x.shape).copy_(x)
+
+
+class NoCommunication(Contender):
+    """Add and norm of rows that are there already, alone: what is left when communication is free."""
+
+    label = "no-communication"
+    kind = "bound"
+    reduces = False
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+        x = problem.x.clone()
+        return _norm_after(lambda: x, problem)
