@@ -444,6 +444,9 @@ BAD: Sequence[tuple[tuple[str, ...], str]] = (
     (("--dtype", "int8"), "--dtype: expected one of"),
     (("--logs", "/dev/null/logs"), "--logs: expected a folder that is there or can be made, got '/dev/null/logs'"),
     (("--csv", "/no/such/folder/x.csv"), "--csv: expected a file in a folder that exists"),
+    (("--engine", "[]"), "--engine: expected a JSON object, got '[]'"),
+    (("--engine", '{"additional_config": {"tw_compile": {"spilt": 1}}}'), "--engine: unknown option tw_compile.spilt"),
+    (("--engine", '{"additional_config": {"tw_compile": "on"}}'), "expected options, true or false, got 'on'"),
     (("--plot", "x.gif"), "--plot: expected a file that ends in .png or .svg"),
 )
 

@@ -353,10 +353,27 @@ def test_doctor_prints_the_layers_of_thresholds(tmp_path: Path, monkeypatch: pyt
     assert result.exit_code == 2 and f"error: {user}: " in result.output
 
 
-def test_unwritable_json_file_is_bad_input(tmp_path: Path) -> None:
-    result = invoke("doctor", "--json", str(tmp_path / "nowhere" / "report.json"))
-    assert result.exit_code == 2
-    assert "error: --json: expected a file" in result.output
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["doctor"], "--json"),
+        (["explain"], "--json"),
+        (["inspect"], "--json"),
+        (["inspect"], "--html"),
+        (["run", "--device", "cpu"], "--json"),
+        (["plan", "--model", "tiny-llama", "--tp", "2"], "--json"),
+        (["bench", "passes"], "--csv"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("file", ["nowhere/report", "."])
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], option: str, file: str
+) -> None:
+    monkeypatch.setattr("tw_compile.models.load_config", None)
+    result = invoke(*command, option, str(tmp_path / file))
+    assert result.exit_code == 2 and f"error: {option}: expected a file in a folder that exists" in result.output
+    assert result.stdout == ""
 
 
 def test_bench_passes_writes_one_row_per_depth(tmp_path: Path) -> None:

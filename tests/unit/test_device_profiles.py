@@ -42,6 +42,13 @@ def test_a_file_of_the_same_form_is_a_profile(tmp_path: Path) -> None:
     assert (profile.name, profile.sms) == ("mine", 130)
 
 
+def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"expected a file that can be read, got '.*mine\.toml' \('utf-8'"):
+        load_profile(str(file))
+
+
 def test_unknown_names_are_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"expected one of B200, H100, H200 or the path of a TOML file, got 'A100'"):
         load_profile("A100")

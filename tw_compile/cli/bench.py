@@ -50,6 +50,7 @@ def passes(
     """
     common.positive("--tp", tp)
     counts = sorted(common.numbers("--layers", layers))
+    common.writable("--csv", csv_file)
     console = common.make_console(json_file)
     with common.stages(console) as progress:
         progress("importing torch and transformers")

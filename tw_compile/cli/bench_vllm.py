@@ -118,6 +118,13 @@ def _table(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise UsageError(f"--engine: expected a JSON object, got {text!r}")
+    from tw_compile.config import Config
+    from tw_compile.vllm.options import asked_options
+
+    try:  # the engines would start all the same, without the passes
+        Config.from_mapping(asked_options(found.get("additional_config"), {}) or {})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--engine: {error}") from None
     return found
 
 

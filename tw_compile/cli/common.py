@@ -134,7 +134,8 @@ def splitting(split: str, device_profile: str) -> None:
 
 
 def make_console(json_file: str | None) -> Console:
-    """Text goes to standard error when standard output is taken by JSON."""
+    """Text goes to standard error when standard output is taken by JSON, which must have a place to go."""
+    writable("--json", json_file)
     return Console(stderr=json_file == "-", highlight=False)
 
 
@@ -150,8 +151,8 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
 
 
 def writable(option: str, path: str | None) -> None:
-    """Refuse a file whose folder is not there, before hours of work and not after."""
-    if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+    """Refuse a folder, or a file whose folder is not there, before hours of work and not after."""
+    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise UsageError(f"{option}: expected a file in a folder that exists, got {path!r}")
 
 

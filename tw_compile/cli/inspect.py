@@ -46,6 +46,7 @@ def inspect(
         common.positive(option, value)
     common.splitting(split, device_profile)
     common.thresholds()
+    common.writable("--html", html)
     spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:

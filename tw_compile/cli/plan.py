@@ -52,8 +52,8 @@ def plan(
     counts = token_counts(tokens)
     if batch > min(counts):
         raise UsageError(f"--batch: expected at most {min(counts)}, the fewest tokens, got {batch}")
-    for option, file in (("--json", json_file), ("--plot", plot_file)):
-        common.writable(option, file)
+    common.writable("--plot", plot_file)
+    console = common.make_console(json_file)
     if plot_file is not None:
         from tw_compile.benchmark.plot import require
 
@@ -76,7 +76,7 @@ def plan(
         "layer": dataclasses.asdict(layer),
         "plans": [dataclasses.asdict(one) | {"us": one.us, "gain": one.gain} for one in plans],
     }
-    _print(common.make_console(json_file), report, plans)
+    _print(console, report, plans)
     common.write_json(report, json_file)
     if plot_file is not None:
         from tw_compile.cli.plan_plot import plot

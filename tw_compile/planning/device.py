@@ -201,7 +201,7 @@ def load_profile(source: str) -> DeviceProfile:
         raise ValueError(
             f"device profile: expected one of {', '.join(profile_names())} or the path of a TOML file, got {source!r}"
         )
-    return parse_profile(path.read_text(), source)
+    return parse_profile(_text(path), source)
 
 
 def profile_of_device(device_name: str) -> DeviceProfile | None:
@@ -219,11 +219,14 @@ def user_profile() -> DeviceProfile | None:
     file = user_file(name=USER_FILE)
     if file is None or not file.is_file():
         return None
+    return parse_profile(_text(file), str(file))
+
+
+def _text(file: Path) -> str:
     try:
-        text = file.read_text()
+        return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"device profile: expected a file that can be read, got {str(file)!r} ({error})") from error
-    return parse_profile(text, str(file))
 
 
 def shipped_profile(device_name: str) -> DeviceProfile | None:
