@@ -212,4 +212,5 @@ def collect_reports() -> Iterator[list[GraphReport]]:
         yield collected
     finally:
         with _lock:
-            _collectors.remove(collected)
+            # Not by remove(), which takes the first list that is equal: nested blocks may have collected the same.
+            _collectors[:] = [one for one in _collectors if one is not collected]
