@@ -11,7 +11,7 @@ import torch.fx as fx
 from graph_builder import EPS_FORMS, NORM_FORMS, ROOTS, GraphBuilder, aten, prims
 
 from tw_compile.passes.base import Refusal
-from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
+from tw_compile.passes.fusion.find import FoundSite, FusionSite, RefusedSite, find_sites
 from tw_compile.testing import fake_process_group
 
 T, H = 6, 8
@@ -97,26 +97,6 @@ def test_sandwich_norm_before_the_residual_add() -> None:
     stream = b.add(residual, b.rms_norm(wait, w1))
     (site,) = fused(*find(b, b.rms_norm(stream, w2), stream))
     assert site.h is wait and site.norm.weight is w1 and site.residuals == ()
-
-
-def test_summed_all_reduces_of_one_group_travel_together() -> None:
-    b = GraphBuilder()
-    x, shared, residual, weight = b.input(T, H), b.input(2, 3, H), b.input(T, H), b.input(H)
-    h = b.add(b.add(b.all_reduce(x), b.view(b.all_reduce(shared), T, H)), residual)
-    first, second = find(b, b.rms_norm(h, weight), h)
-    assert isinstance(first, FusionSite) and isinstance(second, MergedSite)
-    assert second.into is first and first.partials() == (x, shared)
-    assert first.form == "all_reduce+all_reduce+residual+rms_norm[fp32]"
-
-
-def test_summed_all_reduces_of_two_groups_share_one_norm() -> None:
-    b = GraphBuilder()
-    other = dist.new_group([0, 1, 2, 3]).group_name
-    x, y, weight = b.input(T, H), b.input(T, H), b.input(H)
-    h = b.add(b.all_reduce(x), b.all_reduce(y, other))
-    first, second = find(b, b.rms_norm(h, weight))
-    assert isinstance(first, FusionSite) and isinstance(second, RefusedSite)
-    assert second.refused.reason == Refusal.NORM_ALREADY_FUSED
 
 
 def test_subset_groups_are_sites_of_their_own() -> None:
@@ -377,6 +357,117 @@ def sum_rounded_to_float8(b: GraphBuilder) -> fx.Node:
     return b.rms_norm(b.add(rounded, b.input(T, H, dtype=torch.bfloat16)), b.input(H, dtype=torch.bfloat16))
 
 
+@near(Refusal.REDUCE_OP_NOT_SUM)
+def operation_without_a_name(b: GraphBuilder) -> fx.Node:
+    issued = b.issue(b.input(T, H))
+    issued.args = (issued.args[0], None, "0")
+    return b.rms_norm(b.wait(issued), b.input(H))
+
+
+@near(Refusal.GROUP_NOT_RESOLVED)
+def group_without_a_name(b: GraphBuilder) -> fx.Node:
+    issued = b.issue(b.input(T, H))
+    issued.args = (issued.args[0], "sum", 0)
+    return b.rms_norm(b.wait(issued), b.input(H))
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def float64_residual_of_a_narrower_stream(b: GraphBuilder) -> fx.Node:
+    h = b.add(b.all_reduce(b.input(T, H)), b.input(T, H, dtype=torch.float64))
+    return b.rms_norm(b.cast(h, torch.float32), b.input(H))
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def float64_stream(b: GraphBuilder) -> fx.Node:
+    h = b.add(b.cast(b.all_reduce(b.input(T, H)), torch.float64), b.input(T, H))
+    return b.call(aten.mul.Tensor, b.cast(b.scale(h, upcast=False), torch.float32), b.input(H))
+
+
+@near(Refusal.DTYPE_NOT_SUPPORTED)
+def float64_norm(b: GraphBuilder) -> fx.Node:
+    wide = b.cast(b.all_reduce(b.input(T, H)), torch.float64)
+    return b.rms_norm(wide, b.input(H, dtype=torch.float64), upcast=False)
+
+
+@near(Refusal.REDUCED_VALUE_USED_ELSEWHERE)
+def token_count_of_the_sum_is_returned(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    wait = b.all_reduce(b.input(T, H))
+    return b.rms_norm(b.add(wait, b.input(T, H)), b.input(H)), b.call(aten.sym_size.int, wait, 0)
+
+
+@near(Refusal.LAYER_NORM)
+def centred_by_hand(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    centred = b.call(aten.sub.Tensor, wait, b.call(aten.mean.dim, wait, [-1], True))
+    return b.rms_norm(centred, b.input(H))
+
+
+@near(Refusal.MEAN_DIM)
+def square_matrix_scaled_by_columns(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(H, H))
+    variance = b.call(aten.mean.dim, b.call(aten.pow.Tensor_Scalar, wait, 2), [-1])
+    return b.call(aten.mul.Tensor, wait, b.call(aten.rsqrt.default, b.add(variance, 1e-5)))
+
+
+@near(Refusal.NORM_INTERMEDIATE_USED)
+def square_used(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    wait = b.all_reduce(b.input(T, H))
+    normed = b.rms_norm(wait, b.input(H))
+    return normed, next(user for user in wait.users if user.target is aten.pow.Tensor_Scalar)
+
+
+@near(Refusal.NORM_INTERMEDIATE_USED)
+def norm_without_weight_used_in_float32(b: GraphBuilder) -> fx.Node:
+    return b.scale(b.all_reduce(b.input(T, H, dtype=torch.bfloat16)))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_computed_from_the_stream(b: GraphBuilder) -> fx.Node:
+    h = b.add(b.all_reduce(b.input(T, H)), b.input(T, H))
+    return b.call(aten.mul.Tensor, b.scale(h), b.call(aten.mean.dim, h, [0]))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def random_weight(b: GraphBuilder) -> fx.Node:
+    y = b.scale(b.all_reduce(b.input(T, H)))
+    return b.call(aten.mul.Tensor, y, b.call(aten.rand.default, [H], device=b.device))
+
+
+@near(Refusal.WEIGHT_NOT_PROVABLE)
+def weight_gathered_from_the_ranks(b: GraphBuilder) -> fx.Node:
+    shard = b.input(H // 4)
+    y = b.scale(b.all_reduce(b.input(T, H)))
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return b.call(aten.mul.Tensor, y, b.call(gather, shard, 4, "0"))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def vector_that_widens_the_rows(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.add(b.view(b.all_reduce(b.input(T, H)), T * H, 1), b.input(H)), b.input(H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def bias_over_heads(b: GraphBuilder) -> fx.Node:
+    heads = b.add(b.view(b.all_reduce(b.input(T, H)), T, 2, H // 2), b.input(H // 2))
+    return b.rms_norm(b.view(heads, T, H), b.input(H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def scaled_after_the_bias(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.call(aten.mul.Tensor, b.add(b.all_reduce(b.input(T, H)), b.input(H)), 0.5), b.input(H))
+
+
+@near(Refusal.RESIDUAL_NOT_PROVABLE)
+def scaled_after_the_residual(b: GraphBuilder) -> fx.Node:
+    return b.rms_norm(b.call(aten.mul.Tensor, b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), 0.5), b.input(H))
+
+
+@near(Refusal.NOT_ROW_MAJOR)
+def memory_of_a_norm_of_other_strides_is_read(b: GraphBuilder) -> fx.Node:
+    h = b.add(b.call(aten.transpose.int, b.input(T, 2, H), 0, 1), b.all_reduce(b.input(2, T, H)))
+    return b.call(aten.as_strided.default, b.rms_norm(h, b.input(H)), [2 * T * H], [1], 0)
+
+
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_miss_is_refused_by_name(name: str) -> None:
     reason, build = NEAR_MISSES[name]
@@ -402,6 +493,25 @@ def test_a_sum_of_numbers_is_refused_and_the_rest_is_fused(other: tuple[int, ...
     assert numbers and all(isinstance(one, RefusedSite) for one in numbers)
 
 
+def test_constant_factors_of_the_sum_multiply() -> None:
+    b = GraphBuilder()
+    wait, residual = b.all_reduce(b.input(T, H)), b.input(T, H)
+    scaled = b.call(aten.mul.Tensor, b.call(aten.mul.Tensor, wait, 2.0), 3.0)
+    (site,) = fused(*find(b, b.rms_norm(b.add(scaled, residual), b.input(H))))
+    assert site.scale == 6.0 and site.form == "all_reduce+scale+residual+rms_norm[fp32]"
+
+
+@pytest.mark.parametrize(("steps", "found"), [(8, True), (9, False)])
+def test_a_late_weight_is_computed_in_a_few_steps(steps: int, found: bool) -> None:
+    b = GraphBuilder()
+    weight = b.input(H)
+    y = b.scale(b.all_reduce(b.input(T, H)))
+    for _ in range(steps):
+        weight = b.call(aten.neg.default, weight)
+    (site,) = find(b, b.call(aten.mul.Tensor, y, weight))
+    assert isinstance(site, FusionSite) == found
+
+
 @pytest.mark.parametrize("alpha", [1, 3])
 def test_an_offset_that_is_scaled_is_not_the_offset(alpha: int) -> None:
     b = GraphBuilder()
@@ -415,7 +525,7 @@ def test_every_refusal_of_finding_has_a_near_miss() -> None:
         Refusal.TRAINING_GRAPH,  # test_rewrite.py
         Refusal.REWRITE_FAILED,  # test_rewrite.py
         Refusal.TRANSPORT_NOT_AVAILABLE,  # test_rewrite.py
-        Refusal.NORM_ALREADY_FUSED,  # above
+        Refusal.NORM_ALREADY_FUSED,  # test_find_merged.py
         Refusal.QUANTISATION_NOT_PROVABLE,  # test_quant.py
     }
     assert {reason for reason, _ in NEAR_MISSES.values()} == set(Refusal) - elsewhere

@@ -14,14 +14,14 @@ from graph_builder import GraphBuilder, copy_of, metadata, propagated_metadata, 
 from one_rank import one_rank  # noqa: F401
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-from tw_compile import compat
-from tw_compile.config import Config
+from tw_compile import Config, TWCompilePass, compat
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.graph.predicates import operator_name
 from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion import fuse_all_reduce_rms_norm
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.split import HostGraph
 from tw_compile.testing import fake_cuda, fake_process_group
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -225,9 +225,46 @@ def test_what_is_no_residual_or_no_weight_is_refused() -> None:
     assert refusal_of(b, b.norm(b.reduce(b.rows()), b.rows(T, H))) == Refusal.WEIGHT_NOT_PROVABLE
 
 
+def test_a_norm_that_is_given_keywords_is_refused() -> None:
+    b = Piece()
+    normed = b.call(torch.ops.vllm_ir.rms_norm.default, b.reduce(b.rows()), b.rows(H), EPS, variance_size=4)
+    assert refusal_of(b, normed) == Refusal.NO_RMS_NORM
+
+
+def test_an_eps_that_the_graph_computes_is_refused() -> None:
+    b = Piece()
+    normed = b.norm(b.reduce(b.rows()), b.rows(H))
+    normed.args = (*normed.args[:2], b.input())
+    assert refusal_of(b, normed) == Refusal.EPS_NOT_CONSTANT
+
+
+def test_a_sum_that_is_the_weight_of_a_norm_is_refused() -> None:
+    b = Piece()
+    row = b.view(b.reduce(b.rows(1, H)), H)
+    assert refusal_of(b, b.norm(b.rows(), row)) == Refusal.NO_RMS_NORM
+
+
+def test_a_weight_in_float32_is_multiplied_before_the_rounding() -> None:
+    b = Piece()
+    weight = b.input(H, dtype=torch.float32)
+    (site,) = find_sites(b.finish(b.norm(b.reduce(b.rows()), weight)))
+    assert isinstance(site, FusionSite) and site.norm.cast_before_weight is None
+    assert site.form == "all_reduce+rms_norm[fp32]"
+
+
 def test_a_group_that_nobody_knows_is_refused() -> None:
     b = Piece()
     assert refusal_of(b, b.norm(b.reduce(b.rows(), "tp:9"), b.rows(H))) == Refusal.GROUP_NOT_RESOLVED
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
+def test_a_group_that_cannot_be_looked_up_is_refused(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise error(name)
+
+    monkeypatch.setattr(compat, "_group_resolvers", [fail])
+    b = Piece()
+    assert refusal_of(b, b.norm(b.reduce(b.rows()), b.rows(H))) == Refusal.GROUP_NOT_RESOLVED
 
 
 @pytest.mark.parametrize(
@@ -242,8 +279,17 @@ def test_symbolic_token_counts_are_decided_by_the_hosts_range(tokens: tuple[int,
     graph = b.finish(b.norm(b.reduce(x), weight))
     x.meta["val"] = symbolic_rows(mode, H)
     config = Config(fuse_min_bytes=4 * 2 * H, fuse_max_bytes=8 * 2 * H, strict=True)
-    (site,) = fuse_all_reduce_rms_norm(graph, config, own_gate(config, Node(None, False)), tokens)
-    assert (site.reason or site.decision) == expected
+    report = TWCompilePass(config).rewrite(graph, own_gate(config, Node(None, False)), HostGraph(tokens))
+    (site,) = report.sites
+    assert (site.reason or site.decision) == expected and report.tokens == tokens
+
+
+def test_a_static_token_count_is_decided_by_itself() -> None:
+    b = Piece()
+    graph = b.finish(b.norm(b.reduce(b.rows()), b.rows(H)))
+    config = Config(fuse_min_bytes=T * 2 * H, strict=True)
+    (site,) = fuse_all_reduce_rms_norm(graph, config, own_gate(config, Node(None, False)), (1, T - 1))
+    assert site.decision == "fused"
 
 
 @pytest.mark.parametrize("group", [8], indirect=True)
