@@ -108,6 +108,8 @@ def test_digest_changes_with_each_field() -> None:
         ({"vllm_layer_groups": -1}, ValueError, "tw_compile.vllm_layer_groups: expected 0 layers or more, got -1"),
         ({"vllm_layer_groups": True}, TypeError, "tw_compile.vllm_layer_groups: expected a number of layers, got True"),
         ({"split": "9" * 5000}, ValueError, "tw_compile.split: expected off, auto or .*, got '9999"),
+        ({"split": "1" * 10}, ValueError, "tw_compile.split: expected off, auto or .*, got '1111111111'"),
+        ({"split": "\u0665"}, ValueError, "tw_compile.split: expected off, auto or .*, got '\u0665'"),
         ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
@@ -125,6 +127,10 @@ def test_digest_changes_with_each_field() -> None:
 def test_bad_values_name_their_key(values: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Config.from_mapping(values)
+
+
+def test_the_first_half_may_have_a_number_of_nine_digits() -> None:
+    assert Config(split="9" * 9).split_tokens == 999_999_999
 
 
 def test_bounds_may_be_equal() -> None:

@@ -13,16 +13,22 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass
 from tw_compile.gating import (
+    ANY,
     BACKENDS,
     HOSTS,
+    Entry,
     Gate,
     Node,
     Settings,
+    Source,
+    Table,
     active_backend,
     current,
+    table_text,
     tables_of,
     threshold_layers,
 )
@@ -65,6 +71,7 @@ def test_plain_pytorch_uses_nccl_but_for_inductors_one_shot() -> None:
     sizes = (128 * KIB, 128 * KIB + 1)
     seen = [backend(nbytes, host="pytorch", one_shot_max_bytes=128 * KIB) for nbytes in sizes]
     assert seen == ["symm_mem_one_shot", "nccl"]
+    assert backend(KIB, host="pytorch", one_shot_max_bytes=128 * KIB, hosts=2) == "nccl"
 
 
 @pytest.mark.parametrize("host", ["vllm-0.20", "vllm-0.24"])
@@ -141,6 +148,106 @@ def test_flashinfer_goes_before_custom_and_from_033_before_symmetric_nccl() -> N
     assert backend(KIB, node=Node((9, 0), False), host="vllm-0.33", **on) == "flashinfer"
 
 
+@pytest.mark.parametrize(
+    ("host", "capability", "world_size", "hosts", "limit"),
+    [
+        ("vllm-0.24", (9, 0), 4, 1, 2 * MIB),
+        ("vllm-0.24", (10, 3), 8, 1, 2 * MIB),
+        ("vllm-0.24", (10, 0), 8, 2, MIB),
+        ("vllm-0.33", (9, 0), 8, 1, 512 * KIB),
+        ("vllm-0.33", (10, 0), 8, 2, 128 * MIB),
+        ("vllm-0.33", (10, 0), 16, 2, 64 * MIB),
+        ("vllm-0.33", (10, 3), 4, 1, 80 * MIB),
+        ("vllm-0.33", (10, 3), 8, 1, 128 * MIB),
+        ("vllm-0.33", (10, 3), 8, 2, 128 * MIB),
+        ("vllm-0.33", (10, 3), 8, 3, 4 * MIB),
+        ("vllm-0.33", (10, 3), 16, 4, 8 * MIB),
+        ("vllm-0.33", (10, 7), 8, 1, 2 * MIB),
+    ],
+)
+def test_flashinfer_takes_messages_up_to_a_limit(
+    host: str, capability: tuple[int, int], world_size: int, hosts: int, limit: int
+) -> None:
+    facts: dict[str, Any] = {"node": Node(capability, True), "host": host, "hosts": hosts, "use_flashinfer": True}
+    assert [backend(nbytes, world_size, **facts) == "flashinfer" for nbytes in (limit, limit + 16)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("host", "kernels", "hosts", "multicast", "taken"),
+    [
+        ("vllm-0.24", "auto", 1, False, True),
+        ("vllm-0.24", "auto", 2, True, True),
+        ("vllm-0.24", "auto", 2, False, False),
+        ("vllm-0.24", "trtllm", 2, True, False),
+        ("vllm-0.24", "mnnvl", 1, False, False),
+        ("vllm-0.33", "auto", 1, False, True),
+        ("vllm-0.33", "auto", 2, False, False),
+        ("vllm-0.33", "trtllm", 2, True, False),
+        ("vllm-0.33", "mnnvl", 1, False, False),
+    ],
+)
+def test_flashinfers_kernels_need_multicast_or_one_host(
+    host: str, kernels: str, hosts: int, multicast: bool, taken: bool
+) -> None:
+    facts: dict[str, Any] = {"host": host, "hosts": hosts, "use_flashinfer": True, "flashinfer_backend": kernels}
+    assert (backend(KIB, node=Node((10, 0), multicast), **facts) == "flashinfer") == taken
+
+
+@pytest.mark.parametrize(("host", "kernels"), [("vllm-0.24", "mnnvl"), ("vllm-0.33", "trtllm")])
+def test_only_multicast_kernels_of_033_take_the_largest_messages(host: str, kernels: str) -> None:
+    facts: dict[str, Any] = {"node": Node((10, 0), True), "host": host, "flashinfer_backend": kernels}
+    assert backend(128 * MIB, use_flashinfer=True, **facts) != "flashinfer"
+
+
+def test_the_gate_is_told_what_options_say() -> None:
+    config = Config(host="vllm-0.33", all_reduce_backend="nccl", disable_custom_all_reduce=True, thresholds="off")
+    with inductor_config.patch({"_collective.auto_select": True}):
+        one = own_gate(config, SM90)
+        plain = own_gate(Config(), SM90)
+    assert one.settings.host == "vllm-0.33" and one.settings.backend == "nccl"
+    assert one.settings.disable_custom_all_reduce and one.tables[0].file == "no table"
+    assert plain.settings.one_shot_max_bytes == inductor_config._collective.one_shot_all_reduce_threshold_bytes > 0
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_flashinfer_counts_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(current.importlib.util, "find_spec", lambda name: object() if installed else None)
+    assert own_gate(Config(host="vllm-0.33"), SM90).settings.flashinfer_installed is installed
+
+
+def test_the_host_may_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(current, "current_node", lambda: SM90)
+    observed = current.current_gate(Config(), lambda found: dataclasses.replace(found, backend="multimem"))
+    assert observed.settings.backend == "multimem"
+
+
+@pytest.mark.parametrize("multicast", [False, True])
+def test_the_node_is_asked_for_its_capability_and_multicast(multicast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, device))
+    monkeypatch.setattr(current.compat, "multicast_support", lambda device: multicast and device == 3)
+    assert current.current_node() == Node((10, 3), multicast)
+
+
+@pytest.mark.parametrize(
+    ("capability", "multicast", "expected"),
+    [
+        (None, True, "generic"),
+        ((8, 9), True, "generic"),
+        ((9, 0), False, "sm90"),
+        ((9, 0), True, "sm90-multicast"),
+        ((10, 0), True, "sm100"),
+        ((10, 3), True, "sm103"),
+        ((10, 7), True, "generic"),
+    ],
+)
+def test_devices_have_a_class(capability: tuple[int, int] | None, multicast: bool, expected: str) -> None:
+    assert Node(capability, multicast).device_class == expected
+    text = "generic" if capability is None else f"sm{capability[0]}{capability[1]}"
+    assert Node.parse(text, multicast) == Node(capability, multicast)
+
+
 def test_settings_come_from_the_environment() -> None:
     names = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_NCCL_SYMM_MEM": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "1"}
     assert Settings.from_environment("vllm-0.24", {}) == Settings("vllm-0.24")
@@ -153,6 +260,9 @@ def test_settings_come_from_the_environment() -> None:
             Settings.from_environment("vllm-0.24", {name: "maybe"})
     other = Settings.from_environment("pytorch", {"VLLM_ALLREDUCE_USE_SYMM_MEM": "maybe"})
     assert other == Settings("pytorch")
+    assert Settings.from_environment("pytorch", {}, one_shot_max_bytes=9).one_shot_max_bytes == 9
+    more = {"backend": "nccl", "disable_custom_all_reduce": True, "flashinfer_installed": False}
+    assert Settings.from_environment("vllm-0.24", {}, **more) == Settings("vllm-0.24", **more)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"host: expected one of pytorch, .*, got 'tgi'"):
         Settings("tgi")
 
@@ -196,6 +306,7 @@ def test_nodes_without_multicast_fuse_everything_as_before(host: str, world_size
 def test_a_split_message_is_decided_by_the_bytes_of_each_half() -> None:
     row_bytes = 48 * MIB // 1024
     assert gate().decide_halves(1023, row_bytes, world_size=8, dtype="bfloat16") is None
+    assert gate().decide_halves(1024, row_bytes, world_size=8, dtype="bfloat16") is not None
     halves = gate().decide_halves(1025, row_bytes, world_size=8, dtype="bfloat16")
     assert halves is not None
     assert [half.nbytes for half in halves] == [513 * row_bytes, 512 * row_bytes]
@@ -203,6 +314,9 @@ def test_a_split_message_is_decided_by_the_bytes_of_each_half() -> None:
     assert (whole.backend, whole.fused) == ("nccl", True)
     parts = gate().decide_halves(2048, row_bytes, world_size=8, dtype="bfloat16")
     assert parts is not None and {(half.backend, half.fused) for half in parts} == {("multimem", False)}
+    one_row = gate().decide_halves(1, 64 * MIB, world_size=8, dtype="bfloat16")
+    two_rows = gate().decide_halves(2, 48 * MIB, world_size=8, dtype="bfloat16")
+    assert one_row is None and two_rows is not None
     assert gate(Node((9, 0), False)).decide_halves(4096, row_bytes, world_size=8, dtype="bfloat16") is None
 
 
@@ -232,6 +346,7 @@ def test_crossovers_miss_nothing(facts: tuple[Node, Settings], world_size: int, 
 def test_the_digest_changes_with_everything_that_decides() -> None:
     gates = [gate(), gate(Node((9, 0), False)), gate(use_symm_mem=False), gate(host="vllm-0.20")]
     gates.append(Gate(SM90, gate().settings, gate().tables[1:]))
+    gates.append(Gate(Node((9, 0), False), gate().settings, gate().tables))
     assert len({one.digest() for one in gates}) == len(gates)
     assert gate().digest() == gate().digest()
 
@@ -274,9 +389,15 @@ def on_sm90(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tw_compile.pipeline.current_gate", lambda config: own_gate(config, SM90))
 
 
-def site(tokens: int, config: Config, device: str = "cuda", dynamic: bool | None = None) -> Any:
-    x = torch.empty(tokens, 2048, dtype=torch.bfloat16)
-    result = rewrite(Block().bfloat16(), (x, x), world_size=8, device=device, config=config, dynamic=dynamic)  # type: ignore[arg-type]
+def site(
+    tokens: int,
+    config: Config,
+    device: str = "cuda",
+    dynamic: bool | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    x = torch.empty(tokens, 2048, dtype=dtype)
+    result = rewrite(Block().to(dtype), (x, x), world_size=8, device=device, config=config, dynamic=dynamic)  # type: ignore[arg-type]
     (found,) = result.report.sites
     assert count_ops(result.after.graph, "all_reduce") == (found.decision != "fused")
     return found
@@ -310,6 +431,26 @@ def test_one_graph_for_all_token_counts_is_fused(on_sm90: None) -> None:
     found = site(64, VLLM, dynamic=True)
     assert (found.decision, found.bytes) == ("fused", None)
     assert found.backend == "custom"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_crosses_hosts_is_decided_by_what_would_carry_it(
+    on_sm90: None, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert site(64, VLLM, dynamic=dynamic).backend == "nccl"
+
+
+def test_the_dtype_decides_with_the_size(on_sm90: None) -> None:
+    """torch's symmetric memory takes bf16 alone."""
+    assert site(64, VLLM, dtype=torch.float16).backend == "nccl"
+
+
+def test_the_table_names_the_transport(on_sm90: None, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    source = Source("mine", "default", ("why",))
+    file.write_text(table_text(Table("mine", "generic", (Entry(ANY, ANY, 0, None, "fused", "nccl", source),))))
+    assert site(64, dataclasses.replace(VLLM, thresholds=str(file))).transport == "nccl"
 
 
 def test_cpu_tensors_are_not_gated(on_sm90: None) -> None:
@@ -356,4 +497,13 @@ def test_ranks_of_a_process_group_agree_once(monkeypatch: pytest.MonkeyPatch) ->
         assert first.node == nodes[0]
         nodes[0] = Node((10, 0), not nodes[0].multicast)
         assert current.current_gate(Config()) is first
+        assert current.current_gate(Config(fuse=False)).node == nodes[0]  # another configuration agrees apart
         dist.destroy_process_group()
+
+
+def test_in_a_fake_group_nobody_is_there_to_agree_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with fake_process_group(2):
+        for node in (SM90, Node((10, 0), True)):
+            monkeypatch.setattr(current, "current_node", lambda found=node: found)
+            assert current.current_gate(Config()).node == node

@@ -10,13 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from graph_builder import GraphBuilder
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline
-from tw_compile.testing import count_ops, fake_process_group
+from tw_compile.passes.base import HostRefusal
+from tw_compile.planning import load_profile
+from tw_compile.testing import count_ops, fake_process_group, snapshot
 
 H = 16
 
@@ -165,6 +168,19 @@ def test_what_is_no_config_or_pass_is_refused_when_it_is_given() -> None:
         TWCompilePass(before=3)  # type: ignore[arg-type]
 
 
+def test_what_a_host_rules_out_is_left_and_reported() -> None:
+    b = GraphBuilder()
+    issued = b.issue(b.input(4, H))
+    issued.meta["nn_module_stack"] = {"a": ("L['self'].model.layers.3.mlp", object)}
+    graph = b.finish(b.rms_norm(b.wait(issued), b.input(H)))
+    before = snapshot(graph)
+    with collect_reports() as reports:
+        result = TWCompilePass().refuse(graph, HostRefusal.LORA, "it adapts")
+    assert reports == [result] and result.refusals == {"lora": 1} and snapshot(graph) == before
+    (site,) = result.sites
+    assert (site.layer, site.detail, site.node) == (3, "it adapts", issued.name)
+
+
 def test_stock_inductor_with_the_bare_pass_and_its_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one test here that generates code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -199,6 +215,26 @@ def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(pipeline, "_digests", {})
         seen.add(TWCompilePass().uuid())
     assert len(seen) == 3
+
+
+def test_uuid_changes_with_the_name_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_SOURCES", (tmp_path,))
+    seen = set()
+    for name in ("one.py", "two.py"):
+        monkeypatch.setattr(pipeline, "_digests", {})
+        source = tmp_path / name
+        source.write_text("a = 1\n")
+        seen.add(TWCompilePass().uuid())
+        source.unlink()
+    assert len(seen) == 2
+
+
+def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+    for profile in (None, load_profile("H200")):
+        monkeypatch.setattr(pipeline.split, "current_profile", lambda config, found=profile: found)
+        seen.add(TWCompilePass().uuid())
+    assert len(seen) == 2
 
 
 def test_uuid_covers_every_source_folder() -> None:
