@@ -191,3 +191,17 @@ def test_result_that_is_no_new_tensor_and_angles_that_vary_join() -> None:
     )
     b.graph.output(b.part(rotated, 1))
     assert JoinReason.OPERANDS_DISAGREE in reasons(b)
+
+
+def test_norms_of_other_rows_and_by_a_weight_made_of_tokens_join() -> None:
+    def joined(residual: bool) -> list[JoinReason]:
+        b = Piece()
+        x = b.call(aten.mm.default, b.x, b.input(HIDDEN, TOKENS))
+        turned, made = b.call(aten.permute.default, x, [1, 0]), b.call(aten.sum.dim_IntList, x, [1])
+        norm = torch.ops.vllm_ir.fused_add_rms_norm if residual else torch.ops.vllm_ir.rms_norm
+        normed = b.call(norm.default, x, *([turned, b.input(TOKENS)] if residual else [made]), EPS)
+        b.graph.output(b.part(normed, 0) if residual else normed)
+        return reasons(b)
+
+    assert JoinReason.OPERANDS_DISAGREE in joined(residual=True)
+    assert JoinReason.REDUCES_TOKENS in joined(residual=False)

@@ -188,3 +188,26 @@ def test_a_quantised_result_and_an_update_that_others_read_join() -> None:
     b.graph.output((made, update))
     graph, report = split(b)
     assert JoinReason.ATTENTION in report.joins and len(named(graph, "vllm::unified_kv_cache_update")) == 1
+
+
+def test_an_update_with_other_keys_joins() -> None:
+    b = Layers()
+    made = b.layer(b.x, "first")
+    (update,) = named(b.graph, "vllm::unified_kv_cache_update")
+    key, value, name = update.args
+    update.args = (value, key, name)
+    b.graph.output((made,))
+    graph, report = split(b)
+    assert JoinReason.ATTENTION in report.joins and len(named(graph, "vllm::unified_kv_cache_update")) == 1
+    for one, other in zip(outputs(graph, b), outputs(b.graph, b), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_keys_and_values_of_which_only_one_has_a_row_for_each_token_join() -> None:
+    b = Layers()
+    wide = b.call(aten.mm.default, b.x, b.input(HEADS * HEAD_DIM, TOKENS * HEAD_DIM))
+    key = b.call(aten.reshape.default, wide, [TOKENS, TOKENS, HEAD_DIM])
+    value = b.call(aten.permute.default, key, [1, 0, 2])
+    b.graph.output((b.call(torch.ops.vllm.unified_kv_cache_update.default, key, value, "first"),))
+    graph, report = split(b)
+    assert report.joins == {JoinReason.ATTENTION: 1} and len(named(graph, "vllm::unified_kv_cache_update")) == 1

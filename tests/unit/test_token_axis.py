@@ -164,6 +164,14 @@ def test_the_size_of_the_message_tells_the_tokens() -> None:
     assert isinstance(found, TokenAxis) and found.size == TOKENS and set(found.inputs) == {x}
 
 
+def test_of_messages_of_several_sizes_the_most_frequent_tells_the_tokens() -> None:
+    b = GraphBuilder()
+    x, fewer = b.input(TOKENS, 4), b.input(TOKENS // 2, 4)
+    b.finish(b.all_reduce(b.all_reduce(x)), b.all_reduce(fewer))
+    found = find_token_axis(b.graph)
+    assert isinstance(found, TokenAxis) and found.size == TOKENS and set(found.inputs) == {x}
+
+
 @pytest.fixture
 def library() -> Iterator[Library]:
     library = Library("tw_compile_test_rules", "DEF")

@@ -1,0 +1,267 @@
+"""What token rules refuse, of operators that they know: each half would compute other rows than the whole has."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from graph_builder import GraphBuilder, aten, prims
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.library import Library
+
+from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.passes.base import JoinReason
+from tw_compile.passes.split import Join, Rows, SplitReport, analyse, find_token_axis, split_tokens
+from tw_compile.passes.split.dependences import argument
+from tw_compile.passes.split.token_axis import Analysis, TokenAxis
+from tw_compile.testing.graphs import find_ops
+
+TOKENS, CHOSEN, EXPERTS, WIDTH = 6, 2, 4, 8
+ENTRIES = TOKENS * CHOSEN
+BF16, INT = torch.bfloat16, torch.int64
+
+
+class Tokens(GraphBuilder):
+    """``ids [1, tokens]``, and what is looked up by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = self.input(1, TOKENS, dtype=INT)
+        self.rows = self.looked_up(WIDTH, dtype=BF16)
+
+    def looked_up(self, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        """``[tokens, *shape]``."""
+        columns = int(torch.tensor(shape).prod())
+        found = self.call(aten.embedding.default, self.input(50, columns, dtype=dtype), self.ids)
+        return self.view(found, TOKENS, *shape)
+
+    def analysed(self, *outputs: fx.Node) -> Analysis:
+        self.finish(*outputs)
+        axis = find_token_axis(self.graph, tokens=TOKENS)
+        assert isinstance(axis, TokenAxis)
+        return analyse(self.graph, axis)
+
+    def reason(self, node: fx.Node) -> JoinReason:
+        verdict = self.analysed(node).verdicts[node]
+        assert isinstance(verdict, Join), verdict
+        return verdict.reason
+
+    # Routing
+
+    def sort(self) -> tuple[fx.Node, fx.Node]:
+        """Experts of the tokens in order, and the permutation that has put them there."""
+        scores = self.call(aten.mm.default, self.rows, self.input(WIDTH, EXPERTS, dtype=BF16))
+        chosen = self.call(operator.getitem, self.call(aten.topk.default, scores, CHOSEN), 1)
+        sort = self.call(aten.sort.default, self.view(chosen, ENTRIES))
+        return self.call(operator.getitem, sort, 0), self.call(operator.getitem, sort, 1)
+
+    def ordered(self, permutation: fx.Node, each: int = CHOSEN) -> fx.Node:
+        token = self.call(aten.div.Tensor_mode, permutation, each, rounding_mode="floor")
+        return self.call(aten.index.Tensor, self.rows, [token])
+
+    def inverse(self, permutation: fx.Node, descending: bool = False) -> fx.Node:
+        return self.call(operator.getitem, self.call(aten.sort.default, permutation, -1, descending), 1)
+
+    def written(self, permutation: fx.Node, accumulate: bool = False, start: int = 0, step: int = 1) -> fx.Node:
+        """The inverse as ``inverse[permutation] = 0, 1, 2, ...``."""
+        made = {"dtype": INT, "device": torch.device("cpu")}
+        empty = self.call(aten.empty.memory_format, [ENTRIES], pin_memory=False, **made)
+        count = self.call(prims.iota.default, ENTRIES, start=start, step=step, requires_grad=False, **made)
+        return self.call(aten.index_put.default, empty, [permutation], count, accumulate)
+
+    def ends(self, keys: fx.Node, low: int = 0, high: int = EXPERTS - 1) -> fx.Node:
+        """Of the groups of rows, by expert."""
+        sizes = self.call(aten.histc.default, self.cast(keys, torch.float32), EXPERTS, low, high)
+        return self.call(aten.cumsum.default, sizes, 0, dtype=torch.int32)
+
+    def experts(self, ordered: fx.Node, ends: fx.Node) -> fx.Node:
+        return self.call(aten._grouped_mm.default, ordered, self.input(EXPERTS, WIDTH, WIDTH, dtype=BF16), ends)
+
+    def undone(self, rows: fx.Node, inverse: fx.Node) -> fx.Node:
+        return self.call(aten.index.Tensor, rows, [inverse])
+
+
+@pytest.fixture
+def b(two_ranks: None) -> Tokens:
+    return Tokens()
+
+
+def _sorted(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.inverse(permutation))
+
+
+def _written(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.written(permutation))
+
+
+def _grouped(b: Tokens) -> fx.Node:
+    keys, permutation = b.sort()
+    return b.undone(b.experts(b.ordered(permutation), b.ends(keys)), b.inverse(permutation))
+
+
+@pytest.mark.parametrize("make", [_sorted, _written, _grouped])
+def test_a_half_routes_its_own_tokens_and_puts_them_back(b: Tokens, make: Callable[[Tokens], fx.Node]) -> None:
+    back = make(b)
+    analysis = b.analysed(back)
+    assert analysis.joins == {} and analysis.layouts[back] == Rows(0, CHOSEN)
+
+
+def _from_the_last(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.inverse(permutation, descending=True))
+
+
+def _by_another_sort(b: Tokens) -> fx.Node:
+    (_, permutation), (_, other) = b.sort(), b.sort()
+    return b.undone(b.ordered(permutation), b.inverse(other))
+
+
+def _of_other_tokens(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation, each=2 * CHOSEN), b.inverse(permutation))
+
+
+def _added_up(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.written(permutation, accumulate=True))
+
+
+def _counted_from_one(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.written(permutation, start=1))
+
+
+def _counted_by_twos(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.ordered(permutation), b.written(permutation, step=2))
+
+
+def _written_to_what_others_read(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    inverse = b.written(permutation)
+    others = b.add(inverse.args[0], 1)
+    return b.add(b.undone(b.ordered(permutation), inverse), b.view(others, ENTRIES, 1))
+
+
+def _viewed_as_other_rows(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.view(b.ordered(permutation), 2 * ENTRIES, WIDTH // 2), b.inverse(permutation))
+
+
+def _beside_rows_in_their_own_order(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    both = b.call(aten.cat.default, [b.ordered(permutation), b.input(ENTRIES, WIDTH, dtype=BF16)], 1)
+    return b.undone(both, b.inverse(permutation))
+
+
+def _summed_over_ranks(b: Tokens) -> fx.Node:
+    _, permutation = b.sort()
+    return b.undone(b.all_reduce(b.ordered(permutation)), b.inverse(permutation))
+
+
+def _by_groups_of_another_sort(b: Tokens) -> fx.Node:
+    (_, permutation), (other, _) = b.sort(), b.sort()
+    return b.undone(b.experts(b.ordered(permutation), b.ends(other)), b.inverse(permutation))
+
+
+def _without_the_first_group(b: Tokens) -> fx.Node:
+    keys, permutation = b.sort()
+    return b.undone(b.experts(b.ordered(permutation), b.ends(keys, low=1)), b.inverse(permutation))
+
+
+def _with_two_groups_as_one(b: Tokens) -> fx.Node:
+    keys, permutation = b.sort()
+    return b.undone(b.experts(b.ordered(permutation), b.ends(keys, high=EXPERTS - 2)), b.inverse(permutation))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _from_the_last,
+        _by_another_sort,
+        _of_other_tokens,
+        _added_up,
+        _counted_from_one,
+        _counted_by_twos,
+        _written_to_what_others_read,
+        _viewed_as_other_rows,
+        _beside_rows_in_their_own_order,
+        _summed_over_ranks,
+        _by_groups_of_another_sort,
+        _without_the_first_group,
+        _with_two_groups_as_one,
+    ],
+)
+def test_what_may_not_put_a_halfs_rows_back_is_routed_once(b: Tokens, make: Callable[[Tokens], fx.Node]) -> None:
+    back = make(b)
+    analysis = b.analysed(back)
+    assert analysis.layouts.get(back) is None
+    assert {"routing_not_undone", "reshapes_tokens", "operands_disagree", "reduces_tokens"} & analysis.joins.keys()
+
+
+def test_a_norm_over_all_tokens_joins(b: Tokens) -> None:
+    out = b.call(aten.native_layer_norm.default, b.rows, [TOKENS, WIDTH], None, None, 1e-5)
+    assert b.reason(out) is JoinReason.REDUCES_TOKENS
+
+
+def test_entries_that_are_gathered_from_other_tokens_join(b: Tokens) -> None:
+    out = b.call(aten.gather.default, b.rows, 0, b.view(b.ids, TOKENS, 1))
+    assert b.reason(out) is JoinReason.SELECTS_TOKENS
+
+
+def test_rows_that_a_mask_of_tokens_selects_join(b: Tokens) -> None:
+    b.fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    b.ids.meta["val"] = b.fake_mode.from_tensor(torch.zeros(1, TOKENS, dtype=INT))
+    mask = b.view(b.call(aten.gt.Scalar, b.ids, 3), TOKENS)
+    out = b.call(aten.index.Tensor, b.input(TOKENS, WIDTH), [mask])
+    assert b.reason(out) is JoinReason.SELECTS_TOKENS
+
+
+def test_a_product_over_tokens_joins_though_others_are_its_batch(b: Tokens) -> None:
+    turned = b.call(aten.permute.default, b.looked_up(TOKENS, 5), [1, 0, 2])
+    assert b.reason(b.call(aten.bmm.default, b.looked_up(4, TOKENS), turned)) is JoinReason.CONTRACTS_TOKENS
+
+
+def started(b: Tokens, x: fx.Node, residual: fx.Node | None, weight: fx.Node) -> fx.Node:
+    dtype = x.meta["val"].dtype
+    return b.call(ops.start, x, residual, None, weight, 1e-5, 0.0, None, dtype, dtype, False, "sharded", "0", "gloo", 0)
+
+
+def test_a_norm_whose_weight_is_made_of_tokens_joins(b: Tokens) -> None:
+    x = b.looked_up(TOKENS)
+    assert b.reason(started(b, x, None, b.call(aten.sum.dim_IntList, x, [1]))) is JoinReason.OPERANDS_DISAGREE
+
+
+def test_each_half_keeps_its_rows_of_a_whole_residual_until_its_wait(b: Tokens) -> None:
+    x = b.looked_up(TOKENS)
+    whole = b.call(aten.tril.default, x)
+    start = started(b, x, whole, b.input(TOKENS))
+    hidden, residual = (b.call(operator.getitem, start, index) for index in (0, 1))
+    b.call(ops.wait_, hidden, residual, [x, whole], "0", 0)
+    b.finish(hidden)
+    axis = find_token_axis(b.graph, tokens=TOKENS)
+    assert isinstance(axis, TokenAxis) and isinstance(split_tokens(b.graph, 2, axis=axis), SplitReport)
+    starts, waits = (find_ops(b.graph, f"all_reduce_rms_norm_{name}") for name in ("start", "wait_"))
+    assert [argument(one, "keep") for one in waits] == [list(one.args[:2]) for one in starts]
+    assert len({one.args[1] for one in starts}) == 2
+
+
+@pytest.fixture
+def noise() -> Iterator[Any]:
+    library = Library("tw_compile_test_noise", "DEF")
+    tags = (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
+    library.define("noise(Tensor x) -> Tensor", tags=tags)
+    torch.library.register_fake("tw_compile_test_noise::noise", lambda x: x.clone(), lib=library)
+    yield torch.ops.tw_compile_test_noise.noise.default
+    library._destroy()
+
+
+def test_halves_draw_no_random_numbers_of_their_own(b: Tokens, noise: Any) -> None:
+    assert b.reason(b.call(noise, b.rows)) is JoinReason.UNKNOWN_OPERATOR
