@@ -160,7 +160,7 @@ def test_obstacles_of_stream(kernels: list[FakeKernel], monkeypatch: pytest.Monk
     assert "72 bytes is not a multiple of 16" in str(Stream().obstacle(odd, state))
     assert Push(False).obstacle(odd, state) is None
     assert Stream().obstacle(request(1, 18432), state) is None
-    for too_long in (request(1, 32768), request(1, 32768, FP32)):
+    for too_long in (request(1, 20480, FP32), request(1, 32768, residual_out="none")):  # in bytes, and in threads
         assert "too long for one CTA" in str(Stream().obstacle(too_long, state))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     assert "capability 12.0 has less than 232448 bytes" in str(Stream().obstacle(request(), state))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, Symmet
 from tw_compile.kernels.all_reduce_rms_norm.spec import slice_of_whole_residual
 from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 from tw_compile.kernels.all_reduce_rms_norm.transport import _instances
+from tw_compile.kernels.mm_leaving_sms import mm
 from tw_compile.testing import fake_process_group
 
 RANKS, T, H = 2, 6, 64
@@ -139,7 +142,7 @@ NAMED = {
 }
 
 
-def call(
+def begin(
     tokens: int = T,
     *,
     product: bool = True,
@@ -148,15 +151,20 @@ def call(
     weight: bool = True,
     **changed: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The results of one call, waited for; tensors are new ones."""
+    """What one call returns at once; tensors are new ones."""
     named = NAMED | changed
     if isinstance(residual, str):
         residual = torch.randn(-(-tokens // RANKS) if named["residual_sharded"] else tokens, H).to(BF16)
     vectors = [torch.randn(H).to(BF16) if there else None for there in (bias, weight)]
     rest = (residual, *vectors, *named.values())
     a, b = torch.randn(tokens, 16).to(BF16), torch.randn(16, H).to(BF16)
-    outputs = ops.mm_start(a, b, *rest) if product else ops.start(a @ b, *rest)
-    ops.wait_(*outputs, [], "0", named["slot"])
+    return ops.mm_start(a, b, *rest) if product else ops.start(a @ b, *rest)
+
+
+def call(tokens: int = T, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of one call, waited for."""
+    outputs = begin(tokens, **named)
+    ops.wait_(*outputs, [], "0", named.get("slot", 0))
     return outputs
 
 
@@ -185,6 +193,76 @@ def test_a_form_that_was_served_is_launched_again_with_other_tensors(
     assert [one.dtype for one in first] == [one.dtype for one in second]
     if product and isinstance(group.state.selector._candidates[0], Stream):
         assert after["x"] == group.state.slots[0].buffers["x"].tensor.data_ptr()
+
+
+@pytest.mark.parametrize("product", [False, True])
+def test_the_slots_earlier_call_is_complete_before_a_known_one_touches_the_slot(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch, product: bool
+) -> None:
+    def multiply(*given: Any) -> torch.Tensor:
+        device.log.append("matmul")
+        return mm(*given)
+
+    monkeypatch.setattr(ops, "mm", multiply)
+    call(product=product, overlap_sms=4)
+    earlier = begin(product=product, overlap_sms=4)
+    device.log.clear()
+    chosen = device.choices
+    begin(product=product, overlap_sms=4)
+    assert device.choices == chosen, "it was settled again"
+    assert device.log[: 1 + product] == ["1 waits for 2", *["matmul"] * product]
+    assert device.log.count("1 waits for 2") == 2, "for the earlier call, and that the side stream has begun this one"
+    ops.wait_(*earlier, [], "0", 0)  # has nothing to do
+
+
+def test_there_must_be_room_for_a_known_call_too(device: Device, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    call(overlap_sms=4)
+    asked: list[Any] = []
+    monkeypatch.setattr(ops, "_check_room", lambda *given: asked.append(given))
+    chosen = device.choices
+    call(overlap_sms=4)
+    assert device.choices == chosen and asked == [(DEVICE, 4)]
+
+
+def test_operands_of_a_known_call_live_until_the_join(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else has a product that was not written to the slot."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def multiply(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+        product = a @ b
+        made.append(weakref.ref(product))
+        return product
+
+    monkeypatch.setattr(ops, "mm", multiply)
+    call(overlap_sms=4)
+    chosen = device.choices
+    outputs = begin(overlap_sms=4)
+    gc.collect()
+    assert device.choices == chosen and made[-1]() is not None
+    ops.wait_(*outputs, [], "0", 0)
+    gc.collect()
+    assert made[-1]() is None
+
+
+def test_a_known_call_is_made_on_its_own_device(device: Device, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    call()
+    current: list[int | None] = [7]
+    launched_on: list[int | None] = []
+
+    @contextmanager
+    def on(wanted: torch.device) -> Iterator[None]:
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(device, "launch", lambda params, **options: launched_on.append(current[-1]))
+    chosen = device.choices
+    call()
+    assert device.choices == chosen and launched_on == [DEVICE.index] and current == [7]
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -250,6 +328,18 @@ def test_nothing_outlives_the_memory_that_it_names(
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
     assert grow(group.state, 0, {"x": 2**20}) is None
     assert group.state.known == {} and group.state.obstacle
+
+
+def test_nothing_outlives_memory_that_is_replaced(
+    device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call()
+    monkeypatch.setattr("tw_compile.kernels.all_reduce_rms_norm.slot.agree", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    monkeypatch.setattr(p2p.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [0] * RANKS, 0, 0))
+    assert grow(group.state, 0, {"x": 2**20}) is group.state.slots[0]
+    assert group.state.known == {} and not group.state.obstacle
 
 
 def test_another_group_of_the_same_name_knows_nothing(device: Device, group: Group) -> None:

@@ -60,6 +60,14 @@ def test_nothing_is_measured_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPat
     assert measured_reserve(OPERANDS, torch.device("cuda", 0), 16, 100.0) is None
 
 
+def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(module, "_measured", lambda *key: pytest.fail("measured"))
+    assert measured_reserve(OPERANDS, torch.device("cuda", 1), 16, 100.0) is None
+
+
 def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     capability = (8, 0)

@@ -13,6 +13,7 @@ from tw_compile.kernels import operator
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, _instances, get_transport
+from tw_compile.kernels.seam import arrive_
 from tw_compile.testing import fake_process_group
 
 T, H, RANKS = 5, 8, 2
@@ -387,6 +388,18 @@ def test_starts_that_were_moved_together_give_the_same_results() -> None:
         assert all(torch.equal(got, want) for got, want in zip(outputs, wanted, strict=True))
     assert not ops._in_flight
     assert not ops._completed_early
+
+
+def test_a_call_that_the_next_one_completed_is_in_flight_until_it_is_waited_for() -> None:
+    """As what the next graph arrives at (``kernels/seam.py``)."""
+    first, second = (ops.start(*start_args()) for _ in range(2))
+    for outputs in (first, second):
+        assert ops.is_in_flight(outputs[0], "0", 0)
+        assert not ops.is_in_flight(outputs[0], "0", 1)
+        arrive_(*outputs, [], "0", 0)
+        assert not ops.is_in_flight(outputs[0], "0", 0)
+        arrive_(*outputs, [], "0", 0)
+    assert not ops._in_flight and not ops._completed_early
 
 
 def test_abandoned_call_is_completed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:

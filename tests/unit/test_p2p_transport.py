@@ -14,10 +14,16 @@ import torch
 
 from tw_compile.kernels.all_reduce_rms_norm import p2p, slot
 from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector
+from tw_compile.kernels.all_reduce_rms_norm.push import MOST_INBOX_BYTES, PARTS, Push
+from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, Step
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
-from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport, get_transport
+from tw_compile.kernels.all_reduce_rms_norm.transport import (
+    NCCL_MAX_HIDDEN,
+    P2P_MAX_HIDDEN,
+    GroupFacts,
+    choose_transport,
+    get_transport,
+)
 from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot, takes_multimem
 
 WORLD_SIZE = 4
@@ -134,6 +140,35 @@ def test_a_slot_starts_with_zeroed_pads_and_grows_on_demand(host: SimpleNamespac
     host.transport._states["group", DEVICE] = host.state
     assert host.transport.reserved_bytes() == slot.nbytes + other.nbytes
     assert get_transport("gloo").reserved_bytes() == 0
+
+
+def test_ranks_agree_on_sizes_and_then_on_offsets_when_all_that_was_filled_in_is_there(
+    host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: list[Any] = []
+    monkeypatch.setattr(slot, "agree", lambda group, obstacle, fact=None: log.append(fact))
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: log.append("synchronize"))
+    pads = host.transport._slot(host.state, 0, {"x": 10}).pads
+    assert log == [{"x": 32 * MIB, "pads": pads.capacity}, "synchronize", {"x": 0, "pads": 0}]
+
+
+def test_a_slots_memory_is_made_outside_of_the_pools_of_graphs(
+    host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside: list[torch.device] = []
+    made: list[list[torch.device]] = []
+
+    def apart(device: torch.device, function: Callable[[], Any]) -> Any:
+        outside.append(device)
+        result = function()
+        outside.pop()
+        return result
+
+    empty = p2p.compat.symm_mem_empty
+    monkeypatch.setattr(p2p, "outside_pools", apart)
+    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda *given: made.append(list(outside)) or empty(*given))
+    assert host.transport._slot(host.state, 0, {"x": 10}) is not None
+    assert made == [[DEVICE]] * 2
 
 
 @pytest.mark.parametrize("agreement", [["rank 2: out of memory"], [None, "rank 2: rendezvous failed"]])
@@ -374,6 +409,23 @@ def test_which_groups_want_multicast(
     assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
 
 
+def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    facts: list[Any] = []
+    steps = (Step(2, 1024, "push_one_shot", 8),)
+    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(p2p, "steps_for", lambda name, ranks: steps)
+    monkeypatch.setattr(p2p, "group_obstacle", lambda group, device: None)
+    monkeypatch.setattr(p2p, "agree", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree")
+    monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
+    with caplog.at_level(logging.WARNING, logger="tw_compile"):
+        state = p2p.P2PTransport()._state("g", torch.device("cuda", 0))
+    assert facts == [("GPU", steps)]
+    assert state.obstacle == "ranks disagree" and "'g' uses NCCL" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("hidden_size", "dtypes", "taken"),
     [
@@ -433,3 +485,30 @@ def test_first_use_is_refused(
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
     with pytest.raises(RuntimeError, match=match):
         p2p.P2PTransport()._state("g", torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "name"),
+    [(P2P_MAX_HIDDEN, "p2p"), (P2P_MAX_HIDDEN + 8, "nccl"), (NCCL_MAX_HIDDEN, "nccl"), (NCCL_MAX_HIDDEN + 8, None)],
+)
+def test_the_longest_rows_of_each_transport(hidden_size: int, name: str | None) -> None:
+    assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16).name == name
+    refused = nullcontext() if name == "p2p" else pytest.raises(RuntimeError, match=f"at most {P2P_MAX_HIDDEN}")
+    with refused:
+        p2p._require_supported(hidden_size, torch.bfloat16)
+
+
+@pytest.mark.parametrize("hidden_size", [8, 16, 24])
+def test_no_inbox_is_larger_than_it_may_be(hidden_size: int) -> None:
+    """Of rows so short that three parts without gaps would fill it."""
+    tokens = MOST_INBOX_BYTES // PARTS // (hidden_size * torch.bfloat16.itemsize)
+    (nbytes,) = Push(True).needs(message_of(tokens, hidden_size), 2).values()
+    assert nbytes <= MOST_INBOX_BYTES
+
+
+def test_a_residual_whose_rows_multicast_cannot_move_goes_peer_to_peer(host: SimpleNamespace) -> None:
+    host.state.multimem = True
+    norm = NormSpec(1e-6, 0.0, None, torch.float32, torch.float32)
+    wide = dataclasses.replace(message_of(1), x=torch.empty(1, 2884), norm=norm)
+    narrow = dataclasses.replace(wide, norm=dataclasses.replace(norm, residual_dtype=torch.bfloat16))
+    assert [TwoShot()._primitives(one, host.state) for one in (wide, narrow)] == ["multimem", "p2p"]

@@ -39,6 +39,15 @@ def test_halves_enter_with_their_rows_of_what_is_whole(dtype: torch.dtype | None
         assert torch.equal(hidden, HIDDEN[rows])
         expected = RESIDUAL[rows] if dtype is None else RESIDUAL[rows][: -(-len(hidden) // 2)].to(dtype)
         assert residual.dtype == expected.dtype and torch.equal(residual, expected)
+        for one in (hidden, residual):  # aligned, as a compiler takes its inputs to be, and nobody else's
+            assert one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
+    assert seam._now is None  # all of it is taken
+
+
+def test_what_is_left_is_entered_row_by_row_however_it_lay() -> None:
+    turned = HIDDEN.t().contiguous().t()
+    for found, expected in zip(enter_layers(leave_layers(turned, turned + 1, GROUP), GROUP), (0, 1), strict=True):
+        assert found.is_contiguous() and torch.equal(found, HIDDEN + expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
