@@ -61,6 +61,15 @@ def test_tiles_that_leave_sms_idle_share_their_depth() -> None:
     assert gemm_time(H200, full, 512, H200.sms) == gemm_time(whole, full, 512, H200.sms)
 
 
+def test_tiles_for_half_of_the_sms_are_split_in_two_and_one_more_is_not() -> None:
+    rates = dataclasses.replace(H200.gemm, short_sides=(128,), long_sides=(128,))
+    profile = dataclasses.replace(H200, gemm=rates)
+    half, more = (gemm_time(profile, Gemm("k", 128, 65536), 128 * tiles, H200.sms) for tiles in (66, 67))
+    assert (half.tiles, more.tiles) == (H200.sms, 67) and half.us < more.us
+    grouped = Gemm("down", 128, 65536, experts=2)
+    assert gemm_time(profile, grouped, 128, H200.sms).tiles == 2, "whose depth is never shared"
+
+
 def test_long_gemms_run_at_lower_clocks() -> None:
     steady = dataclasses.replace(H200, gemm=dataclasses.replace(H200.gemm, long_factor=1.0))
     for tokens, slower in ((128, False), (4096, True)):

@@ -195,6 +195,17 @@ def test_gemms_leave_what_is_measured_to_be_best_beside_what_is_left_of_the_sum(
     assert {name for name, sms, _ in asked if sms == 24} <= {"gate_up", "down"}
 
 
+def test_gemms_that_are_not_measured_stay_where_those_before_them_outlast_the_sum() -> None:
+    graph, budgets = planned()
+    budgets = budgeted(with_windows(budgets, attention={"ctas": 8, "communication_us": 50.0}), "qkv", "o_proj")
+    result = woven(graph, budgets)
+
+    def measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
+        return Reserve(sms, 60.0) if result.parts.gemm_of(node) == "qkv" else None
+
+    assert reserve_sms(graph, result, budgets, measure)[2] == (("qkv", 8),) * 3
+
+
 def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(budgets_module, "measured_reserve", lambda operands, *rest: seen.append((operands, rest)))
