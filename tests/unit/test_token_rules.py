@@ -265,3 +265,31 @@ def noise() -> Iterator[Any]:
 
 def test_halves_draw_no_random_numbers_of_their_own(b: Tokens, noise: Any) -> None:
     assert b.reason(b.call(noise, b.rows)) is JoinReason.UNKNOWN_OPERATOR
+
+
+# Scaled products
+
+DEPTH = 32
+
+
+def scaled(b: Tokens, scale: fx.Node, column_scale: fx.Node) -> fx.Node:
+    """``[tokens, DEPTH]`` in float8, with a scale for each row, by a weight with a scale for each column."""
+    float8 = torch.float8_e4m3fn
+    columns = column_scale.meta["val"].shape[1]
+    weight = b.call(aten.permute.default, b.input(columns, DEPTH, dtype=float8), [1, 0])
+    rows = b.cast(b.looked_up(DEPTH), float8)
+    return b.call(aten._scaled_mm.default, rows, weight, scale, column_scale, None, None, BF16)
+
+
+def test_each_half_has_the_scales_of_its_own_rows(b: Tokens) -> None:
+    own = scaled(b, b.looked_up(1), b.input(1, DEPTH))
+    given = scaled(b, b.input(TOKENS, 1), b.input(1, DEPTH))
+    analysis = b.analysed(own, given)
+    assert analysis.joins == {} and analysis.layouts[own] == analysis.layouts[given] == Rows(0)
+    verdict = analysis.verdicts[given]
+    assert not isinstance(verdict, Join) and [one.meta["val"].shape for one in verdict.slices] == [(TOKENS, 1)]
+
+
+def test_scales_of_columns_that_are_made_of_tokens_join(b: Tokens) -> None:
+    columns = b.call(aten.permute.default, b.looked_up(1), [1, 0])
+    assert b.reason(scaled(b, b.looked_up(1), columns)) is JoinReason.OPERANDS_DISAGREE
