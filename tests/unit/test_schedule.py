@@ -268,6 +268,12 @@ def test_a_call_that_nothing_hides_gets_all_the_sms() -> None:
     assert given == [8 + window.index for window in asked] + [0]
 
 
+def test_calls_may_be_given_no_sms_of_their_own() -> None:
+    graph = split_graph("llama", "request")
+    assert isinstance(schedule(graph, 0), Schedule)
+    assert {node.kwargs["overlap_sms"] for node in find_ops(graph, "all_reduce_rms_norm_start")} == {0}
+
+
 def test_negative_sms_are_an_error() -> None:
     with pytest.raises(ValueError, match="overlap_sms: expected 0 or more, got -1"):
         schedule(fx.Graph(), -1)
