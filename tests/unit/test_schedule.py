@@ -274,6 +274,16 @@ def test_calls_may_be_given_no_sms_of_their_own() -> None:
     assert {node.kwargs["overlap_sms"] for node in find_ops(graph, "all_reduce_rms_norm_start")} == {0}
 
 
+def test_calls_in_flight_share_the_sms_that_all_may_have_and_every_operator_is_in_a_window_that_there_is() -> None:
+    graph = split_graph("llama", "request")
+    result = schedule(graph, 8, 8)
+    assert isinstance(result, Schedule)
+    given = [node.kwargs["overlap_sms"] for node in find_ops(graph, "all_reduce_rms_norm_start")]
+    assert given == [4] * (result.calls - 1) + [0], "two are in flight at once, and nothing hides the last"
+    windows = {annotation(node).get("window") for node in graph.nodes if node.op == "call_function"}
+    assert windows == set(range(len(result.windows)))
+
+
 def test_negative_sms_are_an_error() -> None:
     with pytest.raises(ValueError, match="overlap_sms: expected 0 or more, got -1"):
         schedule(fx.Graph(), -1)
