@@ -11,7 +11,7 @@ to be measured. A wrong choice would stay, as what is compiled is kept, and all 
 
 Calls come later than planned, too, where another rank is late. So among numbers as good as the best it is the one that is best
 beside a call that does not end: many matmuls lose nothing by leaving SMs that nobody takes, and a quarter to a half of their
-time by leaving none where some are taken.
+time by leaving none where some are taken. Grouped ones lose up to all of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from tw_compile import compat
 from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, side_stream
 from tw_compile.kernels.cuda.program import FULL_SHARED_MAJORS
 from tw_compile.kernels.hold_sms import hold_sms
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 
 _MORE = (0, 4, 8, 12)
 """SMs to leave beyond those that are taken."""
@@ -54,8 +53,14 @@ class Operand:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def make(self, device: torch.device) -> torch.Tensor:
-        """Such a tensor, with random values: how much power a matmul takes depends on them."""
+    def make(self, device: torch.device, rows: int) -> torch.Tensor:
+        """Such a tensor, with random values: how much power a matmul takes depends on them.
+
+        Whole numbers are where groups of ``rows`` rows end, each of which is of any group.
+        """
+        if not self.dtype.is_floating_point:
+            of_group = torch.randint(self.shape[0], (rows,), generator=torch.Generator().manual_seed(0))
+            return of_group.bincount(minlength=self.shape[0]).cumsum(0).to(device, self.dtype)
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).normal_()
 
 
@@ -67,12 +72,18 @@ class Reserve:
     us: float
 
 
-def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float) -> Reserve | None:
+Matmul = Callable[..., torch.Tensor]
+"""``(*operands, SMs to leave) -> result``"""
+
+
+def measured_reserve(
+    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float
+) -> Reserve | None:
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
-    ``operands``: those of ``mm`` or ``addmm``; ``busy_us``: 0 if the kernel should have ended by then. None where it can't be
-    measured: no device in use, one that the stand-in is not for, one that others use all the time, no memory for the
-    operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    ``matmul``: one of ``mm_leaving_sms.py``, of ``operands`` and that number; ``busy_us``: 0 if the kernel should have ended by
+    then. None where it can't be measured: no device in use, one that the stand-in is not for, one that others use all the time,
+    no memory for the operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
@@ -81,15 +92,16 @@ def measured_reserve(operands: tuple[Operand, ...], device: torch.device, ctas: 
     if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
         return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
-    return _measured(operands, device, ctas, busy)
+    return _measured(matmul, operands, device, ctas, busy)
 
 
 @cache
-def _measured(operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int) -> Reserve | None:
+def _measured(
+    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int
+) -> Reserve | None:
     with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
         try:
-            tensors = [operand.make(device) for operand in operands]
-            matmul = mm_leaving_sms if len(tensors) == 2 else addmm_leaving_sms
+            tensors = [operand.make(device, operands[0].shape[0]) for operand in operands]
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel

@@ -2,22 +2,27 @@
 
     mm_leaving_sms(a, b, reserved_sms) -> a @ b
     addmm_leaving_sms(bias, a, b, reserved_sms) -> bias + a @ b
+    grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
-``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``reserved_sms``: how many, 0 for none.
-On a CPU they are ``torch.mm`` and ``torch.addmm``.
+``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``weights`` [groups, k, n], ``ends``
+[groups] int32, as in ``torch.nn.functional.grouped_mm``; ``reserved_sms``: how many, 0 for none. On a CPU they are
+``torch.mm``, ``torch.addmm`` and ``grouped_mm``.
 
 A GEMM of cuBLAS on Hopper takes whole SMs, and is planned for all of them. When a kernel beside it holds some, the CTAs meant
 for those wait until they are free and then run a wave of their own, so that both together take as long as one after the
-other. Planned for the SMs that are left, the GEMM's waves are full and nothing waits.
+other. Planned for the SMs that are left, the GEMM's waves are full and nothing waits. So it is with PyTorch's grouped GEMM,
+each of whose CTAs has a fixed share of the tiles.
 
 It is cuBLASLt's heuristic that is told how many SMs there are (``torch._C._set_sm_carveout_experimental``); PyTorch's other way
-to cuBLAS does not pass it on, so the call takes cuBLASLt. Both are settings of the process: the op sets them for the time of
-the call on the host, a matmul that another thread enqueues meanwhile may be planned for fewer SMs too.
+to cuBLAS does not pass it on, so the call takes cuBLASLt. The grouped GEMM is launched with as many CTAs fewer. Both are
+settings of the process: the op sets them for the time of the call on the host, a matmul that another thread enqueues meanwhile
+may be planned for fewer SMs too.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import grouped_mm
 
 from tw_compile import compat
 from tw_compile.kernels.operator import define
@@ -40,6 +45,14 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
         return torch.addmm(bias, a, b)
 
 
+def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    check_reserved_sms(reserved_sms)
+    if not reserved_sms:
+        return grouped_mm(a, weights, offs=ends)
+    with compat.SmCarveout(reserved_sms):
+        return grouped_mm(a, weights, offs=ends)
+
+
 def check_reserved_sms(reserved_sms: int) -> None:
     """ValueError for a number that no device can reserve."""
     if reserved_sms < 0:
@@ -49,4 +62,9 @@ def check_reserved_sms(reserved_sms: int) -> None:
 mm_leaving_sms = define("mm_leaving_sms(Tensor a, Tensor b, int reserved_sms) -> Tensor", mm, mm)
 addmm_leaving_sms = define(
     "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", _addmm, _addmm
+)
+grouped_mm_leaving_sms = define(
+    "grouped_mm_leaving_sms(Tensor a, Tensor weights, Tensor ends, int reserved_sms) -> Tensor",
+    _grouped_mm,
+    _grouped_mm,
 )

@@ -16,7 +16,7 @@ from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.measured_reserve import Operand, Reserve, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, Window
 from tw_compile.planning import DeviceProfile, Plan
@@ -25,7 +25,13 @@ from tw_compile.planning import Window as PlannedWindow
 Leaving = dict[int, tuple[tuple[str, int], ...]]
 """For windows by index: GEMMs, by the planner's names, and the SMs that they leave."""
 
-_LEAVING_SMS = {aten.mm.default: mm_leaving_sms, aten.addmm.default: addmm_leaving_sms}
+_LEAVING_SMS = {
+    ops.mm_start: mm_leaving_sms,
+    aten.mm.default: mm_leaving_sms,
+    aten.addmm.default: addmm_leaving_sms,
+    aten._grouped_mm.default: grouped_mm_leaving_sms,
+}
+_OPERANDS = {mm_leaving_sms: 2, addmm_leaving_sms: 3, grouped_mm_leaving_sms: 3}
 
 
 @dataclass(frozen=True)
@@ -96,24 +102,27 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
 
 
 def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
-    factors = node.args[:2] if is_call(node, ops.mm_start) else node.args
-    tensors = [value(factor) if isinstance(factor, fx.Node) else None for factor in factors]
+    matmul = _LEAVING_SMS[node.target]  # type: ignore[index]
+    tensors = [value(one) if isinstance(one, fx.Node) else None for one in node.args[: _OPERANDS[matmul]]]
     operands = []
     for tensor in tensors:
         if tensor is None or not all(isinstance(stride, int) for stride in tensor.stride()):
             return None
-        # A size that is not known is the half's number of tokens, which the plan is made for one value of.
-        shape = tuple(size if isinstance(size, int) else tokens for size in tensor.shape)
+        # A size that is not known is the half's tokens, which the plan is made for one number of, or their entries for experts.
+        shape = tuple(size if isinstance(size, int) else compat.known_factor(size) * tokens for size in tensor.shape)
         if 0 in shape:
             return None
         operands.append(Operand(shape, tensor.stride(), tensor.dtype))
     device = tensors[0].device  # type: ignore[union-attr]
-    return measured_reserve(tuple(operands), device, sms, busy_us)
+    return measured_reserve(matmul, tuple(operands), device, sms, busy_us)
 
 
 def _can_leave(node: fx.Node) -> bool:
-    """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
-    return is_call(node, ops.mm_start) or not (compat.tunes_gemms() or node.kwargs)
+    """Not where Inductor tunes, nor for what the operator does not: scale, or add a bias to a grouped GEMM."""
+    if is_call(node, ops.mm_start):
+        return True
+    matmul = _LEAVING_SMS.get(node.target)  # type: ignore[call-overload]
+    return matmul is not None and len(node.args) == _OPERANDS[matmul] and not (compat.tunes_gemms() or node.kwargs)
 
 
 def _leave(node: fx.Node, sms: int) -> None:

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import flop_registry
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, has_default_strides, operator_name, value
 from tw_compile.kernels.attention_suffix import attention_suffix
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.fusion.rewrite import ANNOTATION
@@ -39,7 +39,7 @@ from tw_compile.passes.split.rules_vllm_attention import HALF
 _KEEP = 2
 _OWN_KERNELS = {
     aten._grouped_mm,
-    *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms, attention_suffix)),
+    *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms, grouped_mm_leaving_sms, attention_suffix)),
 }
 
 

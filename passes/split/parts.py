@@ -45,11 +45,20 @@ def is_plain_gemm(node: fx.Node) -> bool:
     return is_call(node, aten.mm.default, aten.addmm.default, ops.mm_start)
 
 
+def _is_grouped_gemm(node: fx.Node) -> bool:
+    return "grouped_mm" in str(node.target)
+
+
 @dataclass(eq=False)
 class _Part:
     has_attention: bool = False
-    is_grouped: bool = False
-    gemms: list[fx.Node] = field(default_factory=list)
+    plain: list[fx.Node] = field(default_factory=list)
+    grouped: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def gemms(self) -> list[fx.Node]:
+        """Those that are planned: beside grouped ones no others."""
+        return self.grouped or self.plain
 
 
 class Parts:
@@ -87,9 +96,10 @@ class Parts:
                     one.has_attention = True
             elif not part.has_attention or part in o_proj:
                 self._behind_attention.add(node)
-            part.is_grouped |= "grouped_mm" in str(node.target)
-            if is_plain_gemm(node):
-                part.gemms.insert(0, node)
+            if _is_grouped_gemm(node):
+                part.grouped.insert(0, node)
+            elif is_plain_gemm(node):
+                part.plain.insert(0, node)
 
     def kind_of(self, nodes: Sequence[fx.Node]) -> Kind:
         """The kind of a window of these operators, in their order, where a call has been started before."""
@@ -101,13 +111,13 @@ class Parts:
         if part is None:
             return "epilogue"
         if not part.has_attention:
-            return "mlp" if part.gemms or part.is_grouped else "prologue"
+            return "mlp" if part.gemms else "prologue"
         return "o_proj" if own[-1] in self._behind_attention else "qkv"
 
     def gemm_of(self, node: fx.Node) -> str | None:
-        """What the planner calls a plain GEMM; None for others, and beside grouped GEMMs, where only those are planned."""
+        """What the planner calls a GEMM; None for what it does not plan."""
         part = self._part.get(node)
-        if part is None or part.is_grouped or node not in part.gemms:
+        if part is None or node not in part.gemms:
             return None
         if part.has_attention:
             return "o_proj" if node in self._behind_attention else "qkv"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tw_compile.kernels import measured_reserve as module
 from tw_compile.kernels.hold_sms import hold_program
 from tw_compile.kernels.measured_reserve import Operand, Reserve, choose, measured_reserve
+from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
 
 OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
 
@@ -55,9 +56,9 @@ def test_nothing_is_measured_where_no_trial_can_be_repeated() -> None:
 
 
 def test_nothing_is_measured_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert measured_reserve(OPERANDS, torch.device("cpu"), 16, 100.0) is None
+    assert measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cpu"), 16, 100.0) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert measured_reserve(OPERANDS, torch.device("cuda", 0), 16, 100.0) is None
+    assert measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 0), 16, 100.0) is None
 
 
 def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +66,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(module, "_measured", lambda *key: pytest.fail("measured"))
-    assert measured_reserve(OPERANDS, torch.device("cuda", 1), 16, 100.0) is None
+    assert measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, 100.0) is None
 
 
 def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,19 +76,27 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(module, "_measured", lambda *key: asked.append(key))
-    assert (
-        measured_reserve(OPERANDS, torch.device("cuda", 1), 16, 100.0) is None and not asked
-    )  # no room for the stand-in
+    found = measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, 100.0)
+    assert found is None and not asked  # no room for the stand-in
     capability = (9, 0)
     for busy_us in (0.0, 1.0, 96.0, 104.0):
-        measured_reserve(OPERANDS, torch.device("cuda", 1), 16, busy_us)
-    assert asked == [(OPERANDS, torch.device("cuda", 1), 16, us) for us in (0, 10, 100, 100)]
+        measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, busy_us)
+    assert asked == [(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, us) for us in (0, 10, 100, 100)]
 
 
 def test_operands_are_laid_out_as_in_the_graph() -> None:
-    made = OPERANDS[1].make(torch.device("cpu"))
+    made = OPERANDS[1].make(torch.device("cpu"), 64)
     assert (made.shape, made.stride(), made.dtype) == ((32, 16), (1, 32), torch.bfloat16)
     assert made.float().std() > 0.5
+
+
+def test_rows_are_distributed_over_groups_at_random_but_always_alike() -> None:
+    ends = Operand((8,), (1,), torch.int32)
+    made = [ends.make(torch.device("cpu"), 4000) for _ in range(2)]
+    assert torch.equal(*made) and made[0].dtype == torch.int32 and made[0][-1] == 4000
+    counts = made[0].diff(prepend=torch.zeros(1, dtype=torch.int32))
+    assert len(set(counts.tolist())) > 1 and counts.min() > 400 and counts.max() < 600
+    assert ends.make(torch.device("cpu"), 1).tolist()[-1] == 1, "and there may be fewer rows than groups"
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

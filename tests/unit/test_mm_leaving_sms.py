@@ -8,7 +8,7 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels import mm_leaving_sms as module
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.testing import fake_process_group
 
 LT = torch._C._BlasBackend.Cublaslt
@@ -77,6 +77,37 @@ def test_a_gemm_with_a_bias_is_planned_without_them_too(settings: list[tuple[obj
         patch.setattr(torch, "addmm", lambda bias, a, b: torch.mm(a, b) + bias)
         torch.testing.assert_close(module._addmm(bias, a, b, 16), expected)
     assert settings == [(16, LT)]
+
+
+def grouped_factors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of three groups, one of which has no rows."""
+    a, weights = torch.randn(5, 16).bfloat16(), torch.randn(3, 8, 16).bfloat16().transpose(1, 2)
+    return a, weights, torch.tensor([2, 2, 5], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_a_grouped_gemm_multiplies_each_group_by_its_matrix(reserved_sms: int) -> None:
+    a, weights, ends = grouped_factors()
+    found = grouped_mm_leaving_sms(a, weights, ends, reserved_sms)
+    torch.testing.assert_close(found, torch.cat((a[:2] @ weights[0], a[2:] @ weights[2])))
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        grouped_mm_leaving_sms(a, weights, ends, -1)
+
+
+def test_a_grouped_gemm_is_launched_without_them_too(
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, weights, ends = grouped_factors()
+    monkeypatch.setattr(module, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
+    for reserved_sms in (16, 0):
+        assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
+    assert settings == [(16, LT), (None, "before")]
+
+
+def test_a_grouped_gemm_is_kept_in_compiled_graphs() -> None:
+    factors = grouped_factors()
+    found = torch.compile(lambda *factors: grouped_mm_leaving_sms(*factors, 8) + 1, fullgraph=True)(*factors)
+    torch.testing.assert_close(found, grouped_mm_leaving_sms(*factors, 0) + 1)
 
 
 def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[object, object]]) -> None:

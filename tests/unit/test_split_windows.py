@@ -17,7 +17,7 @@ from tw_compile import Config, compat
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.measured_reserve import Operand, Reserve
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import (
     Choice,
@@ -104,8 +104,8 @@ def test_gemms_are_named_as_the_planner_does() -> None:
 def test_gemms_beside_grouped_ones_have_no_name() -> None:
     graph, budgets = planned("mixtral")
     result = woven(graph, budgets)
-    names = {name for node in graph.nodes if (name := result.parts.gemm_of(node)) is not None}
-    assert names == {"qkv", "o_proj"}
+    names = [name for node in graph.nodes if (name := result.parts.gemm_of(node)) is not None]
+    assert names == ((["qkv"] * 3 + ["o_proj"]) * 2 + ["gate_up", "down"] * 2) * 2, "as is the router's"
     assert {window.kind for window in result.windows} == {"prologue", "attention", "mlp", "epilogue"}
 
 
@@ -208,7 +208,7 @@ def test_gemms_that_are_not_measured_stay_where_those_before_them_outlast_the_su
 
 def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(budgets_module, "measured_reserve", lambda operands, *rest: seen.append((operands, rest)))
+    monkeypatch.setattr(budgets_module, "measured_reserve", lambda *asked: seen.append(asked))
     environment = ShapeEnv()
     graph = fx.Graph()
     left, right = graph.placeholder("left"), graph.placeholder("right")
@@ -217,10 +217,53 @@ def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkey
         right.meta["val"] = torch.empty(32, 48)
     product = graph.call_function(torch.ops.aten.mm.default, (left, right))
     assert budgets_module._measure(product, 8, 50.0, 1024) is None
-    assert seen == [((Operand((1024, 32), (32, 1), FP32), Operand((32, 48), (48, 1), FP32)), (CPU, 8, 50.0))]
+    operands = Operand((1024, 32), (32, 1), FP32), Operand((32, 48), (48, 1), FP32)
+    assert seen == [(mm_leaving_sms, operands, CPU, 8, 50.0)]
     assert budgets_module._measure(product, 8, 50.0, 0) is None and len(seen) == 1
     right.meta["val"] = None
     assert budgets_module._measure(product, 8, 50.0, 1024) is None and len(seen) == 1
+
+
+def test_entries_for_experts_are_measured_for_those_of_the_plans_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many to a token as are known; tokens of the other half are a difference."""
+    seen = []
+    monkeypatch.setattr(budgets_module, "measured_reserve", lambda *asked: seen.append(asked))
+    environment = ShapeEnv()
+    whole, half = (environment.create_unbacked_symint() for _ in range(2))
+    for tokens in (half, whole - half):
+        graph = fx.Graph()
+        nodes = [graph.placeholder(name) for name in ("rows", "weights", "ends")]
+        with FakeTensorMode(shape_env=environment):
+            made = torch.empty(2 * tokens, 32), torch.empty(8, 32, 48), torch.empty(8, dtype=torch.int32)
+        for node, one in zip(nodes, made, strict=True):
+            node.meta["val"] = one
+        budgets_module._measure(graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes)), 8, 50.0, 1024)
+    operands = Operand((2048, 32), (32, 1), FP32), Operand((8, 32, 48), (1536, 48, 1), FP32)
+    assert seen == [(grouped_mm_leaving_sms, (*operands, Operand((8,), (1,), torch.int32)), CPU, 8, 50.0)] * 2
+
+
+def test_grouped_gemms_leave_sms_and_compute_the_same() -> None:
+    graph, budgets = planned("mixtral")
+    budgets = budgeted(with_windows(budgets, attention={"ctas": 8}, mlp={"ctas": 24}), "gate_up", "down")
+    grouped = find_ops(graph, "_grouped_mm")
+    values = random_values(graph)
+    expected = run_alone(graph, values)
+    result = woven(graph, budgets)
+    done = reserve_sms(graph, result, budgets)
+    graph.lint()
+    assert done == dict.fromkeys((4, 5, 8, 9), (("gate_up", 24), ("down", 24)))
+    assert [node.target for node in grouped] == [grouped_mm_leaving_sms] * 8
+    assert {node.args[3] for node in grouped} == {24}
+    for one, other in zip(expected, run_alone(graph, values), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_grouped_gemms_that_add_a_bias_stay() -> None:
+    graph, budgets = planned("mixtral")
+    budgets = budgeted(with_windows(budgets, mlp={"ctas": 24}), "gate_up", "down")
+    for node in find_ops(graph, "_grouped_mm"):
+        node.args = (*node.args, None)
+    assert reserve_sms(graph, woven(graph, budgets), budgets) == {}
 
 
 def test_absorbed_gemms_leave_sms_by_an_argument() -> None:

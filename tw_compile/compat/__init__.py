@@ -199,6 +199,11 @@ def size_bounds(size: int | torch.SymInt) -> tuple[int, int | None]:
     return int(bounds.lower), int(bounds.upper) if bounds.upper.is_Integer else None  # else one of two infinities
 
 
+def known_factor(size: torch.SymInt) -> int:
+    """The largest known number that a size is a multiple of, as its expression shows: 2 for ``2 * s0 - 2 * u0``."""
+    return int(size.node.expr.as_content_primitive()[0])
+
+
 def leave_out_combo_kernels() -> None:
     """Keep the compilation in progress from putting kernels that don't depend on each other into one ("combo kernels").
 

@@ -106,6 +106,7 @@ ALONE = (
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
     gpu_producer.mm_leaving_sms_is_a_matmul,
+    gpu_producer.grouped_mm_leaving_sms_gives_the_same_bits,
     gpu_producer.mm_reserve_is_measured,
     gpu_split_steps.thousand_split_steps,
 )

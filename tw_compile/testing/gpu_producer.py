@@ -13,7 +13,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.measured_reserve import Operand, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_within_budget, make_problem
 from tw_compile.testing.gpu_stress import (
     FIRST_SITE,
@@ -79,16 +79,42 @@ def mm_leaving_sms_is_a_matmul(ctx: Context) -> None:
         ctx.expect(torch.equal(torch.mm(*factors), base), f"[{tokens}, {_K}]: torch.mm is another after it")
 
 
+def grouped_mm_leaving_sms_gives_the_same_bits(ctx: Context) -> None:
+    """Of groups without rows, with few and with many, each as near to float64 as a matmul of its rows."""
+    _, a, weights, ends = _grouped_product(ctx)
+    begin, whole = 0, grouped_mm_leaving_sms(a, weights, ends, 0)
+    for group, end in enumerate(ends.tolist()):
+        rows, weight = a[begin:end], weights[group]
+        expect_within_budget(ctx, f"group {group}", whole[begin:end], rows @ weight, rows.double() @ weight.double())
+        begin = end
+    for reserved_sms in (4, 17, 100):
+        left = grouped_mm_leaving_sms(a, weights, ends, reserved_sms)
+        ctx.expect(torch.equal(left, whole), f"{reserved_sms} SMs left: other bits")
+
+
 def mm_reserve_is_measured(ctx: Context) -> None:
-    """What a matmul should leave is a number that was tried, its time one of microseconds, and neither waits for peers."""
-    factors = make_product(ctx, 1024, 4096, Form()).factors
-    operands = tuple(Operand(tuple(factor.shape), factor.stride(), factor.dtype) for factor in factors)
-    for ctas in (4, 16):
-        found = measured_reserve(operands, ctx.device, ctas, 100.0)
-        ctx.expect(found is not None, f"{ctas} CTAs: not measured")
-        if found is not None:
-            tried = 0 if found.sms == 0 else found.sms - ctas
-            ctx.expect(tried in range(0, 13, 4) and 1 < found.us < 10_000, f"{ctas} CTAs: {found}")
+    """What a matmul should leave is a number that was tried, its time one of microseconds, and neither waits for peers.
+
+    A grouped one always leaves some, where the other kernel is beside all of it.
+    """
+    product = mm_leaving_sms, *make_product(ctx, 1024, 4096, Form()).factors
+    for (matmul, *factors), busy_us in ((product, 100.0), (_grouped_product(ctx), 10_000.0)):
+        operands = tuple(Operand(tuple(factor.shape), factor.stride(), factor.dtype) for factor in factors)
+        for ctas in (4, 16):
+            found = measured_reserve(matmul, operands, ctx.device, ctas, busy_us)
+            ctx.expect(found is not None, f"{matmul}, {ctas} CTAs: not measured")
+            if found is not None:
+                tried = 0 if found.sms == 0 and matmul is mm_leaving_sms else found.sms - ctas
+                ctx.expect(tried in range(0, 13, 4) and 1 < found.us < 10_000, f"{matmul}, {ctas} CTAs: {found}")
+
+
+def _grouped_product(ctx: Context) -> tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The operator and its factors: 2049 rows of eight groups, one of which has none and one a single row."""
+    own = ctx.generator(2049, ctx.rank + 1)
+    a = torch.randn(2049, 1024, generator=own, device=ctx.device).bfloat16()
+    weights = torch.randn(8, 2048, 1024, generator=own, device=ctx.device).bfloat16().transpose(1, 2) * 0.05
+    ends = torch.tensor([300, 300, 301, 900, 1200, 1456, 1700, 2049], dtype=torch.int32, device=ctx.device)
+    return grouped_mm_leaving_sms, a, weights, ends
 
 
 def mm_shapes_in_turn(ctx: Context, transport: str) -> None:
