@@ -16,15 +16,16 @@ each of whose CTAs has a fixed share of the tiles.
 It is cuBLASLt's heuristic that is told how many SMs there are (``torch._C._set_sm_carveout_experimental``); PyTorch's other way
 to cuBLAS does not pass it on, so the call takes cuBLASLt. The grouped GEMM is launched with as many CTAs fewer. Both are
 settings of the process: the op sets them for the time of the call on the host, a matmul that another thread enqueues meanwhile
-may be planned for fewer SMs too.
+may be planned for fewer SMs too. Grouped ones are our own kernel where it can (``grouped_mm.py``).
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import grouped_mm
+import torch.nn.functional as F
 
 from tw_compile import compat
+from tw_compile.kernels import grouped_mm
 from tw_compile.kernels.operator import define
 
 
@@ -47,10 +48,12 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
 
 def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
+    if grouped_mm.multiplies(a, weights):
+        return grouped_mm.grouped_mm(a, weights, ends, reserved_sms)
     if not reserved_sms:
-        return grouped_mm(a, weights, offs=ends)
+        return F.grouped_mm(a, weights, offs=ends)
     with compat.SmCarveout(reserved_sms):
-        return grouped_mm(a, weights, offs=ends)
+        return F.grouped_mm(a, weights, offs=ends)
 
 
 def check_reserved_sms(reserved_sms: int) -> None:

@@ -1,0 +1,131 @@
+"""A grouped GEMM for Hopper whose groups may have few rows: ``grouped_mm.cu``.
+
+    grouped_mm(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
+
+PyTorch's grouped GEMM computes 256 rows of a group at a time, two tiles of 128, and what lies beyond the group's end is lost.
+Half of the tokens have as many groups with half of the rows each, so a split in two pays for that twice. This one computes 128.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from pathlib import Path
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.cuda import bindings
+from tw_compile.kernels.cuda.launch import Kernel, prepare
+from tw_compile.kernels.cuda.program import Program, arch_of
+
+TILE_ROWS, TILE_COLUMNS, _TILE_DEPTH = 128, 256, 64
+_STAGES, _MAX_GROUPS, _THREADS = 4, 1024, 384
+_STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * _TILE_DEPTH * 2
+_SHARED_BYTES = _STAGES * (_STAGE_BYTES + 16) + 4 * _MAX_GROUPS
+"""``Shared`` of grouped_mm.cu: the stages, two barriers for each, and where groups end."""
+_CAPABILITY = (9, 0)
+"""The only one that has the instructions."""
+
+_TensorMap = ctypes.c_uint64 * 16
+
+
+class GroupedMmParams(ctypes.Structure):
+    """``GroupedMmParams`` of grouped_mm.cu."""
+
+    _fields_ = [
+        ("a", _TensorMap),
+        ("weights", _TensorMap),
+        ("out", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("groups", ctypes.c_int32),
+        ("columns", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 9),
+    ]
+
+
+def multiplies(a: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Whether the kernel is for ``a`` [rows, depth] and ``weights`` [groups, depth, columns]: layout, dtype and device."""
+    groups, depth, columns = weights.shape
+    return (
+        a.dtype == weights.dtype == torch.bfloat16
+        and a.stride() == (depth, 1)
+        and weights.stride() == (depth * columns, 1, depth)
+        and depth > 0
+        and depth % _TILE_DEPTH == 0
+        and columns % TILE_COLUMNS == 0
+        and groups <= _MAX_GROUPS
+        and a.is_cuda
+        and _has_instructions(a.device)
+        and (a.data_ptr() | weights.data_ptr()) % 16 == 0
+    )
+
+
+def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    """[rows, columns], computed on all but ``reserved_sms`` SMs; ``a`` and ``weights`` are what :func:`multiplies` is true for.
+
+    ``ends`` [groups] int32, ascending, the last one the number of rows.
+    """
+    groups, depth, columns = weights.shape
+    out = a.new_empty(len(a), columns)
+    if not len(a):
+        return out
+    params = GroupedMmParams(
+        _tensor_map(a.data_ptr(), len(a), depth, TILE_ROWS // 2),
+        _tensor_map(weights.data_ptr(), groups * columns, depth, TILE_COLUMNS // 2),
+        out.data_ptr(),
+        ends.data_ptr(),
+        groups,
+        columns,
+        depth,
+    )
+    kernel, sms = _kernel(a.device)
+    kernel.launch(
+        params,
+        stream=compat.current_stream(a.device).cuda_stream,
+        grid=max(sms - reserved_sms, 2) // 2 * 2,
+        block=_THREADS,
+        shared_bytes=_SHARED_BYTES,
+        cluster=2,
+    )
+    return out
+
+
+def grouped_mm_program() -> Program:
+    """The kernel."""
+    return Program(Path(__file__).with_name("grouped_mm.cu"), GroupedMmParams, arch_of(_CAPABILITY))
+
+
+@cache
+def _has_instructions(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+@cache
+def _kernel(device: torch.device) -> tuple[Kernel, int]:
+    """It, loaded, and the SMs that there are."""
+    kernel = prepare(grouped_mm_program(), device.index)
+    return kernel, torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=1024)
+def _tensor_map(pointer: int, rows: int, depth: int, box_rows: int) -> _TensorMap:  # type: ignore[valid-type]
+    """Of a matrix of 16-bit elements in rows: boxes of so many rows and 128 bytes of each, swizzled as ``wgmma`` reads them."""
+    driver = bindings.load("driver")
+    code = bindings.call(
+        driver.cuTensorMapEncodeTiled,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        2,
+        pointer,
+        [driver.cuuint64_t(depth), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(2 * depth)],
+        [driver.cuuint32_t(_TILE_DEPTH), driver.cuuint32_t(box_rows)],
+        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        where="grouped_mm",
+    )
+    return _TensorMap.from_buffer_copy(ctypes.string_at(code.getPtr(), ctypes.sizeof(_TensorMap)))
