@@ -29,7 +29,7 @@ _LEAVING_SMS = {
     ops.mm_start: mm_leaving_sms,
     aten.mm.default: mm_leaving_sms,
     aten.addmm.default: addmm_leaving_sms,
-    aten._grouped_mm.default: grouped_mm_leaving_sms,
+    grouped_mm_leaving_sms: grouped_mm_leaving_sms,
 }
 _OPERANDS = {mm_leaving_sms: 2, addmm_leaving_sms: 3, grouped_mm_leaving_sms: 3}
 
@@ -118,16 +118,15 @@ def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | 
 
 
 def _can_leave(node: fx.Node) -> bool:
-    """Not where Inductor tunes, nor for what the operator does not: scale, or add a bias to a grouped GEMM."""
-    if is_call(node, ops.mm_start):
+    """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
+    if is_call(node, ops.mm_start, grouped_mm_leaving_sms):
         return True
-    matmul = _LEAVING_SMS.get(node.target)  # type: ignore[call-overload]
-    return matmul is not None and len(node.args) == _OPERANDS[matmul] and not (compat.tunes_gemms() or node.kwargs)
+    return node.target in _LEAVING_SMS and not (compat.tunes_gemms() or node.kwargs)
 
 
 def _leave(node: fx.Node, sms: int) -> None:
     if is_call(node, ops.mm_start):
         node.update_kwarg("reserved_sms", sms)
         return
-    node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
-    node.args = (*node.args, sms)
+    matmul = node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
+    node.args = (*node.args[: _OPERANDS[matmul]], sms)

@@ -32,6 +32,7 @@ from tw_compile.passes.split import budgets as budgets_module
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.dependences import argument
+from tw_compile.passes.split.grouped import use_small_groups
 from tw_compile.passes.split.residual import narrow_residuals
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, schedule
 from tw_compile.passes.split.token_axis import TokenAxis
@@ -237,7 +238,7 @@ def test_entries_for_experts_are_measured_for_those_of_the_plans_tokens(monkeypa
             made = torch.empty(2 * tokens, 32), torch.empty(8, 32, 48), torch.empty(8, dtype=torch.int32)
         for node, one in zip(nodes, made, strict=True):
             node.meta["val"] = one
-        budgets_module._measure(graph.call_function(torch.ops.aten._grouped_mm.default, tuple(nodes)), 8, 50.0, 1024)
+        budgets_module._measure(graph.call_function(grouped_mm_leaving_sms, (*nodes, 0)), 8, 50.0, 1024)
     operands = Operand((2048, 32), (32, 1), FP32), Operand((8, 32, 48), (1536, 48, 1), FP32)
     assert seen == [(grouped_mm_leaving_sms, (*operands, Operand((8,), (1,), torch.int32)), CPU, 8, 50.0)] * 2
 
@@ -248,6 +249,7 @@ def test_grouped_gemms_leave_sms_and_compute_the_same() -> None:
     grouped = find_ops(graph, "_grouped_mm")
     values = random_values(graph)
     expected = run_alone(graph, values)
+    use_small_groups(graph)
     result = woven(graph, budgets)
     done = reserve_sms(graph, result, budgets)
     graph.lint()
@@ -258,11 +260,18 @@ def test_grouped_gemms_leave_sms_and_compute_the_same() -> None:
         assert torch.equal(one, other)
 
 
-def test_grouped_gemms_that_add_a_bias_stay() -> None:
+def test_grouped_gemms_stay_that_add_a_bias_or_that_inductor_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, budgets = planned("mixtral")
     budgets = budgeted(with_windows(budgets, mlp={"ctas": 24}), "gate_up", "down")
-    for node in find_ops(graph, "_grouped_mm"):
-        node.args = (*node.args, None)
+    grouped = find_ops(graph, "_grouped_mm")
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "tunes_gemms", lambda: True)
+        use_small_groups(graph)
+    assert {node.target for node in grouped} == {torch.ops.aten._grouped_mm.default}
+    for node, more in zip(grouped, [{"bias": None}, {"out_dtype": None}] * 4, strict=True):
+        node.kwargs = more
+    use_small_groups(graph)
+    assert {node.target for node in grouped} == {torch.ops.aten._grouped_mm.default}
     assert reserve_sms(graph, woven(graph, budgets), budgets) == {}
 
 
