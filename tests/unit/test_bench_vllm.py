@@ -10,9 +10,11 @@ import os
 import signal
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,17 +27,19 @@ from tw_compile.benchmark.vllm import engine as vllm_engine
 from tw_compile.benchmark.vllm import plot as vllm_plot
 from tw_compile.benchmark.vllm import run as vllm_run
 from tw_compile.benchmark.vllm.results import NO_REFERENCE, as_csv, failures, rows_of
-from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, traces, variants
+from tw_compile.benchmark.vllm.spec import VARIANTS, VllmSpec, engines, job, traces, variants
 from tw_compile.benchmark.vllm.table import print_report
 from tw_compile.benchmark.vllm.traces import (
     ACCURACY,
     LONGEST,
     SHORTEST,
+    TURN,
     Trace,
     accuracy_trace,
     mixed_lengths,
     prompt_tokens,
     turns,
+    warm_trace,
 )
 from tw_compile.cli.app import app
 from tw_compile.models import preset_names
@@ -46,7 +50,8 @@ SPEC = VllmSpec(
 )
 
 # An engine whose "speed" and tokens depend on its arguments, as vLLM's would. "diary": a file that it writes to: processes
-# it leaves behind, which hold all that it has open, and its turns, of which those in "ends" and "hangs" are its last.
+# it leaves behind, which hold all that it has open, and its runs with their requests and the tokens of each. Those in "ends"
+# and "hangs" are its last. Requests come while it sleeps, and it runs when it's awake.
 _LLM = """
 import os, time
 from types import SimpleNamespace as Object
@@ -64,7 +69,7 @@ class LLM:
         self.name = "fuse" if given.get("additional_config") else variant
         if given["dtype"] == "float32": self.name = "reference"
         self.error = given.get("errors", {}).get(self.name, 0.0)
-        self.turns = 0
+        self.runs, self.awake = 0, True
         if "diary" in given:
             child = os.fork()
             if not child:
@@ -81,17 +86,25 @@ class LLM:
         facts = {"compile_seconds": 1.5, "peak_bytes": 2**30, "device_name": "none", "passes": passes}
         return [facts] * self.given["tensor_parallel_size"] if name == "tw_compile_facts" else None
 
-    def sleep(self, level): assert level == 0
+    def sleep(self, level):
+        assert level == 0 and self.awake
+        self.awake = False
 
-    def enqueue(self, prompts, params, use_tqdm): self.asked = list(zip(prompts, params))
+    def enqueue(self, prompts, params, use_tqdm):
+        assert not self.awake
+        self.asked = list(zip(prompts, params))
 
-    def wake_up(self, tags): assert tags == ["scheduling"]
+    def wake_up(self, tags):
+        assert tags == ["scheduling"]
+        self.awake = True
 
     def wait_for_completion(self, use_tqdm):
-        self.turns += 1
-        self.write("begin", self.name, len(self.asked))
-        if self.given.get("ends", {}).get(self.name) == self.turns: os._exit(self.given.get("code", 3))
-        if self.given.get("hangs", {}).get(self.name) == self.turns: time.sleep(60)
+        assert self.awake
+        self.runs += 1
+        what = self.name, len(self.asked), self.asked[0][1].max_tokens
+        self.write("begin", *what)
+        if self.given.get("ends", {}).get(self.name) == self.runs: os._exit(self.given.get("code", 3))
+        if self.given.get("hangs", {}).get(self.name) == self.runs: time.sleep(60)
         begin, speed = time.monotonic(), 2.0 if self.given.get("additional_config") else 1.0
         time.sleep(0.002)
         found = []
@@ -104,7 +117,7 @@ class LLM:
             logprobs = [None, *exact[1:]] if asked else None
             output = Object(token_ids=ids)
             found.append(Object(request_id="0", outputs=[output], metrics=stats, prompt_logprobs=logprobs))
-        self.write("end", self.name, len(self.asked))
+        self.write("end", *what)
         return found
 """
 
@@ -160,6 +173,17 @@ def test_prompts_of_accuracy_fill_one_step(step: int, lengths: list[int]) -> Non
 def test_log_probabilities_are_asked_for_once() -> None:
     found = [(number, trace.kind) for number, trace in turns([Trace("prefill", (9,), (1,)), accuracy_trace(9)], 2)]
     assert found == [(0, "prefill"), (0, ACCURACY), (1, "prefill"), (2, "prefill")]
+
+
+@pytest.mark.parametrize(
+    ("longest", "step", "prompt", "output"),
+    [(2049, 8192, 128, 16), (129, 8192, 113, 16), (129, 8, 8, 16), (22, 64, 11, 11), (3, 64, 2, 1), (2, 64, 1, 1)],
+)
+def test_the_request_that_wakes_an_engine_is_one_that_it_takes(
+    longest: int, step: int, prompt: int, output: int
+) -> None:
+    short = Trace("prefill", (1,), (1,))
+    assert warm_trace((short, Trace("prefill", (1, longest - 1), (1, 1))), step) == Trace("warm", (prompt,), (output,))
 
 
 def test_engines_of_a_benchmark_differ_in_nothing_but_the_variant() -> None:
@@ -284,51 +308,85 @@ def _runs(pid: str) -> bool:
 
 
 TOGETHER = dataclasses.replace(SMALL, together=True, kinds=("prefill", "decode"))
+PREFILL, DECODE, WARM, ONE_STEP = ["3", "1"], ["4", "6"], ["1", "11"], ["1", "1"]
+"""Requests and tokens of each: of TOGETHER's traces, of what wakes an engine before them, of the trace of accuracy."""
 
 
 def test_engines_together_take_turns_in_an_order_that_alternates(vllm: Path) -> None:
     diary = vllm / "diary"
     ran(dataclasses.replace(TOGETHER, engine={"diary": str(diary)}))
     forth = ["off", "fuse", "off-nccl"]
-    rounds = [forth, forth[::-1], forth]
-    turns = [(name, requests) for order in rounds for requests in ("3", "4") for name in order]
-    assert told(diary, "begin", "end") == [[word, *turn] for turn in turns for word in ("begin", "end")]
+    warm_up = [[name, *trace] for trace in (PREFILL, DECODE) for name in forth]
+    timed = [
+        [name, *what]
+        for order in (forth[::-1], forth)
+        for trace in (PREFILL, DECODE)
+        for name in order
+        for what in (WARM, trace)
+    ]
+    runs = warm_up + timed
+    assert told(diary, "begin", "end") == [[word, *run] for run in runs for word in ("begin", "end")]
     assert len(told(diary, "left")) == 3 and not running(diary)
 
 
 def test_the_reference_takes_its_one_turn_after_the_warm_up(vllm: Path) -> None:
     diary = vllm / "diary"
     ran(dataclasses.replace(TOGETHER, only=("off", "reference"), engine={"diary": str(diary)}))
-    timed = [["off", "3"], ["off", "4"]]
-    warm = [*timed, ["off", "1"], ["reference", "1"]]
-    assert [line[1:] for line in told(diary, "begin")] == [*warm, *timed, *timed]
+    warm_up = [["off", *PREFILL], ["off", *DECODE], ["off", *ONE_STEP], ["reference", *ONE_STEP]]
+    longer = ["1", "16"]  # prompts of accuracy are
+    timed = [["off", *what] for trace in (PREFILL, DECODE) for what in (longer, trace)]
+    assert [line[1:] for line in told(diary, "begin")] == [*warm_up, *timed, *timed]
 
 
 def test_engines_by_themselves_run_all_their_rounds_before_the_next_starts(vllm: Path) -> None:
     diary = vllm / "diary"
     ran(dataclasses.replace(TOGETHER, together=False, engine={"diary": str(diary)}))
-    alone = [["left"], *[["begin"]] * 6]
+    runs = [PREFILL, DECODE, *[WARM, PREFILL, WARM, DECODE] * 2]
+    alone = [["left"], *[["begin"]] * len(runs)]
     assert [line[:1] for line in told(diary, "left", "begin")] == alone * 3
-    assert [line[1] for line in told(diary, "end")] == ["off"] * 6 + ["fuse"] * 6 + ["off-nccl"] * 6
+    assert [line[1:] for line in told(diary, "end")] == [
+        [name, *run] for name in ("off", "fuse", "off-nccl") for run in runs
+    ]
+
+
+def test_what_wakes_an_engine_is_in_none_of_its_times_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("vllm")
+    exec(_LLM, module.__dict__)
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setenv("TW_COMPILE", "0")
+    spec = dataclasses.replace(TOGETHER, only=("off", "reference"))
+    plan = engines(spec, "folder")[0]
+    driver, engine = socket.socketpair()
+    with driver, engine:
+        driver.sendall(TURN * (2 + len(turns(plan.traces, spec.repeats))))
+        found = vllm_engine.run(job(plan, spec, 90), engine)["traces"]
+    prefill, decode, accuracy = found
+    for one, requests, tokens in ((prefill, 3, 1), (decode, 4, 6)):
+        assert [len(answer) for answer in one["tokens"]] == [tokens] * requests
+        assert [len(times["first"]) for times in one["rounds"]] == [requests] * spec.repeats
+        assert [len(times["between"]) for times in one["rounds"]] == [requests * (tokens > 1)] * spec.repeats
+    assert not accuracy["rounds"] and len(accuracy["logprobs"]) == 63
 
 
 @pytest.mark.parametrize(
     ("failing", "timeout", "reason"),
     [
-        ({"ends": {"fuse": 3}}, 900.0, "vLLM ended with 3"),
-        ({"ends": {"fuse": 3}, "code": 0}, 900.0, "vLLM ended early"),
-        ({"hangs": {"fuse": 3}}, 4.0, "not finished after 4 s"),
+        ({"ends": {"fuse": 3}}, 900.0, "vLLM ended with 3"),  # in the request that wakes it
+        ({"ends": {"fuse": 4}}, 900.0, "vLLM ended with 3"),
+        ({"ends": {"fuse": 4}, "code": 0}, 900.0, "vLLM ended early"),
+        ({"hangs": {"fuse": 4}}, 4.0, "not finished after 4 s"),
     ],
 )
 def test_engines_go_on_without_one_that_fails_in_its_turn(
     vllm: Path, failing: dict[str, Any], timeout: float, reason: str
 ) -> None:
+    (last,) = (failing.get("ends") or failing["hangs"]).values()
     diary = vllm / "diary"
     report = ran(dataclasses.replace(TOGETHER, timeout=timeout, engine={"diary": str(diary)} | failing))
     reasons = {row.label: row.reason for row in rows_of(report)}
     assert str(reasons.pop("fuse")).startswith(reason) and set(reasons.values()) == {None}
-    turns = [line[1] for line in told(diary, "begin")]
-    assert [turns.count(name) for name in ("off", "fuse", "off-nccl")] == [6, 3, 6]
+    runs = [line[1] for line in told(diary, "begin")]
+    assert [runs.count(name) for name in ("off", "fuse", "off-nccl")] == [10, last, 10]
     assert not running(diary)
 
 
@@ -372,7 +430,8 @@ def test_a_benchmark_that_is_interrupted_later_says_what_it_has(vllm: Path, by_s
     assert {row.reason for row in rows if row.chunk == 64} == {None}
     assert {row.reason for row in rows if row.chunk == 128} == {"interrupted before it was started"}
     assert all(row.tokens_per_s for row in rows if row.chunk == 64)
-    assert [line[1] for line in told(diary, "begin")] == ["off", "fuse", "off-nccl", "off-nccl", "fuse", "off"]
+    prefills = [line[1] for line in told(diary, "begin") if line[2:] == PREFILL]
+    assert prefills == ["off", "fuse", "off-nccl", "off-nccl", "fuse", "off"]
     assert not running(diary)
 
 

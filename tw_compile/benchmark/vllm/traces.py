@@ -13,6 +13,7 @@ SHORTEST, LONGEST = 4, 1024
 ACCURACY = "accuracy"
 """Kind of the trace that asks for log-probabilities; it is not timed."""
 _ACCURACY_PROMPT, _ACCURACY_PROMPTS = 256, 32
+_WARM_PROMPT, _WARM_OUTPUT = 128, 16
 TURN, STOP = b".", b"!"
 """What a benchmark sends to an engine: run the next trace, or end with what there is. An engine answers a turn with one."""
 MIXED = (
@@ -56,6 +57,17 @@ def accuracy_trace(step: int) -> Trace:
     """Prompts that together are one step of so many tokens, as pieces are split by how many there are."""
     count = min(-(-step // _ACCURACY_PROMPT), _ACCURACY_PROMPTS)
     return Trace(ACCURACY, tuple(step // count + (index < step % count) for index in range(count)), (1,) * count)
+
+
+def warm_trace(traces: Sequence[Trace], step: int) -> Trace:
+    """One request, its prompt within one step of so many tokens, then steps of decode; it wakes an engine that runs ``traces``.
+
+    It is no longer than their longest one, which is all that vLLM takes (``max_model_len``); if that has 3 tokens or fewer, no
+    decode is left.
+    """
+    longest = max(trace.longest for trace in traces)
+    output = min(_WARM_OUTPUT, longest // 2)
+    return Trace("warm", (min(_WARM_PROMPT, longest - output, step),), (output,))
 
 
 def turns(traces: Sequence[Trace], repeats: int) -> list[tuple[int, Trace]]:
