@@ -50,6 +50,11 @@ def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, rese
     check_reserved_sms(reserved_sms)
     if grouped_mm.multiplies(a, weights):
         return grouped_mm.grouped_mm(a, weights, ends, reserved_sms)
+    return _torchs_grouped_mm(a, weights, ends, reserved_sms)
+
+
+def _torchs_grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    check_reserved_sms(reserved_sms)
     if not reserved_sms:
         return F.grouped_mm(a, weights, offs=ends)
     with compat.SmCarveout(reserved_sms):
@@ -69,5 +74,5 @@ addmm_leaving_sms = define(
 grouped_mm_leaving_sms = define(
     "grouped_mm_leaving_sms(Tensor a, Tensor weights, Tensor ends, int reserved_sms) -> Tensor",
     _grouped_mm,
-    _grouped_mm,
+    _torchs_grouped_mm,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,15 @@ from tw_compile.testing import GlooRanks, gpu_split_steps
 from tw_compile.testing.gpu_problems import Context
 
 STEPS = 50
-SMALL = gpu_split_steps.MODEL | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+SMALL, SMALL_EXPERTS = gpu_split_steps.MODEL | SIZES, gpu_split_steps.EXPERTS | SIZES
 
 
-def run_check(rank: int, compiled: bool, fault: str | None = None) -> Context:
+Check = Callable[[Context, int], None]
+CHECKS: tuple[Check, ...] = (gpu_split_steps.thousand_split_steps, gpu_split_steps.thousand_split_steps_of_experts)
+
+
+def run_check(rank: int, compiled: bool, fault: str | None = None, check: Check = CHECKS[0]) -> Context:
     """``fault``: a "late" step of rank 1 has one wrong element, or its "first" one has, or "all" of both ranks are off."""
     assert dist.group.WORLD is not None
     ctx = Context(rank, 2, torch.device("cpu"), compat.group_name(dist.group.WORLD))
@@ -53,15 +59,16 @@ def run_check(rank: int, compiled: bool, fault: str | None = None) -> Context:
         mock.patch.object(ControlDeps, "__call__", lambda self, deps, run, *args, **named: run(*args, **named)),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(compat, "delay_stream") as delay,
-        mock.patch.multiple(gpu_split_steps, MODEL=SMALL, TOKENS=33, FIRST=16),
+        mock.patch.multiple(gpu_split_steps, MODEL=SMALL, EXPERTS=SMALL_EXPERTS, TOKENS=33, FIRST=16),
     ):
-        gpu_split_steps.thousand_split_steps(ctx, STEPS)
+        check(ctx, STEPS)
     assert 0.2 * STEPS < delay.call_count < 0.6 * STEPS
     return ctx
 
 
-def test_fifty_steps_have_the_bits_of_the_first(gloo_ranks: GlooRanks) -> None:
-    contexts = gloo_ranks.run(run_check, True)
+@pytest.mark.parametrize("check", CHECKS, ids=["dense", "experts"])
+def test_fifty_steps_have_the_bits_of_the_first(gloo_ranks: GlooRanks, check: Check) -> None:
+    contexts = gloo_ranks.run(run_check, True, None, check)
     assert [(ctx.failures, ctx.counts) for ctx in contexts] == [([], {"steps": STEPS})] * 2
 
 

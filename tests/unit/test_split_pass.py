@@ -87,6 +87,14 @@ def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
     assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
 
 
+def test_groups_of_halves_are_rounded_up_to_fewer_rows_and_those_of_the_whole_are_torchs() -> None:
+    split, graph = inspected("mixtral-8x22b", split="1800")
+    assert split.mode == "split" and len(find_ops(graph, "grouped_mm_leaving_sms")) == 4
+    assert not find_ops(graph, "aten._grouped_mm")
+    split, graph = inspected("mixtral-8x22b", split="999999")
+    assert split.mode == "off" and len(find_ops(graph, "aten._grouped_mm")) == 2
+
+
 def test_outer_products_are_no_gemms_of_a_layer() -> None:
     _, graph = inspected(split="999999")
     axis = find_token_axis(graph)

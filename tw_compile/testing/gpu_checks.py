@@ -9,7 +9,7 @@ that need NCCL, and with a hundredth of the calls where there are very many (``g
 
 Exits 0 when every check passed on every rank. ``tests/gpu/test_p2p.py`` runs this and reads the results. A check's name ends
 in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call. Those of
-``split_attention`` need no other rank; ``thousand_split_steps`` is about a whole compiled model.
+``split_attention`` need no other rank; ``thousand_split_steps`` are about whole compiled models.
 
 Two kinds of checks run only when ``--only`` is the beginning of their name. ``million_launches`` (10 to 90 s a transport)
 reports how many launches were made, and how many of them were found right::
@@ -109,6 +109,7 @@ ALONE = (
     gpu_producer.grouped_mm_leaving_sms_gives_the_same_bits,
     gpu_producer.mm_reserve_is_measured,
     gpu_split_steps.thousand_split_steps,
+    gpu_split_steps.thousand_split_steps_of_experts,
 )
 
 

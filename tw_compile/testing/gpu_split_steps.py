@@ -1,4 +1,4 @@
-"""A check of a whole split decoder in CUDA graphs: what ranks that lag at random do to a thousand steps of it."""
+"""Checks of whole split decoders in CUDA graphs: what ranks that lag at random do to a thousand steps of them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ MODEL: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 1024,
 }
+EXPERTS = MODEL | {"model_type": "mixtral", "intermediate_size": 2048, "num_local_experts": 4, "num_experts_per_tok": 4}
+"""Every token goes to every expert: else rounding decides for some which ones, and errors say nothing."""
 TOKENS, FIRST = 385, 160
 STEPS = 1000
 _PROMPTS = 4
@@ -37,9 +39,18 @@ def thousand_split_steps(ctx: Context, steps: int = STEPS) -> None:
 
     Results become NaN before their memory is used again, so a step that writes too little shows.
     """
-    decoder = build_decoder(config_from_dict(MODEL), device=ctx.device, dtype=BF16)
+    _split_steps(ctx, MODEL, steps)
+
+
+def thousand_split_steps_of_experts(ctx: Context, steps: int = STEPS) -> None:
+    """The same of a model whose halves route their tokens to experts."""
+    _split_steps(ctx, EXPERTS, steps)
+
+
+def _split_steps(ctx: Context, config: dict[str, Any], steps: int) -> None:
+    decoder = build_decoder(config_from_dict(config), device=ctx.device, dtype=BF16)
     prompts = [
-        torch.randint(MODEL["vocab_size"], (1, TOKENS), generator=ctx.generator(seed), device=ctx.device)
+        torch.randint(config["vocab_size"], (1, TOKENS), generator=ctx.generator(seed), device=ctx.device)
         for seed in range(_PROMPTS)
     ]
     options = Config(strict=True, split=str(FIRST)).as_options() | compat.cuda_graph_options()
