@@ -48,6 +48,9 @@ class GemmRates:
         long_us: From then on clocks fall to what the power limit allows.
         long_factor: On the time of a GEMM after that.
         grouped_efficiency: Rate of grouped GEMMs (mixture of experts) as a share of plain ones.
+        grouped_short_efficiency: The same of their short tiles, where experts have few rows or columns.
+        grouped_tile_us: ``tile_us`` of a grouped GEMM's tile, half of it for a short one.
+        grouped_us: Of a grouped GEMM before its first tile: another kernel finds where its groups are.
         memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
         short_sides: Of tiles, ascending.
         long_sides: The same; every short side goes with every long one, either of them along the tokens.
@@ -61,6 +64,9 @@ class GemmRates:
     long_us: float
     long_factor: float
     grouped_efficiency: float
+    grouped_short_efficiency: float
+    grouped_tile_us: float
+    grouped_us: float
     memory_gb_per_s: float
     short_sides: tuple[int, ...]
     long_sides: tuple[int, ...]

@@ -3,6 +3,10 @@
 Tiles that leave SMs idle are split along their depth, as cuBLAS does: several CTAs compute a part each, and another kernel adds
 the parts up.
 
+Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper (aten/src/ATen/native/cuda/GroupMM.cu): CTAs in
+clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
+tiles is wasted, so what counts is how many rows each expert gets.
+
 Smart splitting after TokenWeave (Gond et al., 2025), section 3.1.1: two halves need not cost more waves than the whole, if the
 first one fills its waves.
 """
@@ -10,11 +14,20 @@ first one fills its waves.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 
 from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, GemmRates, Tile
+
+GROUPED_TILE, GROUPED_SHORT_TILE = Tile(128, 256), Tile(64, 128)
+GROUPED_SHORT = 128
+"""Up to so many rows an expert, or columns, tiles of grouped GEMMs are short."""
+CLUSTER = 2
+"""CTAs of grouped GEMMs that compute rows of the same expert side by side."""
+CERTAIN = 6.0
+"""What is so many standard deviations away happens always or never."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,10 @@ class Gemm:
 
 @dataclass(frozen=True)
 class GemmTime:
-    """How one GEMM is predicted to run on ``sms`` SMs; ``tiles`` are CTAs, so a tile of three parts counts as three."""
+    """How one GEMM is predicted to run on ``sms`` SMs; ``tiles`` are CTAs, so a tile of three parts counts as three.
+
+    Those of a grouped GEMM are as many as are expected.
+    """
 
     sms: int
     tile: Tile
@@ -59,48 +75,116 @@ def gemm_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Gemm
 
     Waves after ``GemmRates.long_us`` are slower.
     """
+    if gemm.experts > 1:
+        return _grouped_time(profile, gemm, tokens, sms)
     rates = profile.gemm
-    active, rows = gemm.groups(tokens)
-    most_parts = rates.most_parts if gemm.experts == 1 else 1
-    few = sms // 2 if most_parts > 1 else 0  # so many tiles can be split
+    few = sms // 2 if rates.most_parts > 1 else 0  # so many tiles can be split
     fastest = math.inf
     for height, tiles_of_height in _tiles_by_rows(rates, gemm):
-        down = round(active * -(-rows // height))
+        down = -(-tokens // height)
         for tile, columns, wave_us, depth_us in tiles_of_height:
             tiles = down * columns
             us = -(-tiles // sms) * wave_us
             if tiles <= few:
-                parts = min(sms // tiles, most_parts)
+                parts = min(sms // tiles, rates.most_parts)
                 split_us = wave_us - depth_us + depth_us / parts + rates.split_us
                 if split_us < us:
                     tiles, us = tiles * parts, split_us
             if us < fastest:
                 fastest, best_tile, best_tiles = us, tile, tiles
-    fastest += (rates.long_factor - 1.0) * max(fastest - rates.long_us, 0.0)
+    us = profile.launch_us + _limited_us(rates, gemm, tokens, fastest)
+    return GemmTime(sms, best_tile, best_tiles, waves(best_tiles, sms), us)
+
+
+def _limited_us(rates: GemmRates, gemm: Gemm, tokens: int, us: float) -> float:
+    """Waves of ``us`` microseconds under the power limit, or what memory takes."""
+    active, rows = gemm.groups(tokens)
     elements = active * (gemm.columns * gemm.depth + rows * (gemm.columns + gemm.depth))
     memory_us = elements * ELEMENT_BYTES / (rates.memory_gb_per_s * 1e3)
-    us = profile.launch_us + max(fastest, memory_us)
-    return GemmTime(sms, best_tile, best_tiles, waves(best_tiles, sms), us)
+    return max(us + (rates.long_factor - 1.0) * max(us - rates.long_us, 0.0), memory_us)
 
 
 @lru_cache(maxsize=1024)
 def _tiles_by_rows(rates: GemmRates, gemm: Gemm) -> tuple[tuple[int, list[tuple[Tile, int, float, float]]], ...]:
     """By the rows of tiles: each tile, how many are side by side, microseconds of one, and of its depth in them."""
-    per_us = rates.tflops_per_sm * 1e6 * (rates.grouped_efficiency if gemm.experts > 1 else 1.0)
     found: dict[int, list[tuple[Tile, int, float, float]]] = {}
     for tile in rates.tiles:
-        depth_us = 2.0 * (tile.rows + rates.edge) * (tile.columns + rates.edge) * gemm.depth / per_us
+        depth_us = _depth_us(rates, gemm, tile)
         columns = -(-gemm.columns // tile.columns)
         found.setdefault(tile.rows, []).append((tile, columns, rates.tile_us + depth_us, depth_us))
     return tuple(found.items())
 
 
+def _depth_us(rates: GemmRates, gemm: Gemm, tile: Tile) -> float:
+    return 2.0 * (tile.rows + rates.edge) * (tile.columns + rates.edge) * gemm.depth / (rates.tflops_per_sm * 1e6)
+
+
+def _grouped_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
+    """Waves of clusters, each of which computes a tile on each of its SMs; as many as are expected."""
+    rates = profile.gemm
+    short = tokens * gemm.experts_per_token // gemm.experts <= GROUPED_SHORT or gemm.columns <= GROUPED_SHORT
+    tile = GROUPED_SHORT_TILE if short else GROUPED_TILE
+    clusters = _clusters(gemm, tile, tokens)
+    rounds = waves(clusters, _slots(sms))
+    # Two tiles of an SM take turns where they are short: one is stored while the other's depth is computed.
+    wave_us = rates.grouped_tile_us * tile.rows / GROUPED_TILE.rows
+    wave_us += _depth_us(rates, gemm, tile) / (rates.grouped_short_efficiency if short else rates.grouped_efficiency)
+    us = profile.launch_us + rates.grouped_us + _limited_us(rates, gemm, tokens, rounds * wave_us)
+    return GemmTime(sms, tile, clusters * CLUSTER, rounds, us)
+
+
+def _slots(sms: int) -> int:
+    """Clusters that run at a time; a number, if no speed, for a single SM."""
+    return max(sms // CLUSTER, 1)
+
+
+def _clusters(gemm: Gemm, tile: Tile, tokens: int) -> int:
+    """How many times a cluster is expected to compute a tile for each of its CTAs, over all experts."""
+    down = _expected_down(gemm.experts, gemm.experts_per_token, tokens, CLUSTER * tile.rows)
+    return round(down * -(-gemm.columns // tile.columns))
+
+
+@lru_cache(maxsize=4096)
+def _expected_down(experts: int, per_token: int, tokens: int, height: int) -> float:
+    """How many tiles of ``height`` rows all experts' rows are expected to fill or begin; each token's experts are drawn.
+
+    So an expert's rows are binomial, and it has more than ``k`` tiles where it has more than ``k * height`` rows. Summed is
+    the chance of that, for k from 0 on; near the mean by the normal distribution, with half a row for its steps.
+    """
+    share = per_token / experts
+    if share == 1.0:
+        return float(experts * -(-tokens // height))
+    mean = tokens * share
+    deviation = math.sqrt(mean * (1.0 - share))
+    first = max(int((mean - CERTAIN * deviation) / height), 1)  # before it there are surely more
+    last = int((mean + CERTAIN * deviation) / height)
+    any_row = 1.0 - (1.0 - share) ** tokens
+    more = (0.5 * math.erfc((k * height + 0.5 - mean) / (deviation * math.sqrt(2.0))) for k in range(first, last + 1))
+    return experts * (any_row + (first - 1) + sum(more))
+
+
 def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int, ...]:
     """Token counts next to ``tokens``, one below and one above, that fill their waves as well as whole rows of tiles can.
 
-    One more row of tiles would begin another wave. Counts of less than a row of tiles are left out.
+    One more row of tiles would begin another wave. Counts of less than a row of tiles are left out. Of a grouped GEMM one more
+    token would, by the tiles that are expected.
     """
-    columns = -(-gemm.columns // tile.columns) * gemm.experts
-    rows = tile.rows * gemm.experts // gemm.experts_per_token
-    reached = max(tokens // rows, 1) * columns // sms
-    return tuple(wave * sms // columns * rows for wave in (reached, reached + 1) if wave * sms >= columns)
+    if gemm.experts > 1:
+        return _full_wave_tokens_of_groups(gemm, tile, _slots(sms), tokens)
+    columns = -(-gemm.columns // tile.columns)
+    reached = max(tokens // tile.rows, 1) * columns // sms
+    return tuple(wave * sms // columns * tile.rows for wave in (reached, reached + 1) if wave * sms >= columns)
+
+
+def _full_wave_tokens_of_groups(gemm: Gemm, tile: Tile, slots: int, tokens: int) -> tuple[int, ...]:
+    """The most tokens whose expected tiles need no further wave of ``slots`` clusters."""
+    height, columns = CLUSTER * tile.rows, -(-gemm.columns // tile.columns)
+    reached = _clusters(gemm, tile, tokens) // slots
+    found = []
+    for clusters in (reached * slots, (reached + 1) * slots):
+        # Each expert wastes less than a tile's height: that bounds where to look.
+        per_token = columns * gemm.experts_per_token
+        least = max(clusters * height // per_token - gemm.experts * height // gemm.experts_per_token, 0)
+        counts = range(least, clusters * height // per_token + 2)
+        found.append(least + bisect_right(counts, clusters, key=lambda count: _clusters(gemm, tile, count)) - 1)
+    return tuple(count for count in found if count > 0)
