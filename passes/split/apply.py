@@ -11,6 +11,7 @@ from tw_compile.passes.base import ATTENTION_JOINS, HostAttention, SplitRefused
 from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.choose import HostGraph, NotSplit, choose_split, choose_split_of_host
 from tw_compile.passes.split.duplicate import split_tokens
+from tw_compile.passes.split.expert_keys import narrow_expert_keys
 from tw_compile.passes.split.grouped import use_small_groups
 from tw_compile.passes.split.in_slot import leave_results_in_slots
 from tw_compile.passes.split.lock import lock_order
@@ -51,6 +52,7 @@ def split_graph(
             )
         mend_seams(graph)
         use_small_groups(graph)
+        narrow_expert_keys(graph)
         piece = host is not None and host.attention is HostAttention.ELSEWHERE
         overlap = _overlap(graph, Budgets(choice.plan, profile), config, piece)
     except Exception:

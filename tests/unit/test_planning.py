@@ -47,6 +47,7 @@ ONE_TILE = GemmRates(
     grouped_short_efficiency=1.0,
     grouped_tile_us=1e-9,
     grouped_us=1e-9,
+    own_grouped=True,
     memory_gb_per_s=1e9,
     short_sides=(128,),
     long_sides=(128,),

@@ -5,7 +5,8 @@ the parts up.
 
 Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper (aten/src/ATen/native/cuda/GroupMM.cu): CTAs in
 clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
-tiles is wasted, so what counts is how many rows each expert gets.
+tiles is wasted, so what counts is how many rows each expert gets. Halves' are our own (``kernels/grouped_mm.cu``): their
+clusters compute two tiles side by side where an expert has rows for one.
 
 Smart splitting after TokenWeave (Gond et al., 2025), section 3.1.1: two halves need not cost more waves than the whole, if the
 first one fills its waves.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tw_compile.planning.communication import ELEMENT_BYTES
@@ -24,6 +25,8 @@ from tw_compile.planning.device import DeviceProfile, GemmRates, Tile
 GROUPED_TILE, GROUPED_SHORT_TILE = Tile(128, 256), Tile(64, 128)
 GROUPED_SHORT = 128
 """Up to so many rows an expert, or columns, tiles of grouped GEMMs are short."""
+OWN_DEPTH = 64
+"""Our kernel takes multiples of so much depth, and of its tile's columns."""
 CLUSTER = 2
 """CTAs of grouped GEMMs that compute rows of the same expert side by side."""
 CERTAIN = 6.0
@@ -37,6 +40,7 @@ class Gemm:
     Attributes:
         experts: Weight matrices that the rows are distributed over; 1 is a plain GEMM.
         experts_per_token: How many of them compute each token.
+        own_kernel: Whether it is the grouped GEMM of ``kernels/grouped_mm.cu``, and not torch's.
     """
 
     name: str
@@ -44,6 +48,12 @@ class Gemm:
     depth: int
     experts: int = 1
     experts_per_token: int = 1
+    own_kernel: bool = False
+
+    def of_half(self, profile: DeviceProfile) -> Gemm:
+        """As it is computed for a half of the tokens."""
+        aligned = self.columns % GROUPED_TILE.columns == 0 and self.depth % OWN_DEPTH == 0
+        return replace(self, own_kernel=self.experts > 1 and profile.gemm.own_grouped and aligned)
 
     def groups(self, tokens: int) -> tuple[float, float]:
         """How many experts are expected to get any token, and how many rows each of these gets; routing is taken as uniform."""
@@ -122,14 +132,16 @@ def _depth_us(rates: GemmRates, gemm: Gemm, tile: Tile) -> float:
 def _grouped_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
     """Waves of clusters, each of which computes a tile on each of its SMs; as many as are expected."""
     rates = profile.gemm
-    short = tokens * gemm.experts_per_token // gemm.experts <= GROUPED_SHORT or gemm.columns <= GROUPED_SHORT
+    few = tokens * gemm.experts_per_token // gemm.experts <= GROUPED_SHORT or gemm.columns <= GROUPED_SHORT
+    short = few and not gemm.own_kernel
     tile = GROUPED_SHORT_TILE if short else GROUPED_TILE
     clusters = _clusters(gemm, tile, tokens)
     rounds = waves(clusters, _slots(sms))
     # Two tiles of an SM take turns where they are short: one is stored while the other's depth is computed.
     wave_us = rates.grouped_tile_us * tile.rows / GROUPED_TILE.rows
     wave_us += _depth_us(rates, gemm, tile) / (rates.grouped_short_efficiency if short else rates.grouped_efficiency)
-    us = profile.launch_us + rates.grouped_us + _limited_us(rates, gemm, tokens, rounds * wave_us)
+    first_us = profile.launch_us + (0.0 if gemm.own_kernel else rates.grouped_us)
+    us = first_us + _limited_us(rates, gemm, tokens, rounds * wave_us)
     return GemmTime(sms, tile, clusters * CLUSTER, rounds, us)
 
 
@@ -140,8 +152,9 @@ def _slots(sms: int) -> int:
 
 def _clusters(gemm: Gemm, tile: Tile, tokens: int) -> int:
     """How many times a cluster is expected to compute a tile for each of its CTAs, over all experts."""
-    down = _expected_down(gemm.experts, gemm.experts_per_token, tokens, CLUSTER * tile.rows)
-    return round(down * -(-gemm.columns // tile.columns))
+    height = tile.rows if gemm.own_kernel else CLUSTER * tile.rows
+    down = _expected_down(gemm.experts, gemm.experts_per_token, tokens, height)
+    return round(down * height / (CLUSTER * tile.rows) * -(-gemm.columns // tile.columns))
 
 
 @lru_cache(maxsize=4096)

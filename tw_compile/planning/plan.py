@@ -246,7 +246,7 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
         down = middle // multiple * multiple
         found |= {down, down + multiple}
         sms = costs.profile.sms
-        for gemm in dict.fromkeys(costs.layer.gemms):
+        for gemm in dict.fromkeys(one.of_half(costs.profile) for one in costs.layer.gemms):
             for budget in dict.fromkeys(
                 (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
             ):

@@ -96,6 +96,7 @@ class Costs:
         self.kernel = kernel
         self.sequences = sequences
         self.gemms_leave_sms = gemms_leave_sms
+        self.mlp_of_half = tuple(gemm.of_half(profile) for gemm in layer.mlp)
         self._gemms: dict[tuple[Gemm, int, int], GemmTime] = {}
 
     def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
@@ -137,8 +138,9 @@ class Costs:
     def attention_part(self, rows: range) -> list[Step]:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
 
-    def mlp_part(self, tokens: int) -> list[Step]:
-        *gate_up, down = self.layer.mlp
+    def mlp_part(self, tokens: int, half: bool = False) -> list[Step]:
+        """``half``: as it is computed for halves."""
+        *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
         us = self._elementwise(float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
         if down.experts > 1:  # rows go to their experts and come back weighted
@@ -238,8 +240,8 @@ def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
         costs.window(
             "attention", 2, costs.attention_part(range(first, tokens)), layer.attention_summed * first, matmuls
         ),
-        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second, matmuls),
-        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first, True),
+        costs.window("mlp", 1, costs.mlp_part(first, True), layer.attention_summed * second, matmuls),
+        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True),
     )
 
 
@@ -256,6 +258,6 @@ def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
         costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second, True),
         costs.window("join", 2, joined),
         costs.window("o_proj", 2, costs.o_proj(second), layer.attention_summed * first, matmuls),
-        costs.window("mlp", 1, costs.mlp_part(first), layer.attention_summed * second, matmuls),
-        costs.window("mlp", 2, costs.mlp_part(second), layer.mlp_summed * first, True),
+        costs.window("mlp", 1, costs.mlp_part(first, True), layer.attention_summed * second, matmuls),
+        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True),
     )
