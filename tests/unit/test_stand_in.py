@@ -1,0 +1,64 @@
+"""Stand-ins for calls, on one GPU: what they hold and for how long; timing needs a GPU."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tw_compile.benchmark.layer import stand_in
+from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+from tw_compile.planning import communication, load_profile
+
+H200 = load_profile("H200")
+ROWS = torch.randn(6 * 16, 8192).bfloat16()
+KERNEL = H200.fused[H200.kernel]
+
+
+def request(slot: int, overlap_sms: int, results_in_slot: bool = False) -> Request:
+    norm = NormSpec(1e-5, 0.0, None, torch.bfloat16, torch.bfloat16)
+    x = torch.zeros(12, 8192, dtype=torch.bfloat16)
+    return Request(x, None, None, None, norm, False, "sharded", "0", slot, None, overlap_sms, results_in_slot)
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """``(stream, CTAs, microseconds, CTAs of a cluster)`` of each stand-in, and what was forked for."""
+    found: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(stand_in, "hold_sms", lambda *asked: found.append(asked))
+    monkeypatch.setattr(stand_in.compat, "current_stream", lambda device: "current")
+    monkeypatch.setattr(stand_in, "cluster_size", lambda ctas, device: 4)
+
+    def forked(device: torch.device, group_name: str, slot: int, sms: int, kept: object, launch: Any) -> Started:
+        found.append((group_name, slot, sms))
+        return launch("side")
+
+    monkeypatch.setattr(stand_in, "fork_and_join", forked)
+    return found
+
+
+@pytest.mark.parametrize("in_slot", [False, True])
+def test_a_call_beside_other_work_holds_its_sms_as_long_as_the_planner_says(
+    held: list[tuple[Any, ...]], in_slot: bool
+) -> None:
+    started = stand_in.StandIn(H200, 4, ROWS).start(request(1, 8, in_slot))
+    us = communication.fused_us(KERNEL, 12, 8192, 4, 8, narrow=True, in_slot=in_slot) * H200.slower_beside(4)
+    assert held == [("0", 1, 8), ("side", 8, us, 4)]
+    assert torch.equal(started.hidden, ROWS[16 : 16 + 12]) and started.residual.shape == (3, 8192)
+
+
+def test_a_call_alone_takes_as_long_as_the_fastest_kernel(held: list[tuple[Any, ...]]) -> None:
+    started = stand_in.StandIn(H200, 4, ROWS).start(request(0, 0))
+    assert held == [("current", 32, communication.fastest_alone(H200, False, 12, 8192, 4)[1])]
+    assert torch.equal(started.hidden, ROWS[:12]) and started.finish is None
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["stand_in", "--model", "tiny-llama", "--tp", "4", "--tokens", "64"])
+    with pytest.raises(SystemExit):
+        stand_in.main()
+    assert "expected a GPU, got none" in capsys.readouterr().err

@@ -1,0 +1,176 @@
+"""One rank of a group on a single GPU: layers whose calls are stand-ins, which hold SMs for as long as the planner says.
+
+    python -m tw_compile.benchmark.layer.stand_in --model mixtral-8x22b --tp 4 --tokens 2048,4096 [--layers 4] [--json FILE]
+
+Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
+exposed. It measures no group. Nothing is summed, so results are none; nothing moves, so memory and links slow nothing down; and
+a call takes what the planner believes of calls beside other work. The unfused layer's time is the one without communication,
+which is measured, and the planner's all_reduces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tw_compile import Config, collect_reports, compat
+from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
+from tw_compile.benchmark.layer.symmetric import DropAllReduces
+from tw_compile.benchmark.measure import capture
+from tw_compile.kernels.all_reduce_rms_norm import transport
+from tw_compile.kernels.all_reduce_rms_norm.beside import cluster_size, fork_and_join
+from tw_compile.kernels.all_reduce_rms_norm.spec import Request
+from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport
+from tw_compile.kernels.hold_sms import hold_sms
+from tw_compile.planning import DeviceProfile, communication, load_profile, profile_of_device
+from tw_compile.testing import fake_process_group
+from tw_compile.testing.gpu_problems import Context
+
+NO_COMMUNICATION = "no-communication"
+VARIANTS: dict[str, dict[str, Any] | None] = {NO_COMMUNICATION: None, "fused": {}, "fused+split": {"split": "auto"}}
+"""Options of ours; None: torch.compile, with the all_reduces taken out."""
+_SLOTS = 6
+_ALONE_SMS = 32
+_HEAD_START_CYCLES = 500_000
+
+
+class StandIn(Transport):
+    """Takes SMs for the time that ``profile`` has for a call; normalised rows are those of ``rows``, which stay as they are."""
+
+    name = "p2p"
+
+    def __init__(self, profile: DeviceProfile, world_size: int, rows: torch.Tensor) -> None:
+        """``rows`` [slots x tokens of the longest call, hidden]."""
+        self._profile, self._world_size, self._rows = profile, world_size, rows
+
+    def start(self, request: Request) -> Started:
+        tokens, device = len(request.x), request.x.device
+        first = request.slot * (len(self._rows) // _SLOTS)
+        outputs = self._rows[first : first + tokens], request.allocate(self._world_size)[1]
+        us, ctas = self._us(request), request.overlap_sms
+        if not ctas:
+            hold_sms(compat.current_stream(device), _ALONE_SMS, us)
+            return Started(*outputs)
+
+        def launch(side: torch.cuda.Stream) -> Started:
+            hold_sms(side, ctas, us, cluster_size(ctas, device))
+            return Started(*outputs)
+
+        return fork_and_join(device, request.group_name, request.slot, ctas, (request, outputs), launch)
+
+    def _us(self, request: Request) -> float:
+        profile, (tokens, hidden_size) = self._profile, request.x.shape
+        if not request.overlap_sms:
+            return communication.fastest_alone(profile, False, tokens, hidden_size, self._world_size)[1]
+        alone = communication.fused_us(
+            profile.fused[profile.kernel],
+            tokens,
+            hidden_size,
+            self._world_size,
+            request.overlap_sms,
+            narrow=True,
+            in_slot=request.results_in_slot,
+        )
+        return profile.slower_beside(self._world_size) * alone
+
+
+def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, Any]]:
+    """For each number of tokens the microseconds a layer of every variant, and what the planner predicts."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with fake_process_group(spec.world_size), torch.no_grad():
+        subject = build_subject(spec, device)
+        rows = torch.randn(_SLOTS * max(spec.tokens), subject.hidden_size, device=device).to(torch.bfloat16)
+        transport._instances[StandIn.name] = StandIn(profile, spec.world_size, rows)
+        for tokens in spec.tokens:
+            yield _time(spec, profile, subject, tokens, Context(0, spec.world_size, device, "0"))
+
+
+def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int, ctx: Context) -> dict[str, Any]:
+    inputs = subject.inputs(spec, ctx, tokens)
+    graphs, split = {}, None
+    for label, options in VARIANTS.items():
+        torch._dynamo.reset()
+        with compat.cold_compile(None), collect_reports() as reports:
+            graphs[label] = _captured(subject, inputs, profile, options)
+        split = next((report.split for report in reports if report.split is not None), split)
+    times: dict[str, list[float]] = {label: [] for label in graphs}
+    for number in range(3 + spec.repeats):
+        for label, (graph, _) in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            compat.delay_stream(_HEAD_START_CYCLES)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if number >= 3:
+                times[label].append(begin.elapsed_time(end) * 1e3 / spec.layers)
+    found: dict[str, Any] = {label: round(statistics.median(one), 1) for label, one in times.items()}
+    nbytes = tokens * subject.hidden_size * inputs.element_size()
+    sums = 2 * communication.all_reduce_us(profile, nbytes, spec.world_size, multicast=False)
+    plan = None if split is None else split.plan
+    return {
+        "model": spec.model,
+        "world_size": spec.world_size,
+        "tokens": tokens,
+        "us_a_layer": found,
+        "all_reduces_us": round(sums, 1),
+        "unfused_us": round(found[NO_COMMUNICATION] + sums, 1),
+        "split": None if split is None else list(split.sizes),
+        "predicted": None if plan is None else {name: round(us, 1) for name, us in vars(plan.predicted).items() if us},
+    }
+
+
+def _captured(
+    subject: Subject, inputs: torch.Tensor, profile: DeviceProfile, ours: dict[str, Any] | None
+) -> tuple[torch.cuda.CUDAGraph, Run]:
+    backend, options = "inductor", dict[str, Any]({compat.POST_GRAD_HOOK: DropAllReduces()})
+    if ours is not None:
+        config = Config(strict=True, transport="p2p", device_profile=profile.name, **ours)
+        backend, options = "tw_compile", config.as_options()
+    run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    run()
+    torch.cuda.synchronize()
+    return capture([run], 1), run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", required=True, help="a preset, a config.json or a folder that holds one")
+    parser.add_argument("--tp", type=int, required=True, help="ranks of the group, of which this is one")
+    parser.add_argument("--tokens", required=True, help="numbers of tokens, with commas")
+    parser.add_argument("--layers", type=int, default=4, help="how many of the model's")
+    parser.add_argument("--device-profile", help="what calls take (default: that of this GPU)")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("stand_in: expected a GPU, got none")
+    profile = (
+        profile_of_device(torch.cuda.get_device_name())
+        if given.device_profile is None
+        else load_profile(given.device_profile)
+    )
+    if profile is None:
+        parser.error(f"--device-profile: expected one for {torch.cuda.get_device_name()}, which has none, got nothing")
+    os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all on this host, as calls over peer to peer memory need it
+    tokens = tuple(int(one) for one in given.tokens.split(","))
+    spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, layers=given.layers, repeats=20)
+    rows = []
+    for row in time_layers(spec, profile):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if given.json:
+        given.json.write_text(json.dumps(rows, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
