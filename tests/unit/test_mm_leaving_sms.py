@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tw_compile import compat
+from tw_compile.kernels import grouped_mm
 from tw_compile.kernels import mm_leaving_sms as module
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
@@ -102,6 +103,46 @@ def test_a_grouped_gemm_is_launched_without_them_too(
     for reserved_sms in (16, 0):
         assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
     assert settings == [(16, LT), (None, "before")]
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_a_grouped_gemm_is_our_own_where_that_can(
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, reserved_sms: int
+) -> None:
+    a, weights, ends = grouped_factors()
+    calls: list[tuple[object, ...]] = []
+
+    def ours(*arguments: object) -> torch.Tensor:
+        calls.append(arguments)
+        return torch.mm(a, weights[1])
+
+    monkeypatch.setattr(grouped_mm, "multiplies", lambda first, second: first is a and second is weights)
+    monkeypatch.setattr(grouped_mm, "grouped_mm", ours)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
+    assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[1])
+    assert settings == [(None, "before")], "it is told how many SMs, and no library is"
+    ((*operands, passed_on),) = calls
+    assert all(one is other for one, other in zip(operands, (a, weights, ends), strict=True))
+    assert passed_on == reserved_sms
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_other_grouped_gemms_are_torchs(
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, reserved_sms: int
+) -> None:
+    a, weights, ends = grouped_factors()
+    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights: False)
+    monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it is not for these operands"))
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
+    assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
+    assert settings == [(16, LT) if reserved_sms else (None, "before")]
+
+
+def test_our_own_grouped_gemm_is_asked_for_no_negative_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights: True)
+    monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it was called"))
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        module._grouped_mm(*grouped_factors(), -1)
 
 
 def test_a_grouped_gemm_is_kept_in_compiled_graphs() -> None:

@@ -1,0 +1,342 @@
+"""The grouped GEMM without a GPU: which operands it takes, what it launches, and what can be read from its machine code."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from cuda.bindings import driver
+
+from tw_compile import compat
+from tw_compile.kernels import grouped_mm as module
+from tw_compile.kernels.cuda import bindings
+from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES
+from tw_compile.kernels.grouped_mm import GroupedMmParams, grouped_mm, grouped_mm_program, multiplies
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+REGISTERS_OF_AN_SM = 64 * 1024
+HGMMA = "HGMMA.64x256x16.F32.BF16"
+ROWS, DEPTH, COLUMNS, GROUPS, SMS, STREAM = 70, 128, 512, 3, 132, 4711
+
+
+# --- the source ------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_compiled_for_the_one_architecture_that_has_the_instructions() -> None:
+    """Compiling compares the layouts of the parameters, too."""
+    program = grouped_mm_program()
+    assert program.arch == "sm_90a" and program.cubin().startswith(b"\x7fELF")
+
+
+def test_parameters_in_another_order_do_not_compile() -> None:
+    fields = dict(GroupedMmParams._fields_)
+    order = ["a", "weights", "ends", "out", *list(fields)[4:]]
+    other = type("GroupedMmParams", (ctypes.Structure,), {"_fields_": [(name, fields[name]) for name in order]})
+    with pytest.raises(RuntimeError, match="GroupedMmParams in Python: offset of ends is 256"):
+        replace(grouped_mm_program(), params=other).cubin()
+
+
+def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
+    assert all(getattr(GroupedMmParams, name).offset % 64 == 0 for name in ("a", "weights"))
+    assert ctypes.sizeof(GroupedMmParams) % 64 == 0
+
+
+def source_with(tmp_path: Path, *facts: str) -> str:
+    """PTX of the kernel's source with ``facts`` checked by the compiler."""
+    program = grouped_mm_program()
+    source = tmp_path / program.source.name
+    source.write_text(program.source.read_text() + "".join(f'static_assert({fact}, "{fact}");\n' for fact in facts))
+    return replace(program, source=source).ptx()
+
+
+def test_the_host_knows_the_kernels_sizes(tmp_path: Path) -> None:
+    facts = {
+        "TILE_ROWS": module.TILE_ROWS,
+        "TILE_COLUMNS": module.TILE_COLUMNS,
+        "TILE_DEPTH": module._TILE_DEPTH,
+        "STAGES": module._STAGES,
+        "STAGE_BYTES": module._STAGE_BYTES,
+        "MAX_GROUPS": module._MAX_GROUPS,
+        "THREADS": module._THREADS,
+        "sizeof(Shared)": module._SHARED_BYTES,
+    }
+    assert module._SHARED_BYTES <= FULL_SHARED_BYTES
+    source_with(tmp_path, *(f"{name} == {value}" for name, value in facts.items()))
+    with pytest.raises(RuntimeError, match=r"sizeof\(Shared\) == "):
+        source_with(tmp_path, f"sizeof(Shared) == {module._SHARED_BYTES - 8}")
+
+
+# --- machine code ----------------------------------------------------------------------------------------------------
+
+
+def dump(folder: Path, option: str) -> str:
+    file = folder / "kernel.cubin"
+    file.write_bytes(grouped_mm_program().cubin())
+    return subprocess.run([str(CUOBJDUMP), option, str(file)], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Instructions by their address, with predicates and operands."""
+    sass = dump(tmp_path_factory.mktemp("code"), "-sass")
+    found = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([@A-Z][^;]*?) *;", sass)}
+    assert found
+    return found
+
+
+def branch_target(text: str) -> int | None:
+    found = re.search(r"\bBRA\b[^;]*?0x([0-9a-f]+)$", text)
+    return int(found[1], 16) if found else None
+
+
+def loops(code: dict[int, str]) -> list[set[int]]:
+    """Addresses of each branch back and of all from which it is reached without the target, out-of-line blocks included."""
+    before: dict[int, set[int]] = {at: set() for at in code}
+    for at, following in pairwise(code):
+        if not re.match(r"(BRA|EXIT|RET)\b(?!\.U|\.DIV)", code[at]):
+            before[following].add(at)
+    back = []
+    for at, text in code.items():
+        target = branch_target(text)
+        if target is not None:
+            before[target].add(at)
+            back += [(target, at)] * (target < at)
+    found = []
+    for head, last in back:
+        inside, open_ends = {head}, [last]
+        while open_ends:
+            at = open_ends.pop()
+            if at not in inside:
+                inside.add(at)
+                open_ends += before[at]
+        found.append(inside)
+    return found
+
+
+def smallest_loop_with(code: dict[int, str], name: str) -> list[str]:
+    with_it = [loop for loop in loops(code) if any(name in code[at] for at in loop)]
+    assert with_it, f"no loop has {name}"
+    return [code[at] for at in sorted(min(with_it, key=len))]
+
+
+def test_loops_are_found_with_the_blocks_that_lie_elsewhere() -> None:
+    code = {0x00: "NOP", 0x10: "@!P0 BRA 0x60", 0x20: "HGMMA", 0x30: "@P1 BRA 0x10", 0x40: "EXIT"}
+    code |= {0x60: "MEMBAR.ALL.GPU", 0x70: "BRA 0x20", 0x80: "BRA 0x80"}
+    assert smallest_loop_with(code, "HGMMA") == [code[at] for at in (0x10, 0x20, 0x30, 0x60, 0x70)]
+
+
+def test_the_main_loop_waits_for_no_memory(code: dict[int, str]) -> None:
+    """Arrivals with more order than they need put a barrier and an invalidation in it: 25% of the kernel's time."""
+    loop = smallest_loop_with(code, HGMMA)
+    assert sum(HGMMA in text for text in loop) == 4 == sum("HGMMA" in text for text in code.values())
+    assert sum("WARPGROUP.DEPBAR" in text for text in loop) == 1, "matmuls wait for each other"
+    slow = re.compile(r"MEMBAR|CCTL|ERRBAR|FENCE|\b(LDG|STG|LDL|STL|LD|ST|ATOM\w*)\b")
+    assert [text for text in loop if slow.search(text)] == []
+    assert any("MEMBAR" in text for text in code.values()), "they have another name, which this does not look for"
+
+
+def test_the_loop_that_fills_stages_waits_for_no_memory(code: dict[int, str]) -> None:
+    """Both ways to share, each with two loads of its own and one for both CTAs. (Each load is a small loop itself.)"""
+    with_all = [loop for loop in loops(code) if sum("UTMALDG" in code[at] for at in loop) == 6]
+    loop = [code[at] for at in sorted(min(with_all, key=len))]
+    assert sum("UTMALDG.2D.MULTICAST" in text for text in loop) == 2
+    assert sum("SYNCS.PHASECHK" in text for text in loop) == 2, "the wait, and the one that is repeated"
+    assert [text for text in loop if re.search(r"MEMBAR|CCTL|ERRBAR|FENCE", text)] == []
+
+
+def test_sums_stay_in_registers(tmp_path: Path, code: dict[int, str]) -> None:
+    usage = dump(tmp_path, "-res-usage")
+    found = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    assert found["STACK"] == found["LOCAL"] == 0
+    assert found["REG"] * module._THREADS <= REGISTERS_OF_AN_SM
+    assert [text for text in code.values() if re.search(r"\b(LDL|STL)\b", text)] == []
+
+
+def test_registers_that_one_warpgroup_gives_are_those_that_others_take(code: dict[int, str]) -> None:
+    taken, given = (
+        [int(count, 16) for text in code.values() for count in re.findall(rf"USETMAXREG\.{kind}.* (0x\w+)$", text)]
+        for kind in ("TRY_ALLOC", "DEALLOC")
+    )
+    assert (taken, given) == ([232], [40])
+    assert 128 * (2 * taken[0] + given[0]) <= REGISTERS_OF_AN_SM
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """The device's capability, which a test may change before its first question."""
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    module._has_instructions.cache_clear()
+    yield capability
+    module._has_instructions.cache_clear()
+
+
+def make_a(rows: int = ROWS, depth: int = DEPTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(rows, depth, dtype=dtype).as_subclass(OnGpu)
+
+
+def make_weights(
+    groups: int = GROUPS, depth: int = DEPTH, columns: int = COLUMNS, dtype: torch.dtype = torch.bfloat16
+) -> torch.Tensor:
+    return torch.zeros(groups, columns, depth, dtype=dtype).as_subclass(OnGpu).transpose(1, 2)
+
+
+def off_by(elements: int, like: torch.Tensor) -> torch.Tensor:
+    """As ``like``, from so many elements behind a multiple of 16 bytes on."""
+    storage = torch.zeros(like.numel() + elements, dtype=like.dtype).as_subclass(OnGpu)
+    assert storage.data_ptr() % 16 == 0
+    return storage.as_strided(like.shape, like.stride(), elements)
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS])
+@pytest.mark.parametrize("groups", [1, GROUPS, 1024])
+def test_it_multiplies(hopper: object, groups: int, rows: int) -> None:
+    depth, columns = (64, 256) if groups == 1024 else (DEPTH, COLUMNS)
+    assert multiplies(make_a(rows, depth), make_weights(groups, depth, columns))
+
+
+def test_it_multiplies_from_multiples_of_16_bytes_on(hopper: object) -> None:
+    assert multiplies(off_by(8, make_a()), off_by(16, make_weights()))
+
+
+@pytest.mark.parametrize(
+    ("a", "weights"),
+    [
+        (make_a(dtype=torch.float16), make_weights(dtype=torch.float16)),
+        (make_a(), make_weights(dtype=torch.float16)),
+        (make_a(dtype=torch.float32), make_weights()),
+        (make_a(DEPTH, ROWS).T, make_weights()),
+        (make_a(depth=2 * DEPTH)[:, :DEPTH], make_weights()),
+        (make_a(2 * ROWS)[::2], make_weights()),
+        (make_a(), make_weights().contiguous()),
+        (make_a(), make_weights(columns=2 * COLUMNS)[:, :, :COLUMNS]),
+        (make_a(), make_weights(2 * GROUPS)[::2]),
+        (make_a(depth=0), make_weights(depth=0)),
+        (make_a(depth=96), make_weights(depth=96)),
+        (make_a(depth=32), make_weights(depth=32)),
+        (make_a(), make_weights(columns=COLUMNS + 128)),
+        (make_a(depth=64), make_weights(1025, 64, 256)),
+        (make_a().as_subclass(torch.Tensor), make_weights()),
+        (off_by(4, make_a()), make_weights()),
+        (make_a(), off_by(4, make_weights())),
+    ],
+    ids=[
+        "float16",
+        "weights of another dtype",
+        "a of another dtype",
+        "a in columns",
+        "rows of a apart",
+        "every other row of a",
+        "weights in rows",
+        "weights' matrices apart",
+        "every other matrix",
+        "no depth",
+        "depth of one tile and a half",
+        "depth of half a tile",
+        "columns of half a tile",
+        "too many groups",
+        "on a CPU",
+        "a off 16 bytes",
+        "weights off 16 bytes",
+    ],
+)
+def test_it_is_not_for_other_operands(hopper: object, a: torch.Tensor, weights: torch.Tensor) -> None:
+    assert not multiplies(a, weights)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
+def test_it_is_not_for_other_devices(hopper: list[tuple[int, int]], capability: tuple[int, int]) -> None:
+    hopper[0] = capability
+    assert not multiplies(make_a(), make_weights())
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What is launched on a device of ``SMS`` SMs; a tensor map is ``(pointer, rows, depth, box_rows)``, in its words."""
+    found: list[dict[str, Any]] = []
+
+    def launch(params: GroupedMmParams, **options: Any) -> None:
+        found.append({"params": GroupedMmParams.from_buffer_copy(params), **options})
+
+    monkeypatch.setattr(module, "_kernel", lambda device: (SimpleNamespace(launch=launch), SMS))
+    monkeypatch.setattr(module, "_tensor_map", module._TensorMap)
+    monkeypatch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    return found
+
+
+def make_ends() -> torch.Tensor:
+    return torch.tensor([20, 20, ROWS], dtype=torch.int32)
+
+
+def test_a_launch_has_the_operands_and_the_kernels_shape(launches: list[dict[str, Any]]) -> None:
+    a, weights, ends = make_a(), make_weights(), make_ends()
+    out = grouped_mm(a, weights, ends, 0)
+    assert out.shape == (ROWS, COLUMNS) and out.dtype == torch.bfloat16 and out.is_contiguous()
+    (launch,) = launches
+    params = launch.pop("params")
+    assert list(params.a)[:4] == [a.data_ptr(), ROWS, DEPTH, 64]
+    assert list(params.weights)[:4] == [weights.data_ptr(), GROUPS * COLUMNS, DEPTH, 128]
+    assert (params.out, params.ends) == (out.data_ptr(), ends.data_ptr())
+    assert (params.groups, params.columns, params.depth) == (GROUPS, COLUMNS, DEPTH)
+    sizes = {"block": module._THREADS, "shared_bytes": module._SHARED_BYTES, "cluster": 2}
+    assert launch == {"stream": STREAM, "grid": SMS, **sizes}
+
+
+@pytest.mark.parametrize(("reserved", "grid"), [(0, 132), (1, 130), (16, 116), (15, 116), (130, 2), (131, 2), (200, 2)])
+def test_a_grid_leaves_sms_and_is_of_whole_clusters(launches: list[dict[str, Any]], reserved: int, grid: int) -> None:
+    grouped_mm(make_a(), make_weights(), make_ends(), reserved)
+    assert [launch["grid"] for launch in launches] == [grid]
+
+
+def test_nothing_is_launched_for_no_rows(launches: list[dict[str, Any]]) -> None:
+    out = grouped_mm(make_a(0), make_weights(), torch.zeros(GROUPS, dtype=torch.int32), 16)
+    assert out.shape == (0, COLUMNS) and out.dtype == torch.bfloat16 and launches == []
+
+
+def test_a_tensor_map_is_of_swizzled_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 bytes of each row, in the pattern that the kernel's descriptors name; what lies outside are zeros."""
+    calls: list[tuple[Any, ...]] = []
+    encoded = (ctypes.c_uint64 * 16)(*range(16))
+
+    class FakeDriver:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(driver, name)
+
+        def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[Any, ...]:
+            calls.append(arguments)
+            return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(encoded))
+
+    monkeypatch.setattr(bindings, "load", lambda name: FakeDriver())
+    found = module._tensor_map.__wrapped__(4096, 100, 320, 64)
+    assert list(found) == list(range(16)) and ctypes.addressof(found) != ctypes.addressof(encoded)
+    (call,) = calls
+    dtype, rank, pointer, *lists, interleave, swizzle, _, outside = call
+    sizes, strides, box, steps = ([int(value) for value in values] for values in lists)
+    assert (rank, pointer, sizes, strides, box, steps) == (2, 4096, [320, 100], [640], [64, 64], [1, 1])
+    assert dtype == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+    assert interleave == driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE
+    assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
+    assert outside == driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
