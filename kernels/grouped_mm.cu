@@ -140,7 +140,7 @@ DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
 #pragma unroll
   for (uint32_t step = 0; step < 4; step++) {
     uint32_t sent = pick(w, quad_lane ^ step);
-    received[step] = step ? __shfl_xor_sync(0xffffffffu, sent, step) : sent;
+    received[step] = step ? shuffle_xor(sent, step) : sent;
   }
 #pragma unroll
   for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
@@ -167,7 +167,7 @@ DEVICE void store_tile(const GroupedMmParams& params, const Tile& tile, float (&
 }
 
 DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t rank, Tiles tiles) {
-  int32_t warp = __shfl_sync(0xffffffffu, (int32_t)threadIdx.x / 32 - 4, 0);  // of both warpgroups; known to be the warp's
+  int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4);  // of both warpgroups
   uint32_t lane = threadIdx.x % 32;
   Ring ring;
   Tile tile;

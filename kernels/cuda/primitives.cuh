@@ -1,4 +1,5 @@
-// What the kernels need of the machine, one function an instruction. TW_EMULATED replaces them for tests without a GPU.
+// What the kernels need of the machine, one function an instruction. TW_EMULATED replaces them for tests without a GPU, and
+// those of wgmma.cuh.
 #pragma once
 
 using uint8_t = unsigned char;
@@ -75,6 +76,9 @@ DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
+// Lane 0's value; the compiler knows that the whole warp has it.
+DEVICE int32_t first_lanes(int32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
 // Programmatic dependent launch: the kernel before this one has ended and its writes are visible; the next may start.

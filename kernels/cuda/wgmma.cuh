@@ -7,6 +7,16 @@ struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
+// Rows of 64 16-bit elements in shared memory, swizzled by 128 bytes, at a multiple of 1024 bytes.
+DEVICE uint64_t tile_descriptor(const void* shared) {
+  constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
+  return SWIZZLE_128 | EIGHT_ROWS | UNUSED | ((shared_address(shared) & 0x3ffff) >> 4);
+}
+// What to add to a descriptor for the elements `k` of each row and the following ones.
+constexpr uint64_t columns_on(int k) { return k * 2 >> 4; }
+
+#ifndef TW_EMULATED
+
 // --- clusters ------------------------------------------------------------------------------------------------------
 
 DEVICE uint32_t cluster_rank() {
@@ -51,14 +61,6 @@ DEVICE void load_tile_to(
 
 // --- matmuls of a warpgroup ----------------------------------------------------------------------------------------
 
-// Rows of 64 16-bit elements in shared memory, swizzled by 128 bytes, at a multiple of 1024 bytes.
-DEVICE uint64_t tile_descriptor(const void* shared) {
-  constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
-  return SWIZZLE_128 | EIGHT_ROWS | UNUSED | ((shared_address(shared) & 0x3ffff) >> 4);
-}
-// What to add to a descriptor for the elements `k` of each row and the following ones.
-constexpr uint64_t columns_on(int k) { return k * 2 >> 4; }
-
 template <int REGISTERS>
 DEVICE void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -97,3 +99,5 @@ DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int keep) {
       : TW_64(d, 0), TW_64(d, 64)
       : "l"(a), "l"(b), "r"(keep));
 }
+
+#endif  // TW_EMULATED
