@@ -1,8 +1,9 @@
 """Runs the CUDA kernels' source on a CPU: all ranks, CTAs and threads of several launches, in one thread of the system.
 
-A kernel that reaches the machine only through ``primitives.cuh`` is compiled by g++ with ``TW_EMULATED`` defined. Its threads
-are fibers, which give way inside primitives; a seeded scheduler decides who runs next, when stores become visible and when
-bulk copies move their bytes. A protocol that holds under many seeds has been tested; one that fails is reproduced by its seed.
+A kernel that reaches the machine only through ``primitives.cuh`` and ``wgmma.cuh`` is compiled by g++ with ``TW_EMULATED``
+defined. Its threads are fibers, which give way inside primitives; a seeded scheduler decides who runs next, when stores become
+visible and when bulk copies move their bytes. A protocol that holds under many seeds has been tested; one that fails is
+reproduced by its seed.
 
 Modelled
     Ordinary stores are visible to their own rank at once, to others after any delay, each 32-bit word on its own. A release
@@ -10,16 +11,22 @@ Modelled
     than the hardware promises, and the end of a launch. Bulk copies move in pieces, later, in any order. Ranks pause for
     long. CTAs of a rank start in order of their index, at most ``resident`` at a time. Streams overlap; launches of one stream
     do not, but for programmatic ones, which start when all CTAs of the launch before have called ``grid_dependency_launch``.
+    CTAs of a cluster start together. Copies of tiles are swizzled by 128 bytes, zero outside of the tensor, and move as bulk
+    copies do, to each CTA on its own; an arrival at another CTA's mbarrier may take as long, but not beyond ``cluster_sync``. A
+    warp's matmuls read shared memory and add to registers when they are issued or, if it can be, not before ``wgmma_wait``.
     Shared memory starts as NaNs. Threads that poll sleep until something that they poll changes. What other kernels of a
     stream do between two launches is told by ``read_behind`` and ``write_behind``.
 Errors
     Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
     wrote without a barrier or ``fence_proxy_async`` since; lanes of a warp that call different collectives; a CTA that ends
-    while bulk copies use its shared memory; misuse of mbarriers; deadlock, with who waits where.
+    while bulk copies or arrivals of others use its shared memory; misuse of mbarriers; matmuls without ``wgmma_fence``, of what
+    an ordinary store wrote, or that are never waited for; deadlock, with who waits where.
 Not modelled
     Loads happen in program order and are never stale, so a missing acquire is not found. Data races other than the above show
-    only as wrong values. Bulk loads into shared memory that was read before need no fence. A loop without a primitive hangs.
-    Accesses through plain pointers are not checked. Warps do not diverge or converge. Nothing is known about speed.
+    only as wrong values. The warps of a warpgroup may issue matmuls apart from each other, and each has its registers without
+    ``setmaxnreg``. Tensor maps are those of :func:`tensor_map`. Bulk loads into shared memory that was read before need no
+    fence. A loop without a primitive hangs. Accesses through plain pointers are not checked. Warps do not diverge or converge.
+    Nothing is known about speed.
 """
 
 from __future__ import annotations
@@ -42,10 +49,16 @@ _HERE = Path(__file__).parent
 _PRIMITIVES = _HERE.parents[1] / "kernels" / "cuda"
 _COMPILER = ("g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-w")
 _MAX_SHARED_BYTES = 227 * 1024
+_MAX_CLUSTER = 8
+_TILE_MAP = int.from_bytes(b"tilemap", "big")  # TileMap of machine.h
 
 _ENTRY = """
 #include "{source}"
-template <class P> static void call(void (*kernel)(P), const void* params) {{ kernel(*static_cast<const P*>(params)); }}
+template <class P> static void call(void (*kernel)(P), const void* params) {{
+  P aligned;
+  __builtin_memcpy(&aligned, params, sizeof(P));
+  kernel(aligned);
+}}
 template <class P> constexpr uint32_t size_of(void (*)(P)) {{ return sizeof(P); }}
 extern "C" {{
 extern const uint32_t emulated_params_bytes;
@@ -89,7 +102,7 @@ def _library(source: Path, entry: str, defines: tuple[tuple[str, str], ...], fla
     machine_text = "".join(path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".h", ".cpp"))
     machine = [
         _built(name, machine_text, *_COMPILER, *flags, "-c", str(_HERE / f"{name}.cpp"))
-        for name in ("machine", "driver")
+        for name in ("machine", "driver", "tiles")
     ]
     command = (*_COMPILER, "-shared", "-Wl,-Bsymbolic", "-x", "c++", "-", "-x", "none", *map(str, machine))
     without_paths = re.sub(r"(?m)^# .*\n", "", kernel)  # copies of a source in other folders are the same
@@ -102,8 +115,14 @@ def _library(source: Path, entry: str, defines: tuple[tuple[str, str], ...], fla
     return library
 
 
+def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, box_columns: int) -> bytes:
+    """What a kernel's ``TensorMap`` holds here: ``[rows, columns]`` of 16 bits, boxes swizzled by 128 bytes."""
+    words = (address, columns, rows, row_bytes, box_columns, box_rows, _TILE_MAP)
+    return bytes((ctypes.c_uint64 * 16)(*words))
+
+
 class Emulator:
-    """``world_size`` ranks that run the kernel ``entry`` of ``source``, a file that includes ``primitives.cuh``.
+    """``world_size`` ranks that run the kernel ``entry`` of ``source``, which includes ``primitives.cuh`` or ``wgmma.cuh``.
 
     ``defines`` become ``-D`` options. The same ``seed`` gives the same run. At most ``resident`` CTAs of a rank run at a time.
     After ``stall_limit`` thread switches in which nothing happened but polling, the run is called a deadlock. ``portable``
@@ -127,7 +146,7 @@ class Emulator:
         if resident < 1:
             raise ValueError(f"resident: expected at least 1, got {resident}")
         values = tuple(sorted((name, str(value)) for name, value in defines.items()))
-        self.world_size = world_size
+        self.world_size, self._resident = world_size, resident
         self._library = _library(source.resolve(), entry, values, ("-DTW_EMULATOR_UCONTEXT",) * portable)
         self._machine = ctypes.c_void_p(
             self._library.emulator_create(world_size, ctypes.c_uint64(seed), resident, ctypes.c_uint64(stall_limit))
@@ -166,15 +185,18 @@ class Emulator:
         shared_bytes: int,
         params: bytes | ctypes.Structure,
         *,
+        cluster: int = 1,
         programmatic: bool = False,
     ) -> int:
         """Queues a launch behind those of the same rank and stream, returns its number.
 
-        ``programmatic`` allows it to start before they end.
+        ``cluster``: CTAs of a cluster, which start together. ``programmatic`` allows it to start before those launches end.
         """
         self._check_rank(rank)
-        if grid < 1:
-            raise ValueError(f"grid: expected at least 1, got {grid}")
+        if not 1 <= cluster <= min(self._resident, _MAX_CLUSTER):
+            raise ValueError(f"cluster: expected 1..{min(self._resident, _MAX_CLUSTER)}, got {cluster}")
+        if grid < 1 or grid % cluster:
+            raise ValueError(f"grid: expected at least 1 and a multiple of {cluster}, got {grid}")
         if block % 32 or not 32 <= block <= 1024:
             raise ValueError(f"block: expected a multiple of 32 in 32..1024, got {block}")
         if not 0 <= shared_bytes <= _MAX_SHARED_BYTES:
@@ -182,7 +204,7 @@ class Emulator:
         expected = self._library.emulator_params_bytes()
         if len(bytes(params)) != expected:
             raise ValueError(f"params: expected the kernel's {expected} bytes, got {len(bytes(params))}")
-        arguments = rank, stream, grid, block, shared_bytes, bytes(params), programmatic
+        arguments = rank, stream, grid, cluster, block, shared_bytes, bytes(params), programmatic
         return int(self._library.emulator_launch(self._machine, *arguments))
 
     def read_behind(self, launch: int, address: int, values: torch.Tensor) -> None:

@@ -1,13 +1,10 @@
 // The primitives, called by kernels through emulator.h, and the interface to Python.
 
-#include "machine.h"
+#include "driver.h"
 
 extern "C" const uint32_t emulated_params_bytes;
 
-namespace {
-
-// Every primitive begins here: now and then another thread runs first.
-Thread& enter(const char* primitive, const void* at = nullptr, bool polls = false) {
+Thread& enter(const char* primitive, const void* at, bool polls) {
   Thread& thread = *current;
   thread.primitive = primitive;
   thread.at = at;
@@ -17,7 +14,6 @@ Thread& enter(const char* primitive, const void* at = nullptr, bool polls = fals
   return thread;
 }
 
-// Offset of [pointer, pointer + bytes) in the CTA's shared memory.
 uint32_t check_shared(const void* pointer, uint32_t bytes, uint32_t alignment) {
   const Cta& cta = *current->cta;
   const ptrdiff_t offset = static_cast<const char*>(pointer) - cta.shared;
@@ -27,14 +23,14 @@ uint32_t check_shared(const void* pointer, uint32_t bytes, uint32_t alignment) {
   return uint32_t(offset);
 }
 
-void check_bulk(const void* global, const void* shared, uint32_t bytes) {
+static void check_bulk(const void* global, const void* shared, uint32_t bytes) {
   if (bytes % 16) fail("%u bytes, expected a multiple of 16", bytes);
   check_shared(shared, bytes, 16);
   machine->check(global, bytes, 16);
 }
 
 // Pieces that the scheduler copies one by one, in any order.
-void push_pieces(const Copy& whole) {
+static void push_pieces(const Copy& whole) {
   uint32_t done = 0;
   while (done < whole.bytes) {
     const uint32_t left = (whole.bytes - done) / 16;
@@ -49,7 +45,6 @@ void push_pieces(const Copy& whole) {
   machine->progress();
 }
 
-// All that any of `warps` knows, all of them know from now on.
 void synchronise(Cta& cta, const std::vector<Warp*>& warps) {
   auto merged = std::make_shared<Clock>(cta.threads.size());
   const Clock* joined = nullptr;
@@ -70,7 +65,7 @@ void synchronise(Cta& cta, const std::vector<Warp*>& warps) {
   machine->progress();
 }
 
-void complete_barrier(Warp& warp) {
+static void complete_barrier(Warp& warp) {
   Cta& cta = *warp.cta;
   CtaBarrier& barrier = cta.barriers[warp.id];
   if (barrier.warps.empty()) barrier.threads = warp.threads;
@@ -82,19 +77,21 @@ void complete_barrier(Warp& warp) {
   barrier.warps.clear();
 }
 
-void complete_shuffle(Warp& warp) {
-  Thread* lanes = &warp.cta->threads[(&warp - warp.cta->warps.data()) * 32];
-  for (uint32_t lane = 0; lane < 32; ++lane) {
-    lanes[lane].result = warp.values[lane ^ warp.masks[lane]];
-    machine->wake(lanes[lane]);
-  }
+Thread* lanes_of(const Warp& warp) { return &warp.cta->threads[(&warp - warp.cta->warps.data()) * 32]; }
+
+void wake_lanes(Warp& warp) {
+  for (uint32_t lane = 0; lane < 32; ++lane) machine->wake(lanes_of(warp)[lane]);
   warp.arrived = 0;
   machine->progress();
 }
 
-void complete_warp_sync(Warp& warp) { synchronise(*warp.cta, {&warp}); }
+static void complete_shuffle(Warp& warp) {
+  for (uint32_t lane = 0; lane < 32; ++lane) lanes_of(warp)[lane].result = warp.values[warp.sources[lane]];
+  wake_lanes(warp);
+}
 
-// Waits for the other lanes of the warp; the last one calls `complete`, which wakes them.
+static void complete_warp_sync(Warp& warp) { synchronise(*warp.cta, {&warp}); }
+
 void collective(const char* name, uint32_t id, uint32_t threads, void (*complete)(Warp&)) {
   Thread& thread = *current;
   Warp& warp = *thread.warp;
@@ -111,7 +108,7 @@ void collective(const char* name, uint32_t id, uint32_t threads, void (*complete
   yield();
 }
 
-void check_ordered_store(const Thread& thread, const void* shared, uint32_t bytes) {
+static void check_ordered_store(const Thread& thread, const void* shared, uint32_t bytes) {
   Cta& cta = *thread.cta;
   const uint32_t first = check_shared(shared, bytes, 16) / 4;
   for (uint32_t i = first; i < first + bytes / 4; ++i) {
@@ -125,7 +122,6 @@ void check_ordered_store(const Thread& thread, const void* shared, uint32_t byte
   }
 }
 
-// Words that an ordinary store of a running launch wrote need a proxy fence of the writer or of this side since.
 void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes) {
   const Allocation& allocation = *machine->find(global);
   const Word* words = allocation.words + (static_cast<const char*>(global) - allocation.base) / 4;
@@ -141,7 +137,7 @@ void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes)
 }
 
 // Polling `address` for the second time, a thread has gone round its loop. It sleeps unless anything in it has changed.
-void park_until_changed(Thread& thread, const void* address) {
+static void park_until_changed(Thread& thread, const void* address) {
   std::vector<Poll>& polls = thread.polls;
   const auto begin =
       std::find_if(polls.begin(), polls.end(), [=](const Poll& poll) { return poll.address == address; });
@@ -159,7 +155,14 @@ void park_until_changed(Thread& thread, const void* address) {
   if (!changed) machine->park(keys.data(), keys.size());
 }
 
-}  // namespace
+static uint32_t shuffle(const char* primitive, uint32_t value, uint32_t source) {
+  Thread& thread = enter(primitive);
+  const uint32_t lane = thread.index % 32;
+  thread.warp->values[lane] = value;
+  thread.warp->sources[lane] = source;
+  collective(primitive, 0, 0, complete_shuffle);
+  return thread.result;
+}
 
 extern "C" {
 
@@ -210,14 +213,11 @@ void emulated_barrier_sync(uint32_t id, uint32_t threads) {
 }
 
 uint32_t emulated_shuffle_xor(uint32_t value, uint32_t mask) {
-  Thread& thread = enter("shuffle_xor");
-  const uint32_t lane = thread.index % 32;
-  if (mask > 31) fail("mask %u, expected 0..31", mask);
-  thread.warp->values[lane] = value;
-  thread.warp->masks[lane] = mask;
-  collective("shuffle_xor", 0, 0, complete_shuffle);
-  return thread.result;
+  if (mask > 31) fail("shuffle_xor of mask %u, expected 0..31", mask);
+  return shuffle("shuffle_xor", value, current->index % 32 ^ mask);
 }
+
+uint32_t emulated_first_lanes(uint32_t value) { return shuffle("first_lanes", value, 0); }
 
 void emulated_warp_sync() {
   enter("warp_sync");
@@ -372,7 +372,7 @@ bool emulator_alloc(Machine* m, uint32_t rank, void* base, size_t bytes, bool sy
 }
 
 // The number of the launch.
-uint32_t emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t grid, uint32_t block,
+uint32_t emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t grid, uint32_t cluster, uint32_t block,
                          uint32_t shared_bytes, const char* params, bool programmatic) {
   Launch* previous = nullptr;
   uint32_t number = 0;
@@ -380,8 +380,8 @@ uint32_t emulator_launch(Machine* m, uint32_t rank, uint32_t stream, uint32_t gr
     number += launch.rank == rank;
     if (launch.rank == rank && launch.stream == stream) previous = &launch;
   }
-  m->launches.push_back({rank, stream, grid, block, shared_bytes, number, std::string(params, emulated_params_bytes),
-                         programmatic, previous});
+  m->launches.push_back({rank, stream, grid, cluster, block, shared_bytes, number,
+                         std::string(params, emulated_params_bytes), programmatic, previous});
   m->open.push_back(&m->launches.back());
   ++m->unfinished;
   return uint32_t(m->launches.size() - 1);

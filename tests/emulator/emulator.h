@@ -1,5 +1,5 @@
-// The kernel's side of the emulator: the primitives of primitives.cuh as calls of driver.cpp. No header of the standard
-// library is included, because the integer names of primitives.cuh differ from its.
+// The kernel's side of the emulator: the primitives of primitives.cuh and wgmma.cuh as calls of driver.cpp and tiles.cpp. No
+// header of the standard library is included, because the integer names of primitives.cuh differ from its.
 #pragma once
 
 #define DEVICE inline
@@ -11,6 +11,7 @@
 struct EmulatedIndex {
   uint32_t x;
 };
+struct TensorMap;  // of wgmma.cuh; what Python fills in is machine.h's TileMap
 
 extern "C" {
 extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
@@ -19,6 +20,7 @@ void emulated_store(const char* primitive, void* address, const void* words, uin
 uint32_t emulated_fetch_add(void* address, uint32_t value);
 void emulated_barrier_sync(uint32_t id, uint32_t threads);
 uint32_t emulated_shuffle_xor(uint32_t value, uint32_t mask);
+uint32_t emulated_first_lanes(uint32_t value);
 void emulated_warp_sync();
 void emulated_grid_dependency_wait();
 void emulated_grid_dependency_launch();
@@ -35,6 +37,15 @@ void emulated_bulk_store(void* global, const void* shared, uint32_t bytes);
 void emulated_bulk_commit();
 void emulated_bulk_wait(bool read, uint32_t pending);
 void emulated_fence_proxy_async();
+uint32_t emulated_cluster_rank();
+void emulated_cluster_sync();
+void emulated_mbarrier_arrive_at(void* barrier, uint32_t rank);
+void emulated_load_tile(const char* primitive, uint32_t ranks, void* shared, const TensorMap* map, int32_t column,
+                        int32_t row, void* barrier);
+void emulated_wgmma_fence();
+void emulated_wgmma(float* d, uint64_t a, uint64_t b, bool keep);
+void emulated_wgmma_commit();
+void emulated_wgmma_wait(uint32_t pending);
 }
 
 // --- global memory -------------------------------------------------------------------------------------------------
@@ -129,6 +140,8 @@ DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value)
 
 DEVICE void barrier_sync(uint32_t id, uint32_t threads) { emulated_barrier_sync(id, threads); }
 DEVICE float shuffle_xor(float value, int mask) { return as_float(emulated_shuffle_xor(as_bits(value), mask)); }
+DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return emulated_shuffle_xor(value, mask); }
+DEVICE int32_t first_lanes(int32_t value) { return int32_t(emulated_first_lanes(uint32_t(value))); }
 DEVICE void warp_sync() { emulated_warp_sync(); }
 DEVICE void grid_dependency_wait() { emulated_grid_dependency_wait(); }
 DEVICE void grid_dependency_launch() { emulated_grid_dependency_launch(); }
@@ -159,3 +172,32 @@ DEVICE void bulk_wait_read() {
 DEVICE void bulk_wait() { emulated_bulk_wait(false, 0); }
 DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
 DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
+
+// --- wgmma.cuh: clusters, copies of tiles, matmuls of a warpgroup --------------------------------------------------
+
+DEVICE uint32_t cluster_rank() { return emulated_cluster_rank(); }
+DEVICE void cluster_sync() { emulated_cluster_sync(); }
+DEVICE void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) { emulated_mbarrier_arrive_at(barrier, rank); }
+DEVICE void prefetch_map(const TensorMap&) {}
+DEVICE void load_tile(void* shared, const TensorMap& map, int32_t column, int32_t row, uint64_t* barrier) {
+  emulated_load_tile("load_tile", 1u << emulated_cluster_rank(), shared, &map, column, row, barrier);
+}
+DEVICE void load_tile_to(
+    uint16_t mask, void* shared, const TensorMap& map, int32_t column, int32_t row, uint64_t* barrier) {
+  emulated_load_tile("load_tile_to", mask, shared, &map, column, row, barrier);
+}
+template <int REGISTERS>
+DEVICE void more_registers() {
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "what setmaxnreg takes");
+}
+template <int REGISTERS>
+DEVICE void fewer_registers() {
+  more_registers<REGISTERS>();
+}
+DEVICE void wgmma_fence() { emulated_wgmma_fence(); }
+DEVICE void wgmma_commit() { emulated_wgmma_commit(); }
+template <int PENDING>
+DEVICE void wgmma_wait() {
+  emulated_wgmma_wait(PENDING);
+}
+DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int keep) { emulated_wgmma(d, a, b, keep != 0); }

@@ -53,6 +53,7 @@ static void thread_main() {
   if (warp.arrived) fail("ended while other lanes of its warp wait in %s", warp.collective);
   for (size_t i = thread.waited; i < thread.groups.size(); ++i)
     if (thread.groups[i].bytes) fail("ended without bulk_wait or bulk_wait_read of its last bulk stores");
+  if (!warp.matmuls.empty()) fail("ended without wgmma_wait of its last matmuls");
   if (Stacks::overflowed(thread.stack)) fail("needed more than %zu bytes of stack", Stacks::BYTES);
   warp.ended |= 1u << thread.index % 32;
   thread.done = true;
@@ -207,11 +208,18 @@ void Machine::copy_step(uint32_t index) {
   if (index + 1 < copies.size()) copies[index] = std::move(copies.back());
   copies.pop_back();
   Cta& cta = *piece.cta;
+  if (!piece.bytes) {
+    --cta.in_flight;
+    return arrive(cta, piece.barrier);
+  }
   Allocation& allocation = *find(piece.global);
   const uint32_t words = piece.bytes / 4;
   progress();
   if (piece.load) {
-    read(allocation, piece.global, piece.shared, piece.bytes, cta.launch->rank);
+    if (piece.tile.kind)
+      read_rows(piece);
+    else
+      read(allocation, piece.global, piece.shared, piece.bytes, cta.launch->rank);
     std::fill_n(cta.shared_words.begin() + (piece.shared - cta.shared) / 4, words, SharedWord());
     --cta.in_flight;
     mbarrier(cta, piece.barrier).bytes -= piece.bytes;
@@ -298,6 +306,16 @@ MBarrier& Machine::mbarrier(Cta& cta, void* address) {
   return cta.mbarriers[uint32_t(content)];
 }
 
+// Without a clock: it publishes nothing.
+void Machine::arrive(Cta& cta, void* address) {
+  MBarrier& barrier = mbarrier(cta, address);
+  if (!barrier.pending)
+    fail("more arrivals than mbarrier_init's %u at %s of CTA %u", barrier.count, describe(cta, address).c_str(), cta.index);
+  --barrier.pending;
+  complete_phase(cta, barrier, address);
+  progress();
+}
+
 void Machine::complete_phase(const Cta& cta, MBarrier& barrier, void* address) {
   if (barrier.pending || barrier.bytes) return;
   ++barrier.phase;
@@ -322,18 +340,24 @@ bool Machine::start_cta() {
     const Launch& launch = *open[i];
     const Launch* before = launch.previous;
     const bool may = settled(launch.previous) || (launch.programmatic && before->triggered == before->grid);
-    if (may && running[launch.rank] < resident) candidates.push_back(i);
+    if (may && running[launch.rank] + launch.cluster <= resident) candidates.push_back(i);
   }
   if (candidates.empty()) return false;
   const size_t chosen = candidates[random.below(uint32_t(candidates.size()))];
   Launch& launch = *open[chosen];
+  for (uint32_t i = 0; i < launch.cluster; ++i) start_cta(launch);
+  if (launch.started == launch.grid) open.erase(open.begin() + chosen);
+  progress();
+  return true;
+}
+
+void Machine::start_cta(Launch& launch) {
   ctas.emplace_back();
   Cta& cta = ctas.back();
   cta.launch = &launch;
   cta.index = launch.started++;
   cta.serial = uint32_t(ctas.size());
   cta.running = launch.block;
-  if (launch.started == launch.grid) open.erase(open.begin() + chosen);
   ++running[launch.rank];
   const size_t shared_bytes = (launch.shared_bytes + 1024) / 1024 * 1024;
   cta.shared = static_cast<char*>(aligned_alloc(1024, shared_bytes));
@@ -351,15 +375,13 @@ bool Machine::start_cta() {
     prepare_context(thread.context, thread.stack, Stacks::BYTES, thread_main);
     wake(thread);
   }
-  progress();
-  return true;
 }
 
 void Machine::end_cta(Cta& cta) {
   Launch& launch = *cta.launch;
   if (cta.in_flight)
-    fail("rank %u, launch %u, CTA %u ended while bulk loads still write its shared memory", launch.rank,
-         launch.number, cta.index);
+    fail("rank %u, launch %u, CTA %u ended while bulk loads still write its shared memory, or others arrive there",
+         launch.rank, launch.number, cta.index);
   free(cta.shared);
   cta.shared = nullptr;
   cta.shared_words = {};

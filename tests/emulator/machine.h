@@ -3,6 +3,8 @@
 // Memory. An ordinary store waits in `Cta::pending`, a word on its own, and only its rank sees it, until the scheduler
 // or a release commits it. Every word of an allocation has a `Word` that finds its pending stores at once.
 //
+// Clusters. Their CTAs are neighbours in `Machine::ctas`; clocks know of accesses within a CTA alone.
+//
 // Order. "Happened before", within a CTA, is kept as vector clocks: `Machine::now` counts primitives, a thread's
 // `Clock` says up to which count it knows of the others' accesses and proxy fences. Barriers and mbarriers join clocks.
 #pragma once
@@ -115,12 +117,28 @@ struct Thread {
     return clock ? clock->threads[other] : Known();
   }
 };
+// What Python writes into a kernel's TensorMap: rows of 16-bit elements, and the box of them that one load copies.
+struct TileMap {
+  char* base;
+  uint64_t columns, rows, row_bytes, box_columns, box_rows, kind;
+};
+constexpr uint64_t TILE_MAP = 0x74696c656d6170;
+// A warp's part of a wgmma that it has issued. `d`: accumulators of each lane.
+struct Matmul {
+  uint64_t a, b;
+  bool keep;
+  uint32_t group;  // wgmma_commits before it
+  float* d[32];
+};
 struct Warp {
   struct Cta* cta;
   uint32_t first, runnable = 0, ended = 0, position = 0;
   uint32_t arrived = 0, id = 0, threads = 0;  // lanes that wait together in `collective`
   const char* collective = "";
-  uint32_t values[32], masks[32];
+  uint32_t values[32], sources[32];
+  Matmul matmul;  // that the lanes issue now
+  std::deque<Matmul> matmuls;  // that are not done
+  uint32_t matmul_groups = 0, matmul_fence = 0;  // commits; lanes that may issue
 };
 struct CtaBarrier {
   uint32_t threads = 0;
@@ -133,7 +151,7 @@ struct Access {
   bool writes;
 };
 struct Launch {
-  uint32_t rank, stream, grid, block, shared_bytes, number;  // `number`: among those of the rank
+  uint32_t rank, stream, grid, cluster, block, shared_bytes, number;  // `number`: among those of the rank
   std::string params;
   bool programmatic;
   Launch* previous;
@@ -146,7 +164,7 @@ struct Launch {
 struct Cta {
   Launch* launch;
   uint32_t index, serial, running;
-  uint32_t in_flight = 0;  // pieces of bulk copies that will touch shared memory
+  uint32_t in_flight = 0;  // pieces of bulk copies, and arrivals, that will touch shared memory
   bool triggered = false, dirty = false;
   char* shared;
   std::vector<SharedWord> shared_words;
@@ -155,7 +173,9 @@ struct Cta {
   std::vector<MBarrier> mbarriers;
   std::vector<uint32_t> pending;
   CtaBarrier barriers[16];
+  std::vector<Warp*> cluster_warps;  // of the cluster's first CTA: that wait in cluster_sync
 
+  uint32_t cluster_rank() const { return index % launch->cluster; }
   uint64_t key(const void* address) const {
     return 1ull << 62 | uint64_t(serial) << 32 | uint32_t(static_cast<const char*>(address) - shared);
   }
@@ -163,7 +183,8 @@ struct Cta {
     return 1ull << 62 | uint64_t(serial) << 32 | 1u << 31 | thread.index << 6;
   }
 };
-// A piece of a bulk copy. A store is read into `buffer` first and written later.
+// A piece of a bulk copy. A store is read into `buffer` first and written later. A piece of a tile, if `tile` says so, is whole
+// rows of it from `row` on, and `global` any address in the tensor. Without bytes, it is an arrival from another CTA.
 struct Copy {
   Cta* cta;
   bool load;
@@ -171,6 +192,8 @@ struct Copy {
   uint32_t bytes, thread, group;
   void* barrier;
   std::vector<uint32_t> buffer;
+  TileMap tile{};
+  int32_t column = 0, row = 0;
 };
 
 struct Failure {};
@@ -181,6 +204,7 @@ struct Machine {
   Random random;
   double preempt, drain, copy, start, pause, burst;
   uint32_t pause_steps;
+  double eager = -1;  // how likely a wgmma is done when it is issued; else when it is waited for
   std::vector<double> links;  // [rank of the thread, rank of the memory]: how likely a store goes when its turn comes
 
   std::vector<Allocation> allocations;  // by address
@@ -217,6 +241,8 @@ struct Machine {
   void commit_own(Word& word, uint32_t rank);
   void commit_before(Thread& thread);
   void copy_step(uint32_t index);
+  void arrive(Cta& cta, void* address);
+  void read_rows(const Copy& piece);
 
   // --- threads
   void wake(Thread& thread);
@@ -232,6 +258,7 @@ struct Machine {
   size_t bucket(uint64_t key) { return (key >> 6) * 0x9e3779b97f4a7c15ull >> 54; }
   uint32_t times(double rate) { return uint32_t(rate) + random.chance(rate - uint32_t(rate)); }
   bool start_cta();
+  void start_cta(Launch& launch);
   void resume(Thread& thread);
   void end_cta(Cta& cta);
   void end_launch(Launch& launch);

@@ -92,7 +92,7 @@ KERNEL(1024, 1) flags(GRID_CONSTANT Params p) {
     store_global(at(buffer, p.rank * row + mine + past_the_end), w);
   }
   mbarrier_arrive(stored);
-  if (p.broken == SHUFFLE_FOR_BARRIER) shuffle_xor(0, 1);
+  if (p.broken == SHUFFLE_FOR_BARRIER) shuffle_xor(0u, 1);
   while (p.broken != NO_BARRIER && p.broken != SHUFFLE_FOR_BARRIER && !mbarrier_try_wait(stored, 0)) {
   }
   if (p.broken != FLAG_BEFORE_DATA) exchange_flags(p, 2 * p.launch + 1);
