@@ -68,13 +68,17 @@ def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progre
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine(),
         **asdict(spec),
         **found,
         "incomplete": incomplete,
         "environment": environment,
         "versions": all_versions(spec.device),
     }
+
+
+def machine() -> str:
+    return f"{platform.machine()} {os.cpu_count()} cpus"
 
 
 def all_versions(device: str) -> dict[str, Any]:
