@@ -29,7 +29,6 @@ RING: dict[str, tuple[tuple[str, str], ...]] = {
     "reads stages that have not arrived": ((FULL, ""),),
     "fills stages that are being read": ((EMPTY, ""),),
     "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
-    "ring of too few stages": (("++stage == STAGES", "++stage == STAGES - 1"), ("parity ^= 1", "parity = 0")),
     "a stage is returned while matmuls read it": (("wgmma_wait<1>", "wgmma_wait<2>"),),
     "a stage is returned before its matmuls": (
         (RETURNED, RETURNED.replace("read >= 0 && ", "").replace("read]", "ring.stage]")),
