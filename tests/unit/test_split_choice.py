@@ -1,0 +1,218 @@
+"""Which split of those that could be planned is taken: kernels of transports, ties, ranges of token counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tw_compile import Config
+from tw_compile.models.config import load_config, tensor_parallel_plan
+from tw_compile.passes.base import SplitRefusal
+from tw_compile.passes.split import Choice, choose
+from tw_compile.passes.split.choose import NotSplit, _Planner
+from tw_compile.passes.split.layer import GraphLayer
+from tw_compile.passes.split.token_axis import TokenAxis, Unit
+from tw_compile.planning import DeviceProfile, Mode, Off, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning.halves import MOST_TOKENS, FirstHalf
+from tw_compile.planning.plan import RESOLUTION
+
+H100, H200 = load_profile("H100"), load_profile("H200")
+MODEL = load_config("llama-3.3-70b")
+LAYER = layer_shape(MODEL, tensor_parallel_plan(MODEL), 4)
+TOKENS = 4096
+PLAN = plan_layer(H200, LAYER, TOKENS)
+
+
+def planner(unit: Unit = "token", batch: int = 1) -> _Planner:
+    axis = TokenAxis(unit, TOKENS, batch, {})
+    return _Planner(axis, batch, H200, GraphLayer(LAYER, "p2p"), "stream", "auto", True)
+
+
+def plan_of(first: int, tokens: int, us: float, off: Off | None = None) -> Plan:
+    predicted = replace(PLAN.predicted, split_us=us, fused_us=1000.0)
+    made = replace(PLAN, tokens=tokens, predicted=predicted)
+    if off is not None:
+        return replace(made, mode=Mode.OFF, sizes=(tokens,), off=off, reason=f"{us} us")
+    return replace(made, sizes=(first, tokens - first))
+
+
+Script = Callable[[int, int | None, bool], Plan]
+"""A plan by the tokens, half 1 where that is settled, and whether sequences may be cut."""
+Planned = Callable[[Script], list[int]]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """Makes a script take the planner's place; the token counts that no half was settled for are noted."""
+
+    def use(plan: Script) -> list[int]:
+        asked: list[int] = []
+
+        def scripted(profile: DeviceProfile, layer: Any, tokens: int, **options: Any) -> Plan:
+            if options["first"] is None:
+                asked.append(tokens)
+            return plan(tokens, options["first"], options["cut_sequences"])
+
+        monkeypatch.setattr(choose, "plan_layer", scripted)
+        return asked
+
+    return use
+
+
+@pytest.mark.parametrize(
+    ("profile", "named", "transport", "kernel"),
+    [
+        (H100, True, "p2p", "two_shot"),
+        (H100, True, "gloo", "two_shot"),
+        (H100, True, "multimem", "multimem"),
+        (H100, False, "p2p", "two_shot"),
+        (H100, False, "multimem", "multimem"),
+        (H100, False, "nccl", None),
+        (H200, False, "p2p", "stream"),
+        (H200, True, "multimem", None),
+        (replace(H100, kernel="multimem"), False, "p2p", "two_shot"),
+    ],
+)
+def test_a_transport_has_the_kernel_that_it_runs(
+    profile: DeviceProfile, named: bool, transport: str, kernel: str | None
+) -> None:
+    config = Config(split="auto", device_profile=profile.name if named else "auto")
+    assert choose._kernel(profile, transport, config) == kernel
+
+
+@pytest.mark.parametrize(("faster", "unit"), [(0.0, "request"), (RESOLUTION / 2, "request"), (2 * RESOLUTION, "token")])
+def test_requests_stay_whole_unless_cutting_one_is_faster_than_can_be_told(
+    faster: float, unit: str, planned: Planned
+) -> None:
+    planned(lambda tokens, first, cut: plan_of(2048 + 512 * cut, tokens, 100.0 * (1.0 - faster * cut)))
+    choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    assert isinstance(choice, Choice) and choice.axis.unit == unit
+    assert choice.first == {"request": 2, "token": 2560}[unit]
+
+
+def test_a_split_that_pays_is_taken_where_another_does_not(planned: Planned) -> None:
+    planned(lambda tokens, first, cut: plan_of(2048, tokens, 100.0, None if cut else Off.NOT_FASTER))
+    choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    assert isinstance(choice, Choice) and choice.axis.unit == "token"
+
+
+def test_of_splits_that_do_not_pay_the_faster_one_says_why(planned: Planned) -> None:
+    planned(lambda tokens, first, cut: plan_of(2048, tokens, 90.0 if cut else 100.0, Off.NOT_FASTER))
+    refused = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    assert isinstance(refused, NotSplit) and (refused.reason, refused.detail) == (Off.NOT_FASTER, "90.0 us")
+
+
+@pytest.mark.parametrize(
+    ("attention", "off", "modes"),
+    [("auto", None, ["auto"]), ("auto", Off.NOT_FASTER, ["auto", "split"]), ("join", Off.NOT_FASTER, ["join"])],
+)
+def test_attention_of_settled_halves_is_cut_where_splitting_does_not_pay(
+    attention: str, off: Off | None, modes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def plan(*args: Any, **options: Any) -> Plan:
+        asked.append(options["attention"])
+        return plan_of(options["first"], TOKENS, 100.0, off)
+
+    monkeypatch.setattr(choose, "plan_layer", plan)
+    replace(planner(), attention=attention).plan_anyway(TOKENS, 1024)
+    assert asked == modes
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "counts"),
+    [
+        (512, 4096, [512, 1024, 2048, 4096]),
+        (512, 4097, [512, 1024, 2048, 4096, 4097]),
+        (600, 600, [600]),
+        (0, 3, [1, 2, 3]),
+    ],
+)
+def test_a_range_is_planned_at_its_ends_and_wherever_the_smallest_count_has_doubled(
+    low: int, high: int, counts: list[int], planned: Planned
+) -> None:
+    asked = planned(lambda tokens, first, cut: plan_of(2048, TOKENS, 100.0, Off.NOT_FASTER))
+    refused = choose._planned_range(planner(), low, high)
+    assert asked == counts and isinstance(refused, NotSplit) and refused.reason == Off.NOT_FASTER
+
+
+def test_a_range_that_pays_at_some_counts_alone_names_the_others(planned: Planned) -> None:
+    def plan(tokens: int, first: int | None, cut: bool) -> Plan:
+        return plan_of(tokens // 2, tokens, 100.0, Off.NOT_FASTER if tokens < 2048 else None)
+
+    planned(plan)
+    refused = choose._planned_range(planner(), 512, 4096)
+    assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
+    assert refused.detail == "one graph for 512 to 4096 tokens, and at 512, 1024 it would be off (not_faster)"
+    assert refused.plan is not None and refused.plan.tokens == 512
+
+
+@pytest.mark.parametrize(
+    ("unit", "batch", "high", "splits"),
+    [
+        ("token", 1, MOST_TOKENS, True),
+        ("token", 1, MOST_TOKENS + 1, False),
+        ("token", 1, None, False),
+        ("token", 2, 4096, False),
+        ("request", 2, MOST_TOKENS + 1, True),
+        ("request", 2, None, False),
+    ],
+)
+def test_a_range_must_be_bounded_and_of_one_request_where_that_is_cut(
+    unit: Unit, batch: int, high: int | None, splits: bool, planned: Planned
+) -> None:
+    planned(lambda tokens, first, cut: plan_of(first or tokens // 2, tokens, 100.0))
+    result = choose._planned_range(planner(unit, batch), 4000 if high == 4096 else MOST_TOKENS - 8, high)
+    assert isinstance(result, Choice) is splits
+    assert isinstance(result, Choice) or result.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
+
+
+Shared = Callable[[Callable[[int, float], float]], Choice | NotSplit]
+
+
+@pytest.fixture
+def shared(planned: Planned) -> Shared:
+    """The choice for 2048 to 8192 tokens, by the time at each count of each share; 0 is off."""
+
+    def choice(us: Callable[[int, float], float]) -> Choice | NotSplit:
+        def plan(tokens: int, first: int | None, cut: bool) -> Plan:
+            if first is None:
+                return plan_of(tokens // 2, tokens, 100.0)
+            time = us(tokens, first / tokens)
+            return plan_of(first, tokens, time, None if time else Off.NOT_FASTER)
+
+        planned(plan)
+        return choose._planned_range(planner(), 2048, 8192)
+
+    return choice
+
+
+def half_of(choice: Choice | NotSplit) -> str:
+    assert isinstance(choice, Choice) and isinstance(choice.first, FirstHalf) and choice.plan is not None
+    assert (choice.plan.tokens, choice.plan.sizes[0]) == (4096, choice.first(4096))
+    return str(choice.first)
+
+
+def test_shares_that_are_equally_fast_are_decided_by_the_middle_then_by_larger_tiles(shared: Shared) -> None:
+    assert half_of(shared(lambda tokens, share: 100.0)) == "s*8//16//256*256"
+    assert half_of(shared(lambda tokens, share: 100.04 if share == 0.5 else 100.0)) == "s*8//16//256*256"
+
+
+def test_a_share_that_is_off_at_one_count_is_no_first_half(shared: Shared) -> None:
+    assert half_of(shared(lambda tokens, share: 100.0 * (share != 0.5 or tokens != 2048))) == "s*7//16//256*256"
+    refused = shared(lambda tokens, share: 100.0 * (tokens != 8192))
+    assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
+    assert "no share of them" in refused.detail
+
+
+def test_the_share_that_is_least_behind_where_it_is_furthest_behind_is_taken(shared: Shared) -> None:
+    def us(tokens: int, share: float) -> float:
+        if share == 0.75:
+            return 105.0
+        return 110.0 if tokens == 4096 else 100.0
+
+    assert half_of(shared(us)) == "s*12//16//256*256"
