@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from importlib import resources
 from pathlib import Path
 
@@ -42,6 +44,15 @@ def test_a_file_of_the_same_form_is_a_profile(tmp_path: Path) -> None:
     assert (profile.name, profile.sms) == ("mine", 130)
 
 
+@pytest.mark.parametrize("name", ["mine.json", "mine", "missing.toml"])
+def test_what_is_no_toml_file_is_refused_with_the_shipped_names(name: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    if file.suffix != ".toml":
+        file.write_text(TEXT)
+    with pytest.raises(ValueError, match=r"expected one of B200, H100, H200 or the path of a TOML file, got '.*mi"):
+        load_profile(str(file))
+
+
 def test_a_file_that_is_no_text_is_refused_by_its_name(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_bytes(b"\xff\xfe")
@@ -63,6 +74,9 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
         ("sms = 132 ", "sms = 1.5 ", "t: sms: expected a positive int, got 1.5"),
         ("launch_us = 2.0", "launch_us = true", "t: launch_us: expected a positive float, got True"),
         ("launch_us = 2.0", "launch = 2.0", "t: expected the keys name, device_names, sms, gpcs, memory_gb_per_s"),
+        ("launch_us = 2.0", "launch_us = inf", "t: launch_us: expected a positive float, got inf"),
+        ('name = "H200"', "name = 200", "t: name: expected text, got 200"),
+        ("in_slot = false", "in_slot = 1", "t: fused.two_shot: in_slot: expected true or false, got 1"),
         ("contention = 1.06", "contention = nan", "t: contention: expected a positive float, got nan"),
         ("contention = 1.06", "contention = 0.9", "t: contention: expected at least 1, got 0.9"),
         ("edge = 14", "rim = 14", "t: gemm: expected the keys tflops_per_sm, edge, tile_us, split_us, most_parts, long_us"),
@@ -81,3 +95,16 @@ def test_a_bad_profile_is_refused_with_the_key(old: str, new: str, message: str)
     with pytest.raises(ValueError) as error:
         parse_profile(TEXT.replace(old, new, 1), "t")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("table", ["attention", "all_reduce", "fused"])
+def test_a_profile_without_any_kernel_of_a_kind_is_refused(table: str) -> None:
+    sections = re.split(r"^(?=\[)", TEXT, flags=re.MULTILINE)
+    others = "".join(one for one in sections if not one.startswith(f"[{table}."))
+    with pytest.raises(ValueError, match=f"t: {table}: expected tables by name, got {{}}"):
+        parse_profile(f"{table} = {{}}\n{others}", "t")
+
+
+def test_calls_wait_longer_for_every_rank_up_to_those_that_were_measured() -> None:
+    profile = dataclasses.replace(load_profile("H200"), communication_contention=1.25)
+    assert [profile.slower_beside(ranks) for ranks in (2, 3, 4, 5, 8)] == [1.25, 1.5, 1.75, 1.75, 1.75]
