@@ -184,6 +184,9 @@ def test_first_half_is_proven_for_every_count_of_its_range() -> None:
     assert {(half(s) % 64, 0 < half(s) < s) for s in counts} == {(0, True)}
     fixed = constant_first_half(100, 200, 300)
     assert (fixed(200), fixed(300), fixed.bounds, str(fixed)) == (100, 100, ((100, 100), (100, 200)), "100")
+    assert [FirstHalf(8, 64)(tokens) for tokens in (8, 63, 64)] == [4, 31, 32]
+    more = FirstHalf(8, 64, constant=1)
+    assert (more(8), more(63), str(more)) == (5, 32, "s*1//2+1")
 
 
 @pytest.mark.parametrize("change", [{"multiple": 256}, {"numerator": 16}, {"constant": 130}, {"low": 0}, {"high": 200}])
@@ -198,6 +201,13 @@ def test_shares_are_whole_tiles_where_a_range_has_some() -> None:
     assert {half.multiple for half in shares_of_range(4096, 8192, 4)} == {256, 128, 16}
     assert {half.multiple for half in shares_of_range(128, 255, 6)} == {48}
     assert not list(shares_of_range(8, 16, 8))
+
+
+def test_shares_are_a_quarter_to_three_quarters_and_leave_rows_for_all_ranks() -> None:
+    shares = {half.numerator for half in shares_of_range(4096, 8192, 4)}
+    assert shares == set(range(4, 13)) and {half.denominator for half in shares_of_range(4096, 8192, 4)} == {16}
+    few = list(shares_of_range(43, 60, 4))
+    assert few and all(least >= 16 for half in few for least, _ in half.bounds)
 
 
 def test_operator_computes_what_the_planner_does_and_nothing_outside_of_the_range() -> None:
