@@ -246,6 +246,17 @@ def test_an_empty_half_is_bad_input(first: int) -> None:
         split_tokens(copy_of(captured("llama", 1, 63)), first)
 
 
+def test_a_half_whose_size_is_known_too_late_is_bad_input() -> None:
+    b = GraphBuilder()
+    h = b.call(aten.relu.default, b.input(6, 4))
+    first = b.call(aten.sym_size.int, h, 1)
+    b.finish(h)
+    axis = find_token_axis(b.graph, tokens=6)
+    assert isinstance(axis, TokenAxis)
+    with pytest.raises(ValueError, match=r"expected a node before every tensor's, got sym_size.*, after relu"):
+        split_tokens(b.graph, first, axis=axis)
+
+
 def test_an_error_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     from tw_compile.passes.split import duplicate
 
@@ -292,6 +303,40 @@ def test_after_a_join_the_next_matmul_is_split_again() -> None:
     assert isinstance(report, SplitReport) and report.joins == {"selects_tokens": 1}
     assert len(find_ops(b.graph, "aten.mm.default")) == 2 and len(find_ops(b.graph, "flip")) == 1
     values = [torch.randn(6, 4), torch.randn(4, 4)]
+    torch.testing.assert_close(run_graph(b.graph, values), run_graph(before, values))
+
+
+@pytest.mark.parametrize("first", [3, 8, 10])
+def test_whole_keys_of_several_requests_are_cut_though_heads_lie_before_their_tokens(first: int) -> None:
+    b = GraphBuilder()
+    rows, key = b.call(aten.relu.default, b.input(3, 8, 8)), b.input(3, 2, 8, 4)
+    query = b.call(aten.permute.default, b.view(rows, 3, 8, 2, 4), [0, 2, 1, 3])
+    attention = b.call(aten.scaled_dot_product_attention.default, query, key, key, is_causal=True)
+    b.finish(b.call(aten.permute.default, attention, [0, 2, 1, 3]))
+    before = copy_of(b.graph)
+    axis = find_token_axis(b.graph, tokens=24)
+    assert isinstance(axis, TokenAxis)
+    report = split_tokens(b.graph, first, axis=axis)
+    assert isinstance(report, SplitReport) and report.joins == {}
+    values = [torch.randn(3, 8, 8), torch.randn(3, 2, 8, 4)]
+    torch.testing.assert_close(run_graph(b.graph, values), run_graph(before, values))
+
+
+@pytest.mark.parametrize("masks", [1, 3], ids=["one mask", "a mask each"])
+def test_whole_requests_take_their_part_of_what_is_whole(masks: int) -> None:
+    b = GraphBuilder()
+    rows, key, mask = b.call(aten.relu.default, b.input(3, 8, 8)), b.input(3, 2, 8, 4), b.input(masks, 1, 8, 8)
+    query = b.call(aten.permute.default, b.view(rows, 3, 8, 2, 4), [0, 2, 1, 3])
+    attention = b.call(aten.scaled_dot_product_attention.default, query, key, key, mask)
+    b.finish(b.call(aten.permute.default, attention, [0, 2, 1, 3]))
+    before = copy_of(b.graph)
+    axis = find_token_axis(b.graph, tokens=24, unit="request")
+    assert isinstance(axis, TokenAxis)
+    report = split_tokens(b.graph, 2, axis=axis)
+    assert isinstance(report, SplitReport) and report.joins == {}
+    given = [node.args[3].meta["val"].shape[0] for node in find_ops(b.graph, "scaled_dot_product_attention")]  # type: ignore[union-attr]
+    assert given == ([2, 1] if masks == 3 else [1, 1])
+    values = [torch.randn(3, 8, 8), torch.randn(3, 2, 8, 4), torch.randn(masks, 1, 8, 8)]
     torch.testing.assert_close(run_graph(b.graph, values), run_graph(before, values))
 
 

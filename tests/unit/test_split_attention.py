@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from graph_builder import GraphBuilder, aten, prims, run_graph
+from graph_builder import GraphBuilder, aten, copy_of, prims, run_graph
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from tw_compile.kernels.attention_suffix import attention_suffix
@@ -286,6 +286,7 @@ def test_our_own_kernel_attends_for_the_request_that_is_cut(first: int) -> None:
         ({"dtype": torch.float16}, {}, (True, True)),
         ({"dtype": torch.float32}, {}, (False, False)),
         ({"scale": -0.5}, {}, (False, False)),
+        ({"scale": 0.0}, {}, (False, False)),
     ],
 )
 def test_our_own_kernel_is_taken_where_it_pays(
@@ -401,13 +402,14 @@ def test_masks_of_cuda_kernels_are_sliced_once_for_all_layers(target: Any) -> No
             {"attn_mask": ..., "mask": lambda b: additive(b, window(b), hidden=-1e4)},
             "attention_mask",
         ),
+        ((ON_CPU, 0.0, True), {"attn_mask": ..., "mask": lambda b: additive(b, window(b))}, "attention_mask"),
         (
             (aten._scaled_dot_product_fused_attention_overrideable.default, None, 0.0, True),
             {"device": "cuda"},
             "attention_kernel",
         ),
     ],
-    ids=["not causal", "dropout", "outweighed", "unknown kernel"],
+    ids=["not causal", "dropout", "outweighed", "causal twice", "unknown kernel"],
 )
 def test_what_cannot_be_cut_joins(args: tuple[Any, ...], options: dict[str, Any], reason: str) -> None:
     attention = Attention(*args, **options)
@@ -415,6 +417,54 @@ def test_what_cannot_be_cut_joins(args: tuple[Any, ...], options: dict[str, Any]
     assert report.joins == {reason: 1}
     if options.get("device") != "cuda" and args[1:2] != (0.5,):
         attention.assert_same(after)
+
+
+def attended(query: tuple[int, ...], key: tuple[int, ...], *dims: int) -> tuple[fx.Graph, fx.Graph, SplitReport]:
+    """Causal attention of inputs with ``dims`` permuted: the whole, its halves and their report."""
+    b = GraphBuilder()
+    rows = [b.call(aten.relu.default, b.input(*shape)) for shape in (query, key, key)]
+    out = b.call(UNDECOMPOSED, *(b.call(aten.permute.default, one, list(dims)) for one in rows), is_causal=True)
+    b.finish(b.call(aten.permute.default, out, list(dims)))
+    whole = copy_of(b.graph)
+    axis = find_token_axis(b.graph, tokens=TOKENS)
+    assert isinstance(axis, TokenAxis)
+    report = split_tokens(b.graph, 9, axis=axis)
+    assert isinstance(report, SplitReport)
+    return whole, b.graph, report
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "dims", "joins"),
+    [
+        ((TOKENS, HEADS, WIDTH), (TOKENS, HEADS, WIDTH), (1, 0, 2), {}),
+        ((TOKENS, WIDTH), (TOKENS, WIDTH), (0, 1), {"attention": 1}),
+        ((TOKENS, HEADS, WIDTH), (TOKENS + 4, HEADS, WIDTH), (1, 0, 2), {"attention": 1}),
+    ],
+    ids=["no dim of requests", "no dim of heads", "keys of other tokens"],
+)
+def test_a_sequence_is_cut_only_where_its_dims_are_known(
+    query: tuple[int, ...], key: tuple[int, ...], dims: tuple[int, ...], joins: dict[str, int]
+) -> None:
+    whole, halves, report = attended(query, key, *dims)
+    assert report.joins == joins
+    values = [torch.randn(shape) for shape in (query, key, key)]
+    torch.testing.assert_close(run_graph(halves, values), run_graph(whole, values))
+
+
+def test_a_mask_of_sizes_has_the_dtype_of_the_queries() -> None:
+    after, _ = causal(ON_CPU, dtype=torch.bfloat16).split(9)
+    mask = find_ops(after, ON_CPU)[1].kwargs["attn_mask"]
+    assert isinstance(mask, fx.Node) and mask.meta["val"].dtype == torch.bfloat16
+
+
+def test_whole_requests_are_given_the_mask_itself() -> None:
+    attention = Attention(
+        CUDNN, ..., False, batch=3, device="cuda", mask=lambda b: additive(b, window(b, device="cuda"), device="cuda")
+    )
+    after, _ = attention.split(30)
+    masks = {shapes(node)[0][2]: node.args[3] for node in find_ops(after, CUDNN)}
+    assert masks[TOKENS].target is aten.where.self  # type: ignore[union-attr]
+    assert masks[6].target is masks[TOKENS - 6].target is aten.clone.default  # type: ignore[union-attr]
 
 
 def test_a_mask_that_is_an_input_joins() -> None:
