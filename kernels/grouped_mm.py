@@ -45,8 +45,11 @@ class GroupedMmParams(ctypes.Structure):
     ]
 
 
-def multiplies(a: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether the kernel is for ``a`` [rows, depth] and ``weights`` [groups, depth, columns]: layout, dtype and device."""
+def multiplies(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> bool:
+    """Whether the kernel is for ``a`` [rows, depth], ``weights`` [groups, depth, columns] and ``ends``: as they lie in memory.
+
+    Not whether they make sense together.
+    """
     groups, depth, columns = weights.shape
     return (
         a.dtype == weights.dtype == torch.bfloat16
@@ -56,6 +59,8 @@ def multiplies(a: torch.Tensor, weights: torch.Tensor) -> bool:
         and depth % _TILE_DEPTH == 0
         and columns % TILE_COLUMNS == 0
         and groups <= _MAX_GROUPS
+        and ends.dtype == torch.int32
+        and ends.is_contiguous()
         and a.is_cuda
         and _has_instructions(a.device)
         and (a.data_ptr() | weights.data_ptr()) % 16 == 0
@@ -63,9 +68,9 @@ def multiplies(a: torch.Tensor, weights: torch.Tensor) -> bool:
 
 
 def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
-    """[rows, columns], computed on all but ``reserved_sms`` SMs; ``a`` and ``weights`` are what :func:`multiplies` is true for.
+    """[rows, columns], computed on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for.
 
-    ``ends`` [groups] int32, ascending, the last one the number of rows.
+    ``ends`` [groups], ascending, the last one the number of rows.
     """
     groups, depth, columns = weights.shape
     out = a.new_empty(len(a), columns)

@@ -48,7 +48,7 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
 
 def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
-    if grouped_mm.multiplies(a, weights):
+    if grouped_mm.multiplies(a, weights, ends):
         return grouped_mm.grouped_mm(a, weights, ends, reserved_sms)
     return _torchs_grouped_mm(a, weights, ends, reserved_sms)
 

@@ -201,6 +201,11 @@ def make_weights(
     return torch.zeros(groups, columns, depth, dtype=dtype).as_subclass(OnGpu).transpose(1, 2)
 
 
+def no_rows(groups: int = GROUPS, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Where groups end that have none."""
+    return torch.zeros(groups, dtype=dtype)
+
+
 def off_by(elements: int, like: torch.Tensor) -> torch.Tensor:
     """As ``like``, from so many elements behind a multiple of 16 bytes on."""
     storage = torch.zeros(like.numel() + elements, dtype=like.dtype).as_subclass(OnGpu)
@@ -212,11 +217,16 @@ def off_by(elements: int, like: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("groups", [1, GROUPS, 1024])
 def test_it_multiplies(hopper: object, groups: int, rows: int) -> None:
     depth, columns = (64, 256) if groups == 1024 else (DEPTH, COLUMNS)
-    assert multiplies(make_a(rows, depth), make_weights(groups, depth, columns))
+    assert multiplies(make_a(rows, depth), make_weights(groups, depth, columns), no_rows(groups))
+
+
+def test_ends_of_groups_are_whole_numbers_of_32_bits_side_by_side(hopper: object) -> None:
+    for ends in (no_rows(dtype=torch.int64), no_rows(2 * GROUPS)[::2]):
+        assert not multiplies(make_a(), make_weights(), ends)
 
 
 def test_it_multiplies_from_multiples_of_16_bytes_on(hopper: object) -> None:
-    assert multiplies(off_by(8, make_a()), off_by(16, make_weights()))
+    assert multiplies(off_by(8, make_a()), off_by(16, make_weights()), no_rows())
 
 
 @pytest.mark.parametrize(
@@ -261,13 +271,13 @@ def test_it_multiplies_from_multiples_of_16_bytes_on(hopper: object) -> None:
     ],
 )
 def test_it_is_not_for_other_operands(hopper: object, a: torch.Tensor, weights: torch.Tensor) -> None:
-    assert not multiplies(a, weights)
+    assert not multiplies(a, weights, no_rows())
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
 def test_it_is_not_for_other_devices(hopper: list[tuple[int, int]], capability: tuple[int, int]) -> None:
     hopper[0] = capability
-    assert not multiplies(make_a(), make_weights())
+    assert not multiplies(make_a(), make_weights(), no_rows())
 
 
 # --- launches --------------------------------------------------------------------------------------------------------

@@ -116,7 +116,9 @@ def test_a_grouped_gemm_is_our_own_where_that_can(
         calls.append(arguments)
         return torch.mm(a, weights[1])
 
-    monkeypatch.setattr(grouped_mm, "multiplies", lambda first, second: first is a and second is weights)
+    monkeypatch.setattr(
+        grouped_mm, "multiplies", lambda *given: given[0] is a and given[1] is weights and given[2] is ends
+    )
     monkeypatch.setattr(grouped_mm, "grouped_mm", ours)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
     assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[1])
@@ -131,7 +133,7 @@ def test_other_grouped_gemms_are_torchs(
     settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, reserved_sms: int
 ) -> None:
     a, weights, ends = grouped_factors()
-    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights: False)
+    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights, ends: False)
     monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it is not for these operands"))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
     assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
@@ -139,7 +141,7 @@ def test_other_grouped_gemms_are_torchs(
 
 
 def test_our_own_grouped_gemm_is_asked_for_no_negative_number_of_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights: True)
+    monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights, ends: True)
     monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it was called"))
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
         module._grouped_mm(*grouped_factors(), -1)
