@@ -56,7 +56,7 @@ def _dtype_of(keys: fx.Node) -> torch.dtype | None:
     topk: Any = chosen.args[0]
     scores = value(topk.args[0])
     assert scores is not None
-    size = scores.shape[topk.args[2] if len(topk.args) > 2 else -1]
+    size = scores.shape[topk.args[2] if len(topk.args) > 2 else topk.kwargs.get("dim", -1)]
     return next((dtype for most, dtype in _DTYPES if isinstance(size, int) and size <= most), None)
 
 

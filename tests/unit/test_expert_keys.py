@@ -78,6 +78,12 @@ def test_keys_are_as_narrow_as_the_number_of_experts(many: int, dtype: torch.dty
     assert output.args[0][0].meta["val"].dtype == torch.int64
 
 
+def test_the_dim_of_a_choice_may_be_given_by_its_name() -> None:
+    b = Choices()
+    sort = b.sort(b.choices(b.call(aten.topk.default, b.input(300, 4), 3, dim=0)))
+    assert narrow_expert_keys(b.graph) == 1 and sort.meta["val"][0].dtype == torch.int16
+
+
 def test_what_is_no_choice_of_known_many_or_is_sorted_stably_stays() -> None:
     scores, stable, other = Choices(), Choices(), Choices()
     scores.sort(scores.choices(scores.chosen(8), 0))
