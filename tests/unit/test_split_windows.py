@@ -327,7 +327,7 @@ def test_operators_that_leave_sms_are_split_like_matmuls() -> None:
 
 def split_70b(**options: Any) -> Split:
     with fake_cuda():
-        decoder = build_decoder(load_config("llama-3.3-70b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        decoder = build_decoder(load_config("llama-3.3-70b"), device="cuda", dtype=torch.bfloat16, num_layers=2)
         ids = torch.zeros(2, 2048, dtype=torch.long, device="cuda")
         config = Config(split="2048", device_profile="H200", strict=True, **options)
         seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=config)
@@ -338,7 +338,9 @@ def split_70b(**options: Any) -> Split:
 def test_report_has_for_each_window_what_the_plan_gave_it() -> None:
     split = split_70b()
     assert split.plan is not None and split.overlap is not None
-    steady = split.overlap.windows[2:6]
+    steady = split.overlap.windows[
+        -5:-1
+    ]  # of the last layer: whether the embedding's sum is fused depends on transformers
     for window, asked in zip(steady, split.plan.windows, strict=True):
         assert (window.kind, window.computes, window.overlap_sms) == (asked.computes, asked.half, asked.ctas)
         assert (window.compute_us, window.communication_us, window.us) == (
