@@ -13,6 +13,8 @@ from graph_builder import GraphBuilder
 from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile.graph.predicates import aten
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split import SplitReport, split_tokens
 from tw_compile.passes.split.expert_keys import narrow_expert_keys
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.graphs import find_ops
@@ -26,6 +28,9 @@ def group() -> Iterator[None]:
 
 def test_choices_of_few_experts_are_sorted_in_a_byte_each_and_the_results_are_the_same() -> None:
     graph = family_graph("mixtral", 3, 21, dtype=torch.bfloat16)
+    assert narrow_expert_keys(graph) == 0, "not those of all tokens"
+    report = split_tokens(graph, 21)
+    assert isinstance(report, SplitReport) and not report.joins
     values = random_values(graph)
     expected = run_alone(graph, values)
     sorts = find_ops(graph, "aten.sort")
@@ -51,6 +56,7 @@ class Choices(GraphBuilder):
 
     def sort(self, entries: fx.Node, target: Any = aten.sort.default, **options: Any) -> fx.Node:
         sort = self.call(target, self.view(entries, 12), **options)
+        sort.meta[ANNOTATION] = {"split": 1}
         self.graph.output((self.call(operator.getitem, sort, 0), self.call(operator.getitem, sort, 1)))
         return sort
 

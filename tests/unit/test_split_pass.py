@@ -91,8 +91,10 @@ def test_groups_of_halves_are_rounded_up_to_fewer_rows_and_those_of_the_whole_ar
     split, graph = inspected("mixtral-8x22b", split="1800")
     assert split.mode == "split" and len(find_ops(graph, "grouped_mm_leaving_sms")) == 4
     assert not find_ops(graph, "aten._grouped_mm")
+    assert {sort.args[0].meta["val"].dtype for sort in find_ops(graph, "aten.sort")} == {torch.uint8}
     split, graph = inspected("mixtral-8x22b", split="999999")
     assert split.mode == "off" and len(find_ops(graph, "aten._grouped_mm")) == 2
+    assert {sort.args[0].meta["val"].dtype for sort in find_ops(graph, "aten.sort")} == {torch.int64}
 
 
 def test_outer_products_are_no_gemms_of_a_layer() -> None:
