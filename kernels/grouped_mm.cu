@@ -12,7 +12,7 @@
 // Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
 // CUTLASS's persistent cooperative kernels do.
 
-#include "wgmma.cuh"
+#include "tiles.cuh"
 
 struct GroupedMmParams {
   TensorMap a;         // [rows, depth], boxes of 64 x 64
@@ -89,24 +89,8 @@ struct Tiles {
   }
 };
 
-struct Ring {
-  int32_t stage = 0;
-  uint32_t parity = 0;
-  DEVICE void next() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-DEVICE void wait(uint64_t* barrier, uint32_t parity) {
-  while (!mbarrier_try_wait(barrier, parity)) {
-  }
-}
-
 DEVICE void fill(const GroupedMmParams& params, Shared& shared, uint32_t rank, Tiles tiles) {
-  Ring ring;
+  Ring<STAGES> ring;
   Tile tile;
   for (int32_t pair = blockIdx.x / 2; tiles.find(pair, rank, tile); pair += gridDim.x / 2) {
     int32_t weights_row = tile.group * params.columns + tile.column;
@@ -129,47 +113,10 @@ DEVICE void fill(const GroupedMmParams& params, Shared& shared, uint32_t rank, T
   }
 }
 
-DEVICE uint32_t pick(const uint32_t (&w)[4], uint32_t index) {
-  uint32_t low = index & 1 ? w[1] : w[0], high = index & 1 ? w[3] : w[2];
-  return index & 2 ? high : low;
-}
-
-// Of four neighbouring blocks of eight columns, of which a thread has two columns each, all of the one that is its own.
-DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
-  uint32_t received[4];
-#pragma unroll
-  for (uint32_t step = 0; step < 4; step++) {
-    uint32_t sent = pick(w, quad_lane ^ step);
-    received[step] = step ? shuffle_xor(sent, step) : sent;
-  }
-#pragma unroll
-  for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
-}
-
-DEVICE void store_tile(const GroupedMmParams& params, const Tile& tile, float (&d)[128], int32_t warp, uint32_t lane) {
-  uint32_t quad_lane = lane % 4;
-#pragma unroll
-  for (int32_t below = 0; below < 2; below++) {
-    int32_t row = tile.row + warp * 16 + below * 8 + (int32_t)(lane / 4);
-    bool stored = row < tile.end && !tile.twice;
-    uint16_t* out = params.out + (int64_t)row * params.columns + tile.column + quad_lane * 8;
-#pragma unroll
-    for (int32_t blocks = 0; blocks < 32; blocks += 4) {
-      uint32_t w[4];
-#pragma unroll
-      for (int32_t one = 0; one < 4; one++) {
-        w[one] = pack_bf16(d[(blocks + one) * 4 + below * 2], d[(blocks + one) * 4 + below * 2 + 1]);
-      }
-      gather_block(w, quad_lane);
-      if (stored) store_global(out + blocks * 8, w);
-    }
-  }
-}
-
 DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t rank, Tiles tiles) {
   int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4);  // of both warpgroups
   uint32_t lane = threadIdx.x % 32;
-  Ring ring;
+  Ring<STAGES> ring;
   Tile tile;
   for (int32_t pair = blockIdx.x / 2; tiles.find(pair, rank, tile); pair += gridDim.x / 2) {
     float d[128];
@@ -181,7 +128,7 @@ DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t ran
       wgmma_fence();
 #pragma unroll
       for (int32_t step = 0; step < TILE_DEPTH; step += 16) {
-        wgmma_64x256x16(d, a + columns_on(step), b + columns_on(step), k + step);
+        wgmma_64x16<TILE_COLUMNS>(d, a + columns_on(step), b + columns_on(step), k + step);
       }
       wgmma_commit();
       wgmma_wait<1>();
@@ -190,7 +137,9 @@ DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t ran
     }
     wgmma_wait<0>();
     if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
-    store_tile(params, tile, d, warp, lane);
+    int32_t row = tile.row + warp * 16;
+    uint16_t* out = params.out + (int64_t)row * params.columns + tile.column;
+    store_sums<TILE_COLUMNS>(out, params.columns, tile.twice ? 0 : tile.end - row, TILE_COLUMNS, d);
   }
 }
 

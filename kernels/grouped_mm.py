@@ -9,17 +9,17 @@ Half of the tokens have as many groups with half of the rows each, so a split in
 from __future__ import annotations
 
 import ctypes
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.cuda import bindings
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
+from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
 
-TILE_ROWS, TILE_COLUMNS, _TILE_DEPTH = 128, 256, 64
+TILE_ROWS, TILE_COLUMNS, _TILE_DEPTH = 128, 256, BOX_COLUMNS
 _STAGES, _MAX_GROUPS, _THREADS = 4, 1024, 384
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * _TILE_DEPTH * 2
 _SHARED_BYTES = _STAGES * (_STAGE_BYTES + 16) + 4 * _MAX_GROUPS
@@ -27,15 +27,13 @@ _SHARED_BYTES = _STAGES * (_STAGE_BYTES + 16) + 4 * _MAX_GROUPS
 _CAPABILITY = (9, 0)
 """The only one that has the instructions."""
 
-_TensorMap = ctypes.c_uint64 * 16
-
 
 class GroupedMmParams(ctypes.Structure):
     """``GroupedMmParams`` of grouped_mm.cu."""
 
     _fields_ = [
-        ("a", _TensorMap),
-        ("weights", _TensorMap),
+        ("a", TensorMap),
+        ("weights", TensorMap),
         ("out", ctypes.c_void_p),
         ("ends", ctypes.c_void_p),
         ("groups", ctypes.c_int32),
@@ -77,8 +75,8 @@ def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reser
     if not len(a):
         return out
     params = GroupedMmParams(
-        _tensor_map(a.data_ptr(), len(a), depth, TILE_ROWS // 2),
-        _tensor_map(weights.data_ptr(), groups * columns, depth, TILE_COLUMNS // 2),
+        tensor_map(a.data_ptr(), len(a), depth, TILE_ROWS // 2),
+        tensor_map(weights.data_ptr(), groups * columns, depth, TILE_COLUMNS // 2),
         out.data_ptr(),
         ends.data_ptr(),
         groups,
@@ -112,25 +110,3 @@ def _kernel(device: torch.device) -> tuple[Kernel, int]:
     """It, loaded, and the SMs that there are."""
     kernel = prepare(grouped_mm_program(), device.index)
     return kernel, torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, rows: int, depth: int, box_rows: int) -> _TensorMap:  # type: ignore[valid-type]
-    """Of a matrix of 16-bit elements in rows: boxes of so many rows and 128 bytes of each, swizzled as ``wgmma`` reads them."""
-    driver = bindings.load("driver")
-    code = bindings.call(
-        driver.cuTensorMapEncodeTiled,
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        2,
-        pointer,
-        [driver.cuuint64_t(depth), driver.cuuint64_t(rows)],
-        [driver.cuuint64_t(2 * depth)],
-        [driver.cuuint32_t(_TILE_DEPTH), driver.cuuint32_t(box_rows)],
-        [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        where="grouped_mm",
-    )
-    return _TensorMap.from_buffer_copy(ctypes.string_at(code.getPtr(), ctypes.sizeof(_TensorMap)))

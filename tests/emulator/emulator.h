@@ -43,7 +43,7 @@ void emulated_mbarrier_arrive_at(void* barrier, uint32_t rank);
 void emulated_load_tile(const char* primitive, uint32_t ranks, void* shared, const TensorMap* map, int32_t column,
                         int32_t row, void* barrier);
 void emulated_wgmma_fence();
-void emulated_wgmma(float* d, uint64_t a, uint64_t b, bool keep);
+void emulated_wgmma(float* d, uint32_t columns, uint64_t a, uint64_t b, bool keep);
 void emulated_wgmma_commit();
 void emulated_wgmma_wait(uint32_t pending);
 }
@@ -200,4 +200,7 @@ template <int PENDING>
 DEVICE void wgmma_wait() {
   emulated_wgmma_wait(PENDING);
 }
-DEVICE void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int keep) { emulated_wgmma(d, a, b, keep != 0); }
+template <int N>
+DEVICE void wgmma_64x16(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {
+  emulated_wgmma(d, N, a, b, keep != 0);
+}

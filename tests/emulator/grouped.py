@@ -20,11 +20,11 @@ from tw_compile.kernels import grouped_mm as module
 from tw_compile.kernels.cuda import bindings
 
 SOURCE = Path(module.__file__).with_name("grouped_mm.cu")
-_NOT_WRITTEN = 0xFFFF  # a NaN that no result is
-_STALL_LIMIT = 100_000
+NOT_WRITTEN = 0xFFFF  # a NaN that no result is
+STALL_LIMIT = 100_000
 
 
-class _Driver:
+class TileDriver:
     """The driver's encoder of tensor maps, for those that the emulator knows."""
 
     def __getattr__(self, name: str) -> Any:
@@ -40,6 +40,11 @@ class _Driver:
         assert swizzle == driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B
         encoded = ctypes.create_string_buffer(tensor_map(address, rows, columns, row_bytes, box_rows, box_columns), 128)
         return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(encoded), kept=encoded)
+
+
+def bits_of(address: int, count: int) -> Any:
+    """``count`` numbers of 16 bits at an address, as an array of numpy's."""
+    return np.ctypeslib.as_array((ctypes.c_uint16 * count).from_address(address))
 
 
 def whole_numbers(*shape: int, seed: int) -> torch.Tensor:
@@ -66,22 +71,21 @@ def multiply(
     source: Path = SOURCE,
 ) -> torch.Tensor:
     """``grouped_mm`` on a device of ``sms`` SMs, at most ``resident`` of which run a CTA at a time."""
-    emulator = Emulator(source, "grouped_mm", 1, seed, resident=resident, stall_limit=_STALL_LIMIT)
+    emulator = Emulator(source, "grouped_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT)
 
     def launch(
         params: module.GroupedMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int
     ) -> None:
-        count = len(a) * weights.shape[2]
-        out = np.ctypeslib.as_array((ctypes.c_uint16 * count).from_address(params.out))
-        out.fill(_NOT_WRITTEN)
+        out = bits_of(params.out, len(a) * weights.shape[2])
+        out.fill(NOT_WRITTEN)
         for name, buffer in (("out", out), ("a", a), ("weights", weights.transpose(1, 2))):
             emulator.alloc(0, buffer, name=name)
         emulator.launch(0, stream, grid, block, shared_bytes, params, cluster=cluster)
         emulator.run()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bindings, "load", lambda name: _Driver())
-        patch.setattr(module, "_tensor_map", module._tensor_map.__wrapped__)
+        patch.setattr(bindings, "load", lambda name: TileDriver())
+        patch.setattr(module, "tensor_map", module.tensor_map.__wrapped__)
         patch.setattr(module, "_kernel", lambda device: (SimpleNamespace(launch=launch), sms))
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         return module.grouped_mm(a, weights, ends, reserved_sms)

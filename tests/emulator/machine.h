@@ -127,6 +127,7 @@ constexpr uint64_t TILE_MAP = 0x74696c656d6170;
 struct Matmul {
   uint64_t a, b;
   bool keep;
+  uint32_t columns;
   uint32_t group;  // wgmma_commits before it
   float* d[32];
 };

@@ -69,17 +69,17 @@ static void multiply(const Warp& warp, const Matmul& matmul) {
   const uint32_t first_row = uint32_t(&warp - cta.warps.data()) % 4 * 16;
   for (uint32_t chunk = 0; chunk < 2; ++chunk) {
     for (uint32_t row = 0; row < 16; ++row) read_operand(cta, matmul.a, first_row + row, chunk, a[row] + 8 * chunk);
-    for (uint32_t column = 0; column < 256; ++column) {
+    for (uint32_t column = 0; column < matmul.columns; ++column) {
       float elements[8];
       read_operand(cta, matmul.b, column, chunk, elements);
       for (uint32_t k = 0; k < 8; ++k) b[8 * chunk + k][column] = elements[k];
     }
   }
   for (uint32_t row = 0; row < 16; ++row) {
-    std::fill_n(sums, 256, 0.0f);
+    std::fill_n(sums, matmul.columns, 0.0f);
     for (uint32_t k = 0; k < 16; ++k)
-      for (uint32_t column = 0; column < 256; ++column) sums[column] += a[row][k] * b[k][column];
-    for (uint32_t column = 0; column < 256; ++column) {
+      for (uint32_t column = 0; column < matmul.columns; ++column) sums[column] += a[row][k] * b[k][column];
+    for (uint32_t column = 0; column < matmul.columns; ++column) {
       float& d = matmul.d[row % 8 * 4 + column % 8 / 2][column / 8 * 4 + row / 8 * 2 + column % 2];
       d = matmul.keep ? d + sums[column] : sums[column];
     }
@@ -182,7 +182,7 @@ void emulated_wgmma_fence() {
   thread.warp->matmul_fence |= 1u << thread.index % 32;
 }
 
-void emulated_wgmma(float* d, uint64_t a, uint64_t b, bool keep) {
+void emulated_wgmma(float* d, uint32_t columns, uint64_t a, uint64_t b, bool keep) {
   const Thread& thread = enter("wgmma");
   const uint32_t lane = thread.index % 32;
   Warp& warp = *thread.warp;
@@ -191,9 +191,9 @@ void emulated_wgmma(float* d, uint64_t a, uint64_t b, bool keep) {
   if (!(warp.matmul_fence >> lane & 1)) fail("no wgmma_fence since its registers were accessed");
   for (const uint64_t descriptor : {a, b})
     if (descriptor >> 62 != 1 || descriptor >> 49 & 7) fail("descriptor %zx, expected 128-byte swizzle", size_t(descriptor));
-  const bool differs = matmul.a != a || matmul.b != b || matmul.keep != keep;
+  const bool differs = matmul.a != a || matmul.b != b || matmul.keep != keep || matmul.columns != columns;
   if (!warp.arrived)
-    matmul = {a, b, keep, 0, {}};
+    matmul = {a, b, keep, columns, 0, {}};
   else if (differs && !strcmp(warp.collective, "wgmma"))
     fail("other operands than those of the warp's other lanes");
   matmul.d[lane] = d;

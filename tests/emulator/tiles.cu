@@ -94,7 +94,7 @@ KERNEL(128, 1) multiply(GRID_CONSTANT Params p) {
   for (int32_t time = 0; time < 2; ++time) {
     if (p.broken != NO_FENCE) wgmma_fence();
     for (int32_t step = 0; step < 64; step += 16)
-      wgmma_64x256x16(d, a + columns_on(step), b + columns_on(step), time + step);
+      wgmma_64x16<256>(d, a + columns_on(step), b + columns_on(step), time + step);
     if (p.broken != NO_COMMIT) wgmma_commit();
   }
   if (p.broken == WAITS_FOR_OTHERS)

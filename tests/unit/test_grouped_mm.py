@@ -292,7 +292,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         found.append({"params": GroupedMmParams.from_buffer_copy(params), **options})
 
     monkeypatch.setattr(module, "_kernel", lambda device: (SimpleNamespace(launch=launch), SMS))
-    monkeypatch.setattr(module, "_tensor_map", module._TensorMap)
+    monkeypatch.setattr(module, "tensor_map", module.TensorMap)
     monkeypatch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
     return found
 
@@ -340,7 +340,7 @@ def test_a_tensor_map_is_of_swizzled_boxes(monkeypatch: pytest.MonkeyPatch) -> N
             return driver.CUresult.CUDA_SUCCESS, SimpleNamespace(getPtr=lambda: ctypes.addressof(encoded))
 
     monkeypatch.setattr(bindings, "load", lambda name: FakeDriver())
-    found = module._tensor_map.__wrapped__(4096, 100, 320, 64)
+    found = module.tensor_map.__wrapped__(4096, 100, 320, 64)
     assert list(found) == list(range(16)) and ctypes.addressof(found) != ctypes.addressof(encoded)
     (call,) = calls
     dtype, rank, pointer, *lists, interleave, swizzle, _, outside = call

@@ -1,0 +1,62 @@
+// What persistent matmuls of tiles have in common: a ring of shared-memory stages, and a thread's columns put together.
+#pragma once
+#include "wgmma.cuh"
+
+// The stage that is next of `STAGES`, and the parity of its barriers' phase.
+template <int STAGES>
+struct Ring {
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  DEVICE void next() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+DEVICE void wait(uint64_t* barrier, uint32_t parity) {
+  while (!mbarrier_try_wait(barrier, parity)) {
+  }
+}
+
+DEVICE uint32_t pick(const uint32_t (&w)[4], uint32_t index) {
+  uint32_t low = index & 1 ? w[1] : w[0], high = index & 1 ? w[3] : w[2];
+  return index & 2 ? high : low;
+}
+
+// Of four neighbouring blocks of eight columns, of which a thread has two columns each, all of the one that is its own.
+DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
+  uint32_t received[4];
+#pragma unroll
+  for (uint32_t step = 0; step < 4; step++) {
+    uint32_t sent = pick(w, quad_lane ^ step);
+    received[step] = step ? shuffle_xor(sent, step) : sent;
+  }
+#pragma unroll
+  for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
+}
+
+// Sums of a wgmma, `d`, of 64 rows and N columns, in bf16: each thread stores 16 bytes of two rows for every 32 columns. `out` is
+// where the warp's first row and its first column go; the first `rows` of the warp's 16 rows and `columns` columns, whole
+// blocks of eight, are stored.
+template <int N>
+DEVICE void store_sums(uint16_t* out, int64_t row_elements, int32_t rows, int32_t columns, const float (&d)[N / 2]) {
+  const uint32_t lane = threadIdx.x % 32, quad_lane = lane % 4;
+#pragma unroll
+  for (int32_t below = 0; below < 2; below++) {
+    const int32_t row = below * 8 + (int32_t)(lane / 4);
+#pragma unroll
+    for (int32_t block = 0; block < N / 8; block += 4) {
+      uint32_t w[4];
+#pragma unroll
+      for (int32_t one = 0; one < 4; one++) {
+        const int32_t found = block + one < N / 8 ? block + one : block;
+        w[one] = pack_bf16(d[found * 4 + below * 2], d[found * 4 + below * 2 + 1]);
+      }
+      gather_block(w, quad_lane);
+      const int32_t own = block + (int32_t)quad_lane;
+      if (row < rows && own < N / 8 && own * 8 < columns) store_global(out + row * row_elements + own * 8, w);
+    }
+  }
+}

@@ -1,0 +1,171 @@
+// The same rows times several matrices, in bf16 with sums in fp32: GEMMs that read one input, in one launch.
+//
+// Two CTAs, a cluster, compute a pair of output tiles of 128 rows x COLUMNS over each other, and share the matrix's columns. A
+// pair may be cut in two, each of 128 rows, of which a CTA computes 64. So are the last pairs where that fills the last wave, and
+// those of the last rows where there are 128 or fewer. Tiles of all matrices are one sequence: what would be a partial wave of one
+// GEMM is filled by the next.
+//
+// A cluster's pairs are its index, and every gridDim / 2 after it: whole ones first, then cut ones. In a CTA one thread keeps a
+// ring of shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each, or of a cut
+// pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled again when
+// the warps of both CTAs have read it.
+//
+// Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
+// CUTLASS's persistent cooperative kernels do.
+
+#include "tiles.cuh"
+
+inline constexpr int MATRICES = 3;
+
+struct JointMmParams {
+  TensorMap a;                   // [rows, depth], boxes of 64 x 64
+  TensorMap matrices[MATRICES];  // [columns, depth], boxes of COLUMNS / 2 x 64
+  uint16_t* out[MATRICES];       // [rows, columns]
+  int32_t columns[MATRICES];     // multiples of 8; 0 where there is no such matrix
+  int32_t rows;
+  int32_t depth;      // a multiple of TILE_DEPTH
+  int32_t whole;      // pairs that are not cut
+  int32_t unused[4];  // to a multiple of 64 bytes
+};
+
+inline constexpr int TILE_ROWS = 128, TILE_DEPTH = 64;
+inline constexpr int BAND = 8;       // pairs over each other that are computed before those beside them
+inline constexpr int CONSUMERS = 2;  // warpgroups
+inline constexpr int THREADS = 128 * (CONSUMERS + 1);
+inline constexpr int ROW_BYTES = TILE_DEPTH * 2;
+inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * ROW_BYTES;
+inline constexpr int STAGE_BYTES = 2 * (HALF_A + HALF_B);
+inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
+inline constexpr uint16_t BOTH = 3;
+
+struct Shared {
+  uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
+  uint64_t full[STAGES];                // a stage has arrived
+  uint64_t empty[STAGES];               // it has been read: one arrival of each consuming warp of both CTAs
+};
+static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
+
+// One CTA's tile of a pair.
+struct Tile {
+  int32_t matrix;
+  int32_t row, column;  // its first
+  bool cut;             // it has 64 rows, not 128
+};
+
+DEVICE int32_t quotient_up(int32_t n, int32_t d) { return (n + d - 1) / d; }
+
+// The tile of CTA `rank` in the pair, or half of one, that is `number` of all; false beyond the last.
+DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile& tile) {
+  int32_t wide = 0;
+#pragma unroll
+  for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], COLUMNS);
+  int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // with more than 128 rows
+  int32_t pairs = high * wide, column = 0, row = 0;
+  tile.cut = number >= params.whole;
+  int32_t part = (number - params.whole) % 2;
+  int32_t pair = tile.cut ? params.whole + (number - params.whole) / 2 : number;
+  if (pair < pairs) {
+    int32_t band = pair / (BAND * wide), in_band = pair % (BAND * wide);
+    int32_t here = high - band * BAND < BAND ? high - band * BAND : BAND;
+    row = (band * BAND + in_band % here) * 2 * TILE_ROWS + (tile.cut ? part * TILE_ROWS : 0);
+    column = in_band / here;
+  } else {  // of the last rows
+    row = high * 2 * TILE_ROWS;
+    column = number - params.whole - 2 * (pairs - params.whole);
+    if (row >= params.rows || column >= wide) return false;
+  }
+  tile.row = row + rank * (tile.cut ? TILE_ROWS / 2 : TILE_ROWS);
+  tile.matrix = 0;
+#pragma unroll
+  for (int32_t matrix = 0; matrix < MATRICES - 1; matrix++) {
+    int32_t own = quotient_up(params.columns[matrix], COLUMNS);
+    if (tile.matrix == matrix && column >= own) {
+      column -= own;
+      tile.matrix++;
+    }
+  }
+  tile.column = column * COLUMNS;
+  return true;
+}
+
+DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
+  Ring<STAGES> ring;
+  Tile tile;
+  for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
+    const TensorMap& matrix = params.matrices[tile.matrix];
+    for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
+      uint8_t* a = shared.stages[ring.stage];
+      uint8_t* b = a + 2 * HALF_A;
+      uint64_t* full = &shared.full[ring.stage];
+      wait(&shared.empty[ring.stage], ring.parity ^ 1);
+      mbarrier_arrive_expect(full, tile.cut ? HALF_A + 2 * HALF_B : STAGE_BYTES);
+      load_tile(a, params.a, k, tile.row, full);
+      if (!tile.cut) load_tile(a + HALF_A, params.a, k, tile.row + TILE_ROWS / 2, full);
+      load_tile_to(BOTH, b + rank * HALF_B, matrix, k, tile.column + rank * (COLUMNS / 2), full);
+    }
+  }
+}
+
+// A warpgroup's 64 rows by N columns: rows from `a` and columns from `b` bytes on in each stage.
+template <int N>
+DEVICE void multiply(
+    const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t a, int32_t b, int32_t row,
+    int32_t column) {
+  const uint32_t lane = threadIdx.x % 32;
+  float d[N / 2];
+  int32_t read = -1;  // the stage that the matmuls before the latest ones read
+  for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
+    wait(&shared.full[ring.stage], ring.parity);
+    uint8_t* stage = shared.stages[ring.stage];
+    uint64_t rows = tile_descriptor(stage + a), columns = tile_descriptor(stage + 2 * HALF_A + b);
+    wgmma_fence();
+#pragma unroll
+    for (int32_t step = 0; step < TILE_DEPTH; step += 16) {
+      wgmma_64x16<N>(d, rows + columns_on(step), columns + columns_on(step), k + step);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (read >= 0 && lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
+    read = ring.stage;
+  }
+  wgmma_wait<0>();
+  if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
+  int64_t row_elements = params.columns[tile.matrix];
+  uint16_t* out = params.out[tile.matrix] + row * row_elements + column;
+  store_sums<N>(out, row_elements, params.rows - row, (int32_t)row_elements - column, d);
+}
+
+KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
+  Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared());
+  int32_t rank = (int32_t)cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_map(params.a);
+    for (int32_t matrix = 0; matrix < MATRICES; matrix++) {
+      if (params.columns[matrix]) prefetch_map(params.matrices[matrix]);
+    }
+    for (int32_t stage = 0; stage < STAGES; stage++) {
+      mbarrier_init(&shared.full[stage], 1);
+      mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
+    }
+    mbarrier_init_fence();
+  }
+  cluster_sync();
+  if (threadIdx.x < 128) {
+    fewer_registers<40>();
+    if (threadIdx.x == 0) fill(params, shared, rank);
+  } else {
+    more_registers<232>();
+    int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // of both warpgroups
+    Ring<STAGES> ring;
+    Tile tile;
+    for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
+      int32_t row = tile.row + warp % 4 * 16;
+      if (tile.cut) {
+        multiply<COLUMNS / 2>(params, shared, ring, tile, 0, warpgroup * HALF_B, row, tile.column + warpgroup * (COLUMNS / 2));
+      } else {
+        multiply<COLUMNS>(params, shared, ring, tile, warpgroup * HALF_A, 0, row + warpgroup * 64, tile.column);
+      }
+    }
+  }
+  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals
+}

@@ -1,0 +1,124 @@
+"""Plain GEMMs of one input, in one launch: ``joint_mm.cu``.
+
+    joint_mm(a, matrices, reserved_sms) -> [a @ one for one in matrices]
+
+Half of the tokens have half of the tiles, and what a last, partial wave leaves idle weighs twice as much. Queries, keys and
+values, or gate and up, are GEMMs of one input: as one sequence of tiles they have one partial wave, and it is made of smaller
+tiles where that fills it. Bits are those of a GEMM that does not split its depth.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.cuda.launch import Kernel, prepare
+from tw_compile.kernels.cuda.program import Program, arch_of
+from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
+from tw_compile.planning.joint_tiles import tiling
+
+MATRICES = 3
+"""At most."""
+_TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
+_THREADS = 384
+_CAPABILITY = (9, 0)
+"""The only one that has the instructions."""
+
+
+class JointMmParams(ctypes.Structure):
+    """``JointMmParams`` of joint_mm.cu."""
+
+    _fields_ = [
+        ("a", TensorMap),
+        ("matrices", TensorMap * MATRICES),
+        ("out", ctypes.c_void_p * MATRICES),
+        ("columns", ctypes.c_int32 * MATRICES),
+        ("rows", ctypes.c_int32),
+        ("depth", ctypes.c_int32),
+        ("whole", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 4),
+    ]
+
+
+def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel is for ``a`` [rows, depth] and ``matrices`` [depth, columns]: as they lie in memory.
+
+    Not whether they make sense together.
+    """
+    return (
+        1 <= len(matrices) <= MATRICES
+        and a.is_cuda
+        and a.dtype == torch.bfloat16
+        and a.shape[1] > 0
+        and a.shape[1] % _TILE_DEPTH == 0
+        and a.stride() == (a.shape[1], 1)
+        and a.data_ptr() % 16 == 0
+        and all(
+            one.dtype == torch.bfloat16
+            and one.shape[1] > 0
+            and one.shape[1] % 8 == 0
+            and one.stride() == (1, one.shape[0])
+            and one.data_ptr() % 16 == 0
+            for one in matrices
+        )
+        and _has_instructions(a.device)
+    )
+
+
+def joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
+    """[rows, columns] of each matrix, on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for."""
+    rows, depth = a.shape
+    outs = [a.new_empty(rows, one.shape[1]) for one in matrices]
+    if not rows:
+        return outs
+    sms = _sms(a.device)
+    clusters = max(sms - reserved_sms, 2) // 2
+    columns = tuple(one.shape[1] for one in matrices)
+    tiles = tiling(rows, columns, clusters)
+    params = JointMmParams(
+        a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
+    )
+    for index, (matrix, out) in enumerate(zip(matrices, outs, strict=True)):
+        params.matrices[index] = tensor_map(matrix.data_ptr(), columns[index], depth, tiles.width // 2)
+        params.out[index] = out.data_ptr()
+        params.columns[index] = columns[index]
+    _kernel(a.device, tiles.width).launch(
+        params,
+        stream=compat.current_stream(a.device).cuda_stream,
+        grid=2 * min(clusters, tiles.whole + tiles.cut),
+        block=_THREADS,
+        shared_bytes=shared_bytes(tiles.width),
+        cluster=2,
+    )
+    return outs
+
+
+def shared_bytes(width: int) -> int:
+    """``Shared`` of joint_mm.cu: as many stages as an SM has room for, and two barriers for each."""
+    stage = (_TILE_ROWS + width) * _TILE_DEPTH * 2
+    return 225 * 1024 // stage * (stage + 16)
+
+
+def joint_mm_program(width: int) -> Program:
+    """The kernel for tiles of ``width`` columns."""
+    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(_CAPABILITY), (("COLUMNS", width),))
+
+
+@cache
+def _has_instructions(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == _CAPABILITY
+
+
+@cache
+def _kernel(device: torch.device, width: int) -> Kernel:
+    return prepare(joint_mm_program(width), device.index)
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,77 @@
+"""The joint GEMM in the emulator, called as the host calls it: what reaches the driver runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from emulator import Emulator
+from emulator.grouped import NOT_WRITTEN, STALL_LIMIT, TileDriver, bits_of, whole_numbers
+from tw_compile import compat
+from tw_compile.kernels import joint_mm as module
+from tw_compile.kernels.cuda import bindings
+from tw_compile.planning.joint_tiles import Tiling
+
+SOURCE = Path(module.__file__).with_name("joint_mm.cu")
+
+
+def multiply(
+    a: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    seed: int,
+    *,
+    tiles: Tiling | None = None,
+    sms: int = 4,
+    reserved_sms: int = 0,
+    resident: int = 16,
+    source: Path = SOURCE,
+) -> list[torch.Tensor]:
+    """``joint_mm`` on a device of ``sms`` SMs, at most ``resident`` of which run a CTA at a time; ``tiles``: not its own."""
+
+    def launch(
+        params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int
+    ) -> None:
+        emulator = Emulator(source, "joint_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines)
+        emulator.alloc(0, a, name="a")
+        for index, matrix in enumerate(matrices):
+            out = bits_of(params.out[index], len(a) * matrix.shape[1])
+            out.fill(NOT_WRITTEN)
+            emulator.alloc(0, out, name=f"out {index}")
+            emulator.alloc(0, matrix.t(), name=f"matrix {index}")
+        emulator.launch(0, stream, grid, block, shared_bytes, params, cluster=cluster)
+        emulator.run()
+
+    defines: dict[str, int | str] = {}
+
+    def kernel(device: torch.device, width: int) -> SimpleNamespace:
+        defines["COLUMNS"] = width
+        return SimpleNamespace(launch=launch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bindings, "load", lambda name: TileDriver())
+        patch.setattr(module, "tensor_map", module.tensor_map.__wrapped__)
+        patch.setattr(module, "_kernel", kernel)
+        patch.setattr(module, "_sms", lambda device: sms)
+        patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+        if tiles is not None:
+            patch.setattr(module, "tiling", lambda rows, columns, clusters: tiles)
+        return module.joint_mm(a, matrices, reserved_sms)
+
+
+def check(rows: int, columns: Sequence[int], depth: int, seed: int, **options: Any) -> None:
+    """Every element is what it must be, to the bit, and no operand was written to."""
+    a = whole_numbers(rows, depth, seed=4 * seed)
+    matrices = [whole_numbers(one, depth, seed=4 * seed + index).t() for index, one in enumerate(columns, 1)]
+    given = [tensor.clone() for tensor in (a, *matrices)]
+    found = multiply(a, matrices, seed, **options)
+    for index, (product, matrix) in enumerate(zip(found, matrices, strict=True)):
+        want = (a.float() @ matrix.float()).to(torch.bfloat16)
+        wrong = product.view(torch.int16) != want.view(torch.int16)
+        first = wrong.nonzero()[:1].tolist()
+        assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} of {index} are wrong, first at {first}"
+    assert all(torch.equal(now, before) for now, before in zip((a, *matrices), given, strict=True))

@@ -1,0 +1,52 @@
+"""The joint GEMM, as the host launches it, computes each product to the bit, for all kinds of rows and columns."""
+
+from __future__ import annotations
+
+import pytest
+
+from emulator.joint import check
+from tw_compile.planning.joint_tiles import WIDTHS, Tiling, tiling
+
+DEPTH = 192
+"""Three stages' worth; the ring has four and more."""
+
+
+def cuts(rows: int, columns: tuple[int, ...], width: int, whole: int) -> Tiling:
+    """With the first ``whole`` pairs of tiles not cut."""
+    pairs = (rows + 127) // 256 * sum(-(-one // width) for one in columns)
+    return Tiling(width, whole, 2 * (pairs - whole) + 1, 0.0)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 128, 129, 256, 300, 400, 520])
+def test_any_number_of_rows(rows: int) -> None:
+    check(rows, [512], DEPTH, seed=rows)
+
+
+@pytest.mark.parametrize("columns", [[8], [248], [256], [264], [520, 8], [104, 256, 96]])
+def test_any_multiple_of_eight_columns(columns: list[int]) -> None:
+    check(200, columns, DEPTH, seed=sum(columns))
+
+
+@pytest.mark.parametrize("whole", range(5))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pairs_are_whole_or_cut(width: int, whole: int) -> None:
+    rows, columns = 300, (width, 2 * width - 8, 40)
+    check(rows, columns, DEPTH, seed=whole, tiles=cuts(rows, columns, width, whole))
+
+
+def test_the_ring_goes_around_more_than_once() -> None:
+    check(130, [256, 256], 704, seed=1)
+
+
+def test_more_pairs_over_each_other_than_in_a_band() -> None:
+    check(9 * 256 + 100, [192, 200], 64, seed=2, sms=6, tiles=cuts(9 * 256 + 100, (192, 200), 192, 15))
+
+
+@pytest.mark.parametrize("sms", [2, 5, 12])
+def test_any_number_of_sms(sms: int) -> None:
+    check(500, [384, 256], 64, seed=sms, sms=sms, resident=2)
+
+
+def test_sms_are_left() -> None:
+    check(500, [384, 256], 64, seed=3, sms=8, reserved_sms=3)
+    assert tiling(500, (384, 256), 2) != tiling(500, (384, 256), 4)
