@@ -1,14 +1,14 @@
 // The same rows times several matrices, in bf16 with sums in fp32: GEMMs that read one input, in one launch.
 //
-// Two CTAs, a cluster, compute a pair of output tiles of 128 rows x COLUMNS over each other, and share the matrix's columns. A
-// pair may be cut in two, each of 128 rows, of which a CTA computes 64. So are the last pairs where that fills the last wave, and
-// those of the last rows where there are 128 or fewer. Tiles of all matrices are one sequence: what would be a partial wave of one
-// GEMM is filled by the next.
+// Two CTAs, a cluster, compute a pair of output tiles of 128 rows x COLUMNS over each other, and share the matrix's columns. The
+// last pairs may be narrow, of half of the columns, where that fills the last wave. Where the last rows are 128 or fewer, theirs
+// are low: each CTA computes 64 of them. Tiles of all matrices are one sequence: what would be a partial wave of one GEMM is
+// filled by the next.
 //
-// A cluster's pairs are its index, and every gridDim / 2 after it: whole ones first, then cut ones. In a CTA one thread keeps a
-// ring of shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each, or of a cut
-// pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled again when
-// the warps of both CTAs have read it.
+// A cluster's pairs are its index, and every gridDim / 2 after it: whole ones first, then narrow ones, then low ones. In a CTA one
+// thread keeps a ring of shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each,
+// or of a low pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled
+// again when the warps of both CTAs have read it.
 //
 // Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
 // CUTLASS's persistent cooperative kernels do.
@@ -19,12 +19,12 @@ inline constexpr int MATRICES = 3;
 
 struct JointMmParams {
   TensorMap a;                   // [rows, depth], boxes of 64 x 64
-  TensorMap matrices[MATRICES];  // [columns, depth], boxes of COLUMNS / 2 x 64
+  TensorMap matrices[MATRICES];  // [columns, depth], boxes of COLUMNS / 4 x 64
   uint16_t* out[MATRICES];       // [rows, columns]
   int32_t columns[MATRICES];     // multiples of 8; 0 where there is no such matrix
   int32_t rows;
   int32_t depth;      // a multiple of TILE_DEPTH
-  int32_t whole;      // pairs that are not cut
+  int32_t whole;      // pairs that are neither narrow nor low
   int32_t unused[4];  // to a multiple of 64 bytes
 };
 
@@ -33,8 +33,8 @@ inline constexpr int BAND = 8;       // pairs over each other that are computed 
 inline constexpr int CONSUMERS = 2;  // warpgroups
 inline constexpr int THREADS = 128 * (CONSUMERS + 1);
 inline constexpr int ROW_BYTES = TILE_DEPTH * 2;
-inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, HALF_B = COLUMNS / 2 * ROW_BYTES;
-inline constexpr int STAGE_BYTES = 2 * (HALF_A + HALF_B);
+inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, QUARTER_B = COLUMNS / 4 * ROW_BYTES;
+inline constexpr int STAGE_BYTES = 2 * HALF_A + 4 * QUARTER_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
 
@@ -49,32 +49,32 @@ static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 struct Tile {
   int32_t matrix;
   int32_t row, column;  // its first
-  bool cut;             // it has 64 rows, not 128
+  bool narrow, low;     // half of the columns; 64 rows, not 128
 };
 
 DEVICE int32_t quotient_up(int32_t n, int32_t d) { return (n + d - 1) / d; }
 
-// The tile of CTA `rank` in the pair, or half of one, that is `number` of all; false beyond the last.
+// The tile of CTA `rank` in the pair that is `number` of all, of which narrow ones are half of one; false beyond the last.
 DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile& tile) {
   int32_t wide = 0;
 #pragma unroll
   for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], COLUMNS);
   int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // with more than 128 rows
-  int32_t pairs = high * wide, column = 0, row = 0;
-  tile.cut = number >= params.whole;
-  int32_t part = (number - params.whole) % 2;
-  int32_t pair = tile.cut ? params.whole + (number - params.whole) / 2 : number;
-  if (pair < pairs) {
+  int32_t behind = number - params.whole;
+  int32_t pairs = high * wide, pair = behind < 0 ? number : params.whole + behind / 2, column, row;
+  tile.low = pair >= pairs;
+  tile.narrow = behind >= 0 && !tile.low;
+  if (!tile.low) {
     int32_t band = pair / (BAND * wide), in_band = pair % (BAND * wide);
     int32_t here = high - band * BAND < BAND ? high - band * BAND : BAND;
-    row = (band * BAND + in_band % here) * 2 * TILE_ROWS + (tile.cut ? part * TILE_ROWS : 0);
+    row = (band * BAND + in_band % here) * 2 * TILE_ROWS;
     column = in_band / here;
-  } else {  // of the last rows
+  } else {
     row = high * 2 * TILE_ROWS;
-    column = number - params.whole - 2 * (pairs - params.whole);
+    column = behind - 2 * (pairs - params.whole);
     if (row >= params.rows || column >= wide) return false;
   }
-  tile.row = row + rank * (tile.cut ? TILE_ROWS / 2 : TILE_ROWS);
+  tile.row = row + rank * (tile.low ? TILE_ROWS / 2 : TILE_ROWS);
   tile.matrix = 0;
 #pragma unroll
   for (int32_t matrix = 0; matrix < MATRICES - 1; matrix++) {
@@ -84,7 +84,7 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
       tile.matrix++;
     }
   }
-  tile.column = column * COLUMNS;
+  tile.column = column * COLUMNS + (tile.narrow ? behind % 2 * (COLUMNS / 2) : 0);
   return true;
 }
 
@@ -93,15 +93,19 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   Tile tile;
   for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
     const TensorMap& matrix = params.matrices[tile.matrix];
+    const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // that this CTA loads
     for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
       uint8_t* a = shared.stages[ring.stage];
       uint8_t* b = a + 2 * HALF_A;
       uint64_t* full = &shared.full[ring.stage];
       wait(&shared.empty[ring.stage], ring.parity ^ 1);
-      mbarrier_arrive_expect(full, tile.cut ? HALF_A + 2 * HALF_B : STAGE_BYTES);
-      load_tile(a, params.a, k, tile.row, full);
-      if (!tile.cut) load_tile(a + HALF_A, params.a, k, tile.row + TILE_ROWS / 2, full);
-      load_tile_to(BOTH, b + rank * HALF_B, matrix, k, tile.column + rank * (COLUMNS / 2), full);
+      mbarrier_arrive_expect(full, halves * HALF_A + 2 * quarters * QUARTER_B);
+      for (int32_t half = 0; half < halves; half++) {
+        load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
+      }
+      for (int32_t quarter = rank * quarters; quarter < (rank + 1) * quarters; quarter++) {
+        load_tile_to(BOTH, b + quarter * QUARTER_B, matrix, k, tile.column + quarter * (COLUMNS / 4), full);
+      }
     }
   }
 }
@@ -159,11 +163,12 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
     Ring<STAGES> ring;
     Tile tile;
     for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
-      int32_t row = tile.row + warp % 4 * 16;
-      if (tile.cut) {
-        multiply<COLUMNS / 2>(params, shared, ring, tile, 0, warpgroup * HALF_B, row, tile.column + warpgroup * (COLUMNS / 2));
+      const int32_t below = tile.low ? 0 : warpgroup, beside = warpgroup - below;
+      const int32_t row = tile.row + below * 64 + warp % 4 * 16, column = tile.column + beside * (COLUMNS / 2);
+      if (tile.low || tile.narrow) {
+        multiply<COLUMNS / 2>(params, shared, ring, tile, below * HALF_A, beside * 2 * QUARTER_B, row, column);
       } else {
-        multiply<COLUMNS>(params, shared, ring, tile, warpgroup * HALF_A, 0, row + warpgroup * 64, tile.column);
+        multiply<COLUMNS>(params, shared, ring, tile, below * HALF_A, 0, row, column);
       }
     }
   }

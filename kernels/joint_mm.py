@@ -20,10 +20,8 @@ from tw_compile import compat
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
 from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
-from tw_compile.planning.joint_tiles import tiling
+from tw_compile.planning.joint_tiles import MOST_JOINT, tiling
 
-MATRICES = 3
-"""At most."""
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
 _CAPABILITY = (9, 0)
@@ -35,9 +33,9 @@ class JointMmParams(ctypes.Structure):
 
     _fields_ = [
         ("a", TensorMap),
-        ("matrices", TensorMap * MATRICES),
-        ("out", ctypes.c_void_p * MATRICES),
-        ("columns", ctypes.c_int32 * MATRICES),
+        ("matrices", TensorMap * MOST_JOINT),
+        ("out", ctypes.c_void_p * MOST_JOINT),
+        ("columns", ctypes.c_int32 * MOST_JOINT),
         ("rows", ctypes.c_int32),
         ("depth", ctypes.c_int32),
         ("whole", ctypes.c_int32),
@@ -45,27 +43,30 @@ class JointMmParams(ctypes.Structure):
     ]
 
 
-def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernel is for ``a`` [rows, depth] and ``matrices`` [depth, columns]: as they lie in memory.
+def can_multiply(a: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether the kernel is for ``a`` [rows, depth] and ``matrix`` [depth, columns], by what is known before they are there.
 
     Not whether they make sense together.
     """
+    depth, columns = matrix.shape
     return (
-        1 <= len(matrices) <= MATRICES
-        and a.is_cuda
-        and a.dtype == torch.bfloat16
-        and a.shape[1] > 0
-        and a.shape[1] % _TILE_DEPTH == 0
-        and a.stride() == (a.shape[1], 1)
+        a.dtype == matrix.dtype == torch.bfloat16
+        and a.stride() == (depth, 1)
+        and matrix.stride() == (1, depth)
+        and depth > 0
+        and depth % _TILE_DEPTH == 0
+        and columns > 0
+        and columns % 8 == 0
+    )
+
+
+def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernel is for these, on this device."""
+    return (
+        a.is_cuda
+        and 1 <= len(matrices) <= MOST_JOINT
+        and all(can_multiply(a, one) and one.data_ptr() % 16 == 0 for one in matrices)
         and a.data_ptr() % 16 == 0
-        and all(
-            one.dtype == torch.bfloat16
-            and one.shape[1] > 0
-            and one.shape[1] % 8 == 0
-            and one.stride() == (1, one.shape[0])
-            and one.data_ptr() % 16 == 0
-            for one in matrices
-        )
         and _has_instructions(a.device)
     )
 
@@ -84,13 +85,13 @@ def joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: in
         a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
     )
     for index, (matrix, out) in enumerate(zip(matrices, outs, strict=True)):
-        params.matrices[index] = tensor_map(matrix.data_ptr(), columns[index], depth, tiles.width // 2)
+        params.matrices[index] = tensor_map(matrix.data_ptr(), columns[index], depth, tiles.width // 4)
         params.out[index] = out.data_ptr()
         params.columns[index] = columns[index]
     _kernel(a.device, tiles.width).launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
-        grid=2 * min(clusters, tiles.whole + tiles.cut),
+        grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
         block=_THREADS,
         shared_bytes=shared_bytes(tiles.width),
         cluster=2,

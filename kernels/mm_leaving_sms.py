@@ -2,6 +2,7 @@
 
     mm_leaving_sms(a, b, reserved_sms) -> a @ b
     addmm_leaving_sms(bias, a, b, reserved_sms) -> bias + a @ b
+    joint_mm_leaving_sms(a, matrices, reserved_sms) -> [a @ one for one in matrices]
     grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
 ``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``weights`` [groups, k, n], ``ends``
@@ -16,16 +17,19 @@ each of whose CTAs has a fixed share of the tiles.
 It is cuBLASLt's heuristic that is told how many SMs there are (``torch._C._set_sm_carveout_experimental``); PyTorch's other way
 to cuBLAS does not pass it on, so the call takes cuBLASLt. The grouped GEMM is launched with as many CTAs fewer. Both are
 settings of the process: the op sets them for the time of the call on the host, a matmul that another thread enqueues meanwhile
-may be planned for fewer SMs too. Grouped ones are our own kernel where it can (``grouped_mm.py``).
+may be planned for fewer SMs too. Joint and grouped ones are our own kernels where they can be
+(``joint_mm.py``, ``grouped_mm.py``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 
 from tw_compile import compat
-from tw_compile.kernels import grouped_mm
+from tw_compile.kernels import grouped_mm, joint_mm
 from tw_compile.kernels.operator import define
 
 
@@ -44,6 +48,17 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
         return torch.addmm(bias, a, b)
     with compat.SmCarveout(reserved_sms):
         return torch.addmm(bias, a, b)
+
+
+def _joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
+    check_reserved_sms(reserved_sms)
+    if joint_mm.multiplies(a, matrices):
+        return joint_mm.joint_mm(a, matrices, reserved_sms)
+    return _one_by_one(a, matrices, reserved_sms)
+
+
+def _one_by_one(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
+    return [mm(a, one, reserved_sms) for one in matrices]
 
 
 def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
@@ -70,6 +85,9 @@ def check_reserved_sms(reserved_sms: int) -> None:
 mm_leaving_sms = define("mm_leaving_sms(Tensor a, Tensor b, int reserved_sms) -> Tensor", mm, mm)
 addmm_leaving_sms = define(
     "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", _addmm, _addmm
+)
+joint_mm_leaving_sms = define(
+    "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, int reserved_sms) -> Tensor[]", _joint_mm, _one_by_one
 )
 grouped_mm_leaving_sms = define(
     "grouped_mm_leaving_sms(Tensor a, Tensor weights, Tensor ends, int reserved_sms) -> Tensor",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.fx as fx
 
 from tw_compile import compat
@@ -16,8 +18,14 @@ from tw_compile.graph.predicates import aten, is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.measured_reserve import Operand, Reserve, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import (
+    addmm_leaving_sms,
+    grouped_mm_leaving_sms,
+    joint_mm_leaving_sms,
+    mm_leaving_sms,
+)
 from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split import joint
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, Window
 from tw_compile.planning import DeviceProfile, Plan
 from tw_compile.planning import Window as PlannedWindow
@@ -60,6 +68,11 @@ class Budgets:
         windows = () if self.plan is None else self.plan.windows
         return min(max((one.ctas for one in windows), default=0) or DEFAULT_OVERLAP_SMS, MAX_OVERLAP_SMS)
 
+    @property
+    def joins(self) -> bool:
+        """Whether GEMMs of one input may be computed by our own kernel."""
+        return self.profile is not None and self.profile.gemm.own_gemms
+
     def wants(self, window: Window) -> frozenset[str]:
         """The GEMMs, by the planner's names, that are better planned for the SMs that are left."""
         planned = self.planned(window)
@@ -76,34 +89,83 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     """Let GEMMs of a scheduled graph leave SMs to the calls beside them; what was done, by window.
 
     How many is measured; where that is not possible it is what the call has for GEMMs that begin before the sum has arrived.
-    GEMMs that Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
+    Those of one input are computed jointly where that is measured to be faster, or planned if it can't be measured. GEMMs that
+    Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
     """
-    measure = measure or _measure
     done: Leaving = {}
-    left_us: dict[int, float] = {}
+    waiting: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
-        name = woven.parts.gemm_of(node)
-        index = node.meta[ANNOTATION]["window"] if name is not None else 0
-        sms = woven.reserved[index]
-        window = woven.windows[index]
+        if woven.parts.gemm_of(node) is not None and _can_leave(node):
+            waiting.setdefault(node.meta[ANNOTATION]["window"], []).append(node)
+    for index, gemms in waiting.items():
+        window, sms = woven.windows[index], woven.reserved[index]
         planned = budgets.planned(window)
-        if name is None or not sms or planned is None or not _can_leave(node):
+        if not sms or planned is None:
             continue
-        left = left_us.setdefault(index, planned.communication_us)
-        tokens = next((gemm.tokens for gemm in planned.gemms if gemm.name == name), 0)
-        best = measure(node, sms, left, tokens)
-        if best is not None:
-            left_us[index] = max(left - best.us, 0.0)
-        reserved = best.sms if best is not None else sms if left and name in budgets.wants(window) else 0
-        if reserved:
-            _leave(node, reserved)
-            done[index] = (*done.get(index, ()), (name, reserved))
+        beside = _Beside(sms, planned, budgets.wants(window), measure or _measure)
+        while gemms:
+            name = woven.parts.gemm_of(gemms[0])
+            assert name is not None
+            same = [node for node in gemms[1:] if woven.parts.gemm_of(node) == name]
+            together = joint.beside(gemms[0], same) if budgets.joins else []
+            nodes = together or gemms[:1]
+            gemms = [node for node in gemms if node not in nodes]
+            found = beside.reserve(name, nodes, bool(together))
+            if found:
+                done[index] = (*done.get(index, ()), *((name, reserved) for reserved in found))
     return done
 
 
+class _Beside:
+    """GEMMs of one window, in their order, while the call beside them has SMs."""
+
+    def __init__(self, sms: int, planned: PlannedWindow, wants: frozenset[str], measure: Measure) -> None:
+        self._sms, self._planned, self._wants, self._measure = sms, planned, wants, measure
+        self._left_us = planned.communication_us
+
+    def reserve(self, name: str, nodes: list[fx.Node], may_join: bool) -> list[int]:
+        """The SMs, none of them 0, that ``nodes`` now leave: each, or all as one."""
+        left, found = self._left_us, []
+        for node in nodes:
+            sms, us = self._find(name, node, left)
+            found.append((sms, us))
+            left = max(left - (us or 0.0), 0.0)
+        if may_join:
+            together = joint.join(nodes)
+            sms, us = self._find(name, together, self._left_us)
+            if self._joins(name, us, [us for _, us in found]):
+                nodes, found, left = [together], [(sms, us)], max(self._left_us - (us or 0.0), 0.0)
+            else:
+                nodes = joint.part(together)
+        self._left_us = left
+        for node, (sms, _) in zip(nodes, found, strict=True):
+            if sms:
+                _leave(node, sms)
+        return [sms for sms, _ in found if sms]
+
+    def _find(self, name: str, node: fx.Node, left_us: float) -> tuple[int, float | None]:
+        """SMs to leave and, if measured, the microseconds that it then takes."""
+        tokens = next((gemm.tokens for gemm in self._planned.gemms if gemm.name == name), 0)
+        best = self._measure(node, self._sms, left_us, tokens)
+        if best is None:
+            return self._sms if left_us and name in self._wants else 0, None
+        return best.sms, best.us
+
+    def _joins(self, name: str, joint_us: float | None, each_us: list[float | None]) -> bool:
+        """Whether GEMMs are faster as one: as measured, or else as planned."""
+        measured = [us for us in each_us if us is not None]
+        if joint_us is None or len(measured) < len(each_us):
+            return any(gemm.name == name and gemm.joint == len(each_us) for gemm in self._planned.gemms)
+        return joint_us < sum(measured)
+
+
 def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
-    matmul = _LEAVING_SMS[node.target]  # type: ignore[index]
-    tensors = [value(one) if isinstance(one, fx.Node) else None for one in node.args[: _OPERANDS[matmul]]]
+    if is_call(node, joint_mm_leaving_sms):
+        matmul, given = joint_mm_of, [node.args[0], *node.args[1]]
+    else:
+        matmul = _LEAVING_SMS[node.target]  # type: ignore[index]
+        given = list(node.args[: _OPERANDS[matmul]])
+    tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]
     operands = []
     for tensor in tensors:
         if tensor is None or not all(isinstance(stride, int) for stride in tensor.stride()):
@@ -117,6 +179,12 @@ def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | 
     return measured_reserve(matmul, tuple(operands), device, sms, busy_us)
 
 
+def joint_mm_of(a: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """``joint_mm_leaving_sms`` of ``(a, *matrices, SMs to leave)``, as it is measured."""
+    *matrices, reserved_sms = rest
+    return joint_mm_leaving_sms(a, matrices, reserved_sms)
+
+
 def _can_leave(node: fx.Node) -> bool:
     """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
     if is_call(node, ops.mm_start, grouped_mm_leaving_sms):
@@ -127,6 +195,9 @@ def _can_leave(node: fx.Node) -> bool:
 def _leave(node: fx.Node, sms: int) -> None:
     if is_call(node, ops.mm_start):
         node.update_kwarg("reserved_sms", sms)
+        return
+    if is_call(node, joint_mm_leaving_sms):
+        node.update_arg(2, sms)
         return
     matmul = node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
     node.args = (*node.args[: _OPERANDS[matmul]], sms)

@@ -26,9 +26,14 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, has_default_strides, operator_name, value
+from tw_compile.graph.predicates import aten, has_default_strides, is_call, operator_name, value
 from tw_compile.kernels.attention_suffix import attention_suffix
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import (
+    addmm_leaving_sms,
+    grouped_mm_leaving_sms,
+    joint_mm_leaving_sms,
+    mm_leaving_sms,
+)
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.fusion.rewrite import ANNOTATION
@@ -39,7 +44,16 @@ from tw_compile.passes.split.rules_vllm_attention import HALF
 _KEEP = 2
 _OWN_KERNELS = {
     aten._grouped_mm,
-    *(one.overloadpacket for one in (mm_leaving_sms, addmm_leaving_sms, grouped_mm_leaving_sms, attention_suffix)),
+    *(
+        one.overloadpacket
+        for one in (
+            mm_leaving_sms,
+            addmm_leaving_sms,
+            joint_mm_leaving_sms,
+            grouped_mm_leaving_sms,
+            attention_suffix,
+        )
+    ),
 }
 
 
@@ -178,6 +192,9 @@ class _Locker:
                 if value(node) is not None:
                     pending[node] = None
                     reach[node] = {node}
+            elif is_call(node, operator.getitem) and is_call(node.args[0], joint_mm_leaving_sms):
+                pending[node] = None
+                reach[node] = {node}
             elif computes(node) and sure[node] < latest and half_of(node) != "shared":
                 self.loose.append(node.name)
         self._order_after()

@@ -99,7 +99,7 @@ def test_one_rank_with_stand_ins_for_calls_is_predicted_within_twelve_percent(ro
 def test_our_own_kernel_is_for_experts_and_for_what_it_takes() -> None:
     experts = Gemm("gate_up", 8192, 6144, 8, 2)
     assert experts.of_half(H200) == dataclasses.replace(experts, own_kernel=True)
-    other = dataclasses.replace(H200, gemm=dataclasses.replace(H200.gemm, own_grouped=False))
+    other = dataclasses.replace(H200, gemm=dataclasses.replace(H200.gemm, own_gemms=False))
     assert experts.of_half(other) == experts
     for refused in (Gemm("o_proj", 8192, 6144), Gemm("g", 384, 2048, 128, 8), Gemm("g", 2048, 96, 8, 2)):
         assert refused.of_half(H200) == refused

@@ -51,7 +51,7 @@ class GemmRates:
         grouped_short_efficiency: The same of their short tiles, where experts have few rows or columns.
         grouped_tile_us: ``tile_us`` of a grouped GEMM's tile, half of it for a short one.
         grouped_us: Of a grouped GEMM before its first tile: another kernel finds where its groups are.
-        own_grouped: Whether grouped GEMMs of halves are those of ``kernels/grouped_mm.cu``, which other devices can't run.
+        own_gemms: Whether halves may have those of ``kernels/joint_mm.cu`` and ``grouped_mm.cu``; other devices can't run them.
         memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
         short_sides: Of tiles, ascending.
         long_sides: The same; every short side goes with every long one, either of them along the tokens.
@@ -68,7 +68,7 @@ class GemmRates:
     grouped_short_efficiency: float
     grouped_tile_us: float
     grouped_us: float
-    own_grouped: bool
+    own_gemms: bool
     memory_gb_per_s: float
     short_sides: tuple[int, ...]
     long_sides: tuple[int, ...]

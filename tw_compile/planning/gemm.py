@@ -6,7 +6,8 @@ the parts up.
 Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper (aten/src/ATen/native/cuda/GroupMM.cu): CTAs in
 clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
 tiles is wasted, so what counts is how many rows each expert gets. Halves' are our own (``kernels/grouped_mm.cu``): their
-clusters compute two tiles side by side where an expert has rows for one.
+clusters compute two tiles side by side where an expert has rows for one. So are, in halves, GEMMs of one input where that is
+faster: one sequence of tiles (``joint_tiles.py``).
 
 Smart splitting after TokenWeave (Gond et al., 2025), section 3.1.1: two halves need not cost more waves than the whole, if the
 first one fills its waves.
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, GemmRates, Tile
+from tw_compile.planning.joint_tiles import MOST_JOINT, PAIR_ROWS, tiling
 
 GROUPED_TILE, GROUPED_SHORT_TILE = Tile(128, 256), Tile(64, 128)
 GROUPED_SHORT = 128
@@ -41,6 +44,7 @@ class Gemm:
         experts: Weight matrices that the rows are distributed over; 1 is a plain GEMM.
         experts_per_token: How many of them compute each token.
         own_kernel: Whether it is the grouped GEMM of ``kernels/grouped_mm.cu``, and not torch's.
+        joint: Columns of GEMMs of one input that ``kernels/joint_mm.cu`` computes as this one; empty where it does not.
     """
 
     name: str
@@ -49,11 +53,12 @@ class Gemm:
     experts: int = 1
     experts_per_token: int = 1
     own_kernel: bool = False
+    joint: tuple[int, ...] = ()
 
     def of_half(self, profile: DeviceProfile) -> Gemm:
         """As it is computed for a half of the tokens."""
         aligned = self.columns % GROUPED_TILE.columns == 0 and self.depth % OWN_DEPTH == 0
-        return replace(self, own_kernel=self.experts > 1 and profile.gemm.own_grouped and aligned)
+        return replace(self, own_kernel=self.experts > 1 and profile.gemm.own_gemms and aligned)
 
     def groups(self, tokens: int) -> tuple[float, float]:
         """How many experts are expected to get any token, and how many rows each of these gets; routing is taken as uniform."""
@@ -87,6 +92,8 @@ def gemm_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Gemm
     """
     if gemm.experts > 1:
         return _grouped_time(profile, gemm, tokens, sms)
+    if gemm.joint:
+        return _joint_time(profile, gemm, tokens, sms)
     rates = profile.gemm
     few = sms // 2 if rates.most_parts > 1 else 0  # so many tiles can be split
     fastest = math.inf
@@ -145,6 +152,26 @@ def _grouped_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> 
     return GemmTime(sms, tile, clusters * CLUSTER, rounds, us)
 
 
+def joint_gemm(profile: DeviceProfile, gemms: Sequence[Gemm]) -> Gemm | None:
+    """GEMMs of one input as one, of our own kernel; None where that is not for them."""
+    first = gemms[0]
+    if not profile.gemm.own_gemms or len(gemms) > MOST_JOINT:
+        return None
+    if any(one.experts > 1 or one.columns % 8 or one.depth % OWN_DEPTH for one in gemms):
+        return None
+    columns = tuple(one.columns for one in gemms)
+    return Gemm(first.name, sum(columns), first.depth, joint=columns)
+
+
+def _joint_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
+    rates = profile.gemm
+    found = tiling(tokens, gemm.joint, _slots(sms))
+    tile = Tile(GROUPED_TILE.rows, found.width)
+    us = found.pairs * (rates.tile_us + _depth_us(rates, gemm, tile))
+    tiles = CLUSTER * (found.whole + found.narrow + found.low)
+    return GemmTime(sms, tile, tiles, math.ceil(found.pairs), profile.launch_us + _limited_us(rates, gemm, tokens, us))
+
+
 def _slots(sms: int) -> int:
     """Clusters that run at a time; a number, if no speed, for a single SM."""
     return max(sms // CLUSTER, 1)
@@ -184,9 +211,15 @@ def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int
     """
     if gemm.experts > 1:
         return _full_wave_tokens_of_groups(gemm, tile, _slots(sms), tokens)
-    columns = -(-gemm.columns // tile.columns)
-    reached = max(tokens // tile.rows, 1) * columns // sms
-    return tuple(wave * sms // columns * tile.rows for wave in (reached, reached + 1) if wave * sms >= columns)
+    if gemm.joint:
+        return _filled(sum(-(-one // tile.columns) for one in gemm.joint), PAIR_ROWS, _slots(sms), tokens)
+    return _filled(-(-gemm.columns // tile.columns), tile.rows, sms, tokens)
+
+
+def _filled(columns: int, rows: int, sms: int, tokens: int) -> tuple[int, ...]:
+    """The same for ``columns`` tiles beside each other, each of ``rows`` rows."""
+    reached = max(tokens // rows, 1) * columns // sms
+    return tuple(wave * sms // columns * rows for wave in (reached, reached + 1) if wave * sms >= columns)
 
 
 def _full_wave_tokens_of_groups(gemm: Gemm, tile: Tile, slots: int, tokens: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""How our plain GEMM's tiles lie: how wide they are, and how many are cut so that the last wave is full.
+"""How our plain GEMM's tiles lie: how wide they are, and how many are narrow so that the last wave is full.
 
-The kernel (``joint_mm.cu``) computes pairs of tiles over each other, 256 rows, on clusters of two SMs, whole ones first, then
-cut ones of 128 rows. Rows beyond the last 256 are cut pairs where there are 128 or fewer. Which cluster computes what is fixed,
-so how long it takes can be counted.
+The kernel (``kernels/joint_mm.cu``) computes pairs of tiles over each other, 256 rows, on clusters of two SMs: whole ones
+first, then narrow ones of half of the columns, then low ones, of the last rows where these are 128 or fewer. Which cluster
+computes what is fixed, so how long it takes can be counted.
 """
 
 from __future__ import annotations
@@ -14,54 +14,58 @@ from functools import lru_cache
 WIDTHS = (256, 224, 192)
 """Columns of a tile that the kernel is compiled for, in multiples of 32."""
 PAIR_ROWS = 256
-_FIXED_COLUMNS = 10
-"""A tile costs as much as if it were so many columns wider: its first loads and its stores."""
-_CUT = 0.55
-"""The time of a cut pair of that of a whole one."""
+MOST_JOINT = 3
+"""Matrices that the kernel takes."""
+_EDGE = 16
+"""A tile costs as much as if it were so many columns wider."""
+_NARROW, _LOW = 0.6, 0.65
+"""Times of such pairs of that of a whole one."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Pairs of tiles, ``width`` columns each, on so many clusters of two SMs.
+    """Pairs of tiles, ``width`` columns each, on clusters of two SMs.
 
     Attributes:
-        whole: Pairs that are not cut.
-        cut: Halves of pairs that are.
-        columns: What the busiest cluster computes, in columns of tiles of 256 rows, with what a tile costs beyond its columns.
+        whole: Pairs that are neither narrow nor low.
+        narrow: Pairs that are half of one.
+        low: Pairs of the last rows.
+        pairs: The time of the busiest cluster, in whole pairs.
     """
 
     width: int
     whole: int
-    cut: int
-    columns: float
+    narrow: int
+    low: int
+    pairs: float
 
 
 @lru_cache(maxsize=4096)
-def tiling(rows: int, columns: Sequence[int], clusters: int) -> Tiling:
-    """The fastest for ``rows`` rows and matrices of ``columns`` columns, a tuple; ``rows`` and ``clusters`` are positive."""
-    return min(
-        (one for width in WIDTHS for one in _of_width(rows, columns, clusters, width)), key=lambda one: one.columns
-    )
+def tiling(rows: int, columns: tuple[int, ...], clusters: int) -> Tiling:
+    """The fastest for ``rows`` rows and matrices of ``columns`` columns; ``rows`` and ``clusters`` are positive."""
+    found = (one for width in WIDTHS for one in of_width(rows, columns, clusters, width))
+    return min(found, key=lambda one: one.pairs * (one.width + _EDGE))
 
 
-def _of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> list[Tiling]:
-    """With nothing cut, and with all cut that do not fill a wave, or the last one."""
+def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> list[Tiling]:
+    """With no pair narrow, with all that do not fill a wave, and with those of the last full wave, too."""
     wide = sum(-(-one // width) for one in columns)
     high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
-    pairs, rest = high * wide, wide if rows > high * PAIR_ROWS else 0
+    pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
     full = pairs // clusters * clusters
     found = []
     for whole in dict.fromkeys((pairs, full, max(full - clusters, 0))):
-        cut = 2 * (pairs - whole) + rest
-        busiest = max(
-            _columns(cluster, whole, cut, clusters, width) for cluster in {0, (whole - 1) % clusters, whole % clusters}
-        )
-        found.append(Tiling(width, whole, cut, busiest))
+        narrow = 2 * (pairs - whole)
+        # The order of pairs goes from long to short, so the busiest is one that is first with some kind.
+        firsts = {0, whole % clusters, (whole + narrow) % clusters}
+        busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in firsts)
+        found.append(Tiling(width, whole, narrow, low, busiest))
     return found
 
 
-def _columns(cluster: int, whole: int, cut: int, clusters: int, width: int) -> float:
-    """What ``cluster`` computes of pairs that clusters take in turns."""
-    own_whole = -((cluster - whole) // clusters) if whole > cluster else 0
-    own = -((cluster - whole - cut) // clusters) if whole + cut > cluster else 0
-    return (own_whole + (own - own_whole) * _CUT) * (width + _FIXED_COLUMNS)
+def _pairs(cluster: int, clusters: int, whole: int, narrow: int, low: int) -> float:
+    """What ``cluster`` computes of pairs that all take in turns."""
+    until_whole, until_narrow, until_low = (
+        max(-((cluster - count) // clusters), 0) for count in (whole, whole + narrow, whole + narrow + low)
+    )
+    return until_whole + (until_narrow - until_whole) * _NARROW + (until_low - until_narrow) * _LOW

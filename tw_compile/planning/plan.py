@@ -246,7 +246,8 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
         down = middle // multiple * multiple
         found |= {down, down + multiple}
         sms = costs.profile.sms
-        for gemm in dict.fromkeys(one.of_half(costs.profile) for one in costs.layer.gemms):
+        joint = [one for one in (costs.joint_qkv, costs.joint_gate_up) if one is not None]
+        for gemm in dict.fromkeys((*(one.of_half(costs.profile) for one in costs.layer.gemms), *joint)):
             for budget in dict.fromkeys(
                 (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
             ):
@@ -268,10 +269,11 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[Window]) -> tuple[GemmWa
     result = []
     for name in dict.fromkeys(gemm.name for gemm in costs.layer.gemms):
         same = [gemm for gemm in costs.layer.gemms if gemm.name == name]
-        halves = [part.waves for window in windows for part in window.gemms if part.name == name]
-        if halves:
+        halves = [found for window in windows if (found := [one.waves for one in window.gemms if one.name == name])]
+        if halves:  # each in a window of its own
             whole = sum(costs.gemm(gemm, tokens, costs.profile.sms).waves for gemm in same)
-            result.append(GemmWaves(name, whole, sum(halves[: len(same)]), sum(halves[len(same) :])))
+            first, second = halves
+            result.append(GemmWaves(name, whole, sum(first), sum(second)))
     return tuple(result)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tw_compile.planning import communication
 from tw_compile.planning.communication import ELEMENT_BYTES
 from tw_compile.planning.device import DeviceProfile, FusedKernel
-from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time
+from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time, joint_gemm
 from tw_compile.planning.layer import LayerShape, attention_us
 
 SLACK = 1.1
@@ -38,7 +38,10 @@ instead of 4, q of 512 tokens of Llama-3.3-70B at TP4 took 52 us instead of 29, 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One GEMM of a window, planned for ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give."""
+    """One GEMM of a window, planned for ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give.
+
+    ``joint``: how many of its name it stands for, which are computed as one; 0 for a kernel that computes no more than one.
+    """
 
     name: str
     tokens: int
@@ -47,6 +50,7 @@ class GemmPlan:
     tiles: int
     waves: int
     us: float
+    joint: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,17 @@ class Window:
     us: float
 
 
-Step = tuple[Gemm, int] | Callable[[int], float]
-"""A GEMM and its tokens, or a function from SMs to microseconds."""
+@dataclass(frozen=True)
+class Gemms:
+    """GEMMs of one input, of ``tokens`` tokens; ``joint`` is what they can be computed as beside a call, if they can."""
+
+    gemms: tuple[Gemm, ...]
+    tokens: int
+    joint: Gemm | None = None
+
+
+Step = Gemms | Callable[[int], float]
+"""GEMMs, or a function from SMs to microseconds."""
 
 
 class Costs:
@@ -97,6 +110,9 @@ class Costs:
         self.sequences = sequences
         self.gemms_leave_sms = gemms_leave_sms
         self.mlp_of_half = tuple(gemm.of_half(profile) for gemm in layer.mlp)
+        self.joint_qkv, self.joint_gate_up = (
+            joint_gemm(profile, gemms) if gemms_leave_sms else None for gemms in (layer.qkv, layer.mlp[:-1])
+        )
         self._gemms: dict[tuple[Gemm, int, int], GemmTime] = {}
 
     def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
@@ -126,14 +142,14 @@ class Costs:
         if layer.gathered_columns:  # a gather is the second half of an all_reduce
             nbytes = tokens * layer.gathered_columns * ELEMENT_BYTES // 2
             us += communication.all_reduce_us(self.profile, nbytes, layer.world_size, self.kernel.multicast)
-        return [*((gemm, tokens) for gemm in layer.qkv), lambda sms: us]
+        return [Gemms(layer.qkv, tokens, self.joint_qkv), lambda sms: us]
 
     def attention(self, rows: range) -> list[Step]:
         return [lambda sms: attention_us(self.profile, self.layer.attention, self.sequences, rows, sms)]
 
     def o_proj(self, tokens: int) -> list[Step]:
         """The projection, and the norm behind it where no sum brings it along."""
-        return [(self.layer.o_proj, tokens), *self._norm(tokens, self.layer.attention_summed)]
+        return [Gemms((self.layer.o_proj,), tokens), *self._norm(tokens, self.layer.attention_summed)]
 
     def attention_part(self, rows: range) -> list[Step]:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
@@ -145,8 +161,8 @@ class Costs:
         us = self._elementwise(float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
         if down.experts > 1:  # rows go to their experts and come back weighted
             us += 2.0 * self._elementwise(float((tokens + rows) * self.layer.hidden_size))
-        first = [(gemm, tokens) for gemm in gate_up]
-        return [*first, lambda sms: us, (down, tokens), *self._norm(tokens, self.layer.mlp_summed)]
+        first = Gemms(tuple(gate_up), tokens, self.joint_gate_up)
+        return [first, lambda sms: us, Gemms((down,), tokens), *self._norm(tokens, self.layer.mlp_summed)]
 
     def join(self, tokens: int) -> list[Step]:
         """Queries, keys and values of both halves copied into one tensor each."""
@@ -156,7 +172,10 @@ class Costs:
     def alone_us(self, steps: Sequence[Step]) -> float:
         """Steps on all SMs with nothing beside them."""
         sms = self.profile.sms
-        return sum(self.gemm(*step, sms).us if isinstance(step, tuple) else step(sms) for step in steps)
+        return sum(
+            sum(self.gemm(gemm, step.tokens, sms).us for gemm in step.gemms) if isinstance(step, Gemms) else step(sms)
+            for step in steps
+        )
 
     def window(
         self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0, in_slot: bool = False
@@ -191,17 +210,18 @@ class Costs:
             )
             communication_us = profile.slower_beside(self.layer.world_size) * alone
         clock = 0.0
-        gemms = []
+        gemms: list[GemmPlan] = []
         for step in steps:
-            begun = ctas if clock < SLACK * communication_us else 0
-            if isinstance(step, tuple):
-                time, us = self.beside(*step, begun, max(communication_us - clock, 0.0))
-                tile = (time.tile.rows, time.tile.columns)
-                gemms.append(GemmPlan(step[0].name, step[1], time.sms, tile, time.tiles, time.waves, us))
+            if isinstance(step, Gemms):
+                ways = [step.gemms, *([(step.joint,)] if ctas and step.joint is not None else [])]
+                clock, chosen = min(
+                    (self._one_by_one(way, step.tokens, ctas, communication_us, clock) for way in ways),
+                    key=lambda way: way[0],
+                )
+                gemms += chosen
             else:
-                us = step(profile.sms - begun)
-            beside = min(max(communication_us - clock, 0.0), us * profile.contention)
-            clock += us + beside * (1.0 - 1.0 / profile.contention)
+                begun = ctas if clock < SLACK * communication_us else 0
+                clock = self._after(clock, step(profile.sms - begun), communication_us)
         return Window(
             computes=computes,
             half=half,
@@ -213,6 +233,25 @@ class Costs:
             communication_us=communication_us,
             us=max(clock, communication_us) + profile.window_us,
         )
+
+    def _one_by_one(
+        self, gemms: Sequence[Gemm], tokens: int, ctas: int, communication_us: float, clock: float
+    ) -> tuple[float, list[GemmPlan]]:
+        """When the last one has ended that begin at ``clock``, and what they are planned for."""
+        plans = []
+        for gemm in gemms:
+            begun = ctas if clock < SLACK * communication_us else 0
+            time, us = self.beside(gemm, tokens, begun, max(communication_us - clock, 0.0))
+            tile = (time.tile.rows, time.tile.columns)
+            plans.append(GemmPlan(gemm.name, tokens, time.sms, tile, time.tiles, time.waves, us, len(gemm.joint)))
+            clock = self._after(clock, us, communication_us)
+        return clock, plans
+
+    def _after(self, clock: float, us: float, communication_us: float) -> float:
+        """When something has ended that begins at ``clock`` and takes ``us`` where nothing is beside it."""
+        contention = self.profile.contention
+        beside = min(max(communication_us - clock, 0.0), us * contention)
+        return clock + us + beside * (1.0 - 1.0 / contention)
 
     def norm_us(self, tokens: int) -> float:
         return communication.rms_norm_us(self.profile, self.layer.message_bytes(tokens))
