@@ -139,7 +139,8 @@ DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t ran
     if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
     int32_t row = tile.row + warp * 16;
     uint16_t* out = params.out + (int64_t)row * params.columns + tile.column;
-    store_sums<TILE_COLUMNS>(out, params.columns, tile.twice ? 0 : tile.end - row, TILE_COLUMNS, d);
+    auto value = [&](int32_t i) { return d[i]; };
+    store_rows<TILE_COLUMNS>(out, params.columns, tile.twice ? 0 : tile.end - row, TILE_COLUMNS, value);
   }
 }
 

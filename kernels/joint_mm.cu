@@ -10,6 +10,9 @@
 // or of a low pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled
 // again when the warps of both CTAs have read it.
 //
+// GATED: two matrices, and silu(rows * the first) * (rows * the second) is stored. A tile's columns are half of the first
+// matrix's, which CTA 0 loads for both, and as many of the second's, which CTA 1 loads.
+//
 // Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
 // CUTLASS's persistent cooperative kernels do.
 
@@ -20,8 +23,8 @@ inline constexpr int MATRICES = 3;
 struct JointMmParams {
   TensorMap a;                   // [rows, depth], boxes of 64 x 64
   TensorMap matrices[MATRICES];  // [columns, depth], boxes of COLUMNS / 4 x 64
-  uint16_t* out[MATRICES];       // [rows, columns]
-  int32_t columns[MATRICES];     // multiples of 8; 0 where there is no such matrix
+  uint16_t* out[MATRICES];       // [rows, columns]; GATED: the first alone
+  int32_t columns[MATRICES];     // multiples of 8; 0 where there is no such output
   int32_t rows;
   int32_t depth;      // a multiple of TILE_DEPTH
   int32_t whole;      // pairs that are neither narrow nor low
@@ -29,6 +32,7 @@ struct JointMmParams {
 };
 
 inline constexpr int TILE_ROWS = 128, TILE_DEPTH = 64;
+inline constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;  // that a tile stores
 inline constexpr int BAND = 8;       // pairs over each other that are computed before those beside them
 inline constexpr int CONSUMERS = 2;  // warpgroups
 inline constexpr int THREADS = 128 * (CONSUMERS + 1);
@@ -58,7 +62,7 @@ DEVICE int32_t quotient_up(int32_t n, int32_t d) { return (n + d - 1) / d; }
 DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile& tile) {
   int32_t wide = 0;
 #pragma unroll
-  for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], COLUMNS);
+  for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], OUT_COLUMNS);
   int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // with more than 128 rows
   int32_t behind = number - params.whole;
   int32_t pairs = high * wide, pair = behind < 0 ? number : params.whole + behind / 2, column, row;
@@ -78,13 +82,13 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   tile.matrix = 0;
 #pragma unroll
   for (int32_t matrix = 0; matrix < MATRICES - 1; matrix++) {
-    int32_t own = quotient_up(params.columns[matrix], COLUMNS);
+    int32_t own = quotient_up(params.columns[matrix], OUT_COLUMNS);
     if (tile.matrix == matrix && column >= own) {
       column -= own;
       tile.matrix++;
     }
   }
-  tile.column = column * COLUMNS + (tile.narrow ? behind % 2 * (COLUMNS / 2) : 0);
+  tile.column = column * OUT_COLUMNS + (tile.narrow ? behind % 2 * (OUT_COLUMNS / 2) : 0);
   return true;
 }
 
@@ -92,8 +96,9 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   Ring<STAGES> ring;
   Tile tile;
   for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
-    const TensorMap& matrix = params.matrices[tile.matrix];
+    const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
     const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // that this CTA loads
+    const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
     for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
       uint8_t* a = shared.stages[ring.stage];
       uint8_t* b = a + 2 * HALF_A;
@@ -103,20 +108,24 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
       for (int32_t half = 0; half < halves; half++) {
         load_tile(a + half * HALF_A, params.a, k, tile.row + half * (TILE_ROWS / 2), full);
       }
-      for (int32_t quarter = rank * quarters; quarter < (rank + 1) * quarters; quarter++) {
-        load_tile_to(BOTH, b + quarter * QUARTER_B, matrix, k, tile.column + quarter * (COLUMNS / 4), full);
+      for (int32_t quarter = 0; quarter < quarters; quarter++) {
+        load_tile_to(BOTH, b + (rank * quarters + quarter) * QUARTER_B, matrix, k, column + quarter * (COLUMNS / 4), full);
       }
     }
   }
 }
 
-// A warpgroup's 64 rows by N columns: rows from `a` and columns from `b` bytes on in each stage.
-template <int N>
+DEVICE float silu(float x) { return x * reciprocal_near(1.0f + exp2_near(-1.4426950408889634f * x)); }
+
+// A warpgroup's 64 rows by N columns, of which N / PARTS lie beside each other: rows from `a` and columns from `b` bytes on in
+// each stage, the second part of them half of a stage's columns further on.
+template <int N, int PARTS>
 DEVICE void multiply(
     const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t a, int32_t b, int32_t row,
     int32_t column) {
+  constexpr int EACH = N / 2 / PARTS;
   const uint32_t lane = threadIdx.x % 32;
-  float d[N / 2];
+  float d[PARTS][EACH] = {};  // else the registers of all kinds of tiles are kept over the loop around this, and are too many
   int32_t read = -1;  // the stage that the matmuls before the latest ones read
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
     wait(&shared.full[ring.stage], ring.parity);
@@ -125,7 +134,11 @@ DEVICE void multiply(
     wgmma_fence();
 #pragma unroll
     for (int32_t step = 0; step < TILE_DEPTH; step += 16) {
-      wgmma_64x16<N>(d, rows + columns_on(step), columns + columns_on(step), k + step);
+#pragma unroll
+      for (int32_t part = 0; part < PARTS; part++) {
+        wgmma_64x16<N / PARTS>(
+            d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);
+      }
     }
     wgmma_commit();
     wgmma_wait<1>();
@@ -136,7 +149,13 @@ DEVICE void multiply(
   if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);
   int64_t row_elements = params.columns[tile.matrix];
   uint16_t* out = params.out[tile.matrix] + row * row_elements + column;
-  store_sums<N>(out, row_elements, params.rows - row, (int32_t)row_elements - column, d);
+  const int32_t rows_left = params.rows - row, columns_left = (int32_t)row_elements - column;
+  if constexpr (GATED) {
+    auto value = [&](int32_t i) { return silu(d[0][i]) * d[(N / 4 + i) / EACH][(N / 4 + i) % EACH]; };
+    store_rows<N / 2>(out, row_elements, rows_left, columns_left, value);
+  } else {
+    store_rows<N>(out, row_elements, rows_left, columns_left, [&](int32_t i) { return d[0][i]; });
+  }
 }
 
 KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
@@ -164,11 +183,14 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
     Tile tile;
     for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
       const int32_t below = tile.low ? 0 : warpgroup, beside = warpgroup - below;
-      const int32_t row = tile.row + below * 64 + warp % 4 * 16, column = tile.column + beside * (COLUMNS / 2);
-      if (tile.low || tile.narrow) {
-        multiply<COLUMNS / 2>(params, shared, ring, tile, below * HALF_A, beside * 2 * QUARTER_B, row, column);
+      const int32_t row = tile.row + below * 64 + warp % 4 * 16, column = tile.column + beside * (OUT_COLUMNS / 2);
+      const int32_t a = below * HALF_A;
+      if (!tile.low && !tile.narrow) {
+        multiply<COLUMNS, 1>(params, shared, ring, tile, a, 0, row, column);
+      } else if (GATED && tile.low) {  // a quarter of either matrix's columns
+        multiply<COLUMNS / 2, GATED ? 2 : 1>(params, shared, ring, tile, a, beside * QUARTER_B, row, column);
       } else {
-        multiply<COLUMNS>(params, shared, ring, tile, below * HALF_A, 0, row, column);
+        multiply<COLUMNS / 2, 1>(params, shared, ring, tile, a, beside * 2 * QUARTER_B, row, column);
       }
     }
   }

@@ -1,6 +1,7 @@
 """Plain GEMMs of one input, in one launch: ``joint_mm.cu``.
 
     joint_mm(a, matrices, reserved_sms) -> [a @ one for one in matrices]
+    gated_mm(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
 
 Half of the tokens have half of the tiles, and what a last, partial wave leaves idle weighs twice as much. Queries, keys and
 values, or gate and up, are GEMMs of one input: as one sequence of tiles they have one partial wave, and it is made of smaller
@@ -73,22 +74,36 @@ def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
 
 def joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
     """[rows, columns] of each matrix, on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for."""
+    outs = [a.new_empty(len(a), one.shape[1]) for one in matrices]
+    _launch(a, matrices, outs, reserved_sms, gated=False)
+    return outs
+
+
+def gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    """``silu(a @ gate) * (a @ up)``, rounded once; as :func:`joint_mm`, for matrices of one shape."""
+    out = a.new_empty(len(a), gate.shape[1])
+    _launch(a, (gate, up), [out], reserved_sms, gated=True)
+    return out
+
+
+def _launch(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], outs: list[torch.Tensor], reserved_sms: int, gated: bool
+) -> None:
     rows, depth = a.shape
-    outs = [a.new_empty(rows, one.shape[1]) for one in matrices]
     if not rows:
-        return outs
-    sms = _sms(a.device)
-    clusters = max(sms - reserved_sms, 2) // 2
-    columns = tuple(one.shape[1] for one in matrices)
-    tiles = tiling(rows, columns, clusters)
+        return
+    clusters = max(_sms(a.device) - reserved_sms, 2) // 2
+    columns = [one.shape[1] for one in matrices]
+    tiles = tiling(rows, (sum(columns),) if gated else tuple(columns), clusters)
     params = JointMmParams(
         a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
     )
-    for index, (matrix, out) in enumerate(zip(matrices, outs, strict=True)):
+    for index, matrix in enumerate(matrices):
         params.matrices[index] = tensor_map(matrix.data_ptr(), columns[index], depth, tiles.width // 4)
+    for index, out in enumerate(outs):
         params.out[index] = out.data_ptr()
-        params.columns[index] = columns[index]
-    _kernel(a.device, tiles.width).launch(
+        params.columns[index] = out.shape[1]
+    _kernel(a.device, tiles.width, gated).launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
         grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
@@ -96,7 +111,6 @@ def joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: in
         shared_bytes=shared_bytes(tiles.width),
         cluster=2,
     )
-    return outs
 
 
 def shared_bytes(width: int) -> int:
@@ -105,9 +119,10 @@ def shared_bytes(width: int) -> int:
     return 225 * 1024 // stage * (stage + 16)
 
 
-def joint_mm_program(width: int) -> Program:
+def joint_mm_program(width: int, gated: bool) -> Program:
     """The kernel for tiles of ``width`` columns."""
-    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(_CAPABILITY), (("COLUMNS", width),))
+    defines = (("COLUMNS", width), ("GATED", gated))
+    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(_CAPABILITY), defines)
 
 
 @cache
@@ -116,8 +131,8 @@ def _has_instructions(device: torch.device) -> bool:
 
 
 @cache
-def _kernel(device: torch.device, width: int) -> Kernel:
-    return prepare(joint_mm_program(width), device.index)
+def _kernel(device: torch.device, width: int, gated: bool) -> Kernel:
+    return prepare(joint_mm_program(width, gated), device.index)
 
 
 @cache

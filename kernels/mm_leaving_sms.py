@@ -3,6 +3,7 @@
     mm_leaving_sms(a, b, reserved_sms) -> a @ b
     addmm_leaving_sms(bias, a, b, reserved_sms) -> bias + a @ b
     joint_mm_leaving_sms(a, matrices, reserved_sms) -> [a @ one for one in matrices]
+    gated_mm_leaving_sms(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
     grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
 ``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``weights`` [groups, k, n], ``ends``
@@ -61,6 +62,17 @@ def _one_by_one(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms:
     return [mm(a, one, reserved_sms) for one in matrices]
 
 
+def _gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    check_reserved_sms(reserved_sms)
+    if joint_mm.multiplies(a, (gate, up)) and gate.shape == up.shape:
+        return joint_mm.gated_mm(a, gate, up, reserved_sms)
+    return _gated_one_by_one(a, gate, up, reserved_sms)
+
+
+def _gated_one_by_one(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+    return F.silu(mm(a, gate, reserved_sms)) * mm(a, up, reserved_sms)
+
+
 def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
     if grouped_mm.multiplies(a, weights, ends):
@@ -88,6 +100,9 @@ addmm_leaving_sms = define(
 )
 joint_mm_leaving_sms = define(
     "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, int reserved_sms) -> Tensor[]", _joint_mm, _one_by_one
+)
+gated_mm_leaving_sms = define(
+    "gated_mm_leaving_sms(Tensor a, Tensor gate, Tensor up, int reserved_sms) -> Tensor", _gated_mm, _gated_one_by_one
 )
 grouped_mm_leaving_sms = define(
     "grouped_mm_leaving_sms(Tensor a, Tensor weights, Tensor ends, int reserved_sms) -> Tensor",

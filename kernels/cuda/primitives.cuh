@@ -191,5 +191,16 @@ DEVICE uint16_t pack_e4m3(float low, float high) {
   return bits;
 }
 DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
+// Within 2 units in the last place, as the next one; what is smaller than normal numbers is 0.
+DEVICE float exp2_near(float value) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+DEVICE float reciprocal_near(float value) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
 
 #endif  // TW_EMULATED

@@ -37,11 +37,11 @@ DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
   for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
 }
 
-// Sums of a wgmma, `d`, of 64 rows and N columns, in bf16: each thread stores 16 bytes of two rows for every 32 columns. `out` is
-// where the warp's first row and its first column go; the first `rows` of the warp's 16 rows and `columns` columns, whole
-// blocks of eight, are stored.
-template <int N>
-DEVICE void store_sums(uint16_t* out, int64_t row_elements, int32_t rows, int32_t columns, const float (&d)[N / 2]) {
+// 64 rows and N columns, of which a thread has `value(i)` as it has d[i] of a wgmma, in bf16: each stores 16 bytes of two rows for
+// every 32 columns. `out` is where the warp's first row and its first column go; the first `rows` of the warp's 16 rows and
+// `columns` columns, whole blocks of eight, are stored.
+template <int N, class Value>
+DEVICE void store_rows(uint16_t* out, int64_t row_elements, int32_t rows, int32_t columns, Value value) {
   const uint32_t lane = threadIdx.x % 32, quad_lane = lane % 4;
 #pragma unroll
   for (int32_t below = 0; below < 2; below++) {
@@ -52,7 +52,7 @@ DEVICE void store_sums(uint16_t* out, int64_t row_elements, int32_t rows, int32_
 #pragma unroll
       for (int32_t one = 0; one < 4; one++) {
         const int32_t found = block + one < N / 8 ? block + one : block;
-        w[one] = pack_bf16(d[found * 4 + below * 2], d[found * 4 + below * 2 + 1]);
+        w[one] = pack_bf16(value(found * 4 + below * 2), value(found * 4 + below * 2 + 1));
       }
       gather_block(w, quad_lane);
       const int32_t own = block + (int32_t)quad_lane;

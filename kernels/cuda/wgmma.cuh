@@ -81,6 +81,7 @@ DEVICE void wgmma_wait() {
 #define TW_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TW_NAMES_16 TW_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TW_NAMES_24 TW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define TW_NAMES_28 TW_NAMES_24 ", %24, %25, %26, %27"
 #define TW_NAMES_32 TW_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define TW_NAMES_40 TW_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define TW_NAMES_48 TW_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -98,6 +99,7 @@ DEVICE void wgmma_wait() {
 #define TW_SUMS_8(d) TW_SUMS_4(d, 0), TW_SUMS_4(d, 4)
 #define TW_SUMS_16(d) TW_SUMS_8(d), TW_SUMS_4(d, 8), TW_SUMS_4(d, 12)
 #define TW_SUMS_24(d) TW_SUMS_16(d), TW_SUMS_4(d, 16), TW_SUMS_4(d, 20)
+#define TW_SUMS_28(d) TW_SUMS_24(d), TW_SUMS_4(d, 24)
 #define TW_SUMS_32(d) TW_SUMS_24(d), TW_SUMS_4(d, 24), TW_SUMS_4(d, 28)
 #define TW_SUMS_40(d) TW_SUMS_32(d), TW_SUMS_4(d, 32), TW_SUMS_4(d, 36)
 #define TW_SUMS_48(d) TW_SUMS_40(d), TW_SUMS_4(d, 40), TW_SUMS_4(d, 44)
@@ -128,6 +130,9 @@ DEVICE void wgmma_64x16(float (&d)[N / 2], uint64_t a, uint64_t b, int keep);
                  : TW_SUMS_##SUMS(d)                                                                           \
                  : "l"(a), "l"(b), "r"(keep));                                                                 \
   }
+TW_WGMMA(48, 24, "%24", "%25", "%26")
+TW_WGMMA(56, 28, "%28", "%29", "%30")
+TW_WGMMA(64, 32, "%32", "%33", "%34")
 TW_WGMMA(96, 48, "%48", "%49", "%50")
 TW_WGMMA(112, 56, "%56", "%57", "%58")
 TW_WGMMA(128, 64, "%64", "%65", "%66")

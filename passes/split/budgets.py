@@ -20,6 +20,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.measured_reserve import Operand, Reserve, measured_reserve
 from tw_compile.kernels.mm_leaving_sms import (
     addmm_leaving_sms,
+    gated_mm_leaving_sms,
     grouped_mm_leaving_sms,
     joint_mm_leaving_sms,
     mm_leaving_sms,
@@ -39,7 +40,7 @@ _LEAVING_SMS = {
     aten.addmm.default: addmm_leaving_sms,
     grouped_mm_leaving_sms: grouped_mm_leaving_sms,
 }
-_OPERANDS = {mm_leaving_sms: 2, addmm_leaving_sms: 3, grouped_mm_leaving_sms: 3}
+_OPERANDS = {mm_leaving_sms: 2, addmm_leaving_sms: 3, grouped_mm_leaving_sms: 3, gated_mm_leaving_sms: 3}
 
 
 @dataclass(frozen=True)
@@ -132,11 +133,11 @@ class _Beside:
             left = max(left - (us or 0.0), 0.0)
         if may_join:
             together = joint.join(nodes)
-            sms, us = self._find(name, together, self._left_us)
+            sms, us = self._find(name, together.node, self._left_us)
             if self._joins(name, us, [us for _, us in found]):
-                nodes, found, left = [together], [(sms, us)], max(self._left_us - (us or 0.0), 0.0)
+                nodes, found, left = [together.adopt()], [(sms, us)], max(self._left_us - (us or 0.0), 0.0)
             else:
-                nodes = joint.part(together)
+                together.discard()
         self._left_us = left
         for node, (sms, _) in zip(nodes, found, strict=True):
             if sms:
@@ -163,7 +164,7 @@ def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | 
     if is_call(node, joint_mm_leaving_sms):
         matmul, given = joint_mm_of, [node.args[0], *node.args[1]]
     else:
-        matmul = _LEAVING_SMS[node.target]  # type: ignore[index]
+        matmul = _LEAVING_SMS.get(node.target, node.target)  # type: ignore[arg-type]
         given = list(node.args[: _OPERANDS[matmul]])
     tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]
     operands = []
@@ -196,8 +197,8 @@ def _leave(node: fx.Node, sms: int) -> None:
     if is_call(node, ops.mm_start):
         node.update_kwarg("reserved_sms", sms)
         return
-    if is_call(node, joint_mm_leaving_sms):
-        node.update_arg(2, sms)
+    if is_call(node, joint_mm_leaving_sms, gated_mm_leaving_sms):
+        node.args = (*node.args[:-1], sms)
         return
     matmul = node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
     node.args = (*node.args[: _OPERANDS[matmul]], sms)

@@ -1,15 +1,23 @@
-"""Matmuls of one input as one operator, which computes them as one sequence of tiles."""
+"""Matmuls of one input as one operator, which computes them as one sequence of tiles.
+
+a @ x, a @ y, a @ z           ->  joint_mm_leaving_sms(a, [x, y, z], 0)
+silu(a @ gate) * (a @ up)     ->  gated_mm_leaving_sms(a, gate, up, 0)
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
 from tw_compile.kernels.joint_mm import can_multiply
-from tw_compile.kernels.mm_leaving_sms import joint_mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import makes_view
 from tw_compile.planning.joint_tiles import MOST_JOINT
 
@@ -30,9 +38,9 @@ def _can_join(node: fx.Node, first: fx.Node) -> bool:
 
 def _is_same(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes are the same rows: the same elements in the same order, by way of views of their own."""
-    return one is other or (
-        peel_views(one) is peel_views(other) and all(map(same_size, value(one).shape, value(other).shape))
-    )
+    if one is other:
+        return True
+    return peel_views(one) is peel_views(other) and all(map(same_size, value(one).shape, value(other).shape))
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -42,21 +50,63 @@ def _is_given(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def join(nodes: Sequence[fx.Node]) -> fx.Node:
-    """Compute ``nodes``, of :func:`beside` and in the graph's order, by one operator where the first was, leaving no SMs."""
+@dataclass(frozen=True)
+class Joint:
+    """``node``, which computes what some nodes of a graph do, and nobody reads yet: one of :meth:`adopt` and :meth:`discard`.
+
+    ``results`` are these nodes; one, if it stands for all of ``node``, else one for each of its results.
+    """
+
+    node: fx.Node
+    results: tuple[fx.Node, ...]
+
+    def adopt(self) -> fx.Node:
+        """Have it computed by ``node``, which is returned, and by nothing else."""
+        graph = self.node.graph
+        if is_call(self.node, gated_mm_leaving_sms):
+            found = [self.node]
+        else:
+            with graph.inserting_before(self.node.next):
+                found = [
+                    graph.call_function(operator.getitem, (self.node, index)) for index in range(len(self.results))
+                ]
+        for result, new in zip(self.results, found, strict=True):
+            new.meta = dict(result.meta)
+            result.replace_all_uses_with(new)
+            _erase(result)
+        return self.node
+
+    def discard(self) -> None:
+        """Leave everything as it is, but for where the views of matrices are."""
+        _erase(self.node)
+
+
+def _erase(node: fx.Node) -> None:
+    """A node that nobody reads, and what was for it alone."""
+    unread = {node: None}
+    while unread:
+        one, _ = unread.popitem()
+        if one.op == "call_function" and not one.users:
+            unread |= dict.fromkeys(one.all_input_nodes)
+            one.graph.erase_node(one)
+
+
+def join(nodes: Sequence[fx.Node]) -> Joint:
+    """``nodes``, of :func:`beside` and in the graph's order, as one operator where the first one is; it leaves no SMs."""
     first, graph = nodes[0], nodes[0].graph
     for node in nodes:
         _hoist(node.args[1], first)
+    gated = _gated(nodes)
     with graph.inserting_before(first):
-        joint = graph.call_function(joint_mm_leaving_sms, (first.args[0], [node.args[1] for node in nodes], 0))
-        joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
-        for index, node in enumerate(nodes):
-            product = graph.call_function(operator.getitem, (joint, index))
-            product.meta = dict(node.meta)
-            node.replace_all_uses_with(product)
-    for node in nodes:
-        graph.erase_node(node)
-    return joint
+        if gated is None:
+            arguments = first.args[0], [node.args[1] for node in nodes], 0
+            joint = graph.call_function(joint_mm_leaving_sms, arguments)
+            joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
+            return Joint(joint, tuple(nodes))
+        gate, up, product = gated
+        joint = graph.call_function(gated_mm_leaving_sms, (first.args[0], _matrix(gate), _matrix(up), 0))
+        joint.meta = {**first.meta, "val": product.meta["val"]}
+        return Joint(joint, (product,))
 
 
 def _hoist(matrix: fx.Node, before: fx.Node) -> None:
@@ -69,16 +119,76 @@ def _hoist(matrix: fx.Node, before: fx.Node) -> None:
         before.prepend(view)
 
 
-def part(joint: fx.Node) -> list[fx.Node]:
-    """Take back what :func:`join` did, but for where the views of matrices are; the matmuls."""
-    graph, nodes = joint.graph, []
-    a, matrices, _ = joint.args
-    for product in sorted(joint.users, key=lambda one: one.args[1]):
-        with graph.inserting_before(joint):
-            node = graph.call_function(aten.mm.default, (a, matrices[product.args[1]]))
-        node.meta = dict(product.meta)
-        product.replace_all_uses_with(node)
-        graph.erase_node(product)
-        nodes.append(node)
-    graph.erase_node(joint)
-    return nodes
+def _matrix(product: fx.Node) -> fx.Node:
+    """What a matmul multiplies by, or for a slice of its columns the same slice of that."""
+    if is_call(product, aten.mm.default):
+        return product.args[1]
+    matmul, *where = product.args
+    matrix, graph = matmul.args[1], product.graph
+    part = graph.call_function(aten.slice.Tensor, (matrix, *where))
+    part.meta = {ANNOTATION: matmul.meta.get(ANNOTATION, {})}
+    with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
+        part.meta["val"] = aten.slice.Tensor(matrix.meta["val"], *where)
+    return part
+
+
+def _gated(nodes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """The gate, the other factor, and their product ``silu(gate) * up``, if nothing else reads them.
+
+    They are two matmuls, or both halves of the columns of one.
+    """
+    halves = list(nodes) if len(nodes) > 1 else _halves(nodes[0])
+    for gate, up in permutations(halves) if len(halves) == 2 else ():
+        product = _product(gate, up)
+        if (
+            product is not None
+            and same_shape(value(product), value(gate))
+            and value(gate).dtype == value(product).dtype
+        ):
+            return gate, up, product
+    return None
+
+
+def _halves(node: fx.Node) -> list[fx.Node]:
+    """Slices of the left and the right half of the columns, if these are all that reads a matmul."""
+    columns = value(node).shape[1]
+    found = [
+        user for user in node.users if is_call(user, aten.slice.Tensor) and user.args[1] == 1 and len(user.args) == 4
+    ]
+    middle, ends = columns // 2, [(user.args[2], min(user.args[3], columns)) for user in found]
+    whole = len(found) == len(node.users) and sorted(ends) == [(0, middle), (middle, columns)]
+    return found if whole and middle * 2 == columns and middle % 8 == 0 else []
+
+
+def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+    """What is behind ``x / (1 + exp(-x))``, as Inductor has silu, times ``up``, in the shape of the matmuls."""
+    x = _last_view(gate)
+    cast = _only_user(x)
+    if is_cast(cast):
+        x = cast
+    division = next((user for user in x.users if is_call(user, aten.div.Tensor)), None)
+    if division is None or division.args[0] is not x or len(x.users) != 2:
+        return None
+    plus_one = division.args[1]
+    exponential = plus_one.args[0] if is_call(plus_one, aten.add.Tensor) and plus_one.args[1:] == (1,) else None
+    negated = exponential.args[0] if is_call(exponential, aten.exp.default) else None
+    if not (is_call(negated, aten.neg.default) and negated.args[0] is x):
+        return None
+    if any(len(one.users) != 1 for one in (plus_one, exponential, negated)):
+        return None
+    silu = _only_user(division) if is_cast(_only_user(division)) else division
+    product, other = _only_user(silu), _last_view(up)
+    if not (is_call(product, aten.mul.Tensor) and {*product.args} == {silu, other} and len(other.users) == 1):
+        return None
+    return _last_view(product)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _last_view(node: fx.Node) -> fx.Node:
+    """What is behind ``node`` and views that nothing else reads."""
+    while is_view(user := _only_user(node)):
+        node = user
+    return node

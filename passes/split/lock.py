@@ -30,6 +30,7 @@ from tw_compile.graph.predicates import aten, has_default_strides, is_call, oper
 from tw_compile.kernels.attention_suffix import attention_suffix
 from tw_compile.kernels.mm_leaving_sms import (
     addmm_leaving_sms,
+    gated_mm_leaving_sms,
     grouped_mm_leaving_sms,
     joint_mm_leaving_sms,
     mm_leaving_sms,
@@ -50,6 +51,7 @@ _OWN_KERNELS = {
             mm_leaving_sms,
             addmm_leaving_sms,
             joint_mm_leaving_sms,
+            gated_mm_leaving_sms,
             grouped_mm_leaving_sms,
             attention_suffix,
         )

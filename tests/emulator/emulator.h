@@ -135,6 +135,8 @@ DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
                    unpack_fp16(uint16_t(a >> 16)) * unpack_fp16(uint16_t(b >> 16)));
 }
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
+DEVICE float exp2_near(float value) { return __builtin_exp2f(value); }
+DEVICE float reciprocal_near(float value) { return 1.0f / value; }
 
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
 

@@ -29,9 +29,13 @@ def multiply(
     sms: int = 4,
     reserved_sms: int = 0,
     resident: int = 16,
+    gated: bool = False,
     source: Path = SOURCE,
 ) -> list[torch.Tensor]:
-    """``joint_mm`` on a device of ``sms`` SMs, at most ``resident`` of which run a CTA at a time; ``tiles``: not its own."""
+    """``joint_mm`` on a device of ``sms`` SMs, at most ``resident`` of which run a CTA at a time; ``tiles``: not its own.
+
+    ``gated``: ``gated_mm``.
+    """
 
     def launch(
         params: module.JointMmParams, *, stream: int, grid: int, block: int, shared_bytes: int, cluster: int
@@ -39,17 +43,18 @@ def multiply(
         emulator = Emulator(source, "joint_mm", 1, seed, resident=resident, stall_limit=STALL_LIMIT, defines=defines)
         emulator.alloc(0, a, name="a")
         for index, matrix in enumerate(matrices):
+            emulator.alloc(0, matrix.t(), name=f"matrix {index}")
+        for index, matrix in enumerate(matrices[: 1 if gated else None]):
             out = bits_of(params.out[index], len(a) * matrix.shape[1])
             out.fill(NOT_WRITTEN)
             emulator.alloc(0, out, name=f"out {index}")
-            emulator.alloc(0, matrix.t(), name=f"matrix {index}")
         emulator.launch(0, stream, grid, block, shared_bytes, params, cluster=cluster)
         emulator.run()
 
     defines: dict[str, int | str] = {}
 
-    def kernel(device: torch.device, width: int) -> SimpleNamespace:
-        defines["COLUMNS"] = width
+    def kernel(device: torch.device, width: int, gated: bool) -> SimpleNamespace:
+        defines.update(COLUMNS=width, GATED=int(gated))
         return SimpleNamespace(launch=launch)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -60,7 +65,7 @@ def multiply(
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         if tiles is not None:
             patch.setattr(module, "tiling", lambda rows, columns, clusters: tiles)
-        return module.joint_mm(a, matrices, reserved_sms)
+        return [module.gated_mm(a, *matrices, reserved_sms)] if gated else module.joint_mm(a, matrices, reserved_sms)
 
 
 def check(rows: int, columns: Sequence[int], depth: int, seed: int, **options: Any) -> None:
@@ -75,3 +80,16 @@ def check(rows: int, columns: Sequence[int], depth: int, seed: int, **options: A
         first = wrong.nonzero()[:1].tolist()
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} of {index} are wrong, first at {first}"
     assert all(torch.equal(now, before) for now, before in zip((a, *matrices), given, strict=True))
+
+
+def check_gated(rows: int, columns: int, depth: int, seed: int, **options: Any) -> None:
+    """As :func:`check`, within the error of a rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    a, *matrices = (
+        torch.randn(shape, depth, generator=generator).div(depth**0.25).to(torch.bfloat16)
+        for shape in (rows, columns, columns)
+    )
+    gate, up = (matrix.t() for matrix in matrices)
+    (found,) = multiply(a, (gate, up), seed, gated=True, **options)
+    want = torch.nn.functional.silu(a.double() @ gate.double()) * (a.double() @ up.double())
+    torch.testing.assert_close(found.double(), want, rtol=2**-8, atol=1e-4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from emulator.joint import check
+from emulator.joint import check, check_gated
 from tw_compile.planning.joint_tiles import WIDTHS, Tiling, tiling
 
 DEPTH = 192
@@ -51,3 +51,14 @@ def test_any_number_of_sms(sms: int) -> None:
 def test_sms_are_left() -> None:
     check(500, [384, 256], 64, seed=3, sms=8, reserved_sms=3)
     assert tiling(500, (384, 256), 2) != tiling(500, (384, 256), 4)
+
+
+@pytest.mark.parametrize("rows", [1, 128, 129, 300, 400])
+def test_gated_products_of_any_number_of_rows(rows: int) -> None:
+    check_gated(rows, 264, DEPTH, seed=rows)
+
+
+@pytest.mark.parametrize("whole", range(3))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_gated_pairs_are_whole_or_narrow_or_low(width: int, whole: int) -> None:
+    check_gated(300, width - 8, DEPTH, seed=whole, tiles=narrow_behind(whole, 300, (2 * width - 16,), width))
