@@ -16,7 +16,11 @@ from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
+from tw_compile.passes.split.budgets import Budgets
+from tw_compile.passes.split.schedule import Schedule, schedule
 from tw_compile.pipeline import TWCompilePass
+from tw_compile.planning import DeviceProfile
 from tw_compile.testing.capture import capture_graphs
 
 WORLD_SIZE = 2
@@ -156,3 +160,24 @@ class _Alone(fx.Interpreter):
 
     def _wait(self, hidden: Any, residual: Any, keep: Any, group: Any, slot: int) -> None:
         assert self._in_flight.pop(slot) == id(hidden)
+
+
+def split_and_planned(
+    family: str, tokens: int, profile: DeviceProfile, config: Config | None = None, **fields: Any
+) -> tuple[fx.Graph, Budgets]:
+    """Three requests of 21 tokens in halves, and the plan for them."""
+    options = Config(split=str(tokens), device_profile=profile.name)
+    graph = family_graph(
+        family, 3, 21, dtype=torch.bfloat16, **({} if config is None else {"config": config}), **fields
+    )
+    choice = choose_split(graph, options, profile)
+    assert isinstance(choice, Choice) and choice.plan is not None
+    report = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
+    assert isinstance(report, SplitReport)
+    return graph, Budgets(choice.plan, profile)
+
+
+def woven(graph: fx.Graph, budgets: Budgets) -> Schedule:
+    result = schedule(graph, budgets.overlap_sms, budgets.most_sms)
+    assert isinstance(result, Schedule)
+    return result

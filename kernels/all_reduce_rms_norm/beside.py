@@ -75,8 +75,8 @@ def _events(device: torch.device, group_name: str, slot: int) -> Events:
 def cluster_size(ctas: int, device: torch.device) -> int:
     """CTAs of a cluster, for a call with ``ctas`` CTAs, one an SM: as many as divide it, at most what every GPU allows.
 
-    1 on small GPUs: a place for a whole cluster must always become free, see ``kernels/_sync.py``. Pairs where four are all: a GEMM
-    that came first and left four SMs has left two pairs, but hardly in one group, and in a captured graph it may come first.
+    1 on small GPUs: a place for a whole cluster must always become free, see ``kernels/_sync.py``. Pairs where four are all: a
+    GEMM that came first and left four SMs left two pairs, but hardly in one group, and in a captured graph it may come first.
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1

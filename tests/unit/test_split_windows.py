@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
+from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, woven
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -20,10 +20,8 @@ from tw_compile.kernels.measured_reserve import Operand, Reserve
 from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import (
-    Choice,
     SplitReport,
     Window,
-    choose_split,
     find_token_axis,
     rules_attention,
     split_tokens,
@@ -34,7 +32,7 @@ from tw_compile.passes.split.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.dependences import argument
 from tw_compile.passes.split.grouped import use_small_groups
 from tw_compile.passes.split.residual import narrow_residuals
-from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, schedule
+from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, schedule
 from tw_compile.passes.split.token_axis import TokenAxis
 from tw_compile.planning import load_profile
 from tw_compile.report import OverlapWindow, Split
@@ -42,6 +40,7 @@ from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 from tw_compile.testing.graphs import find_ops
 
 H200 = load_profile("H200")
+PROFILE = dataclasses.replace(H200, gemm=dataclasses.replace(H200.gemm, own_gemms=False))
 FP32, CPU = torch.float32, torch.device("cpu")
 
 
@@ -54,22 +53,8 @@ def group() -> Iterator[None]:
 def planned(
     family: str = "llama", tokens: int = 21, config: Config | None = None, **fields: Any
 ) -> tuple[fx.Graph, Budgets]:
-    """A graph in halves, and the plan for them."""
-    options = Config(split=str(tokens), device_profile="H200")
-    graph = family_graph(
-        family, 3, 21, dtype=torch.bfloat16, **({} if config is None else {"config": config}), **fields
-    )
-    choice = choose_split(graph, options, H200)
-    assert isinstance(choice, Choice) and choice.plan is not None
-    report = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
-    assert isinstance(report, SplitReport)
-    return graph, Budgets(choice.plan, H200)
-
-
-def woven(graph: fx.Graph, budgets: Budgets) -> Schedule:
-    result = schedule(graph, budgets.overlap_sms, budgets.most_sms)
-    assert isinstance(result, Schedule)
-    return result
+    """A graph in halves, and the plan for them where each GEMM is cuBLAS's."""
+    return split_and_planned(family, tokens, PROFILE, config, **fields)
 
 
 @pytest.mark.parametrize("tokens", [21, 32])

@@ -106,6 +106,8 @@ ALONE = (
     gpu_stress.first_use_in_capture_is_refused,
     gpu_stress.other_steps_are_loaded_before_capture,
     gpu_producer.mm_leaving_sms_is_a_matmul,
+    gpu_producer.joint_mm_leaving_sms_is_as_near_as_matmuls,
+    gpu_producer.gated_mm_leaving_sms_is_silu_times_a_product,
     gpu_producer.grouped_mm_leaving_sms_gives_the_same_bits,
     gpu_producer.mm_reserve_is_measured,
     gpu_split_steps.thousand_split_steps,

@@ -6,14 +6,20 @@ What it must give are the bits of a matmul followed by the plain operator, whose
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 
 from tw_compile import compat
 from tw_compile.kernels.measured_reserve import Operand, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import grouped_mm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import (
+    gated_mm_leaving_sms,
+    grouped_mm_leaving_sms,
+    joint_mm_leaving_sms,
+    mm_leaving_sms,
+)
 from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_within_budget, make_problem
 from tw_compile.testing.gpu_stress import (
     FIRST_SITE,
@@ -90,6 +96,39 @@ def grouped_mm_leaving_sms_gives_the_same_bits(ctx: Context) -> None:
     for reserved_sms in (4, 17, 100):
         left = grouped_mm_leaving_sms(a, weights, ends, reserved_sms)
         ctx.expect(torch.equal(left, whole), f"{reserved_sms} SMs left: other bits")
+
+
+def joint_mm_leaving_sms_is_as_near_as_matmuls(ctx: Context) -> None:
+    """Of one to three matrices, and the same bits whatever it leaves."""
+    for rows, columns in ((1, (256,)), (300, (2048, 256, 256)), (1000, (7168, 7168)), (1152, (520, 8))):
+        a, matrices = _joint_product(ctx, rows, columns)
+        whole = joint_mm_leaving_sms(a, matrices, 0)
+        for one, matrix in zip(whole, matrices, strict=True):
+            what = f"[{rows}, {matrix.shape[1]}]"
+            expect_within_budget(ctx, what, one, torch.mm(a, matrix), a.double() @ matrix.double())
+        for reserved_sms in (6, 17, 100):
+            left = joint_mm_leaving_sms(a, matrices, reserved_sms)
+            ctx.expect(all(map(torch.equal, left, whole)), f"[{rows}, {columns}], {reserved_sms} SMs left: other bits")
+
+
+def gated_mm_leaving_sms_is_silu_times_a_product(ctx: Context) -> None:
+    """Nearer to float64 than what is rounded on the way, and the same bits whatever it leaves."""
+    for rows, columns in ((1, 8), (300, 520), (1000, 7168)):
+        a, (gate, up) = _joint_product(ctx, rows, (columns, columns))
+        rounded = F.silu(a @ gate) * (a @ up)
+        exact = F.silu(a.double() @ gate.double()) * (a.double() @ up.double())
+        whole = gated_mm_leaving_sms(a, gate, up, 0)
+        expect_within_budget(ctx, f"[{rows}, {columns}]", whole, rounded, exact)
+        for reserved_sms in (6, 100):
+            left = gated_mm_leaving_sms(a, gate, up, reserved_sms)
+            ctx.expect(torch.equal(left, whole), f"[{rows}, {columns}], {reserved_sms} SMs left: other bits")
+
+
+def _joint_product(ctx: Context, rows: int, columns: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    own = ctx.generator(rows, ctx.rank + 1)
+    a = torch.randn(rows, 1024, generator=own, device=ctx.device).bfloat16()
+    matrices = [torch.randn(one, 1024, generator=own, device=ctx.device).bfloat16().t() * 0.05 for one in columns]
+    return a, matrices
 
 
 def mm_reserve_is_measured(ctx: Context) -> None:
