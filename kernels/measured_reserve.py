@@ -72,7 +72,7 @@ class Reserve:
     us: float
 
 
-Matmul = Callable[..., torch.Tensor]
+Matmul = Callable[..., object]
 """``(*operands, SMs to leave) -> result``"""
 
 
@@ -151,7 +151,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
     return sorted(sms for sms, us in times.items() if us <= limit)
 
 
-def _time_beside(matmul: Callable[[], torch.Tensor], device: torch.device, ctas: int, busy_us: float) -> float:
+def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
     """Microseconds from the fork to the end of the matmul; 0 of ``busy_us``: nothing is beside it."""
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -82,6 +82,19 @@ class Budgets:
         return frozenset(gemm.name for gemm in planned.gemms if gemm.sms < self.profile.sms)
 
 
+def joint_mm_of(a: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """``joint_mm_leaving_sms`` of ``(a, *matrices, SMs to leave)``, as it is measured."""
+    *matrices, reserved_sms = rest
+    return joint_mm_leaving_sms(a, matrices, reserved_sms)
+
+
+_MATMULS: dict[Any, Any] = {
+    **_LEAVING_SMS,
+    gated_mm_leaving_sms: gated_mm_leaving_sms,
+    joint_mm_leaving_sms: joint_mm_of,
+}
+"""What is measured for an operator."""
+
 Measure = Callable[[fx.Node, int, float, int], Reserve | None]
 """``(GEMM, SMs of the call beside it, for how many microseconds, tokens of its half)``; None where nothing is measured."""
 
@@ -161,11 +174,8 @@ class _Beside:
 
 
 def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
-    if is_call(node, joint_mm_leaving_sms):
-        matmul, given = joint_mm_of, [node.args[0], *node.args[1]]
-    else:
-        matmul = _LEAVING_SMS.get(node.target, node.target)  # type: ignore[arg-type]
-        given = list(node.args[: _OPERANDS[matmul]])
+    matmul, arguments = _MATMULS[node.target], list[Any](node.args)
+    given = [arguments[0], *arguments[1]] if matmul is joint_mm_of else arguments[: _OPERANDS[matmul]]
     tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]
     operands = []
     for tensor in tensors:
@@ -178,12 +188,6 @@ def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | 
         operands.append(Operand(shape, tensor.stride(), tensor.dtype))
     device = tensors[0].device  # type: ignore[union-attr]
     return measured_reserve(matmul, tuple(operands), device, sms, busy_us)
-
-
-def joint_mm_of(a: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    """``joint_mm_leaving_sms`` of ``(a, *matrices, SMs to leave)``, as it is measured."""
-    *matrices, reserved_sms = rest
-    return joint_mm_leaving_sms(a, matrices, reserved_sms)
 
 
 def _can_leave(node: fx.Node) -> bool:

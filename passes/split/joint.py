@@ -10,7 +10,9 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
+import torch
 import torch.fx as fx
 
 from tw_compile import compat
@@ -30,17 +32,24 @@ def beside(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _can_join(node: fx.Node, first: fx.Node) -> bool:
     """Whether a matmul reads what ``first`` does, and a matrix that is there from the beginning, as the kernel wants it."""
-    if not is_call(node, aten.mm.default) or node.kwargs or not _is_same(node.args[0], first.args[0]):
+    if not is_call(node, aten.mm.default) or node.kwargs or not _is_same(_rows(node), _rows(first)):
         return False
-    a, matrix = (value(one) for one in node.args[:2])
-    return a is not None and matrix is not None and can_multiply(a, matrix) and _is_given(node.args[1])
+    a, matrix = value(_rows(node)), value(_matrix(node))
+    return a is not None and matrix is not None and can_multiply(a, matrix) and _is_given(_matrix(node))
+
+
+def _rows(matmul: fx.Node) -> fx.Node:
+    return matmul.args[0]  # type: ignore[return-value]
+
+
+def _matrix(matmul: fx.Node) -> fx.Node:
+    return matmul.args[1]  # type: ignore[return-value]
 
 
 def _is_same(one: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes are the same rows: the same elements in the same order, by way of views of their own."""
-    if one is other:
-        return True
-    return peel_views(one) is peel_views(other) and all(map(same_size, value(one).shape, value(other).shape))
+    shape, other_shape = (node.meta["val"].shape for node in (one, other))
+    return one is other or (peel_views(one) is peel_views(other) and all(map(same_size, shape, other_shape)))
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -95,16 +104,15 @@ def join(nodes: Sequence[fx.Node]) -> Joint:
     """``nodes``, of :func:`beside` and in the graph's order, as one operator where the first one is; it leaves no SMs."""
     first, graph = nodes[0], nodes[0].graph
     for node in nodes:
-        _hoist(node.args[1], first)
+        _hoist(_matrix(node), first)
     gated = _gated(nodes)
     with graph.inserting_before(first):
         if gated is None:
-            arguments = first.args[0], [node.args[1] for node in nodes], 0
-            joint = graph.call_function(joint_mm_leaving_sms, arguments)
+            joint = graph.call_function(joint_mm_leaving_sms, (_rows(first), [_matrix(node) for node in nodes], 0))
             joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
             return Joint(joint, tuple(nodes))
         gate, up, product = gated
-        joint = graph.call_function(gated_mm_leaving_sms, (first.args[0], _matrix(gate), _matrix(up), 0))
+        joint = graph.call_function(gated_mm_leaving_sms, (_rows(first), _factor(gate), _factor(up), 0))
         joint.meta = {**first.meta, "val": product.meta["val"]}
         return Joint(joint, (product,))
 
@@ -119,12 +127,13 @@ def _hoist(matrix: fx.Node, before: fx.Node) -> None:
         before.prepend(view)
 
 
-def _matrix(product: fx.Node) -> fx.Node:
+def _factor(product: fx.Node) -> fx.Node:
     """What a matmul multiplies by, or for a slice of its columns the same slice of that."""
     if is_call(product, aten.mm.default):
-        return product.args[1]
+        return _matrix(product)
+    matmul: Any
     matmul, *where = product.args
-    matrix, graph = matmul.args[1], product.graph
+    matrix, graph = _matrix(matmul), product.graph
     part = graph.call_function(aten.slice.Tensor, (matrix, *where))
     part.meta = {ANNOTATION: matmul.meta.get(ANNOTATION, {})}
     with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
@@ -140,24 +149,25 @@ def _gated(nodes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     halves = list(nodes) if len(nodes) > 1 else _halves(nodes[0])
     for gate, up in permutations(halves) if len(halves) == 2 else ():
         product = _product(gate, up)
-        if (
-            product is not None
-            and same_shape(value(product), value(gate))
-            and value(gate).dtype == value(product).dtype
-        ):
+        if product is not None and _is_alike(product.meta["val"], gate.meta["val"]):
             return gate, up, product
     return None
 
 
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return same_shape(one, other) and one.dtype == other.dtype
+
+
 def _halves(node: fx.Node) -> list[fx.Node]:
     """Slices of the left and the right half of the columns, if these are all that reads a matmul."""
-    columns = value(node).shape[1]
-    found = [
-        user for user in node.users if is_call(user, aten.slice.Tensor) and user.args[1] == 1 and len(user.args) == 4
-    ]
-    middle, ends = columns // 2, [(user.args[2], min(user.args[3], columns)) for user in found]
-    whole = len(found) == len(node.users) and sorted(ends) == [(0, middle), (middle, columns)]
-    return found if whole and middle * 2 == columns and middle % 8 == 0 else []
+    columns, ends, found = node.meta["val"].shape[1], [], list(node.users)
+    for user in found:
+        arguments: Any = user.args
+        if not is_call(user, aten.slice.Tensor) or len(arguments) != 4 or arguments[1] != 1:
+            return []
+        ends.append((arguments[2], min(arguments[3], columns)))
+    middle = columns // 2
+    return found if sorted(ends) == [(0, middle), (middle, 2 * middle)] and columns % 16 == 0 else []
 
 
 def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
@@ -166,17 +176,18 @@ def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     cast = _only_user(x)
     if is_cast(cast):
         x = cast
-    division = next((user for user in x.users if is_call(user, aten.div.Tensor)), None)
+    division: Any = next((user for user in x.users if is_call(user, aten.div.Tensor)), None)
     if division is None or division.args[0] is not x or len(x.users) != 2:
         return None
-    plus_one = division.args[1]
-    exponential = plus_one.args[0] if is_call(plus_one, aten.add.Tensor) and plus_one.args[1:] == (1,) else None
-    negated = exponential.args[0] if is_call(exponential, aten.exp.default) else None
+    plus_one: Any = division.args[1]
+    exponential: Any = plus_one.args[0] if is_call(plus_one, aten.add.Tensor) and plus_one.args[1:] == (1,) else None
+    negated: Any = exponential.args[0] if is_call(exponential, aten.exp.default) else None
     if not (is_call(negated, aten.neg.default) and negated.args[0] is x):
         return None
     if any(len(one.users) != 1 for one in (plus_one, exponential, negated)):
         return None
-    silu = _only_user(division) if is_cast(_only_user(division)) else division
+    rounded = _only_user(division)
+    silu = rounded if is_cast(rounded) else division
     product, other = _only_user(silu), _last_view(up)
     if not (is_call(product, aten.mul.Tensor) and {*product.args} == {silu, other} and len(other.users) == 1):
         return None
