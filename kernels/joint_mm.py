@@ -21,7 +21,7 @@ from tw_compile import compat
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
 from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
-from tw_compile.planning.joint_tiles import MOST_JOINT, tiling
+from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
@@ -130,9 +130,14 @@ def _has_instructions(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == _CAPABILITY
 
 
-@cache
 def _kernel(device: torch.device, width: int, gated: bool) -> Kernel:
-    return prepare(joint_mm_program(width, gated), device.index)
+    return _kernels(device, gated)[width]
+
+
+@cache
+def _kernels(device: torch.device, gated: bool) -> dict[int, Kernel]:
+    """Of all widths: another number of rows, first met while a CUDA graph is captured, may take another one."""
+    return {width: prepare(joint_mm_program(width, gated), device.index) for width in WIDTHS}
 
 
 @cache
