@@ -76,24 +76,20 @@ def test_what_halves_gain_by_their_own_kernel_is_predicted_within_six_percent() 
     assert abs(fmean(found)) < 0.02
 
 
-STAND_INS = [
+MIXTRAL = [
     row
     for row in json.loads(FILE.with_name("2026-11-23-h200-stand-in-tp4.json").read_text())["rows"]
-    if not row["model"].startswith("qwen3")  # routing among many small experts takes longer than the planner knows
+    if row["model"].startswith("mixtral")  # routing among many small experts takes longer than the planner knows
 ]
 
 
-@pytest.mark.parametrize("row", STAND_INS, ids=lambda row: f"{row['model']} {row['tokens']}")
-def test_one_rank_with_stand_ins_for_calls_is_predicted_within_twelve_percent(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize("row", MIXTRAL, ids=lambda row: str(row["tokens"]))
+def test_layers_with_experts_are_predicted_within_six_percent_where_nothing_is_split(row: dict[str, Any]) -> None:
     config = load_config(row["model"])
     layer = layer_shape(config, tensor_parallel_plan(config), row["world_size"], merged=False)
-    layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, kernel="cudnn"))
-    plan, measured = plan_layer(H200, layer, row["tokens"]), row["us_a_layer"]
-    assert plan.predicted.no_communication_us == pytest.approx(measured["no-communication"], rel=0.06)
+    plan = plan_layer(H200, layer, row["tokens"])
+    assert plan.predicted.no_communication_us == pytest.approx(row["us_a_layer"]["no-communication"], rel=0.06)
     assert (plan.mode is Mode.SPLIT) == bool(row["split"])
-    if row["split"]:
-        assert list(plan.sizes) == row["split"]
-        assert plan.predicted.split_us == pytest.approx(measured["fused+split"], rel=0.12)
 
 
 def test_our_own_kernel_is_for_experts_and_for_what_it_takes() -> None:
