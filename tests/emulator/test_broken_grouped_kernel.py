@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
-from emulator import EmulationError
+from emulator.broken import Changes, broken_copy, check_caught
 from emulator.grouped import SOURCE, check
-from tw_compile.kernels.cuda.program import HEADERS
 
 SEEDS = range(12)
 RETURNED = "if (read >= 0 && lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);"
@@ -23,12 +21,11 @@ BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
 LAST_SYNC = "  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n  Tiles tiles"
 
-RING: dict[str, tuple[tuple[str, str], ...]] = {
+RING: dict[str, Changes] = {
     "waits for the other parity of full stages": ((FULL, FULL.replace("parity", "parity ^ 1")),),
     "waits for the other parity of empty stages": ((EMPTY, EMPTY.replace(" ^ 1", "")),),
     "reads stages that have not arrived": ((FULL, ""),),
     "fills stages that are being read": ((EMPTY, ""),),
-    "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
     "a stage is returned while matmuls read it": (("wgmma_wait<1>", "wgmma_wait<2>"),),
     "a stage is returned before its matmuls": (
         (RETURNED, RETURNED.replace("read >= 0 && ", "").replace("read]", "ring.stage]")),
@@ -56,7 +53,7 @@ RING: dict[str, tuple[tuple[str, str], ...]] = {
     "ends while the other CTA arrives, after its own threads": ((LAST_SYNC, "  barrier_sync(0, THREADS);\n"),),
 }
 
-OPERANDS: dict[str, tuple[tuple[str, str], ...]] = {
+OPERANDS: dict[str, Changes] = {
     "shares columns with nobody": ((TO_BOTH_B, TO_BOTH_B.replace("BOTH", "1 << rank")),),
     "shares rows with nobody": ((TO_BOTH_A, TO_BOTH_A.replace("BOTH", "1 << rank")),),
     "shares columns with the other alone": ((TO_BOTH_B, TO_BOTH_B.replace("BOTH", "2 >> rank")),),
@@ -79,10 +76,14 @@ OPERANDS: dict[str, tuple[tuple[str, str], ...]] = {
     "stores sums that are not there": (("    wgmma_wait<0>();\n", ""),),
 }
 
-TILES: dict[str, tuple[tuple[str, str], ...]] = {
-    "stores beyond a group's end": (("row < tile.end", "row <= tile.end"),),
-    "stores beyond the last row": (("row < tile.end && ", ""),),
-    "a group's last row is left out": (("row < tile.end", "row < tile.end - 1"),),
+TILES: dict[str, Changes] = {
+    "stores beyond a group's end": (("tile.end - row", "tile.end - row + 1"),),
+    "stores beyond the last row": (("tile.end - row", "TILE_ROWS"),),
+    "a group's last row is left out": (("tile.end - row", "tile.end - row - 1"),),
+    "a warp's columns begin where the first tile's do": (
+        ("params.columns + tile.column;\n    auto", "params.columns;\n    auto"),
+    ),
+    "warps store the same rows": (("tile.row + warp * 16", "tile.row"),),
     "half of the tiles of columns": (("(wide + 1) / 2", "wide / 2"),),
     "no pairs beside each other": (("high % 2 * (", "0 * ("),),
     "a group begins where the first does": (("      begin = end;\n", ""),),
@@ -97,12 +98,16 @@ TILES: dict[str, tuple[tuple[str, str], ...]] = {
     "a cluster computes its first pair alone": (("pair += gridDim.x / 2", "pair += gridDim.x * 1000"),),
     "clusters compute the pairs of others": (("pair += gridDim.x / 2", "pair += gridDim.x"),),
     "knows the groups of its threads' number alone": (("group += THREADS", "group += 1 << 20"),),
-    "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
-    "rows of a warp in another order": (("warp * 16 + below * 8", "warp * 16 + (1 - below) * 8"),),
-    "stores eight columns too far": (("tile.column + quad_lane * 8", "tile.column + quad_lane * 8 + 8"),),
 }
 
-HEADER: dict[str, tuple[tuple[str, str], ...]] = {
+TILES_HEADER: dict[str, Changes] = {
+    "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
+    "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
+    "rows of a warp in another order": (("row = below * 8", "row = (1 - below) * 8"),),
+    "stores eight columns too far": (("row * row_elements + own * 8", "row * row_elements + own * 8 + 8"),),
+}
+
+WGMMA_HEADER: dict[str, Changes] = {
     "rows of an operand too near": (("(1024ull >> 4) << 32", "(512ull >> 4) << 32"),),
     "operands not swizzled": (("1ull << 62", "0ull << 62"),),
     "steps of twice the columns": (("k * 2 >> 4", "k * 4 >> 4"),),
@@ -110,8 +115,11 @@ HEADER: dict[str, tuple[tuple[str, str], ...]] = {
 
 BROKEN = {
     f"{file}: {name}": (file, changes)
-    for file, kinds in {"grouped_mm.cu": (RING, OPERANDS, TILES), "wgmma.cuh": (HEADER,)}.items()
-    for kind in kinds
+    for file, kind in (
+        ("grouped_mm.cu", RING | OPERANDS | TILES),
+        ("tiles.cuh", TILES_HEADER),
+        ("wgmma.cuh", WGMMA_HEADER),
+    )
     for name, changes in kind.items()
 }
 
@@ -127,17 +135,8 @@ def run_many_groups(source: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_grouped_kernels_are_caught(tmp_path: Path, name: str) -> None:
-    file, changes = BROKEN[name]
-    for source in (SOURCE, *HEADERS.glob("*.cuh")):
-        shutil.copy(source, tmp_path)
-    text = (tmp_path / file).read_text()
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    (tmp_path / file).write_text(text)
-    with pytest.raises((EmulationError, AssertionError)):
-        for seed in SEEDS:
-            (run_many_groups if "threads' number" in name else run)(tmp_path / SOURCE.name, seed)
+    source = broken_copy(tmp_path, SOURCE, *BROKEN[name])
+    check_caught(run_many_groups if "threads' number" in name else run, source, SEEDS)
 
 
 def test_the_grouped_kernel_as_it_is_passes() -> None:
