@@ -20,6 +20,14 @@ from tw_compile.planning.joint_tiles import Tiling
 SOURCE = Path(module.__file__).with_name("joint_mm.cu")
 
 
+def narrow_behind(whole: int, rows: int, columns: Sequence[int], width: int) -> Tiling:
+    """With the first ``whole`` pairs of tiles, or all that there are, not narrow."""
+    wide = sum(-(-one // width) for one in columns)
+    high = (rows + 127) // 256
+    whole = min(whole, high * wide)
+    return Tiling(width, whole, 2 * (high * wide - whole), wide if rows > high * 256 else 0, 0.0)
+
+
 def multiply(
     a: torch.Tensor,
     matrices: Sequence[torch.Tensor],

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from emulator.joint import check, check_gated
-from tw_compile.planning.joint_tiles import WIDTHS, Tiling, tiling
+from emulator.joint import check, check_gated, narrow_behind
+from tw_compile.planning.joint_tiles import WIDTHS, tiling
 
 DEPTH = 192
 """Three stages' worth; the ring has four and more."""
-
-
-def narrow_behind(whole: int, rows: int, columns: tuple[int, ...], width: int) -> Tiling:
-    """With the first ``whole`` pairs of tiles not narrow."""
-    wide = sum(-(-one // width) for one in columns)
-    high = (rows + 127) // 256
-    return Tiling(width, whole, 2 * (high * wide - whole), wide, 0.0)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 128, 129, 256, 300, 400, 520])

@@ -1,0 +1,216 @@
+"""Lines of joint_mm.cu that must be as they are: with another in its place, ``joint.check`` or ``check_gated`` fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from emulator.broken import Changes, broken_copy, check_caught
+from emulator.joint import SOURCE, check, check_gated, narrow_behind
+
+SEEDS = range(12)
+RETURNED = "if (read >= 0 && lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);"
+LAST_RETURNED = "  wgmma_wait<0>();\n  if (lane < 2) mbarrier_arrive_at(&shared.empty[read], lane);"
+FULL, EMPTY = "wait(&shared.full[ring.stage], ring.parity);", "wait(&shared.empty[ring.stage], ring.parity ^ 1);"
+BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
+EXPECTED = "expect(full, halves * HALF_A + 2 * quarters * QUARTER_B)"
+LAST_SYNC = "  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals\n"
+FIRST_SYNC = "  cluster_sync();\n  if (threadIdx.x < 128)"
+QUARTER_TO = "b + (rank * quarters + quarter) * QUARTER_B"
+COLUMN = "(GATED ? 0 : rank * quarters * (COLUMNS / 4))"
+BESIDE = "beside * 2 * QUARTER_B, row, column"
+STEPS = "d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);"
+BAND = "high - band * BAND < BAND ? high - band * BAND : BAND"
+
+RING: dict[str, Changes] = {
+    "waits for the other parity of full stages": ((FULL, FULL.replace("parity", "parity ^ 1")),),
+    "waits for the other parity of empty stages": ((EMPTY, EMPTY.replace(" ^ 1", "")),),
+    "reads stages that have not arrived": ((FULL, ""),),
+    "fills stages that are being read": ((EMPTY, ""),),
+    "a stage is returned while matmuls read it": (("wgmma_wait<1>", "wgmma_wait<2>"),),
+    "a stage is returned before its matmuls": (
+        (RETURNED, RETURNED.replace("read >= 0 && ", "").replace("read]", "ring.stage]")),
+        (LAST_RETURNED, "  wgmma_wait<0>();"),
+    ),
+    "the last stage of a pair is not returned": ((LAST_RETURNED, "  wgmma_wait<0>();"),),
+    "arrivals at the own CTA alone": (("lane < 2) mbarrier_arrive_at", "lane == cluster_rank()) mbarrier_arrive_at"),),
+    "a stage is returned to its own CTA alone": (
+        ("lane < 2) mbarrier_arrive_at", "lane == cluster_rank()) mbarrier_arrive_at"),
+        (BARRIERS, BARRIERS.replace("2 * ", "")),
+    ),
+    "a stage is returned to its own CTA twice": (
+        ("mbarrier_arrive_at(&shared.empty[read], lane)", "mbarrier_arrive_at(&shared.empty[read], cluster_rank())"),
+    ),
+    "waits for one CTA's readers": ((BARRIERS, BARRIERS.replace("2 * ", "")),),
+    "waits for one warpgroup's readers": ((BARRIERS, BARRIERS.replace(" * CONSUMERS", "")),),
+    "expects its own copies alone": ((EXPECTED, EXPECTED.replace("2 * ", "")),),
+    "expects too few bytes": ((EXPECTED, EXPECTED.replace("QUARTER_B", "QUARTER_B - 16")),),
+    "expects too many bytes": ((EXPECTED, EXPECTED.replace("QUARTER_B", "QUARTER_B + 16")),),
+    "expects whole stages": ((EXPECTED, "expect(full, STAGE_BYTES)"),),
+    "expects all rows of low tiles": ((EXPECTED, EXPECTED.replace("halves", "2")),),
+    "expects all columns of narrow tiles": ((EXPECTED, EXPECTED.replace("quarters", "2")),),
+    "mbarriers not visible to copies": (("    mbarrier_init_fence();\n", ""),),
+    "copies to a CTA that has not begun": (
+        (FIRST_SYNC, FIRST_SYNC.replace("cluster_sync()", "barrier_sync(0, THREADS)")),
+    ),
+    "ends while the other CTA arrives": ((LAST_SYNC, ""),),
+    "ends while the other CTA arrives, after its own threads": ((LAST_SYNC, "  barrier_sync(0, THREADS);\n"),),
+}
+
+OPERANDS: dict[str, Changes] = {
+    "shares columns with nobody": (("load_tile_to(BOTH", "load_tile_to(1 << rank"),),
+    "shares columns with the other alone": (("load_tile_to(BOTH", "load_tile_to(2 >> rank"),),
+    "both load the same columns": ((COLUMN, "0"),),
+    "the second CTA's columns of a narrow tile are a whole one's": ((COLUMN, COLUMN.replace("quarters", "2")),),
+    "both load to the same columns": ((QUARTER_TO, "b + quarter * QUARTER_B"),),
+    "a narrow tile's columns lie as a whole one's": ((QUARTER_TO, QUARTER_TO.replace("quarters", "2")),),
+    "loads the second columns over the first": ((QUARTER_TO, "b + rank * quarters * QUARTER_B"),),
+    "second columns are the first": (("column + quarter * (COLUMNS / 4), full", "column, full"),),
+    "loads half of the columns": (("tile.narrow ? 1 : 2", "1"),),
+    "loads half of the rows": (("tile.low ? 1 : 2", "1"),),
+    "loads the second rows over the first": (("a + half * HALF_A", "a"),),
+    "second rows are the first": (("tile.row + half * (TILE_ROWS / 2), full", "tile.row, full"),),
+    "loads from the first matrix": (("GATED ? rank : tile.matrix", "GATED ? rank : 0"),),
+    "warpgroups multiply the same rows": (("a = below * HALF_A", "a = 0"),),
+    "warpgroups of low tiles multiply different rows": (("a = below * HALF_A", "a = warpgroup * HALF_A"),),
+    "warpgroups of low tiles multiply the same columns": ((BESIDE, "0, row, column"),),
+    "the second warpgroup's columns begin too early": ((BESIDE, BESIDE.replace("2 * ", "")),),
+    "multiplies every other 16 columns": ((STEPS, STEPS + "\n        step += 16;"),),
+    "multiplies the same depth of columns four times": ((STEPS, STEPS.replace(" + columns_on(step), 1", ", 1")),),
+    "multiplies the same depth of rows four times": ((STEPS, STEPS.replace("rows + columns_on(step)", "rows")),),
+    "sums begin again with each stage": ((STEPS, STEPS.replace("1);", "step);")),),
+    "columns are read where rows lie": (("stage + 2 * HALF_A + b", "stage + HALF_A + b"),),
+    "no fence before matmuls": (("    wgmma_fence();\n", ""),),
+    "matmuls are not committed": (("    wgmma_commit();\n", ""),),
+    "stores sums that are not there": (("  wgmma_wait<0>();\n", ""),),
+}
+
+TILES: dict[str, Changes] = {
+    "does not count the last matrix": (("matrix < MATRICES; matrix++) wide", "matrix < MATRICES - 1; matrix++) wide"),),
+    "tiles of columns are not rounded up": (("(n + d - 1) / d", "n / d"),),
+    "does not reach the last matrix": (("matrix < MATRICES - 1; matrix++", "matrix < MATRICES - 2; matrix++"),),
+    "stays with the first matrix": (("      tile.matrix++;\n", ""),),
+    "a matrix's columns go on from the one before": (("      column -= own;\n", ""),),
+    "a matrix has one tile more": (("&& column >= own", "&& column > own"),),
+    "compares with matrices that it has not reached": (("tile.matrix == matrix && ", ""),),
+    "low tiles are narrow": (("behind >= 0 && !tile.low", "behind >= 0"),),
+    "both narrow tiles are the first": (("behind % 2 * (OUT_COLUMNS / 2)", "0"),),
+    "a narrow pair for each whole one": (("params.whole + behind / 2", "params.whole + behind"),),
+    "the first low tile is not": (("tile.low = pair >= pairs", "tile.low = pair > pairs"),),
+    "any rows behind the last 256 are low": (("(params.rows + TILE_ROWS - 1) / (2", "params.rows / (2"),),
+    "low tiles' rows are the first": (("row = high * 2 * TILE_ROWS", "row = 0"),),
+    "narrow tiles count among low ones": (("column = behind - 2 * (pairs - params.whole)", "column = behind"),),
+    "CTAs of low pairs have 128 rows each": (("(tile.low ? TILE_ROWS / 2 : TILE_ROWS)", "TILE_ROWS"),),
+    "CTAs have 64 rows each": (("(tile.low ? TILE_ROWS / 2 : TILE_ROWS)", "(TILE_ROWS / 2)"),),
+    "both CTAs compute the same rows": (("rank * (tile.low ? TILE_ROWS / 2 : TILE_ROWS)", "0"),),
+    "a cluster computes its first pair alone": (("number += gridDim.x / 2", "number += gridDim.x * 1000"),),
+    "clusters compute the pairs of others": (("number += gridDim.x / 2", "number += gridDim.x"),),
+    "warpgroups of low tiles have different rows": (("tile.low ? 0 : warpgroup", "warpgroup"),),
+    "low tiles are computed as whole ones": (("if (!tile.low && !tile.narrow)", "if (!tile.narrow)"),),
+    "narrow tiles are computed as whole ones": (("if (!tile.low && !tile.narrow)", "if (!tile.low)"),),
+    "warps of the second warpgroup store further down": (("warp % 4 * 16", "warp * 16"),),
+    "warpgroups of low tiles store the same columns": (("beside * (OUT_COLUMNS / 2)", "0"),),
+}
+
+BANDS: dict[str, Changes] = {
+    "bands are not of the pairs that are left": ((BAND, "BAND"),),
+    "bands are of all pairs over each other": ((BAND, "high"),),
+    "the first band alone": (("band = pair / (BAND * wide)", "band = 0"),),
+    "the order in a band is that of a whole one": (("in_band % here", "in_band % BAND"),),
+    "columns in a band are those of a whole one": (("in_band / here", "in_band / BAND"),),
+}
+
+STORES: dict[str, Changes] = {
+    "stores beyond the last row": (("params.rows - row,", "params.rows - row + 1,"),),
+    "the last row is left out": (("params.rows - row,", "params.rows - row - 1,"),),
+    "stores beyond the last column": (("(int32_t)row_elements - column", "COLUMNS"),),
+    "the last columns are left out": (("(int32_t)row_elements - column", "(int32_t)row_elements - column - 8"),),
+    "stores to the first matrix's result": (("params.out[tile.matrix]", "params.out[0]"),),
+    "stores as many columns as the first matrix has": (("params.columns[tile.matrix];", "params.columns[0];"),),
+    "stores to the first columns": (("row * row_elements + column", "row * row_elements"),),
+}
+
+GATED: dict[str, Changes] = {
+    "both CTAs load the first matrix": (("GATED ? rank : tile.matrix", "GATED ? 0 : tile.matrix"),),
+    "the first matrix is the second": (("GATED ? rank : tile.matrix", "GATED ? 1 - rank : tile.matrix"),),
+    "the second CTA loads columns beside the first's": ((COLUMN, "rank * quarters * (COLUMNS / 4)"),),
+    "tiles store as many columns as they load": (("GATED ? COLUMNS / 2 : COLUMNS", "COLUMNS"),),
+    "low tiles are of one matrix for each warpgroup": (("GATED && tile.low", "false"),),
+    "narrow tiles are computed as low ones": (("GATED && tile.low", "GATED"),),
+    "warpgroups of low tiles multiply the same columns": (("beside * QUARTER_B", "0"),),
+    "the second warpgroup's columns are the second matrix's": (("beside * QUARTER_B", "beside * 2 * QUARTER_B"),),
+    "the second matrix's columns begin too early": (("(2 * QUARTER_B >> 4)", "(QUARTER_B >> 4)"),),
+    "the first product is both factors": (("d[(N / 4 + i) / EACH][(N / 4 + i) % EACH]", "d[0][i]"),),
+    "the factors are of the columns beside": (("(N / 4 + i) % EACH", "(N / 4 + i + 4) % EACH"),),
+    "silu of the other factor": (
+        ("silu(d[0][i]) * d[(N / 4 + i)", "d[0][i] * silu(d[(N / 4 + i)"),
+        ("% EACH];", "% EACH]);"),
+    ),
+    "products without silu": (("silu(d[0][i])", "d[0][i]"),),
+}
+
+TILES_HEADER: dict[str, Changes] = {
+    "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
+    "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
+    "rows of a warp in another order": (("row = below * 8", "row = (1 - below) * 8"),),
+    "stores blocks beyond the tile": (("own < N / 8 && ", ""),),
+    "stores blocks beyond the matrix": ((" && own * 8 < columns", ""),),
+    "stores rows beyond the matrix": (("row < rows && ", ""),),
+}
+
+WGMMA_HEADER: dict[str, Changes] = {
+    "rows of an operand too near": (("(1024ull >> 4) << 32", "(512ull >> 4) << 32"),),
+    "steps of twice the columns": (("k * 2 >> 4", "k * 4 >> 4"),),
+}
+
+
+def run(source: Path, seed: int) -> None:
+    """All kinds of pairs, of three matrices and partial tiles, more than clusters, the ring more than once around."""
+    width, rows = (192, 224)[seed % 2], (300, 400, 600, 130)[seed // 2 % 4]
+    columns = (2 * width + 40, width - 8, 2 * width)
+    tiles = narrow_behind(seed % 5, rows, columns, width)
+    check(rows, columns, 192, seed, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2 + 2 * (seed % 2), source=source)
+
+
+def run_bands(source: Path, seed: int) -> None:
+    """More pairs over each other than in a band."""
+    rows, columns = 10 * 256 + 1, (192, 200)
+    check(rows, columns, 64, seed, tiles=narrow_behind(17, rows, columns, 192), sms=6, source=source)
+
+
+def run_gated(source: Path, seed: int) -> None:
+    """All kinds of pairs here, too."""
+    width, rows = (192, 224)[seed % 2], (300, 400, 70)[seed % 3]
+    tiles = narrow_behind(seed % 4, rows, (2 * width + 48,), width)
+    check_gated(rows, width + 24, 128, seed, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2, source=source)
+
+
+BROKEN = {
+    f"{kind}: {name}": (runs, file, change)
+    for kind, runs, file, changes in (
+        ("ring", run, "joint_mm.cu", RING),
+        ("operands", run, "joint_mm.cu", OPERANDS),
+        ("tiles", run, "joint_mm.cu", TILES),
+        ("bands", run_bands, "joint_mm.cu", BANDS),
+        ("stores", run, "joint_mm.cu", STORES),
+        ("gated", run_gated, "joint_mm.cu", GATED),
+        ("tiles.cuh", run, "tiles.cuh", TILES_HEADER),
+        ("wgmma.cuh", run, "wgmma.cuh", WGMMA_HEADER),
+    )
+    for name, change in changes.items()
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_joint_kernels_are_caught(tmp_path: Path, name: str) -> None:
+    runs, file, changes = BROKEN[name]
+    check_caught(runs, broken_copy(tmp_path, SOURCE, file, changes), SEEDS)
+
+
+@pytest.mark.parametrize("runs", [run, run_bands, run_gated])
+def test_the_joint_kernel_as_it_is_passes(runs: Callable[[Path, int], None]) -> None:
+    """What catches the broken ones lets it pass."""
+    for seed in SEEDS:
+        runs(SOURCE, seed)
