@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import triton
+from machine_code import dump
 
 from tw_compile.kernels.all_reduce_rms_norm import push, stream
 from tw_compile.kernels.all_reduce_rms_norm.push import Push
@@ -19,7 +18,6 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, Resid
 from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
 from tw_compile.kernels.cuda.program import Program
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
 KINDS = ("one_shot", "two_shot", "stream", "stream_in_slot")
@@ -84,13 +82,6 @@ def program_of(
 
 def replace_fields(asked: Request, **fields: Any) -> Request:
     return Request(**{**asked.__dict__, **fields})
-
-
-def dump(cubin: bytes, folder: Path, option: str) -> str:
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    done = subprocess.run([str(CUOBJDUMP), option, str(file)], check=True, capture_output=True, text=True)
-    return done.stdout + done.stderr
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:

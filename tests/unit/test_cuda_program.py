@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import triton
 from cuda.bindings import nvrtc
+from machine_code import dump
 
 from tw_compile.kernels.cuda import bindings, program
 from tw_compile.kernels.cuda.program import Program, arch_of, cache_folder
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HEADER = "#pragma once\nint scaled(int value) { return value * FACTOR; }\n"
 SOURCE = """
 #include "scale.cuh"
@@ -84,13 +83,6 @@ def cached_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache").iterdir())
 
 
-def sass(cubin: bytes, tmp_path: Path) -> str:
-    file = tmp_path / "kernel.cubin"
-    file.write_bytes(cubin)
-    done = subprocess.run([CUOBJDUMP, "-sass", file], check=True, capture_output=True, text=True, timeout=60)
-    return done.stdout
-
-
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((8, 0), "sm_80"), ((12, 0), "sm_120")],
@@ -105,7 +97,7 @@ def test_machine_code_has_the_instruction_and_the_definition(
 ) -> None:
     cubin = replace(scale, arch=arch).cubin()
     assert cubin.startswith(b"\x7fELF")
-    text = sass(cubin, tmp_path)
+    text = dump(cubin, tmp_path, "-sass")
     assert re.search(rf"code for {target}a?\n", text)
     assert "USETMAXREG" in text  # of the architecture-specific targets alone
     assert "0x1234" in text

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
 from cuda.bindings import driver
+from machine_code import (
+    MEMORY_ACCESSES,
+    MEMORY_BARRIERS,
+    REGISTERS_OF_AN_SM,
+    count,
+    instructions,
+    moved_registers,
+    ptx_with,
+    resources,
+    smallest_loop_with,
+)
+from on_gpu import STREAM, OnGpu, hopper_for, off_by, record_launches
 
-from tw_compile import compat
 from tw_compile.kernels import grouped_mm as module
 from tw_compile.kernels.cuda import bindings
 from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES
 from tw_compile.kernels.grouped_mm import GroupedMmParams, grouped_mm, grouped_mm_program, multiplies
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-REGISTERS_OF_AN_SM = 64 * 1024
 HGMMA = "HGMMA.64x256x16.F32.BF16"
-ROWS, DEPTH, COLUMNS, GROUPS, SMS, STREAM = 70, 128, 512, 3, 132, 4711
+ROWS, DEPTH, COLUMNS, GROUPS, SMS = 70, 128, 512, 3, 132
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
@@ -51,14 +56,6 @@ def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
     assert ctypes.sizeof(GroupedMmParams) % 64 == 0
 
 
-def source_with(tmp_path: Path, *facts: str) -> str:
-    """PTX of the kernel's source with ``facts`` checked by the compiler."""
-    program = grouped_mm_program()
-    source = tmp_path / program.source.name
-    source.write_text(program.source.read_text() + "".join(f'static_assert({fact}, "{fact}");\n' for fact in facts))
-    return replace(program, source=source).ptx()
-
-
 def test_the_host_knows_the_kernels_sizes(tmp_path: Path) -> None:
     facts = {
         "TILE_ROWS": module.TILE_ROWS,
@@ -71,102 +68,45 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path) -> None:
         "sizeof(Shared)": module._SHARED_BYTES,
     }
     assert module._SHARED_BYTES <= FULL_SHARED_BYTES
-    source_with(tmp_path, *(f"{name} == {value}" for name, value in facts.items()))
+    ptx_with(grouped_mm_program(), tmp_path, *(f"{name} == {value}" for name, value in facts.items()))
     with pytest.raises(RuntimeError, match=r"sizeof\(Shared\) == "):
-        source_with(tmp_path, f"sizeof(Shared) == {module._SHARED_BYTES - 8}")
+        ptx_with(grouped_mm_program(), tmp_path, f"sizeof(Shared) == {module._SHARED_BYTES - 8}")
 
 
 # --- machine code ----------------------------------------------------------------------------------------------------
 
 
-def dump(folder: Path, option: str) -> str:
-    file = folder / "kernel.cubin"
-    file.write_bytes(grouped_mm_program().cubin())
-    return subprocess.run([str(CUOBJDUMP), option, str(file)], check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """Instructions by their address, with predicates and operands."""
-    sass = dump(tmp_path_factory.mktemp("code"), "-sass")
-    found = {int(at, 16): text for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/ +([@A-Z][^;]*?) *;", sass)}
-    assert found
-    return found
-
-
-def branch_target(text: str) -> int | None:
-    found = re.search(r"\bBRA\b[^;]*?0x([0-9a-f]+)$", text)
-    return int(found[1], 16) if found else None
-
-
-def loops(code: dict[int, str]) -> list[set[int]]:
-    """Addresses of each branch back and of all from which it is reached without the target, out-of-line blocks included."""
-    before: dict[int, set[int]] = {at: set() for at in code}
-    for at, following in pairwise(code):
-        if not re.match(r"(BRA|EXIT|RET)\b(?!\.U|\.DIV)", code[at]):
-            before[following].add(at)
-    back = []
-    for at, text in code.items():
-        target = branch_target(text)
-        if target is not None:
-            before[target].add(at)
-            back += [(target, at)] * (target < at)
-    found = []
-    for head, last in back:
-        inside, open_ends = {head}, [last]
-        while open_ends:
-            at = open_ends.pop()
-            if at not in inside:
-                inside.add(at)
-                open_ends += before[at]
-        found.append(inside)
-    return found
-
-
-def smallest_loop_with(code: dict[int, str], name: str) -> list[str]:
-    with_it = [loop for loop in loops(code) if any(name in code[at] for at in loop)]
-    assert with_it, f"no loop has {name}"
-    return [code[at] for at in sorted(min(with_it, key=len))]
-
-
-def test_loops_are_found_with_the_blocks_that_lie_elsewhere() -> None:
-    code = {0x00: "NOP", 0x10: "@!P0 BRA 0x60", 0x20: "HGMMA", 0x30: "@P1 BRA 0x10", 0x40: "EXIT"}
-    code |= {0x60: "MEMBAR.ALL.GPU", 0x70: "BRA 0x20", 0x80: "BRA 0x80"}
-    assert smallest_loop_with(code, "HGMMA") == [code[at] for at in (0x10, 0x20, 0x30, 0x60, 0x70)]
+    return instructions(grouped_mm_program().cubin(), tmp_path_factory.mktemp("code"))
 
 
 def test_the_main_loop_waits_for_no_memory(code: dict[int, str]) -> None:
     """Arrivals with more order than they need put a barrier and an invalidation in it: 25% of the kernel's time."""
     loop = smallest_loop_with(code, HGMMA)
-    assert sum(HGMMA in text for text in loop) == 4 == sum("HGMMA" in text for text in code.values())
-    assert sum("WARPGROUP.DEPBAR" in text for text in loop) == 1, "matmuls wait for each other"
-    slow = re.compile(r"MEMBAR|CCTL|ERRBAR|FENCE|\b(LDG|STG|LDL|STL|LD|ST|ATOM\w*)\b")
-    assert [text for text in loop if slow.search(text)] == []
-    assert any("MEMBAR" in text for text in code.values()), "they have another name, which this does not look for"
+    assert count(loop, HGMMA) == 4 == count(code, "HGMMA")
+    assert count(loop, "WARPGROUP.DEPBAR") == 1, "matmuls wait for each other"
+    assert [text for text in loop if MEMORY_BARRIERS.search(text) or MEMORY_ACCESSES.search(text)] == []
+    assert count(code, "MEMBAR"), "they have another name, which this does not look for"
 
 
 def test_the_loop_that_fills_stages_waits_for_no_memory(code: dict[int, str]) -> None:
     """Both ways to share, each with two loads of its own and one for both CTAs. (Each load is a small loop itself.)"""
-    with_all = [loop for loop in loops(code) if sum("UTMALDG" in code[at] for at in loop) == 6]
-    loop = [code[at] for at in sorted(min(with_all, key=len))]
-    assert sum("UTMALDG.2D.MULTICAST" in text for text in loop) == 2
-    assert sum("SYNCS.PHASECHK" in text for text in loop) == 2, "the wait, and the one that is repeated"
-    assert [text for text in loop if re.search(r"MEMBAR|CCTL|ERRBAR|FENCE", text)] == []
+    loop = smallest_loop_with(code, "UTMALDG", 6)
+    assert (count(loop, "UTMALDG"), count(loop, "UTMALDG.2D.MULTICAST")) == (6, 2)
+    assert count(loop, "SYNCS.PHASECHK") == 2, "the wait, and the one that is repeated"
+    assert [text for text in loop if MEMORY_BARRIERS.search(text)] == []
 
 
 def test_sums_stay_in_registers(tmp_path: Path, code: dict[int, str]) -> None:
-    usage = dump(tmp_path, "-res-usage")
-    found = {name: int(count) for name, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    found = resources(grouped_mm_program().cubin(), tmp_path)
     assert found["STACK"] == found["LOCAL"] == 0
     assert found["REG"] * module._THREADS <= REGISTERS_OF_AN_SM
-    assert [text for text in code.values() if re.search(r"\b(LDL|STL)\b", text)] == []
+    assert count(code, "LDL") == count(code, "STL") == 0
 
 
 def test_registers_that_one_warpgroup_gives_are_those_that_others_take(code: dict[int, str]) -> None:
-    taken, given = (
-        [int(count, 16) for text in code.values() for count in re.findall(rf"USETMAXREG\.{kind}.* (0x\w+)$", text)]
-        for kind in ("TRY_ALLOC", "DEALLOC")
-    )
+    taken, given = moved_registers(code)
     assert (taken, given) == ([232], [40])
     assert 128 * (2 * taken[0] + given[0]) <= REGISTERS_OF_AN_SM
 
@@ -174,21 +114,10 @@ def test_registers_that_one_warpgroup_gives_are_those_that_others_take(code: dic
 # --- operands --------------------------------------------------------------------------------------------------------
 
 
-class OnGpu(torch.Tensor):
-    """A CPU tensor that says it is on a GPU."""
-
-    is_cuda = True  # type: ignore[assignment]
-    device = torch.device("cuda", 0)  # type: ignore[assignment]
-
-
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
-    """The device's capability, which a test may change before its first question."""
-    capability = [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-    module._has_instructions.cache_clear()
-    yield capability
-    module._has_instructions.cache_clear()
+def hopper() -> Iterator[list[tuple[int, int]]]:
+    with hopper_for(module) as capability:
+        yield capability
 
 
 def make_a(rows: int = ROWS, depth: int = DEPTH, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -204,13 +133,6 @@ def make_weights(
 def no_rows(groups: int = GROUPS, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Where groups end that have none."""
     return torch.zeros(groups, dtype=dtype)
-
-
-def off_by(elements: int, like: torch.Tensor) -> torch.Tensor:
-    """As ``like``, from so many elements behind a multiple of 16 bytes on."""
-    storage = torch.zeros(like.numel() + elements, dtype=like.dtype).as_subclass(OnGpu)
-    assert storage.data_ptr() % 16 == 0
-    return storage.as_strided(like.shape, like.stride(), elements)
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
@@ -285,15 +207,9 @@ def test_it_is_not_for_other_devices(hopper: list[tuple[int, int]], capability: 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What is launched on a device of ``SMS`` SMs; a tensor map is ``(pointer, rows, depth, box_rows)``, in its words."""
-    found: list[dict[str, Any]] = []
-
-    def launch(params: GroupedMmParams, **options: Any) -> None:
-        found.append({"params": GroupedMmParams.from_buffer_copy(params), **options})
-
-    monkeypatch.setattr(module, "_kernel", lambda device: (SimpleNamespace(launch=launch), SMS))
-    monkeypatch.setattr(module, "tensor_map", module.TensorMap)
-    monkeypatch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    """What is launched on a device of ``SMS`` SMs."""
+    found, kernel = record_launches(monkeypatch, module)
+    monkeypatch.setattr(module, "_kernel", lambda device: (kernel(), SMS))
     return found
 
 
