@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels import grouped_mm
+from tw_compile.kernels import grouped_mm, joint_mm
 from tw_compile.kernels import mm_leaving_sms as module
 from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
+from tw_compile.kernels.mm_leaving_sms import (
+    addmm_leaving_sms,
+    gated_mm_leaving_sms,
+    grouped_mm_leaving_sms,
+    joint_mm_leaving_sms,
+    mm_leaving_sms,
+)
 from tw_compile.testing import fake_process_group
 
 LT = torch._C._BlasBackend.Cublaslt
@@ -151,6 +159,130 @@ def test_a_grouped_gemm_is_kept_in_compiled_graphs() -> None:
     factors = grouped_factors()
     found = torch.compile(lambda *factors: grouped_mm_leaving_sms(*factors, 8) + 1, fullgraph=True)(*factors)
     torch.testing.assert_close(found, grouped_mm_leaving_sms(*factors, 0) + 1)
+
+
+def joint_factors() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Rows, and matrices that lie as a linear layer's do; the first two are of one shape."""
+    a = torch.randn(5, 16).bfloat16()
+    return a, [torch.randn(columns, 16).bfloat16().t() for columns in (8, 8, 24)]
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_a_joint_gemm_multiplies_by_each_matrix(reserved_sms: int) -> None:
+    a, matrices = joint_factors()
+    for count in (1, 2, 3):
+        found = joint_mm_leaving_sms(a, matrices[:count], reserved_sms)
+        assert len(found) == count
+        assert all(torch.equal(one, torch.mm(a, matrix)) for one, matrix in zip(found, matrices, strict=False))
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        joint_mm_leaving_sms(a, matrices, -1)
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_a_gated_gemm_is_silu_of_one_product_times_the_other(reserved_sms: int) -> None:
+    a, (gate, up, _) = joint_factors()
+    found = gated_mm_leaving_sms(a, gate, up, reserved_sms)
+    assert torch.equal(found, torch.nn.functional.silu(torch.mm(a, gate)) * torch.mm(a, up))
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        gated_mm_leaving_sms(a, gate, up, -1)
+
+
+def test_fake_tensors_of_joint_and_gated_gemms_have_their_shapes_and_dtypes() -> None:
+    a, matrices = joint_factors()
+    a, matrices = a.to("meta"), [one.to("meta") for one in matrices]
+    products = [*joint_mm_leaving_sms(a, matrices, 16), gated_mm_leaving_sms(a, *matrices[:2], 16)]
+    assert [one.shape for one in products] == [(5, 8), (5, 8), (5, 24), (5, 8)]
+    assert all(one.dtype == torch.bfloat16 and one.is_meta and one.is_contiguous() for one in products)
+
+
+def test_joint_and_gated_gemms_are_kept_in_compiled_graphs() -> None:
+    a, matrices = joint_factors()
+
+    def all_of(a: torch.Tensor, *matrices: torch.Tensor) -> list[torch.Tensor]:
+        return [*joint_mm_leaving_sms(a, matrices, 8), gated_mm_leaving_sms(a, *matrices[:2], 8) + 1]
+
+    for found, want in zip(torch.compile(all_of, fullgraph=True)(a, *matrices), all_of(a, *matrices), strict=True):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+@pytest.mark.parametrize("gated", [False, True])
+def test_joint_and_gated_gemms_are_our_own_where_those_can(
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, gated: bool, reserved_sms: int
+) -> None:
+    a, matrices = joint_factors()
+    matrices = matrices[: 2 if gated else 3]
+    asked: list[tuple[torch.Tensor, ...]] = []
+    calls: list[tuple[object, ...]] = []
+    result = torch.zeros(5, 8) if gated else [torch.zeros(5, 8)]
+
+    def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+        asked.append((a, *matrices))
+        return True
+
+    def joint(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> object:
+        calls.append((a, *matrices, reserved_sms))
+        return result
+
+    def not_this(*arguments: object) -> None:
+        pytest.fail("it is the other's")
+
+    monkeypatch.setattr(joint_mm, "multiplies", multiplies)
+    monkeypatch.setattr(joint_mm, "joint_mm", not_this if gated else joint)
+    monkeypatch.setattr(
+        joint_mm, "gated_mm", (lambda a, gate, up, sms: joint(a, (gate, up), sms)) if gated else not_this
+    )
+    run = module._gated_mm(a, *matrices, reserved_sms) if gated else module._joint_mm(a, matrices, reserved_sms)
+    assert run is result and settings == [], "no other GEMM ran"
+    ((*operands, passed_on),) = calls
+    for given in (operands, *asked):
+        assert all(one is other for one, other in zip(given, (a, *matrices), strict=True))
+    assert passed_on == reserved_sms and len(asked) == 1
+
+
+@pytest.fixture
+def no_joint_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("joint_mm", "gated_mm"):
+        monkeypatch.setattr(joint_mm, name, lambda *arguments: pytest.fail("it was called"))
+
+
+@pytest.mark.parametrize("reserved_sms", [0, 16])
+def test_other_joint_and_gated_gemms_are_torchs_one_by_one(
+    settings: list[tuple[object, object]],
+    monkeypatch: pytest.MonkeyPatch,
+    no_joint_kernel: None,
+    reserved_sms: int,
+) -> None:
+    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: False)
+    a, matrices = joint_factors()
+    found = module._joint_mm(a, matrices, reserved_sms)
+    assert all(torch.equal(one, a @ matrix) for one, matrix in zip(found, matrices, strict=True))
+    gated = module._gated_mm(a, *matrices[:2], reserved_sms)
+    assert torch.equal(gated, torch.nn.functional.silu(a @ matrices[0]) * (a @ matrices[1]))
+    assert settings == [(16, LT) if reserved_sms else (None, "before")] * 5
+
+
+def test_matrices_of_two_shapes_are_not_for_the_gated_kernel(
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, no_joint_kernel: None
+) -> None:
+    """One column for all is what torch would spread; the kernel's tiles have as many columns of both."""
+    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: True)
+    a, (gate, up, wider) = joint_factors()
+    found = module._gated_mm(a, gate, up[:, :1], 16)
+    assert torch.equal(found, torch.nn.functional.silu(a @ gate) * (a @ up[:, :1])) and settings == [(16, LT)] * 2
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        module._gated_mm(a, gate, wider, 16)
+
+
+def test_our_own_joint_gemms_are_asked_for_no_negative_number_of_sms(
+    monkeypatch: pytest.MonkeyPatch, no_joint_kernel: None
+) -> None:
+    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: True)
+    a, matrices = joint_factors()
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        module._joint_mm(a, matrices, -1)
+    with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
+        module._gated_mm(a, *matrices[:2], -1)
 
 
 def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[object, object]]) -> None:
