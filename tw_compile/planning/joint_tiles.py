@@ -56,9 +56,8 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
     found = []
     for whole in dict.fromkeys((pairs, full, max(full - clusters, 0))):
         narrow = 2 * (pairs - whole)
-        # The order of pairs goes from long to short, so the busiest is one that is first with some kind.
-        firsts = {0, whole % clusters, (whole + narrow) % clusters}
-        busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in firsts)
+        # Longer pairs come first, and whole ones fill waves or are all that is not low: it is the first, or has the first low one.
+        busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in (0, (whole + narrow) % clusters))
         found.append(Tiling(width, whole, narrow, low, busiest))
     return found
 
