@@ -56,7 +56,7 @@ def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> li
     found = []
     for whole in dict.fromkeys((pairs, full, max(full - clusters, 0))):
         narrow = 2 * (pairs - whole)
-        # Longer pairs come first, and whole ones fill waves or are all that is not low: it is the first, or has the first low one.
+        # Longer pairs come first; whole ones fill waves, or all others are low: it is the first, or has the first low one.
         busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in (0, (whole + narrow) % clusters))
         found.append(Tiling(width, whole, narrow, low, busiest))
     return found
