@@ -17,10 +17,12 @@ from one_rank import OneRank, one_rank  # noqa: F401
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.all_reduce_rms_norm import transport
+from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.models import load_config
 from tw_compile.models.config import tensor_parallel_plan
 from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis, choose, registry
+from tw_compile.passes.split.budgets import _Beside
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
 
@@ -118,10 +120,11 @@ def test_every_range_and_size_has_its_own_halves_and_assumes_nothing_of_the_othe
     assert_equal(outputs, unsplit)
 
 
+@pytest.mark.parametrize("joins", [False, True])
 def test_a_range_gets_the_expression_that_is_planned_for_it(
-    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch
+    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
-    """Planned as if the piece between two attentions were one of Llama-70B."""
+    """Planned as if the piece between two attentions were one of Llama-70B; ``joins``: as if our own GEMM were faster."""
 
     def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
         found = original(graph, axis)
@@ -140,6 +143,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
     pieces = {"strict": True, "vllm_layer_groups": 0}
     options = {**pieces, "split": "auto", "device_profile": "H200"}
     counts = (8192, 4097, 300)
+    monkeypatch.setattr(_Beside, "_joins", lambda *given: joins)
     outputs, reports = run(engine_config(folder, additional_config={"tw_compile": options}, **longer), counts)
     whole = "layer_not_recognised"
     assert decided(reports) == {
@@ -148,6 +152,10 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
     }
     sizes, *_ = (r.split.sizes for r in reports if r.split is not None and r.split.mode == "split")
     assert all(str(size).startswith("s") for size in sizes)
+    own = [node.target for graph in seen.graphs for node in graph.nodes if "_mm_leaving_sms" in str(node.target)]
+    # Gate and up are one GEMM of vLLM's, whose product is the gated one's; queries, keys and values another.
+    gated, joint = own.count(gated_mm_leaving_sms), own.count(joint_mm_leaving_sms)
+    assert (gated > 0, joint > 0) == (joins, joins) and gated + joint == len(own)
     assert seen.assumes() == seen.assumed
     assert_equal(outputs, run(engine_config(folder, **longer, additional_config={"tw_compile": pieces}), counts)[0])
 
