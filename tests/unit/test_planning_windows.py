@@ -57,11 +57,15 @@ def test_of_windows_about_as_long_the_one_with_the_fewest_ctas_is_taken() -> Non
     assert COSTS.window("mlp", 1, [lambda sms: 1.0], TOKENS).ctas > STREAM.ctas[0]
 
 
-def test_experts_leave_sms_though_plain_gemms_cannot_be_told() -> None:
-    untold = Costs(H200, MIXTRAL, STREAM, (TOKENS,), gemms_leave_sms=False)
+def test_gemms_that_are_told_nothing_leave_no_sms_and_some_of_their_ctas_come_late() -> None:
+    """Experts' as plain ones: each CTA has its share of the tiles."""
+    told, untold = (Costs(H200, MIXTRAL, STREAM, (TOKENS,), gemms_leave_sms=leave) for leave in (True, False))
     plain, grouped = Gemm("o_proj", 6144, 6144), MIXTRAL.mlp[0]
     assert grouped.experts > 1
-    assert [untold.beside(gemm, TOKENS, 8, 100.0)[0].sms for gemm in (plain, grouped)] == [H200.sms, H200.sms - 8]
+    for gemm in (plain, grouped):
+        (left, left_us), (taken, taken_us) = (costs.beside(gemm, TOKENS, 8, 100.0) for costs in (told, untold))
+        assert (left.sms, taken.sms) == (H200.sms - 8, H200.sms)
+        assert left_us == left.us and taken_us == pytest.approx(taken.us + min(taken.us, 100.0))
 
 
 class Noting(Costs):

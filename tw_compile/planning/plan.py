@@ -134,7 +134,7 @@ def plan_layer(
         cut_sequences: Whether half 2 may begin within a sequence. If not, every border between two may be chosen; if so,
             half 1 is a multiple of ``row_multiple``.
         first: Tokens of half 1, where that is settled; default: compared.
-        gemms_leave_sms: Whether plain GEMMs can be told to leave SMs to the kernel beside them.
+        gemms_leave_sms: Whether GEMMs can be told to leave SMs to the kernel beside them.
         row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time.
 

@@ -93,7 +93,7 @@ Step = Gemms | Callable[[int], float]
 class Costs:
     """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs.
 
-    ``gemms_leave_sms``: whether plain GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`.
+    ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`.
     """
 
     def __init__(
@@ -124,11 +124,11 @@ class Costs:
     def beside(self, gemm: Gemm, tokens: int, ctas: int, left_us: float) -> tuple[GemmTime, float]:
         """A GEMM that begins while ``ctas`` CTAs are taken for another ``left_us``, and its microseconds without contention.
 
-        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn. Those that find no SMs begin
-        when the other kernel or the first of the rest ends, and then take as long as all others.
+        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn, and so do grouped GEMMs. Those that
+        find no SMs begin when the other kernel or the first of the rest ends, and then take as long as all others.
         """
         free = self.profile.sms_beside(self.kernel, ctas)
-        if self.gemms_leave_sms or gemm.experts > 1:
+        if self.gemms_leave_sms:
             time = self.gemm(gemm, tokens, free)
             return time, time.us
         time = self.gemm(gemm, tokens, self.profile.sms)
