@@ -236,6 +236,10 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
         assert "left by" in text and "gate_up" in text
         assert f"{split['overlap']['in_slot']} leave their results in the slot" in " ".join(text.split())
     assert split["overlap"]["in_slot"] > 0
+    of_halves = [line.split()[1] for line in result.output.splitlines() if line.startswith("+ ") and "mm" in line]
+    assert len([name for name in of_halves if name.startswith("fused_mm_start")]) == 4, "both sites of both halves"
+    assert len([name for name in of_halves if "mm_leaving_sms" in name]) >= 3, "GEMMs that leave SMs are of the layer"
+    assert files[1].read_text().count('class="box matmul added"') >= 3
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from tw_compile.graph.layer import layer_of
 
 Change = Literal["same", "removed", "added", "folded"]
 
-MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm"})
+_LEAVING_SMS = {f"{kind}mm_leaving_sms" for kind in ("", "add", "joint_", "gated_", "grouped_")}
+MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", *_LEAVING_SMS})
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32", torch.float64: "f64"}
 _DTYPES |= {torch.int64: "i64", torch.int32: "i32", torch.bool: "b8"}
