@@ -17,6 +17,7 @@ from tw_compile import Config, compat
 from tw_compile.graph.predicates import aten, value
 from tw_compile.kernels.measured_reserve import Operand, Reserve
 from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split import budgets as budgets_module
 from tw_compile.passes.split import rules_attention
 from tw_compile.passes.split.budgets import Budgets, joint_mm_of, reserve_sms
@@ -77,6 +78,7 @@ def test_queries_keys_and_values_are_one_gemm_and_gate_and_up_another_that_gates
     assert len(gated) == 4 and len(joint) in (3, 4)
     assert {len(node.args[1]) for node in joint} == {3}
     assert not find_ops(graph, "aten.exp")
+    assert all("window" in node.meta[ANNOTATION] for node in (*joint, *gated))
     for node in joint:
         results = [one.args[1] for one in node.users]
         assert sorted(results) == [0, 1, 2] and all(one.target is operator.getitem for one in node.users)
@@ -162,6 +164,32 @@ def test_what_cannot_be_measured_is_as_planned() -> None:
 
     reserve_sms(graph, woven(graph, budgets), budgets, measure)
     assert not find_ops(graph, "joint_mm_leaving_sms") and not find_ops(graph, "gated_mm_leaving_sms")
+
+
+def test_where_one_cannot_be_measured_the_plan_decides() -> None:
+    """Joint in the plan, and slower by what was measured, which is not all."""
+    graph, budgets = planned()
+    result = woven(graph, budgets)
+    names = [node.name for node in graph.nodes if result.parts.gemm_of(node) == "qkv"][::3]
+
+    def measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
+        return None if node.name in names else slower_as_one(node, sms, busy_us, tokens)
+
+    reserve_sms(graph, result, budgets, measure)
+    assert find_ops(graph, "joint_mm_leaving_sms") and not find_ops(graph, "gated_mm_leaving_sms")
+
+
+def test_a_plan_for_another_number_of_gemms_says_nothing_of_these() -> None:
+    graph, budgets = planned()
+    assert budgets.plan is not None
+    windows = tuple(
+        dataclasses.replace(one, gemms=tuple(dataclasses.replace(gemm, joint=1) for gemm in one.gemms))
+        for one in budgets.plan.windows
+    )
+    budgets = dataclasses.replace(budgets, plan=dataclasses.replace(budgets.plan, windows=windows))
+    reserve_sms(graph, woven(graph, budgets), budgets)
+    assert {len(node.args[1]) for node in find_ops(graph, "joint_mm_leaving_sms")} <= {1}
+    assert not find_ops(graph, "gated_mm_leaving_sms")
 
 
 def test_the_sum_has_travelled_as_long_as_the_joint_gemm_takes() -> None:
@@ -294,6 +322,16 @@ def test_gemms_of_other_rows_are_not_joined_and_those_of_views_of_the_same_are()
     other = call(graph, mode, aten.neg.default, first.args[0])
     same, of_other = (call(graph, mode, aten.mm.default, one, second.args[1]) for one in (again, other))
     assert beside(first, [same, of_other]) == [first, same]
+
+
+def test_gemms_of_the_same_elements_in_other_rows_are_not_joined() -> None:
+    graph, mode, (first,) = products((64,))
+    weight = graph.placeholder("longer")
+    with mode:
+        weight.meta["val"] = torch.empty(64, 128, dtype=BF16)
+    wider = call(graph, mode, aten.view.default, first.args[0], [16, 128])
+    second = call(graph, mode, aten.mm.default, wider, call(graph, mode, aten.permute.default, weight, [1, 0]))
+    assert beside(first, [second]) == [first] and beside(second, [first]) == [second]
 
 
 def test_a_matrix_that_the_graph_computes_is_not_joined() -> None:
