@@ -17,15 +17,13 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
-from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
+from tw_compile.kernels.cuda.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
 
 TILE_ROWS, TILE_COLUMNS, _TILE_DEPTH = 128, 256, BOX_COLUMNS
 _STAGES, _MAX_GROUPS, _THREADS = 4, 1024, 384
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * _TILE_DEPTH * 2
 _SHARED_BYTES = _STAGES * (_STAGE_BYTES + 16) + 4 * _MAX_GROUPS
 """``Shared`` of grouped_mm.cu: the stages, two barriers for each, and where groups end."""
-_CAPABILITY = (9, 0)
-"""The only one that has the instructions."""
 
 
 class GroupedMmParams(ctypes.Structure):
@@ -60,7 +58,7 @@ def multiplies(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> bo
         and ends.dtype == torch.int32
         and ends.is_contiguous()
         and a.is_cuda
-        and _has_instructions(a.device)
+        and has_instructions(a.device)
         and (a.data_ptr() | weights.data_ptr()) % 16 == 0
     )
 
@@ -97,12 +95,7 @@ def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reser
 
 def grouped_mm_program() -> Program:
     """The kernel."""
-    return Program(Path(__file__).with_name("grouped_mm.cu"), GroupedMmParams, arch_of(_CAPABILITY))
-
-
-@cache
-def _has_instructions(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _CAPABILITY
+    return Program(Path(__file__).with_name("grouped_mm.cu"), GroupedMmParams, arch_of(CAPABILITY))
 
 
 @cache

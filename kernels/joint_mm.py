@@ -20,13 +20,11 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.cuda.launch import Kernel, prepare
 from tw_compile.kernels.cuda.program import Program, arch_of
-from tw_compile.kernels.cuda.tensor_map import BOX_COLUMNS, TensorMap, tensor_map
+from tw_compile.kernels.cuda.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
-_CAPABILITY = (9, 0)
-"""The only one that has the instructions."""
 
 
 class JointMmParams(ctypes.Structure):
@@ -68,7 +66,7 @@ def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
         and 1 <= len(matrices) <= MOST_JOINT
         and all(can_multiply(a, one) and one.data_ptr() % 16 == 0 for one in matrices)
         and a.data_ptr() % 16 == 0
-        and _has_instructions(a.device)
+        and has_instructions(a.device)
     )
 
 
@@ -122,12 +120,7 @@ def shared_bytes(width: int) -> int:
 def joint_mm_program(width: int, gated: bool) -> Program:
     """The kernel for tiles of ``width`` columns."""
     defines = (("COLUMNS", width), ("GATED", gated))
-    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(_CAPABILITY), defines)
-
-
-@cache
-def _has_instructions(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == _CAPABILITY
+    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(CAPABILITY), defines)
 
 
 def _kernel(device: torch.device, width: int, gated: bool) -> Kernel:

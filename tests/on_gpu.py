@@ -37,9 +37,9 @@ def hopper_for(module: ModuleType) -> Iterator[list[tuple[int, int]]]:
     capability = [HOPPER]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
-        module._has_instructions.cache_clear()
+        module.has_instructions.cache_clear()
         yield capability
-        module._has_instructions.cache_clear()
+        module.has_instructions.cache_clear()
 
 
 def record_launches(

@@ -1,14 +1,22 @@
-"""What Hopper's copy engine is told of a matrix."""
+"""What kernels with ``wgmma.cuh`` need of the host: the one device that has the instructions, and maps of matrices."""
 
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import cache, lru_cache
+
+import torch
 
 from tw_compile.kernels.cuda import bindings
 
+CAPABILITY = (9, 0)
 TensorMap = ctypes.c_uint64 * 16
 BOX_COLUMNS = 64
+
+
+@cache
+def has_instructions(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 @lru_cache(maxsize=1024)
