@@ -10,6 +10,8 @@
 // or of a low pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled
 // again when the warps of both CTAs have read it.
 //
+// BIASED: each matrix has a vector that is added to all rows of its result, before that is rounded.
+//
 // GATED: two matrices, and silu(rows * the first) * (rows * the second) is stored. A tile's columns are half of the first
 // matrix's, which CTA 0 loads for both, and as many of the second's, which CTA 1 loads.
 //
@@ -21,14 +23,15 @@
 inline constexpr int MATRICES = 3;
 
 struct JointMmParams {
-  TensorMap a;                   // [rows, depth], boxes of 64 x 64
-  TensorMap matrices[MATRICES];  // [columns, depth], boxes of COLUMNS / 4 x 64
-  uint16_t* out[MATRICES];       // [rows, columns]; GATED: the first alone
-  int32_t columns[MATRICES];     // multiples of 8; 0 where there is no such output
+  TensorMap a;                       // [rows, depth], boxes of 64 x 64
+  TensorMap matrices[MATRICES];      // [columns, depth], boxes of COLUMNS / 4 x 64
+  uint16_t* out[MATRICES];           // [rows, columns]; GATED: the first alone
+  const uint16_t* biases[MATRICES];  // [columns]; for BIASED
+  int32_t columns[MATRICES];         // multiples of 8; 0 where there is no such output
   int32_t rows;
-  int32_t depth;      // a multiple of TILE_DEPTH
-  int32_t whole;      // pairs that are neither narrow nor low
-  int32_t unused[4];  // to a multiple of 64 bytes
+  int32_t depth;       // a multiple of TILE_DEPTH
+  int32_t whole;       // pairs that are neither narrow nor low
+  int32_t unused[14];  // to a multiple of 64 bytes
 };
 
 inline constexpr int TILE_ROWS = 128, TILE_DEPTH = 64;
@@ -115,6 +118,19 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   }
 }
 
+// To all rows of a thread's sums of N columns, of which the first `columns` are there; `bias` is that of the first one.
+template <int N>
+DEVICE void add_bias(float (&d)[N / 2], const uint16_t* bias, int32_t columns) {
+  bias += threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int32_t block = 0; block < N / 8; block++) {
+    uint32_t two[1] = {0};
+    if (block * 8 < columns) load_global(two, bias + block * 8);
+#pragma unroll
+    for (int32_t i = 0; i < 4; i++) d[block * 4 + i] += as_float(i % 2 ? two[0] & 0xffff0000u : two[0] << 16);
+  }
+}
+
 DEVICE float silu(float x) { return x * reciprocal_near(1.0f + exp2_near(-1.4426950408889634f * x)); }
 
 // A warpgroup's 64 rows by N columns, of which N / PARTS lie beside each other: rows from `a` and columns from `b` bytes on in
@@ -154,6 +170,7 @@ DEVICE void multiply(
     auto value = [&](int32_t i) { return silu(d[0][i]) * d[(N / 4 + i) / EACH][(N / 4 + i) % EACH]; };
     store_rows<N / 2>(out, row_elements, rows_left, columns_left, value);
   } else {
+    if constexpr (BIASED) add_bias<N>(d[0], params.biases[tile.matrix] + column, columns_left);
     store_rows<N>(out, row_elements, rows_left, columns_left, [&](int32_t i) { return d[0][i]; });
   }
 }

@@ -1,6 +1,6 @@
 """Plain GEMMs of one input, in one launch: ``joint_mm.cu``.
 
-    joint_mm(a, matrices, reserved_sms) -> [a @ one for one in matrices]
+    joint_mm(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], each with its bias if there are any
     gated_mm(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
 
 Half of the tokens have half of the tiles, and what a last, partial wave leaves idle weighs twice as much. Queries, keys and
@@ -14,6 +14,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,8 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
+Form = Literal["plain", "biased", "gated"]
+"""What becomes of sums before they are stored."""
 
 
 class JointMmParams(ctypes.Structure):
@@ -34,11 +37,12 @@ class JointMmParams(ctypes.Structure):
         ("a", TensorMap),
         ("matrices", TensorMap * MOST_JOINT),
         ("out", ctypes.c_void_p * MOST_JOINT),
+        ("biases", ctypes.c_void_p * MOST_JOINT),
         ("columns", ctypes.c_int32 * MOST_JOINT),
         ("rows", ctypes.c_int32),
         ("depth", ctypes.c_int32),
         ("whole", ctypes.c_int32),
-        ("unused", ctypes.c_int32 * 4),
+        ("unused", ctypes.c_int32 * 14),
     ]
 
 
@@ -59,40 +63,54 @@ def can_multiply(a: torch.Tensor, matrix: torch.Tensor) -> bool:
     )
 
 
-def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
+def can_add(bias: torch.Tensor, matrix: torch.Tensor) -> bool:
+    """Whether the kernel adds ``bias`` to each row of a product with ``matrix`` [depth, columns]."""
+    return bias.dtype == torch.bfloat16 and bias.shape == matrix.shape[1:] and bias.stride() == (1,)
+
+
+def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> bool:
     """Whether the kernel is for these, on this device."""
     return (
         a.is_cuda
         and 1 <= len(matrices) <= MOST_JOINT
         and all(can_multiply(a, one) and one.data_ptr() % 16 == 0 for one in matrices)
+        and len(biases) in (0, len(matrices))
+        and all(can_add(bias, one) and bias.data_ptr() % 4 == 0 for bias, one in zip(biases, matrices, strict=False))
         and a.data_ptr() % 16 == 0
         and has_instructions(a.device)
     )
 
 
-def joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
+def joint_mm(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
+) -> list[torch.Tensor]:
     """[rows, columns] of each matrix, on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for."""
     outs = [a.new_empty(len(a), one.shape[1]) for one in matrices]
-    _launch(a, matrices, outs, reserved_sms, gated=False)
+    _launch("biased" if biases else "plain", a, matrices, biases, outs, reserved_sms)
     return outs
 
 
 def gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     """``silu(a @ gate) * (a @ up)``, rounded once; as :func:`joint_mm`, for matrices of one shape."""
     out = a.new_empty(len(a), gate.shape[1])
-    _launch(a, (gate, up), [out], reserved_sms, gated=True)
+    _launch("gated", a, (gate, up), (), [out], reserved_sms)
     return out
 
 
 def _launch(
-    a: torch.Tensor, matrices: Sequence[torch.Tensor], outs: list[torch.Tensor], reserved_sms: int, gated: bool
+    form: Form,
+    a: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    reserved_sms: int,
 ) -> None:
     rows, depth = a.shape
     if not rows:
         return
     clusters = max(_sms(a.device) - reserved_sms, 2) // 2
     columns = [one.shape[1] for one in matrices]
-    tiles = tiling(rows, (sum(columns),) if gated else tuple(columns), clusters)
+    tiles = tiling(rows, (sum(columns),) if form == "gated" else tuple(columns), clusters)
     params = JointMmParams(
         a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
     )
@@ -101,7 +119,9 @@ def _launch(
     for index, out in enumerate(outs):
         params.out[index] = out.data_ptr()
         params.columns[index] = out.shape[1]
-    _kernel(a.device, tiles.width, gated).launch(
+    for index, bias in enumerate(biases):
+        params.biases[index] = bias.data_ptr()
+    _kernel(a.device, tiles.width, form).launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
         grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
@@ -117,20 +137,20 @@ def shared_bytes(width: int) -> int:
     return 225 * 1024 // stage * (stage + 16)
 
 
-def joint_mm_program(width: int, gated: bool) -> Program:
+def joint_mm_program(width: int, form: Form) -> Program:
     """The kernel for tiles of ``width`` columns."""
-    defines = (("COLUMNS", width), ("GATED", gated))
+    defines = (("COLUMNS", width), ("BIASED", form == "biased"), ("GATED", form == "gated"))
     return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(CAPABILITY), defines)
 
 
-def _kernel(device: torch.device, width: int, gated: bool) -> Kernel:
-    return _kernels(device, gated)[width]
+def _kernel(device: torch.device, width: int, form: Form) -> Kernel:
+    return _kernels(device, form)[width]
 
 
 @cache
-def _kernels(device: torch.device, gated: bool) -> dict[int, Kernel]:
+def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
     """Of all widths: another number of rows, first met while a CUDA graph is captured, may take another one."""
-    return {width: prepare(joint_mm_program(width, gated), device.index) for width in WIDTHS}
+    return {width: prepare(joint_mm_program(width, form), device.index) for width in WIDTHS}
 
 
 @cache

@@ -2,13 +2,13 @@
 
     mm_leaving_sms(a, b, reserved_sms) -> a @ b
     addmm_leaving_sms(bias, a, b, reserved_sms) -> bias + a @ b
-    joint_mm_leaving_sms(a, matrices, reserved_sms) -> [a @ one for one in matrices]
+    joint_mm_leaving_sms(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], plus its bias each
     gated_mm_leaving_sms(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
     grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
-``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``weights`` [groups, k, n], ``ends``
-[groups] int32, as in ``torch.nn.functional.grouped_mm``; ``reserved_sms``: how many, 0 for none. On a CPU they are
-``torch.mm``, ``torch.addmm`` and ``grouped_mm``.
+``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``biases`` [n] one for each matrix, or
+none; ``weights`` [groups, k, n], ``ends`` [groups] int32, as in ``torch.nn.functional.grouped_mm``; ``reserved_sms``: how many,
+0 for none. On a CPU they are ``torch.mm``, ``torch.addmm`` and ``grouped_mm``.
 
 A GEMM of cuBLAS on Hopper takes whole SMs, and is planned for all of them. When a kernel beside it holds some, the CTAs meant
 for those wait until they are free and then run a wave of their own, so that both together take as long as one after the
@@ -51,15 +51,23 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
         return torch.addmm(bias, a, b)
 
 
-def _joint_mm(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
+def _joint_mm(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
+) -> list[torch.Tensor]:
     check_reserved_sms(reserved_sms)
-    if joint_mm.multiplies(a, matrices):
-        return joint_mm.joint_mm(a, matrices, reserved_sms)
-    return _one_by_one(a, matrices, reserved_sms)
+    if joint_mm.multiplies(a, matrices, biases):
+        return joint_mm.joint_mm(a, matrices, biases, reserved_sms)
+    return _one_by_one(a, matrices, biases, reserved_sms)
 
 
-def _one_by_one(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> list[torch.Tensor]:
-    return [mm(a, one, reserved_sms) for one in matrices]
+def _one_by_one(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
+) -> list[torch.Tensor]:
+    if not biases:
+        return [mm(a, one, reserved_sms) for one in matrices]
+    if len(biases) != len(matrices):
+        raise ValueError(f"biases: expected none or one for each of {len(matrices)} matrices, got {len(biases)}")
+    return [_addmm(bias, a, one, reserved_sms) for bias, one in zip(biases, matrices, strict=True)]
 
 
 def _gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
@@ -99,7 +107,9 @@ addmm_leaving_sms = define(
     "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", _addmm, _addmm
 )
 joint_mm_leaving_sms = define(
-    "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, int reserved_sms) -> Tensor[]", _joint_mm, _one_by_one
+    "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, Tensor[] biases, int reserved_sms) -> Tensor[]",
+    _joint_mm,
+    _one_by_one,
 )
 gated_mm_leaving_sms = define(
     "gated_mm_leaving_sms(Tensor a, Tensor gate, Tensor up, int reserved_sms) -> Tensor", _gated_mm, _gated_one_by_one

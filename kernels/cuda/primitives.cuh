@@ -28,6 +28,9 @@ DEVICE void load_global(uint32_t (&w)[4], const void* address) {
 DEVICE void load_global(uint32_t (&w)[2], const void* address) {
   asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(address) : "memory");
 }
+DEVICE void load_global(uint32_t (&w)[1], const void* address) {
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(address) : "memory");
+}
 DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
                : "memory");

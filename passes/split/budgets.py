@@ -83,9 +83,10 @@ class Budgets:
 
 
 def joint_mm_of(a: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    """``joint_mm_leaving_sms`` of ``(a, *matrices, SMs to leave)``, as it is measured."""
-    *matrices, reserved_sms = rest
-    return joint_mm_leaving_sms(a, matrices, reserved_sms)
+    """``joint_mm_leaving_sms`` of ``(a, *matrices, *biases, SMs to leave)``, as it is measured."""
+    *operands, reserved_sms = rest
+    matrices, biases = ([one for one in operands if one.dim() == dims] for dims in (2, 1))
+    return joint_mm_leaving_sms(a, matrices, biases, reserved_sms)
 
 
 _MATMULS: dict[Any, Any] = {
@@ -175,7 +176,7 @@ class _Beside:
 
 def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
     matmul, arguments = _MATMULS[node.target], list[Any](node.args)
-    given = [arguments[0], *arguments[1]] if matmul is joint_mm_of else arguments[: _OPERANDS[matmul]]
+    given = [arguments[0], *arguments[1], *arguments[2]] if matmul is joint_mm_of else arguments[: _OPERANDS[matmul]]
     tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]
     operands = []
     for tensor in tensors:

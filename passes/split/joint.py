@@ -1,6 +1,7 @@
 """Matmuls of one input as one operator, which computes them as one sequence of tiles.
 
-a @ x, a @ y, a @ z           ->  joint_mm_leaving_sms(a, [x, y, z], 0)
+a @ x, a @ y, a @ z           ->  joint_mm_leaving_sms(a, [x, y, z], [], 0)
+b + a @ x, c + a @ y          ->  joint_mm_leaving_sms(a, [x, y], [b, c], 0)
 silu(a @ gate) * (a @ up)     ->  gated_mm_leaving_sms(a, gate, up, 0)
 """
 
@@ -16,8 +17,8 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
-from tw_compile.kernels.joint_mm import can_multiply
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size
+from tw_compile.kernels.joint_mm import can_add, can_multiply
 from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split.dependences import makes_view
@@ -31,19 +32,29 @@ def beside(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _can_join(node: fx.Node, first: fx.Node) -> bool:
-    """Whether a matmul reads what ``first`` does, and a matrix that is there from the beginning, as the kernel wants it."""
-    if not is_call(node, aten.mm.default) or node.kwargs or not _is_same(_rows(node), _rows(first)):
+    """Whether a matmul reads what ``first`` does, and a matrix that is there from the beginning, as the kernel wants it.
+
+    With a bias if ``first`` has one.
+    """
+    if not is_call(node, aten.mm.default, aten.addmm.default) or node.target is not first.target or node.kwargs:
         return False
-    a, matrix = value(_rows(node)), value(_matrix(node))
-    return a is not None and matrix is not None and can_multiply(a, matrix) and _is_given(_matrix(node))
+    if not _is_same(_rows(node), _rows(first)) or not all(map(_is_given, (_matrix(node), *_biases(node)))):
+        return False
+    a, matrix = _rows(node).meta["val"], _matrix(node).meta["val"]
+    return can_multiply(a, matrix) and all(can_add(bias.meta["val"], matrix) for bias in _biases(node))
+
+
+def _biases(matmul: fx.Node) -> tuple[fx.Node, ...]:
+    """The one that it adds, if it adds one."""
+    return matmul.args[:-2]  # type: ignore[return-value]
 
 
 def _rows(matmul: fx.Node) -> fx.Node:
-    return matmul.args[0]  # type: ignore[return-value]
+    return matmul.args[-2]  # type: ignore[return-value]
 
 
 def _matrix(matmul: fx.Node) -> fx.Node:
-    return matmul.args[1]  # type: ignore[return-value]
+    return matmul.args[-1]  # type: ignore[return-value]
 
 
 def _is_same(one: fx.Node, other: fx.Node) -> bool:
@@ -53,7 +64,7 @@ def _is_same(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a matrix is an input of the graph, or a view of one."""
+    """Whether a matrix or a bias is an input of the graph, or a view of one."""
     while node.op == "call_function" and makes_view(node):
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")
@@ -103,12 +114,13 @@ def _erase(node: fx.Node) -> None:
 def join(nodes: Sequence[fx.Node]) -> Joint:
     """``nodes``, of :func:`beside` and in the graph's order, as one operator where the first one is; it leaves no SMs."""
     first, graph = nodes[0], nodes[0].graph
-    for node in nodes:
-        _hoist(_matrix(node), first)
-    gated = _gated(nodes)
+    matrices, biases = [_matrix(node) for node in nodes], [one for node in nodes for one in _biases(node)]
+    for given in (*matrices, *biases):
+        _hoist(given, first)
+    gated = None if biases else _gated(nodes)
     with graph.inserting_before(first):
         if gated is None:
-            joint = graph.call_function(joint_mm_leaving_sms, (_rows(first), [_matrix(node) for node in nodes], 0))
+            joint = graph.call_function(joint_mm_leaving_sms, (_rows(first), matrices, biases, 0))
             joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
             return Joint(joint, tuple(nodes))
         gate, up, product = gated
@@ -117,14 +129,14 @@ def join(nodes: Sequence[fx.Node]) -> Joint:
         return Joint(joint, (product,))
 
 
-def _hoist(matrix: fx.Node, before: fx.Node) -> None:
-    """Have the views that ``matrix`` is made by come before a node."""
-    views = []
-    while matrix.op == "call_function" and before < matrix:
-        views.append(matrix)
-        matrix = matrix.all_input_nodes[0]
-    for view in reversed(views):
-        before.prepend(view)
+def _hoist(given: fx.Node, before: fx.Node) -> None:
+    """Have ``given`` and the views that it is made by come before a node."""
+    made_of = [given]
+    while made_of[-1].all_input_nodes:
+        made_of.append(made_of[-1].all_input_nodes[0])
+    for one in reversed(made_of):
+        if before < one:
+            before.prepend(one)
 
 
 def _factor(product: fx.Node) -> fx.Node:

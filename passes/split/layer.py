@@ -178,8 +178,7 @@ def _plain(node: fx.Node, axis: TokenAxis) -> Gemm:
     rows, weight = (_shape(node.args[index]) for index in (place - 1, place))
     if not same_size(rows[0], axis.tokens):
         raise _NotRecognisedError(f"{node.name} has {rows[0]} rows, not one for each of {axis.tokens} tokens")
-    bias = is_call(node, aten.addmm.default, addmm_leaving_sms)
-    return Gemm(node.name, _number(weight[1], node), _number(weight[0], node), bias=bias)
+    return Gemm(node.name, _number(weight[1], node), _number(weight[0], node))
 
 
 def _grouped(node: fx.Node, axis: TokenAxis) -> Gemm:

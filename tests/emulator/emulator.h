@@ -52,6 +52,7 @@ void emulated_wgmma_wait(uint32_t pending);
 
 DEVICE void load_global(uint32_t (&w)[4], const void* address) { emulated_load("load_global", w, address, 16, false); }
 DEVICE void load_global(uint32_t (&w)[2], const void* address) { emulated_load("load_global", w, address, 8, false); }
+DEVICE void load_global(uint32_t (&w)[1], const void* address) { emulated_load("load_global", w, address, 4, false); }
 DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
   emulated_store("store_global", address, w, 16, false);
 }

@@ -38,11 +38,12 @@ def multiply(
     reserved_sms: int = 0,
     resident: int = 16,
     gated: bool = False,
+    biases: Sequence[torch.Tensor] = (),
     source: Path = SOURCE,
 ) -> list[torch.Tensor]:
     """``joint_mm`` on a device of ``sms`` SMs, at most ``resident`` of which run a CTA at a time; ``tiles``: not its own.
 
-    ``gated``: ``gated_mm``.
+    ``gated``: ``gated_mm``, else with ``biases`` if there are any.
     """
 
     def launch(
@@ -52,6 +53,8 @@ def multiply(
         emulator.alloc(0, a, name="a")
         for index, matrix in enumerate(matrices):
             emulator.alloc(0, matrix.t(), name=f"matrix {index}")
+        for index, bias in enumerate(biases):
+            emulator.alloc(0, bias, name=f"bias {index}")
         for index, matrix in enumerate(matrices[: 1 if gated else None]):
             out = bits_of(params.out[index], len(a) * matrix.shape[1])
             out.fill(NOT_WRITTEN)
@@ -61,8 +64,8 @@ def multiply(
 
     defines: dict[str, int | str] = {}
 
-    def kernel(device: torch.device, width: int, gated: bool) -> SimpleNamespace:
-        defines.update(COLUMNS=width, GATED=int(gated))
+    def kernel(device: torch.device, width: int, form: module.Form) -> SimpleNamespace:
+        defines.update({name: int(value) for name, value in module.joint_mm_program(width, form).defines})
         return SimpleNamespace(launch=launch)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -73,21 +76,24 @@ def multiply(
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         if tiles is not None:
             patch.setattr(module, "tiling", lambda rows, columns, clusters: tiles)
-        return [module.gated_mm(a, *matrices, reserved_sms)] if gated else module.joint_mm(a, matrices, reserved_sms)
+        if gated:
+            return [module.gated_mm(a, *matrices, reserved_sms)]
+        return module.joint_mm(a, matrices, biases, reserved_sms)
 
 
-def check(rows: int, columns: Sequence[int], depth: int, seed: int, **options: Any) -> None:
+def check(rows: int, columns: Sequence[int], depth: int, seed: int, biased: bool = False, **options: Any) -> None:
     """Every element is what it must be, to the bit, and no operand was written to."""
     a = whole_numbers(rows, depth, seed=4 * seed)
     matrices = [whole_numbers(one, depth, seed=4 * seed + index).t() for index, one in enumerate(columns, 1)]
-    given = [tensor.clone() for tensor in (a, *matrices)]
-    found = multiply(a, matrices, seed, **options)
+    biases = [256 * whole_numbers(one, seed=4 * seed + index) for index, one in enumerate(columns)] if biased else []
+    given = [tensor.clone() for tensor in (a, *matrices, *biases)]
+    found = multiply(a, matrices, seed, biases=biases, **options)
     for index, (product, matrix) in enumerate(zip(found, matrices, strict=True)):
-        want = (a.float() @ matrix.float()).to(torch.bfloat16)
+        want = (a.float() @ matrix.float() + (biases[index].float() if biased else 0.0)).to(torch.bfloat16)
         wrong = product.view(torch.int16) != want.view(torch.int16)
         first = wrong.nonzero()[:1].tolist()
         assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} of {index} are wrong, first at {first}"
-    assert all(torch.equal(now, before) for now, before in zip((a, *matrices), given, strict=True))
+    assert all(torch.equal(now, before) for now, before in zip((a, *matrices, *biases), given, strict=True))
 
 
 def check_gated(rows: int, columns: int, depth: int, seed: int, **options: Any) -> None:

@@ -151,6 +151,20 @@ GATED: dict[str, Changes] = {
     "products without silu": (("silu(d[0][i])", "d[0][i]"),),
 }
 
+BIASED: dict[str, Changes] = {
+    "adds no bias": (("if constexpr (BIASED) add_bias", "if constexpr (false) add_bias"),),
+    "adds the first matrix's": (("params.biases[tile.matrix]", "params.biases[0]"),),
+    "adds those of the first columns": (("params.biases[tile.matrix] + column", "params.biases[tile.matrix]"),),
+    "a block's is the first block's": (("load_global(two, bias + block * 8)", "load_global(two, bias)"),),
+    "a thread's is the first thread's": (("threadIdx.x % 4 * 2", "0"),),
+    "a thread's is that of another row": (("threadIdx.x % 4 * 2", "threadIdx.x / 4 % 4 * 2"),),
+    "both columns have the first one's": (("i % 2 ? two[0] & 0xffff0000u : two[0] << 16", "two[0] << 16"),),
+    "both columns have the second one's": (("i % 2 ? two[0] & 0xffff0000u : two[0] << 16", "two[0] & 0xffff0000u"),),
+    "the first row alone": (("i < 4; i++) d[block", "i < 2; i++) d[block"),),
+    "reads beyond the matrix's": (("if (block * 8 < columns) load", "load"),),
+    "the last columns have none": (("block * 8 < columns", "block * 8 + 8 < columns"),),
+}
+
 TILES_HEADER: dict[str, Changes] = {
     "parity stays when the ring wraps": (("      parity ^= 1;\n", ""),),
     "parts of a block in another order": (("pick(w, quad_lane ^ step)", "pick(w, step)"),),
@@ -174,6 +188,14 @@ def run(source: Path, seed: int) -> None:
     check(rows, columns, 192, seed, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2 + 2 * (seed % 2), source=source)
 
 
+def run_biased(source: Path, seed: int) -> None:
+    """As :func:`run`."""
+    width, rows = (192, 224)[seed % 2], (300, 400, 70)[seed % 3]
+    columns = (2 * width + 40, width - 8, 24)
+    tiles = narrow_behind(seed % 5, rows, columns, width)
+    check(rows, columns, 64, seed, biased=True, tiles=tiles, sms=2 + 2 * (seed % 3), resident=2, source=source)
+
+
 def run_bands(source: Path, seed: int) -> None:
     """More pairs over each other than in a band."""
     rows, columns = 10 * 256 + 1, (192, 200)
@@ -195,6 +217,7 @@ BROKEN = {
         ("tiles", run, "joint_mm.cu", TILES),
         ("bands", run_bands, "joint_mm.cu", BANDS),
         ("stores", run, "joint_mm.cu", STORES),
+        ("biased", run_biased, "joint_mm.cu", BIASED),
         ("gated", run_gated, "joint_mm.cu", GATED),
         ("tiles.cuh", run, "tiles.cuh", TILES_HEADER),
         ("wgmma.cuh", run, "wgmma.cuh", WGMMA_HEADER),
@@ -209,7 +232,7 @@ def test_broken_joint_kernels_are_caught(tmp_path: Path, name: str) -> None:
     check_caught(runs, broken_copy(tmp_path, SOURCE, file, changes), SEEDS)
 
 
-@pytest.mark.parametrize("runs", [run, run_bands, run_gated])
+@pytest.mark.parametrize("runs", [run, run_bands, run_biased, run_gated])
 def test_the_joint_kernel_as_it_is_passes(runs: Callable[[Path, int], None]) -> None:
     """What catches the broken ones lets it pass."""
     for seed in SEEDS:

@@ -28,6 +28,13 @@ def test_pairs_are_whole_or_narrow_or_low(width: int, whole: int) -> None:
     check(rows, columns, DEPTH, seed=whole, tiles=narrow_behind(whole, rows, columns, width))
 
 
+@pytest.mark.parametrize("whole", range(0, 5, 2))
+@pytest.mark.parametrize("width", WIDTHS)
+def test_biases_are_added_to_pairs_of_all_kinds(width: int, whole: int) -> None:
+    rows, columns = 300, (width, 2 * width - 8, 40)
+    check(rows, columns, DEPTH, seed=whole, biased=True, tiles=narrow_behind(whole, rows, columns, width))
+
+
 def test_the_ring_goes_around_more_than_once() -> None:
     check(130, [256, 256], 704, seed=1)
 

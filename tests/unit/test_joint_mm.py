@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -27,7 +27,9 @@ from on_gpu import STREAM, OnGpu, hopper_for, off_by, record_launches
 from tw_compile.kernels import joint_mm as module
 from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES
 from tw_compile.kernels.joint_mm import (
+    Form,
     JointMmParams,
+    can_add,
     can_multiply,
     gated_mm,
     joint_mm,
@@ -39,16 +41,16 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, Tiling, tiling
 
 LATEST_MAY_RUN = "WARPGROUP.DEPBAR.LE gsb0, 0x1"
 ROWS, DEPTH, COLUMNS, SMS = 300, 128, (512, 264, 8), 132
-KERNELS = pytest.mark.parametrize(("width", "gated"), [(width, gated) for width in WIDTHS for gated in (False, True)])
+KERNELS = pytest.mark.parametrize(("width", "form"), [(width, form) for width in WIDTHS for form in get_args(Form)])
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
 @KERNELS
-def test_it_is_compiled_for_the_one_architecture_that_has_the_instructions(width: int, gated: bool) -> None:
+def test_it_is_compiled_for_the_one_architecture_that_has_the_instructions(width: int, form: Form) -> None:
     """Compiling compares the layouts of the parameters, too."""
-    program = joint_mm_program(width, gated)
+    program = joint_mm_program(width, form)
     assert program.arch == "sm_90a" and program.cubin().startswith(b"\x7fELF")
 
 
@@ -57,7 +59,7 @@ def test_parameters_in_another_order_do_not_compile() -> None:
     order = ["a", "out", "matrices", *list(fields)[3:]]
     other = type("JointMmParams", (ctypes.Structure,), {"_fields_": [(name, fields[name]) for name in order]})
     with pytest.raises(RuntimeError, match="JointMmParams in Python: offset of out is 128"):
-        replace(joint_mm_program(256, False), params=other).cubin()
+        replace(joint_mm_program(256, "plain"), params=other).cubin()
 
 
 def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
@@ -66,8 +68,8 @@ def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
 
 
 @KERNELS
-def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, gated: bool) -> None:
-    program = joint_mm_program(width, gated)
+def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, form: Form) -> None:
+    program = joint_mm_program(width, form)
     stages = {256: 4, 224: 5, 192: 5}[width]
     facts = {
         "TILE_ROWS": module._TILE_ROWS,
@@ -75,7 +77,7 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, gated: boo
         "MATRICES": MOST_JOINT,
         "THREADS": module._THREADS,
         "COLUMNS": width,
-        "OUT_COLUMNS": width // 2 if gated else width,
+        "OUT_COLUMNS": width // 2 if form == "gated" else width,
         "STAGES": stages,
         "STAGE_BYTES": (128 + width) * 128,
         "HALF_A % 1024": 0,
@@ -90,16 +92,16 @@ def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, gated: boo
 
 # --- machine code ----------------------------------------------------------------------------------------------------
 
-Code = Callable[[int, bool], dict[int, str]]
+Code = Callable[[int, Form], dict[int, str]]
 
 
 @pytest.fixture(scope="module")
 def code_of(tmp_path_factory: pytest.TempPathFactory) -> Code:
-    """Of tiles of some width, gated or not."""
+    """Of tiles of some width, in some form."""
 
     @cache
-    def code(width: int, gated: bool) -> dict[int, str]:
-        return instructions(joint_mm_program(width, gated).cubin(), tmp_path_factory.mktemp("code"))
+    def code(width: int, form: Form) -> dict[int, str]:
+        return instructions(joint_mm_program(width, form).cubin(), tmp_path_factory.mktemp("code"))
 
     return code
 
@@ -113,19 +115,19 @@ def slow(loop: list[str]) -> list[str]:
 
 
 @KERNELS
-def test_it_multiplies_all_columns_of_a_tile_at_once(code_of: Code, width: int, gated: bool) -> None:
+def test_it_multiplies_all_columns_of_a_tile_at_once(code_of: Code, width: int, form: Form) -> None:
     """Or half of them, where a tile is narrow or low; of a low gated one a quarter from each matrix. Four steps to a stage."""
-    code = code_of(width, gated)
-    shapes = {width: 4, width // 2: 4} | ({width // 4: 8} if gated else {})
+    code = code_of(width, form)
+    shapes = {width: 4, width // 2: 4} | ({width // 4: 8} if form == "gated" else {})
     assert {columns: count(code, hgmma(columns)) for columns in shapes} == shapes
     assert count(code, "HGMMA") == sum(shapes.values())
 
 
 @KERNELS
-def test_the_main_loops_wait_for_no_memory(code_of: Code, width: int, gated: bool) -> None:
+def test_the_main_loops_wait_for_no_memory(code_of: Code, width: int, form: Form) -> None:
     """Arrivals with more order than they need would put a barrier and an invalidation in them."""
-    code = code_of(width, gated)
-    for columns, times in {width: 4, width // 2: 4, **({width // 4: 8} if gated else {})}.items():
+    code = code_of(width, form)
+    for columns, times in {width: 4, width // 2: 4, **({width // 4: 8} if form == "gated" else {})}.items():
         loop = smallest_loop_with(code, hgmma(columns))
         assert count(loop, "HGMMA") == count(loop, hgmma(columns)) == times
         assert [text for text in loop if "DEPBAR" in text] == [LATEST_MAY_RUN], "matmuls wait for each other"
@@ -135,8 +137,8 @@ def test_the_main_loops_wait_for_no_memory(code_of: Code, width: int, gated: boo
 
 
 @KERNELS
-def test_the_loop_that_fills_stages_waits_for_no_memory(code_of: Code, width: int, gated: bool) -> None:
-    code = code_of(width, gated)
+def test_the_loop_that_fills_stages_waits_for_no_memory(code_of: Code, width: int, form: Form) -> None:
+    code = code_of(width, form)
     loop = smallest_loop_with(code, "UTMALDG.2D.MULTICAST", count(code, "UTMALDG.2D.MULTICAST"))
     assert count(loop, "UTMALDG") == count(code, "UTMALDG") > count(code, "UTMALDG.2D.MULTICAST") > 0
     assert count(loop, "SYNCS.PHASECHK") == 2, "the wait, and the one that is repeated"
@@ -144,17 +146,17 @@ def test_the_loop_that_fills_stages_waits_for_no_memory(code_of: Code, width: in
 
 
 @KERNELS
-def test_sums_stay_in_registers(code_of: Code, tmp_path: Path, width: int, gated: bool) -> None:
-    found = resources(joint_mm_program(width, gated).cubin(), tmp_path)
+def test_sums_stay_in_registers(code_of: Code, tmp_path: Path, width: int, form: Form) -> None:
+    found = resources(joint_mm_program(width, form).cubin(), tmp_path)
     assert found["STACK"] == found["LOCAL"] == 0
     assert found["REG"] * module._THREADS <= REGISTERS_OF_AN_SM
-    code = code_of(width, gated)
+    code = code_of(width, form)
     assert count(code, "LDL") == count(code, "STL") == 0
 
 
 @KERNELS
-def test_registers_that_one_warpgroup_gives_are_those_that_others_take(code_of: Code, width: int, gated: bool) -> None:
-    taken, given = moved_registers(code_of(width, gated))
+def test_registers_that_one_warpgroup_gives_are_those_that_others_take(code_of: Code, width: int, form: Form) -> None:
+    taken, given = moved_registers(code_of(width, form))
     assert (taken, given) == ([232], [40])
     assert 128 * (2 * taken[0] + given[0]) <= REGISTERS_OF_AN_SM
 
@@ -178,6 +180,10 @@ def make_matrix(columns: int = COLUMNS[0], depth: int = DEPTH, dtype: torch.dtyp
 
 def make_matrices(columns: Sequence[int] = COLUMNS) -> list[torch.Tensor]:
     return [make_matrix(one) for one in columns]
+
+
+def make_bias(columns: int = COLUMNS[0], dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(columns, dtype=dtype).as_subclass(OnGpu)
 
 
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
@@ -231,6 +237,35 @@ def test_it_is_not_for_other_operands(hopper: object, name: str) -> None:
     assert not multiplies(a, [good, matrix]) and not multiplies(a, [matrix, good]), "every matrix counts"
 
 
+@pytest.mark.parametrize("columns", [(8,), (512, 512), COLUMNS])
+def test_it_adds_a_bias_for_each_matrix(hopper: object, columns: tuple[int, ...]) -> None:
+    a, matrices, biases = make_a(), make_matrices(columns), [make_bias(one) for one in columns]
+    assert multiplies(a, matrices, biases)
+    assert multiplies(a, matrices, [off_by(2, one) for one in biases]), "4 bytes on"
+    assert not multiplies(a, matrices, [*biases[:-1], off_by(1, biases[-1])]), "2 bytes on"
+    assert not multiplies(a, matrices, [*biases, biases[0]])
+    assert len(columns) == 1 or not multiplies(a, matrices, biases[:-1])
+
+
+ADDENDS = {
+    "another dtype": make_bias(dtype=torch.float32),
+    "one for each row": make_bias(ROWS * COLUMNS[0]).view(ROWS, COLUMNS[0]),
+    "a row": make_bias().view(1, -1),
+    "one number": make_bias(1),
+    "too many": make_bias(COLUMNS[0] + 8),
+    "every other one": make_bias(2 * COLUMNS[0])[::2],
+    "one number for all": make_bias(1).expand(COLUMNS[0]),
+}
+
+
+@pytest.mark.parametrize("name", ADDENDS)
+def test_it_does_not_add_others(hopper: object, name: str) -> None:
+    matrix, good, bad = make_matrix(), make_bias(), ADDENDS[name]
+    assert can_add(good, matrix) and not can_add(bad, matrix)
+    assert not multiplies(make_a(), [matrix], [bad])
+    assert not multiplies(make_a(), [matrix] * 2, [good, bad]) and not multiplies(make_a(), [matrix] * 2, [bad, good])
+
+
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)])
 def test_it_is_not_for_other_devices(hopper: list[tuple[int, int]], capability: tuple[int, int]) -> None:
     hopper[0] = capability
@@ -256,7 +291,7 @@ def test_it_can_multiply_what_has_no_address_yet() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What is launched on a device of ``SMS`` SMs."""
     found, kernel = record_launches(monkeypatch, module)
-    monkeypatch.setattr(module, "_kernel", lambda device, width, gated: kernel(width=width, gated=gated))
+    monkeypatch.setattr(module, "_kernel", lambda device, width, form: kernel(width=width, form=form))
     monkeypatch.setattr(module, "_sms", lambda device: SMS)
     return found
 
@@ -273,13 +308,15 @@ def plan(monkeypatch: pytest.MonkeyPatch, tiles: Tiling) -> list[tuple[object, .
     return asked
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("columns", [COLUMNS, COLUMNS[:2], COLUMNS[:1]])
 def test_a_launch_has_the_operands_and_the_kernels_shape(
-    monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], columns: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], columns: tuple[int, ...], biased: bool
 ) -> None:
     asked = plan(monkeypatch, Tiling(224, whole=3, narrow=4, low=5, pairs=1.0))
     a, matrices = make_a(), make_matrices(columns)
-    outs = joint_mm(a, matrices, 3)
+    biases = [make_bias(one) for one in columns] if biased else []
+    outs = joint_mm(a, matrices, biases, 3)
     assert [out.shape for out in outs] == [(ROWS, one) for one in columns]
     assert all(out.dtype == torch.bfloat16 and out.is_contiguous() for out in outs)
     assert asked == [(ROWS, columns, 64)]
@@ -291,9 +328,11 @@ def test_a_launch_has_the_operands_and_the_kernels_shape(
     assert [list(one)[:4] for one in params.matrices] == maps + [no_matrix] * missing
     assert list(params.out) == [out.data_ptr() for out in outs] + [None] * missing
     assert list(params.columns) == [*columns, *[0] * missing]
+    assert list(params.biases) == ([one.data_ptr() for one in biases] + [None] * missing if biased else [None] * 3)
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 3)
     sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(224), "cluster": 2}
-    assert launch == {"stream": STREAM, "grid": 24, "width": 224, "gated": False, **sizes}
+    form = "biased" if biased else "plain"
+    assert launch == {"stream": STREAM, "grid": 24, "width": 224, "form": form, **sizes}
 
 
 def test_a_gated_launch_has_two_matrices_and_one_result(
@@ -313,12 +352,12 @@ def test_a_gated_launch_has_two_matrices_and_one_result(
     assert list(params.columns) == [264, 0, 0], "the result's, which are half of what is multiplied"
     assert (params.rows, params.depth, params.whole) == (ROWS, DEPTH, 2)
     sizes = {"block": module._THREADS, "shared_bytes": shared_bytes(192), "cluster": 2}
-    assert launch == {"stream": STREAM, "grid": 16, "width": 192, "gated": True, **sizes}
+    assert launch == {"stream": STREAM, "grid": 16, "width": 192, "form": "gated", **sizes}
 
 
 @pytest.mark.parametrize("reserved", [0, 16])
 def test_tiles_are_those_of_the_plan(launches: list[dict[str, Any]], reserved: int) -> None:
-    joint_mm(make_a(), make_matrices(), reserved)
+    joint_mm(make_a(), make_matrices(), [], reserved)
     gated_mm(make_a(), make_matrix(), make_matrix(), reserved)
     clusters = (SMS - reserved) // 2
     for launch, columns in zip(launches, (COLUMNS, (2 * COLUMNS[0],)), strict=True):
@@ -332,7 +371,7 @@ def test_a_grid_leaves_sms_and_is_of_whole_clusters(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], reserved: int, grid: int
 ) -> None:
     asked = plan(monkeypatch, Tiling(256, whole=1000, narrow=0, low=0, pairs=1.0))
-    joint_mm(make_a(), make_matrices(), reserved)
+    joint_mm(make_a(), make_matrices(), [], reserved)
     assert [launch["grid"] for launch in launches] == [grid]
     assert asked == [(ROWS, COLUMNS, grid // 2)]
 
@@ -342,12 +381,12 @@ def test_a_grid_has_no_more_clusters_than_pairs(
     monkeypatch: pytest.MonkeyPatch, launches: list[dict[str, Any]], tiles: Tiling
 ) -> None:
     plan(monkeypatch, tiles)
-    joint_mm(make_a(), make_matrices(), 0)
+    joint_mm(make_a(), make_matrices(), [], 0)
     assert [launch["grid"] for launch in launches] == [2 * (tiles.whole + tiles.narrow + tiles.low)]
 
 
 def test_nothing_is_launched_for_no_rows(launches: list[dict[str, Any]]) -> None:
-    outs = joint_mm(make_a(0), make_matrices(), 16)
+    outs = joint_mm(make_a(0), make_matrices(), [], 16)
     assert [out.shape for out in outs] == [(0, one) for one in COLUMNS]
     out = gated_mm(make_a(0), make_matrix(), make_matrix(), 16)
     assert out.shape == (0, COLUMNS[0]) and launches == []

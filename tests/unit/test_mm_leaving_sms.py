@@ -167,15 +167,25 @@ def joint_factors() -> tuple[torch.Tensor, list[torch.Tensor]]:
     return a, [torch.randn(columns, 16).bfloat16().t() for columns in (8, 8, 24)]
 
 
+def biases_of(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.randn(matrix.shape[1]).bfloat16() for matrix in matrices]
+
+
 @pytest.mark.parametrize("reserved_sms", [0, 16])
 def test_a_joint_gemm_multiplies_by_each_matrix(reserved_sms: int) -> None:
     a, matrices = joint_factors()
+    biases = biases_of(matrices)
     for count in (1, 2, 3):
-        found = joint_mm_leaving_sms(a, matrices[:count], reserved_sms)
+        found = joint_mm_leaving_sms(a, matrices[:count], [], reserved_sms)
         assert len(found) == count
         assert all(torch.equal(one, torch.mm(a, matrix)) for one, matrix in zip(found, matrices, strict=False))
+        found = joint_mm_leaving_sms(a, matrices[:count], biases[:count], reserved_sms)
+        want = [torch.addmm(*operands) for operands in zip(biases, [a] * count, matrices, strict=False)]
+        assert len(found) == count and all(map(torch.equal, found, want))
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
-        joint_mm_leaving_sms(a, matrices, -1)
+        joint_mm_leaving_sms(a, matrices, [], -1)
+    with pytest.raises(ValueError, match="biases: expected none or one for each of 3 matrices, got 1"):
+        joint_mm_leaving_sms(a, matrices, biases[:1], 0)
 
 
 @pytest.mark.parametrize("reserved_sms", [0, 16])
@@ -190,7 +200,7 @@ def test_a_gated_gemm_is_silu_of_one_product_times_the_other(reserved_sms: int) 
 def test_fake_tensors_of_joint_and_gated_gemms_have_their_shapes_and_dtypes() -> None:
     a, matrices = joint_factors()
     a, matrices = a.to("meta"), [one.to("meta") for one in matrices]
-    products = [*joint_mm_leaving_sms(a, matrices, 16), gated_mm_leaving_sms(a, *matrices[:2], 16)]
+    products = [*joint_mm_leaving_sms(a, matrices, [], 16), gated_mm_leaving_sms(a, *matrices[:2], 16)]
     assert [one.shape for one in products] == [(5, 8), (5, 8), (5, 24), (5, 8)]
     assert all(one.dtype == torch.bfloat16 and one.is_meta and one.is_contiguous() for one in products)
 
@@ -199,29 +209,35 @@ def test_joint_and_gated_gemms_are_kept_in_compiled_graphs() -> None:
     a, matrices = joint_factors()
 
     def all_of(a: torch.Tensor, *matrices: torch.Tensor) -> list[torch.Tensor]:
-        return [*joint_mm_leaving_sms(a, matrices, 8), gated_mm_leaving_sms(a, *matrices[:2], 8) + 1]
+        joint = joint_mm_leaving_sms(a, matrices, [], 8) + joint_mm_leaving_sms(a, matrices, biases, 8)
+        return [*joint, gated_mm_leaving_sms(a, *matrices[:2], 8) + 1]
 
+    biases = biases_of(matrices)
     for found, want in zip(torch.compile(all_of, fullgraph=True)(a, *matrices), all_of(a, *matrices), strict=True):
         torch.testing.assert_close(found, want)
 
 
 @pytest.mark.parametrize("reserved_sms", [0, 16])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("form", ["plain", "biased", "gated"])
 def test_joint_and_gated_gemms_are_our_own_where_those_can(
-    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, gated: bool, reserved_sms: int
+    settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, form: str, reserved_sms: int
 ) -> None:
     a, matrices = joint_factors()
+    gated = form == "gated"
     matrices = matrices[: 2 if gated else 3]
+    biases = biases_of(matrices) if form == "biased" else []
     asked: list[tuple[torch.Tensor, ...]] = []
     calls: list[tuple[object, ...]] = []
     result = torch.zeros(5, 8) if gated else [torch.zeros(5, 8)]
 
-    def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor]) -> bool:
-        asked.append((a, *matrices))
+    def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> bool:
+        asked.append((a, *matrices, *biases))
         return True
 
-    def joint(a: torch.Tensor, matrices: Sequence[torch.Tensor], reserved_sms: int) -> object:
-        calls.append((a, *matrices, reserved_sms))
+    def joint(
+        a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
+    ) -> object:
+        calls.append((a, *matrices, *biases, reserved_sms))
         return result
 
     def not_this(*arguments: object) -> None:
@@ -230,13 +246,14 @@ def test_joint_and_gated_gemms_are_our_own_where_those_can(
     monkeypatch.setattr(joint_mm, "multiplies", multiplies)
     monkeypatch.setattr(joint_mm, "joint_mm", not_this if gated else joint)
     monkeypatch.setattr(
-        joint_mm, "gated_mm", (lambda a, gate, up, sms: joint(a, (gate, up), sms)) if gated else not_this
+        joint_mm, "gated_mm", (lambda a, gate, up, sms: joint(a, (gate, up), (), sms)) if gated else not_this
     )
-    run = module._gated_mm(a, *matrices, reserved_sms) if gated else module._joint_mm(a, matrices, reserved_sms)
+    sms = reserved_sms
+    run = module._gated_mm(a, *matrices, sms) if gated else module._joint_mm(a, matrices, biases, sms)
     assert run is result and settings == [], "no other GEMM ran"
     ((*operands, passed_on),) = calls
     for given in (operands, *asked):
-        assert all(one is other for one, other in zip(given, (a, *matrices), strict=True))
+        assert all(one is other for one, other in zip(given, (a, *matrices, *biases), strict=True))
     assert passed_on == reserved_sms and len(asked) == 1
 
 
@@ -253,9 +270,9 @@ def test_other_joint_and_gated_gemms_are_torchs_one_by_one(
     no_joint_kernel: None,
     reserved_sms: int,
 ) -> None:
-    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: False)
+    monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: False)
     a, matrices = joint_factors()
-    found = module._joint_mm(a, matrices, reserved_sms)
+    found = module._joint_mm(a, matrices, [], reserved_sms)
     assert all(torch.equal(one, a @ matrix) for one, matrix in zip(found, matrices, strict=True))
     gated = module._gated_mm(a, *matrices[:2], reserved_sms)
     assert torch.equal(gated, torch.nn.functional.silu(a @ matrices[0]) * (a @ matrices[1]))
@@ -266,7 +283,7 @@ def test_matrices_of_two_shapes_are_not_for_the_gated_kernel(
     settings: list[tuple[object, object]], monkeypatch: pytest.MonkeyPatch, no_joint_kernel: None
 ) -> None:
     """One column for all is what torch would spread; the kernel's tiles have as many columns of both."""
-    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: True)
+    monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: True)
     a, (gate, up, wider) = joint_factors()
     found = module._gated_mm(a, gate, up[:, :1], 16)
     assert torch.equal(found, torch.nn.functional.silu(a @ gate) * (a @ up[:, :1])) and settings == [(16, LT)] * 2
@@ -277,10 +294,10 @@ def test_matrices_of_two_shapes_are_not_for_the_gated_kernel(
 def test_our_own_joint_gemms_are_asked_for_no_negative_number_of_sms(
     monkeypatch: pytest.MonkeyPatch, no_joint_kernel: None
 ) -> None:
-    monkeypatch.setattr(joint_mm, "multiplies", lambda a, matrices: True)
+    monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: True)
     a, matrices = joint_factors()
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
-        module._joint_mm(a, matrices, -1)
+        module._joint_mm(a, matrices, [], -1)
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
         module._gated_mm(a, *matrices[:2], -1)
 

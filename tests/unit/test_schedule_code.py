@@ -142,7 +142,7 @@ def in_graph(node: fx.Node) -> str | None:
     if name == "tw_compile.mm_leaving_sms.default":
         return f"mm {weight(node.args[1])} leaving {node.args[2]}"
     if name == "tw_compile.joint_mm_leaving_sms.default":
-        return f"joint {' '.join(map(weight, node.args[1]))} leaving {node.args[2]}"
+        return f"joint {' '.join(map(weight, (*node.args[1], *node.args[2])))} leaving {node.args[3]}"
     if name == "tw_compile.gated_mm_leaving_sms.default":
         return f"gated {weight(node.args[1])} {weight(node.args[2])} leaving {node.args[3]}"
     for known in ("all_reduce.default", "wait_tensor.default", "attention.default"):

@@ -95,13 +95,13 @@ def test_what_is_joint_computes_the_same() -> None:
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "mixtral"])
-def test_other_families_compute_the_same(family: str) -> None:
+@pytest.mark.parametrize(("family", "biases"), [("qwen3", 0), ("mistral", 0), ("mixtral", 0), ("qwen2", 3)])
+def test_other_families_compute_the_same(family: str, biases: int) -> None:
     graph, budgets = planned(family)
     values = random_values(graph)
     expected = run_alone(graph, values)
     reserve_sms(graph, woven(graph, budgets), budgets)
-    assert find_ops(graph, "joint_mm_leaving_sms")
+    assert {len(node.args[2]) for node in find_ops(graph, "joint_mm_leaving_sms")} == {biases}
     for one, other in zip(expected, run_alone(graph, values), strict=True):
         assert torch.equal(one, other)
 
@@ -254,18 +254,25 @@ def test_it_is_measured_with_all_of_its_matrices(monkeypatch: pytest.MonkeyPatch
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(budgets_module, "measured_reserve", lambda *asked: seen.append(asked))
     graph, (a, *matrices) = operands((64, 128, 8))
-    joint = graph.call_function(joint_mm_leaving_sms, (a, matrices, 0))
+    joint = graph.call_function(joint_mm_leaving_sms, (a, matrices, [], 0))
+    with a.meta["val"].fake_mode:
+        bias = graph.placeholder("bias")
+        bias.meta["val"] = torch.empty(64, dtype=BF16)
+    biased = graph.call_function(joint_mm_leaving_sms, (a, matrices[:1], [bias], 0))
     gated = graph.call_function(gated_mm_leaving_sms, (a, *matrices[:2], 0))
     rows = Operand((32, 64), (64, 1), BF16)
     each = [Operand((64, columns), (1, 64), BF16) for columns in (64, 128, 8)]
     budgets_module._measure(joint, 8, 50.0, 32)
+    budgets_module._measure(biased, 8, 50.0, 32)
     budgets_module._measure(gated, 8, 50.0, 32)
     assert seen == [
         (joint_mm_of, (rows, *each), CPU, 8, 50.0),
+        (joint_mm_of, (rows, each[0], Operand((64,), (1,), BF16)), CPU, 8, 50.0),
         (gated_mm_leaving_sms, (rows, *each[:2]), CPU, 8, 50.0),
     ]
-    a, *factors = (torch.randn(size) for size in ((3, 4), (4, 5), (4, 6)))
-    assert all(map(torch.equal, joint_mm_of(a, *factors, 8), (a @ one for one in factors)))
+    a, x, y, b, c = (torch.randn(size) for size in ((3, 4), (4, 5), (4, 6), (5,), (6,)))
+    assert all(map(torch.equal, joint_mm_of(a, x, y, 8), (a @ x, a @ y)))
+    assert all(map(torch.equal, joint_mm_of(a, x, y, b, c, 8), (torch.addmm(b, a, x), torch.addmm(c, a, y))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,6 +341,82 @@ def test_gemms_of_the_same_elements_in_other_rows_are_not_joined() -> None:
     assert beside(first, [second]) == [first] and beside(second, [first]) == [second]
 
 
+def with_biases(columns: tuple[int, ...] = (64, 128)) -> tuple[fx.Graph, FakeTensorMode, list[fx.Node]]:
+    """A bias plus the same rows times each matrix."""
+    graph, (a, *matrices) = operands(columns)
+    mode = a.meta["val"].fake_mode
+    biases = [graph.placeholder(f"bias_{index}") for index, _ in enumerate(columns)]
+    with mode:
+        for bias, count in zip(biases, columns, strict=True):
+            bias.meta["val"] = torch.empty(count, dtype=BF16)
+    return (
+        graph,
+        mode,
+        [call(graph, mode, aten.addmm.default, bias, a, matrix) for bias, matrix in zip(biases, matrices, strict=True)],
+    )
+
+
+def test_gemms_with_biases_are_joined() -> None:
+    graph, _, nodes = with_biases((64, 128, 8))
+    assert beside(nodes[0], nodes[1:]) == nodes and beside(nodes[2], []) == nodes[2:]
+    graph.output(tuple(nodes))
+    wanted = [[node.args[place] for node in nodes] for place in (2, 0)]
+    rows = nodes[0].args[1]
+    node = join(nodes).adopt()
+    graph.lint()
+    assert node.target is joint_mm_leaving_sms and list(node.args) == [rows, *wanted, 0]
+    assert [tuple(one.shape) for one in node.meta["val"]] == [(32, 64), (32, 128), (32, 8)]
+
+
+def test_gemms_with_and_without_biases_are_not_joined() -> None:
+    graph, mode, (first, second) = with_biases()
+    plain = [call(graph, mode, aten.mm.default, *node.args[1:]) for node in (first, second)]
+    assert beside(first, [*plain, second]) == [first, second]
+    assert beside(plain[0], [first, plain[1], second]) == plain
+
+
+def test_gemms_that_scale_what_they_add_are_not_joined() -> None:
+    _, _, (first, second) = with_biases()
+    second.kwargs = {"beta": 2.0}
+    assert beside(first, [second]) == [first] and beside(second, [first]) == []
+
+
+@pytest.mark.parametrize("shape", [(1,), (32, 128), (1, 128), (32, 1)])
+def test_gemms_that_add_something_else_than_a_bias_are_not_joined(shape: tuple[int, ...]) -> None:
+    graph, mode, (first, second) = with_biases()
+    addend = graph.placeholder("addend")
+    with mode:
+        addend.meta["val"] = torch.empty(shape, dtype=BF16)
+    other = call(graph, mode, aten.addmm.default, addend, *second.args[1:])
+    assert beside(first, [other]) == [first] and beside(other, [first]) == []
+
+
+def test_a_bias_that_the_graph_computes_is_not_joined() -> None:
+    graph, mode, (first, second) = with_biases()
+    made = call(graph, mode, aten.neg.default, second.args[0])
+    computed = call(graph, mode, aten.addmm.default, made, *second.args[1:])
+    assert beside(first, [computed]) == [first] and beside(computed, [first]) == []
+
+
+def test_biases_whose_views_come_later_are_taken_before_the_first_gemm() -> None:
+    graph, mode, (first, second) = with_biases((64, 64))
+    later = call(graph, mode, aten.slice.Tensor, second.args[0], 0, 0, 64)
+    third = call(graph, mode, aten.addmm.default, later, *second.args[1:])
+    graph.output((first, third))
+    join([first, third]).adopt()
+    graph.lint()
+
+
+def test_gate_and_up_with_biases_are_joined_and_do_not_gate() -> None:
+    graph, mode, nodes = with_biases((64, 64))
+    graph.output(swiglu(graph, mode, *nodes))
+    assert join(nodes).node.target is joint_mm_leaving_sms
+    graph, mode, (merged,) = with_biases((128,))
+    halves = [call(graph, mode, aten.slice.Tensor, merged, 1, *ends) for ends in ((0, 64), (64, 128))]
+    graph.output(swiglu(graph, mode, *halves))
+    assert join([merged]).node.target is joint_mm_leaving_sms
+
+
 def test_a_matrix_that_the_graph_computes_is_not_joined() -> None:
     graph, mode, (first, second) = products((64, 64))
     made = call(graph, mode, aten.neg.default, second.args[1])
@@ -346,8 +429,11 @@ def test_matrices_whose_views_come_later_are_taken_before_the_first_gemm() -> No
     weight = graph.find_nodes(op="placeholder")[-1]
     later = call(graph, mode, aten.permute.default, weight, [1, 0])
     second = call(graph, mode, aten.mm.default, first.args[0], later)
-    graph.output((first, second))
-    join([first, second]).adopt()
+    constant = graph.create_node("get_attr", "constant")
+    constant.meta = weight.meta
+    third = call(graph, mode, aten.mm.default, first.args[0], call(graph, mode, aten.permute.default, constant, [1, 0]))
+    graph.output((first, second, third))
+    join([first, second, third]).adopt()
     graph.lint()
     assert targets(graph).count("aten.mm.default") == 1, "the one that was not asked for"
 

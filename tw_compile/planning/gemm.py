@@ -45,7 +45,6 @@ class Gemm:
         experts_per_token: How many of them compute each token.
         own_kernel: Whether it is the grouped GEMM of ``kernels/grouped_mm.cu``, and not torch's.
         joint: Columns of GEMMs of one input that ``kernels/joint_mm.cu`` computes as this one; empty where it does not.
-        bias: Whether one is added to each row; that takes no time, but our own kernel does not do it.
     """
 
     name: str
@@ -55,7 +54,6 @@ class Gemm:
     experts_per_token: int = 1
     own_kernel: bool = False
     joint: tuple[int, ...] = ()
-    bias: bool = False
 
     def of_half(self, profile: DeviceProfile) -> Gemm:
         """As it is computed for a half of the tokens."""
@@ -159,7 +157,7 @@ def joint_gemm(profile: DeviceProfile, gemms: Sequence[Gemm]) -> Gemm | None:
     first = gemms[0]
     if not profile.gemm.own_gemms or len(gemms) > MOST_JOINT:
         return None
-    if any(one.experts > 1 or one.bias or one.columns % 8 or one.depth % OWN_DEPTH for one in gemms):
+    if any(one.experts > 1 or one.columns % 8 or one.depth % OWN_DEPTH for one in gemms):
         return None
     columns = tuple(one.columns for one in gemms)
     return Gemm(first.name, sum(columns), first.depth, joint=columns)

@@ -106,7 +106,7 @@ def layer_shape(config: Any, plan: Mapping[str, str], world_size: int, merged: b
     return LayerShape(
         world_size=world_size,
         hidden_size=config.hidden_size,
-        qkv=_gemms("qkv", [sum(columns)] if merged else columns, config.hidden_size, _has_qkv_bias(config)),
+        qkv=_gemms("qkv", [sum(columns)] if merged else columns, config.hidden_size),
         attention=Attention(heads, kv_heads, head_dim, _windows(config)),
         o_proj=Gemm("o_proj", config.hidden_size, heads * head_dim),
         mlp=mlp,
@@ -116,13 +116,8 @@ def layer_shape(config: Any, plan: Mapping[str, str], world_size: int, merged: b
     )
 
 
-def _gemms(name: str, columns: Sequence[int], depth: int, bias: bool = False) -> tuple[Gemm, ...]:
-    return tuple(Gemm(name, one, depth, bias=bias) for one in columns)
-
-
-def _has_qkv_bias(config: Any) -> bool:
-    """As the configuration says; Qwen2's always has one, and no field for it."""
-    return bool(getattr(config, "attention_bias", getattr(config, "model_type", "") == "qwen2"))
+def _gemms(name: str, columns: Sequence[int], depth: int) -> tuple[Gemm, ...]:
+    return tuple(Gemm(name, one, depth) for one in columns)
 
 
 def _check_known(config: Any, world_size: int) -> None:

@@ -99,16 +99,23 @@ def grouped_mm_leaving_sms_gives_the_same_bits(ctx: Context) -> None:
 
 
 def joint_mm_leaving_sms_is_as_near_as_matmuls(ctx: Context) -> None:
-    """Of one to three matrices, and the same bits whatever it leaves."""
+    """Of one to three matrices, with and without biases, and the same bits whatever it leaves."""
     for rows, columns in ((1, (256,)), (300, (2048, 256, 256)), (1000, (7168, 7168)), (1152, (520, 8))):
         a, matrices = _joint_product(ctx, rows, columns)
-        whole = joint_mm_leaving_sms(a, matrices, 0)
-        for one, matrix in zip(whole, matrices, strict=True):
-            what = f"[{rows}, {matrix.shape[1]}]"
-            expect_within_budget(ctx, what, one, torch.mm(a, matrix), a.double() @ matrix.double())
-        for reserved_sms in (6, 17, 100):
-            left = joint_mm_leaving_sms(a, matrices, reserved_sms)
-            ctx.expect(all(map(torch.equal, left, whole)), f"[{rows}, {columns}], {reserved_sms} SMs left: other bits")
+        generator = ctx.generator(rows, ctx.rank + 1)
+        vectors = [torch.randn(one, generator=generator, device=ctx.device).bfloat16() for one in columns]
+        for biases in ([], vectors):
+            of = f"{len(biases)} biases"
+            whole = joint_mm_leaving_sms(a, matrices, biases, 0)
+            for index, (one, matrix) in enumerate(zip(whole, matrices, strict=True)):
+                added = biases[index] if biases else torch.zeros_like(vectors[index])
+                exact = a.double() @ matrix.double() + added.double()
+                what = f"[{rows}, {matrix.shape[1]}], {of}"
+                expect_within_budget(ctx, what, one, torch.addmm(added, a, matrix), exact)
+            for reserved_sms in (6, 17, 100):
+                left = joint_mm_leaving_sms(a, matrices, biases, reserved_sms)
+                same = all(map(torch.equal, left, whole))
+                ctx.expect(same, f"[{rows}, {columns}], {of}, {reserved_sms} SMs left: other bits")
 
 
 def gated_mm_leaving_sms_is_silu_times_a_product(ctx: Context) -> None:

@@ -1,6 +1,6 @@
 """One rank of a group on a single GPU: layers whose calls are stand-ins, which hold SMs for as long as the planner says.
 
-    python -m tw_compile.benchmark.layer.stand_in --model mixtral-8x22b --tp 4 --tokens 2048,4096 [--layers 4] [--json FILE]
+    python -m tw_compile.benchmark.layer.stand_in --model mixtral-8x22b --tp 4 --tokens 2048,4096 [--layers 4] [--sweep-split]
 
 Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
 exposed. It measures no group. Nothing is summed, so results are none; nothing moves, so memory and links slow nothing down; and
@@ -25,6 +25,7 @@ from tw_compile import Config, collect_reports, compat
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
+from tw_compile.benchmark.layer.variants import FUSED, NO_COMMUNICATION, PLANNED, swept
 from tw_compile.benchmark.measure import capture
 from tw_compile.benchmark.run import all_versions, machine
 from tw_compile.kernels.all_reduce_rms_norm import transport
@@ -36,8 +37,10 @@ from tw_compile.planning import DeviceProfile, communication, load_profile, prof
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.gpu_problems import Context
 
-NO_COMMUNICATION = "no-communication"
-VARIANTS: dict[str, dict[str, Any] | None] = {NO_COMMUNICATION: None, "fused": {}, "fused+split": {"split": "auto"}}
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    NO_COMMUNICATION: None,
+    **{one.label: one.config for one in (FUSED, PLANNED)},
+}
 """Options of ours; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6
 _ALONE_SMS = 32
@@ -97,12 +100,13 @@ def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, A
 
 def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int, ctx: Context) -> dict[str, Any]:
     inputs = subject.inputs(spec, ctx, tokens)
-    graphs, split = {}, None
-    for label, options in VARIANTS.items():
+    variants = VARIANTS | {one.label: one.config for one in (swept(tokens) if spec.sweep_split else ())}
+    graphs, splits = {}, {}
+    for label, options in variants.items():
         torch._dynamo.reset()
         with compat.cold_compile(None), collect_reports() as reports:
             graphs[label] = _captured(subject, inputs, profile, options)
-        split = next((report.split for report in reports if report.split is not None), split)
+        splits[label] = next((report.split for report in reports if report.split is not None), None)
     times: dict[str, list[float]] = {label: [] for label in graphs}
     for number in range(3 + spec.repeats):
         for label, (graph, _) in graphs.items():
@@ -117,6 +121,7 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
     found: dict[str, Any] = {label: round(statistics.median(one), 1) for label, one in times.items()}
     nbytes = tokens * subject.hidden_size * inputs.element_size()
     sums = 2 * communication.all_reduce_us(profile, nbytes, spec.world_size, multicast=False)
+    split = splits[PLANNED.label]
     plan = None if split is None else split.plan
     return {
         "model": spec.model,
@@ -149,6 +154,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, required=True, help="ranks of the group, of which this is one")
     parser.add_argument("--tokens", required=True, help="numbers of tokens, with commas")
     parser.add_argument("--layers", type=int, default=4, help="how many of the model's")
+    parser.add_argument("--sweep-split", action="store_true", help="split at up to 15 other places, too")
     parser.add_argument("--device-profile", help="what calls take (default: that of this GPU)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
@@ -163,7 +169,8 @@ def main() -> int:
         parser.error(f"--device-profile: expected one for {torch.cuda.get_device_name()}, which has none, got nothing")
     os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all on this host, as calls over peer to peer memory need it
     tokens = tuple(int(one) for one in given.tokens.split(","))
-    spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, layers=given.layers, repeats=20)
+    asked: dict[str, Any] = {"layers": given.layers, "repeats": 20, "sweep_split": given.sweep_split}
+    spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, **asked)
     rows = []
     for row in time_layers(spec, profile):
         rows.append(row)
