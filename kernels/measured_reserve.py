@@ -8,6 +8,8 @@ numbers that can make a difference are tried, beside a stand-in that takes the s
 Others may use the device or the host meanwhile: another process, a compiler's threads. That makes trials longer, and never
 shorter, so a number's time is that of its shortest trial, once a second one was as short. Where no two are, nothing is said
 to be measured. A wrong choice would stay, as what is compiled is kept, and all ranks would wait for the one that made it.
+What a trial without a matmul takes is no time of the matmul's: it would count once for each of several and once for them all
+as one.
 
 Calls come later than planned, too, where another rank is late. So among numbers as good as the best it is the one that is best
 beside a call that does not end: many matmuls lose nothing by leaving SMs that nobody takes, and a quarter to a half of their
@@ -105,8 +107,11 @@ def _measured(
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
+            nothing_us = min(_time_beside(lambda: None, device, ctas, 0.0) for _ in range(_TRIALS))
             return choose(
-                numbers, lambda sms, us: _time_beside(partial(matmul, *tensors, sms), device, ctas, us), busy_us
+                numbers,
+                lambda sms, us: _time_beside(partial(matmul, *tensors, sms), device, ctas, us) - nothing_us,
+                busy_us,
             )
         except torch.cuda.OutOfMemoryError:
             return None
@@ -152,7 +157,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
 
 
 def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
-    """Microseconds from the fork to the end of the matmul; 0 of ``busy_us``: nothing is beside it."""
+    """Microseconds from a little before the fork to the end of the matmul; 0 of ``busy_us``: nothing is beside it."""
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_sms(current, 1, _LEAD_US)
@@ -165,4 +170,4 @@ def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, 
     end.record(current)
     current.wait_stream(side)
     end.synchronize()
-    return begin.elapsed_time(end) * 1e3 - _SETTLE_US
+    return begin.elapsed_time(end) * 1e3

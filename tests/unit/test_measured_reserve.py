@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,6 +85,23 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
     for busy_us in (0.0, 1.0, 96.0, 104.0):
         measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, busy_us)
     assert asked == [(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, us) for us in (0, 10, 100, 100)]
+
+
+def test_what_a_trial_without_a_matmul_takes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even its longer ones."""
+    nothing = iter((9.0, 7.0, 8.0, 7.0))
+    ran: list[int] = []
+
+    def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
+        before = len(ran)
+        matmul()
+        return 107.0 if len(ran) > before else next(nothing)
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(module, "_time_beside", time_beside)
+    operand = Operand((2, 2), (2, 1), torch.bfloat16)
+    found = module._measured.__wrapped__(lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, 0)
+    assert found == Reserve(0, 100.0) and {*ran} == {0, 8, 12, 16, 20}
 
 
 def test_operands_are_laid_out_as_in_the_graph() -> None:
