@@ -9,21 +9,23 @@ from statistics import median, quantiles
 
 import pytest
 
-from tw_compile.planning import Gemm, load_profile
+from tw_compile.planning import DeviceProfile, Gemm, load_profile
 from tw_compile.planning.gemm import gemm_time
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-22-h200-gemms.csv"
-H200 = load_profile("H200")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H100, H200 = load_profile("H100"), load_profile("H200")
+FILES = {"H100": "2026-11-23-h100-gemms.csv", "H200": "2026-11-22-h200-gemms.csv"}
 
 
-def errors(reserved: str, most_columns: int = 10**6) -> list[float]:
+def errors(reserved: str, most_columns: int = 10**6, profile: DeviceProfile = H200) -> list[float]:
     """Relative errors of all shapes; ``reserved``: SMs that cuBLASLt leaves, empty for cuBLAS as it is."""
-    lines = (line for line in FILE.read_text().splitlines() if not line.startswith("#"))
+    text = (RESULTS / FILES[profile.name]).read_text()
+    lines = (line for line in text.splitlines() if not line.startswith("#"))
     found = []
     for row in csv.DictReader(lines):
         if row["reserved"] == reserved and int(row["n"]) <= most_columns:
             gemm = Gemm(row["name"], columns=int(row["n"]), depth=int(row["k"]))
-            us = gemm_time(H200, gemm, int(row["tokens"]), H200.sms - int(reserved or 0)).us
+            us = gemm_time(profile, gemm, int(row["tokens"]), profile.sms - int(reserved or 0)).us
             found.append(abs(us / float(row["us"]) - 1.0))
     return found
 
@@ -48,6 +50,14 @@ def test_gemms_that_leave_sms_are_predicted_nearly_as_well(reserved: str) -> Non
     found = errors(reserved)
     assert len(found) == 14 * 13
     assert median(found) < 0.07
+    assert quantiles(found, n=10)[-1] < 0.18
+
+
+@pytest.mark.parametrize("reserved", ["", "4", "16"])
+def test_gemms_of_an_h100_are_predicted_as_well(reserved: str) -> None:
+    found = errors(reserved, profile=H100)
+    assert len(found) == 13 * 9
+    assert median(found) < 0.08
     assert quantiles(found, n=10)[-1] < 0.18
 
 

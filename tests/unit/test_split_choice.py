@@ -65,10 +65,11 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
 @pytest.mark.parametrize(
     ("profile", "named", "transport", "kernel"),
     [
-        (H100, True, "p2p", "two_shot"),
-        (H100, True, "gloo", "two_shot"),
+        (H100, True, "p2p", "stream"),
+        (H100, True, "gloo", "stream"),
         (H100, True, "multimem", "multimem"),
-        (H100, False, "p2p", "two_shot"),
+        (H100, False, "p2p", "stream"),
+        (replace(H100, kernel="two_shot"), False, "p2p", "two_shot"),
         (H100, False, "multimem", "multimem"),
         (H100, False, "nccl", None),
         (H200, False, "p2p", "stream"),
