@@ -30,6 +30,7 @@ from tw_compile.passes.split import joint
 from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, Schedule, Window
 from tw_compile.planning import DeviceProfile, Plan
 from tw_compile.planning import Window as PlannedWindow
+from tw_compile.planning.communication import elementwise_us
 
 Leaving = dict[int, tuple[tuple[str, int], ...]]
 """For windows by index: GEMMs, by the planner's names, and the SMs that they leave."""
@@ -117,7 +118,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
         planned = budgets.planned(window)
         if not sms or planned is None:
             continue
-        beside = _Beside(sms, planned, budgets.wants(window), measure or _measure)
+        beside = _Beside(sms, planned, budgets, window, measure or _measure)
         while gemms:
             name = woven.parts.gemm_of(gemms[0])
             assert name is not None
@@ -134,8 +135,9 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
 class _Beside:
     """GEMMs of one window, in their order, while the call beside them has SMs."""
 
-    def __init__(self, sms: int, planned: PlannedWindow, wants: frozenset[str], measure: Measure) -> None:
-        self._sms, self._planned, self._wants, self._measure = sms, planned, wants, measure
+    def __init__(self, sms: int, planned: PlannedWindow, budgets: Budgets, window: Window, measure: Measure) -> None:
+        self._sms, self._planned, self._wants, self._measure = sms, planned, budgets.wants(window), measure
+        self._profile = budgets.profile
         self._left_us = planned.communication_us
 
     def reserve(self, name: str, nodes: list[fx.Node], may_join: bool) -> list[int]:
@@ -148,7 +150,7 @@ class _Beside:
         if may_join:
             together = joint.join(nodes)
             sms, us = self._find(name, together.node, self._left_us)
-            if self._joins(name, us, [us for _, us in found]):
+            if self._joins(name, us, [us for _, us in found], self._saved_us(name, together.node)):
                 nodes, found, left = [together.adopt()], [(sms, us)], max(self._left_us - (us or 0.0), 0.0)
             else:
                 together.discard()
@@ -160,18 +162,26 @@ class _Beside:
 
     def _find(self, name: str, node: fx.Node, left_us: float) -> tuple[int, float | None]:
         """SMs to leave and, if measured, the microseconds that it then takes."""
-        tokens = next((gemm.tokens for gemm in self._planned.gemms if gemm.name == name), 0)
-        best = self._measure(node, self._sms, left_us, tokens)
+        best = self._measure(node, self._sms, left_us, self._tokens(name))
         if best is None:
             return self._sms if left_us and name in self._wants else 0, None
         return best.sms, best.us
 
-    def _joins(self, name: str, joint_us: float | None, each_us: list[float | None]) -> bool:
+    def _tokens(self, name: str) -> int:
+        return next((gemm.tokens for gemm in self._planned.gemms if gemm.name == name), 0)
+
+    def _saved_us(self, name: str, node: fx.Node) -> float:
+        """What ``silu(gate) * up`` takes as a kernel of its own, by the profile, where ``node`` stores it."""
+        if not is_call(node, gated_mm_leaving_sms) or self._profile is None:
+            return 0.0
+        return elementwise_us(self._profile, 3.0 * self._tokens(name) * node.meta["val"].shape[1])
+
+    def _joins(self, name: str, joint_us: float | None, each_us: list[float | None], saved_us: float) -> bool:
         """Whether GEMMs are faster as one: as measured, or else as planned."""
         measured = [us for us in each_us if us is not None]
         if joint_us is None or len(measured) < len(each_us):
             return any(gemm.name == name and gemm.joint == len(each_us) for gemm in self._planned.gemms)
-        return joint_us < sum(measured)
+        return joint_us < sum(measured) + saved_us
 
 
 def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:

@@ -25,6 +25,7 @@ from tw_compile.passes.split.in_slot import leave_results_in_slots
 from tw_compile.passes.split.joint import beside, join
 from tw_compile.passes.split.lock import lock_order
 from tw_compile.planning import load_profile
+from tw_compile.planning.communication import elementwise_us
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.graphs import find_ops
 
@@ -142,6 +143,20 @@ def test_gemms_stay_that_are_measured_to_be_slower_as_one() -> None:
     assert {leaving for leaving in done.values() if "qkv" in dict(leaving)} == {(("qkv", 8),) * 3 + (("o_proj", 8),)}
     for one, other in zip(expected, run_alone(graph, values), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("slower", "gates"), [(0.9, True), (1.1, False)])
+def test_a_gemm_that_stores_silu_may_be_slower_by_what_that_takes(slower: float, gates: bool) -> None:
+    graph, budgets = planned()
+    saved = elementwise_us(H200, 3.0 * 21 * 128 // WORLD_SIZE)
+
+    def measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve:
+        us = {gated_mm_leaving_sms: 20.0 + slower * saved, joint_mm_leaving_sms: 30.1}
+        return Reserve(sms, us.get(node.target, 10.0))
+
+    reserve_sms(graph, woven(graph, budgets), budgets, measure)
+    assert len(find_ops(graph, "gated_mm_leaving_sms")) == 4 * gates
+    assert not find_ops(graph, "joint_mm_leaving_sms"), "that stores no more than its GEMMs"
 
 
 def test_what_is_measured_decides_and_not_the_plan() -> None:

@@ -91,6 +91,11 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
     )
 
 
+def elementwise_us(profile: DeviceProfile, elements: float) -> float:
+    """A kernel that reads or writes so many elements, and computes little."""
+    return profile.launch_us + elements * ELEMENT_BYTES / (profile.memory_gb_per_s * 1e3)
+
+
 def rms_norm_us(profile: DeviceProfile, nbytes: int) -> float:
     """Residual add and RMSNorm of a whole message on one rank: two reads and two writes."""
     return profile.launch_us + 4.0 * nbytes / (profile.memory_gb_per_s * 1e3)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tw_compile.planning import communication
-from tw_compile.planning.communication import ELEMENT_BYTES
+from tw_compile.planning.communication import ELEMENT_BYTES, elementwise_us
 from tw_compile.planning.device import DeviceProfile, FusedKernel
 from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time, joint_gemm
 from tw_compile.planning.layer import LayerShape, attention_us
@@ -158,15 +158,15 @@ class Costs:
         """``half``: as it is computed for halves."""
         *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
-        us = self._elementwise(float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
+        us = elementwise_us(self.profile, float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
         if down.experts > 1:  # rows go to their experts and come back weighted
-            us += 2.0 * self._elementwise(float((tokens + rows) * self.layer.hidden_size))
+            us += 2.0 * elementwise_us(self.profile, float((tokens + rows) * self.layer.hidden_size))
         first = Gemms(tuple(gate_up), tokens, self.joint_gate_up)
         return [first, lambda sms: us, Gemms((down,), tokens), *self._norm(tokens, self.layer.mlp_summed)]
 
     def join(self, tokens: int) -> list[Step]:
         """Queries, keys and values of both halves copied into one tensor each."""
-        us = self._elementwise(2.0 * tokens * sum(gemm.columns for gemm in self.layer.qkv))
+        us = elementwise_us(self.profile, 2.0 * tokens * sum(gemm.columns for gemm in self.layer.qkv))
         return [lambda sms: us]
 
     def alone_us(self, steps: Sequence[Step]) -> float:
@@ -261,9 +261,6 @@ class Costs:
             return []
         us = self.norm_us(tokens)
         return [lambda sms: us]
-
-    def _elementwise(self, elements: float) -> float:
-        return self.profile.launch_us + elements * ELEMENT_BYTES / (self.profile.memory_gb_per_s * 1e3)
 
 
 def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
