@@ -142,8 +142,8 @@ def _joint_product(ctx: Context, rows: int, columns: Sequence[int]) -> tuple[tor
 def mm_reserve_is_measured(ctx: Context) -> None:
     """What a matmul should leave is a number that was tried, its time one of microseconds, and neither waits for peers.
 
-    A grouped one always leaves some, where the other kernel is beside all of it. Ranks measure in turns: on one GPU the trials of
-    two would not be repeatable.
+    A grouped one always leaves some, where the other kernel is beside all of it. Ranks measure in turns: on one GPU the
+    trials of two would not be repeatable.
     """
     for rank in range(ctx.world_size):
         if rank == ctx.rank:
