@@ -155,7 +155,11 @@ class Costs:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
 
     def mlp_part(self, tokens: int, half: bool = False) -> list[Step]:
-        """``half``: as it is computed for halves."""
+        """``half``: as it is computed for halves.
+
+        A joint GEMM stores ``silu(gate) * up`` itself, and that is counted all the same: without it, splits that were measured
+        at the power limit are 3% slower than predicted, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
+        """
         *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
         us = elementwise_us(self.profile, float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
