@@ -21,6 +21,7 @@
 #include "tiles.cuh"
 
 inline constexpr int MATRICES = 3;
+static_assert(!(BIASED && GATED), "biases are added to what is stored");
 
 struct JointMmParams {
   TensorMap a;                       // [rows, depth], boxes of 64 x 64

@@ -73,6 +73,7 @@ def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequen
     return (
         a.is_cuda
         and 1 <= len(matrices) <= MOST_JOINT
+        and all(one.device == a.device for one in (*matrices, *biases))
         and all(can_multiply(a, one) and one.data_ptr() % 16 == 0 for one in matrices)
         and len(biases) in (0, len(matrices))
         and all(can_add(bias, one) and bias.data_ptr() % 4 == 0 for bias, one in zip(biases, matrices, strict=False))

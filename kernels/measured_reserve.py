@@ -107,12 +107,15 @@ def _measured(
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            nothing_us = min(_time_beside(lambda: None, device, ctas, 0.0) for _ in range(_TRIALS))
-            return choose(
-                numbers,
-                lambda sms, us: _time_beside(partial(matmul, *tensors, sms), device, ctas, us) - nothing_us,
-                busy_us,
-            )
+            nothing = shortest((0,), lambda sms: _time_beside(lambda: None, device, ctas, 0.0))
+            if nothing is None:
+                return None
+
+            def trial(sms: int, us: float) -> float:
+                busy = us + nothing[0] if us else 0.0  # the call begins so much before the matmul
+                return _time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
+
+            return choose(numbers, trial, busy_us)
         except torch.cuda.OutOfMemoryError:
             return None
 
@@ -147,7 +150,7 @@ def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int,
 
 def _is_reproduced(trials: list[float]) -> bool:
     shortest, second = sorted(trials)[:2]
-    return second <= max(shortest * _REPRODUCED, shortest + _CLOCK_US)
+    return shortest > 0.0 and second <= max(shortest * _REPRODUCED, shortest + _CLOCK_US)
 
 
 def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
@@ -157,7 +160,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
 
 
 def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
-    """Microseconds from a little before the fork to the end of the matmul; 0 of ``busy_us``: nothing is beside it."""
+    """Microseconds from the fork to the end of the matmul, which begins some later; 0 of ``busy_us``: nothing is beside it."""
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_sms(current, 1, _LEAD_US)

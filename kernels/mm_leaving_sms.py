@@ -2,7 +2,7 @@
 
     mm_leaving_sms(a, b, reserved_sms) -> a @ b
     addmm_leaving_sms(bias, a, b, reserved_sms) -> bias + a @ b
-    joint_mm_leaving_sms(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], plus its bias each
+    joint_mm_leaving_sms(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], with its bias if any
     gated_mm_leaving_sms(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
     grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
@@ -67,7 +67,7 @@ def _one_by_one(
         return [mm(a, one, reserved_sms) for one in matrices]
     if len(biases) != len(matrices):
         raise ValueError(f"biases: expected none or one for each of {len(matrices)} matrices, got {len(biases)}")
-    return [_addmm(bias, a, one, reserved_sms) for bias, one in zip(biases, matrices, strict=True)]
+    return [_addmm(bias, a, one, reserved_sms) for bias, one in zip(biases, matrices, strict=False)]
 
 
 def _gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:

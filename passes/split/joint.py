@@ -17,7 +17,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
 from tw_compile.kernels.joint_mm import can_add, can_multiply
 from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes.fusion.rewrite import ANNOTATION
@@ -27,8 +27,9 @@ from tw_compile.planning.joint_tiles import MOST_JOINT
 
 def beside(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
     """``node`` and those of ``others`` that can be computed with it; nothing where it can't be computed so."""
-    together = [one for one in (node, *others) if _can_join(one, node)]
-    return together[:MOST_JOINT] if node in together else []
+    if not _can_join(node, node):
+        return []
+    return [node, *(one for one in others if _can_join(one, node))][:MOST_JOINT]
 
 
 def _can_join(node: fx.Node, first: fx.Node) -> bool:
@@ -40,8 +41,10 @@ def _can_join(node: fx.Node, first: fx.Node) -> bool:
         return False
     if not _is_same(_rows(node), _rows(first)) or not all(map(_is_given, (_matrix(node), *_biases(node)))):
         return False
-    a, matrix = _rows(node).meta["val"], _matrix(node).meta["val"]
-    return can_multiply(a, matrix) and all(can_add(bias.meta["val"], matrix) for bias in _biases(node))
+    a, matrix, biases = value(_rows(node)), value(_matrix(node)), [value(one) for one in _biases(node)]
+    if a is None or matrix is None or not can_multiply(a, matrix):
+        return False
+    return all(bias is not None and can_add(bias, matrix) for bias in biases)
 
 
 def _biases(matmul: fx.Node) -> tuple[fx.Node, ...]:
@@ -64,8 +67,8 @@ def _is_same(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a matrix or a bias is an input of the graph, or a view of one."""
-    while node.op == "call_function" and makes_view(node):
+    """Whether a matrix or a bias is an input of the graph, or a view of one that depends on nothing else."""
+    while node.op == "call_function" and makes_view(node) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node.op in ("placeholder", "get_attr")
 
@@ -97,7 +100,7 @@ class Joint:
         return self.node
 
     def discard(self) -> None:
-        """Leave everything as it is, but for where the views of matrices are."""
+        """Leave everything as it is, but for where matrices, biases and their views are."""
         _erase(self.node)
 
 

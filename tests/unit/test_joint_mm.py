@@ -247,6 +247,12 @@ def test_it_adds_a_bias_for_each_matrix(hopper: object, columns: tuple[int, ...]
     assert len(columns) == 1 or not multiplies(a, matrices, biases[:-1])
 
 
+def test_all_operands_are_on_one_device(hopper: object) -> None:
+    a, matrix, bias = make_a(), make_matrix(), make_bias()
+    elsewhere = [torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") for one in (matrix, bias)]
+    assert not multiplies(a, [elsewhere[0]]) and not multiplies(a, [matrix], elsewhere[1:])
+
+
 ADDENDS = {
     "another dtype": make_bias(dtype=torch.float32),
     "one for each row": make_bias(ROWS * COLUMNS[0]).view(ROWS, COLUMNS[0]),

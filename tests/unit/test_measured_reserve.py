@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import pytest
@@ -88,20 +88,43 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_a_trial_without_a_matmul_takes_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even its longer ones."""
-    nothing = iter((9.0, 7.0, 8.0, 7.0))
-    ran: list[int] = []
+    """Nor do its longer ones count; and the call beside it is there for so long after the matmul has begun."""
+    for busy_us, with_nothing in ((0, 0.0), (50, 57.0)):
+        ran, beside = measure_with(monkeypatch, (9.0, 7.0, 8.0, 7.0), 107.0, busy_us)
+        assert ran == Reserve(0, 100.0)
+        assert beside == {with_nothing, 1.5 * 100.0 + 7.0}
+
+
+@pytest.mark.parametrize(
+    ("nothing", "us"), [((7.0, 9.0) * 10, 7.0), ((7.0, 7.0, 7.0, 7.0), 6.5), (range(7, 99, 3), 107.0)]
+)
+def test_nothing_is_measured_where_a_trial_of_nothing_takes_as_long_or_can_not_be_repeated(
+    monkeypatch: pytest.MonkeyPatch, nothing: Iterable[float], us: float
+) -> None:
+    assert measure_with(monkeypatch, nothing, us, 50)[0] is None
+
+
+def measure_with(
+    monkeypatch: pytest.MonkeyPatch, nothing: Iterable[float], us: float, busy_us: int
+) -> tuple[Reserve | None, set[float]]:
+    """What is found where trials of nothing take ``nothing`` in turn and others ``us``; how long calls were beside these."""
+    of_nothing, ran, beside = iter(nothing), [], set()
 
     def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
         before = len(ran)
         matmul()
-        return 107.0 if len(ran) > before else next(nothing)
+        if len(ran) == before:
+            assert not busy_us
+            return next(of_nothing)
+        beside.add(busy_us)
+        return us
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(module, "_time_beside", time_beside)
     operand = Operand((2, 2), (2, 1), torch.bfloat16)
-    found = module._measured.__wrapped__(lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, 0)
-    assert found == Reserve(0, 100.0) and {*ran} == {0, 8, 12, 16, 20}
+    found = module._measured.__wrapped__(lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, busy_us)
+    assert {*ran} <= {0, 8, 12, 16, 20}
+    return found, beside
 
 
 def test_operands_are_laid_out_as_in_the_graph() -> None:

@@ -277,6 +277,10 @@ def test_other_joint_and_gated_gemms_are_torchs_one_by_one(
     gated = module._gated_mm(a, *matrices[:2], reserved_sms)
     assert torch.equal(gated, torch.nn.functional.silu(a @ matrices[0]) * (a @ matrices[1]))
     assert settings == [(16, LT) if reserved_sms else (None, "before")] * 5
+    added: list[object] = []
+    monkeypatch.setattr(module, "_addmm", lambda *given: added.append(given[-1]))
+    module._joint_mm(a, matrices, biases_of(matrices), reserved_sms)
+    assert added == [reserved_sms] * 3
 
 
 def test_matrices_of_two_shapes_are_not_for_the_gated_kernel(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
+from joint_graphs import BF16, call, operands, products, swiglu
 from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, woven
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,7 +31,7 @@ from tw_compile.testing import fake_process_group
 from tw_compile.testing.graphs import find_ops
 
 H200 = load_profile("H200")
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+CPU = torch.device("cpu")
 FAMILY = {"hidden_size": 64, "intermediate_size": 128}
 
 
@@ -148,10 +149,12 @@ def test_gemms_stay_that_are_measured_to_be_slower_as_one() -> None:
 @pytest.mark.parametrize(("slower", "gates"), [(0.9, True), (1.1, False)])
 def test_a_gemm_that_stores_silu_may_be_slower_by_what_that_takes(slower: float, gates: bool) -> None:
     graph, budgets = planned()
-    saved = elementwise_us(H200, 3.0 * 21 * 128 // WORLD_SIZE)
+    slow = dataclasses.replace(H200, memory_gb_per_s=0.1)  # so that all is in the bytes
+    budgets = dataclasses.replace(budgets, profile=slow)
+    saved = {tokens: elementwise_us(slow, 3.0 * tokens * 128 / WORLD_SIZE) for tokens in (21, 42)}
 
     def measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve:
-        us = {gated_mm_leaving_sms: 20.0 + slower * saved, joint_mm_leaving_sms: 30.1}
+        us = {gated_mm_leaving_sms: 20.0 + slower * saved[tokens], joint_mm_leaving_sms: 30.1}
         return Reserve(sms, us.get(node.target, 10.0))
 
     reserve_sms(graph, woven(graph, budgets), budgets, measure)
@@ -294,36 +297,6 @@ def test_it_is_measured_with_all_of_its_matrices(monkeypatch: pytest.MonkeyPatch
 # What can be joined
 
 
-def operands(columns: tuple[int, ...], rows: int = 32, dtype: torch.dtype = BF16) -> tuple[fx.Graph, list[fx.Node]]:
-    """A graph with rows of 64 and matrices of so many columns, as linear layers have them."""
-    graph = fx.Graph()
-    a = graph.placeholder("a")
-    nodes = [a]
-    with FakeTensorMode() as mode:
-        a.meta["val"] = torch.empty(rows, 64, dtype=dtype)
-        for index, count in enumerate(columns):
-            weight = graph.placeholder(f"weight_{index}")
-            weight.meta["val"] = torch.empty(count, 64, dtype=dtype)
-            nodes.append(call(graph, mode, aten.permute.default, weight, [1, 0]))
-    return graph, nodes
-
-
-def call(graph: fx.Graph, mode: FakeTensorMode, target: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(target, args)
-    with mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda one: one.meta["val"]))
-    return node
-
-
-def products(
-    columns: tuple[int, ...] = (64, 128), dtype: torch.dtype = BF16
-) -> tuple[fx.Graph, FakeTensorMode, list[fx.Node]]:
-    """The same rows times each matrix."""
-    graph, (a, *matrices) = operands(columns, dtype=dtype)
-    mode = a.meta["val"].fake_mode
-    return graph, mode, [call(graph, mode, aten.mm.default, a, one) for one in matrices]
-
-
 def test_up_to_three_gemms_of_one_input_are_joined() -> None:
     _, _, nodes = products((64, 128, 8, 16))
     assert beside(nodes[0], nodes[1:]) == nodes[:3]
@@ -356,82 +329,6 @@ def test_gemms_of_the_same_elements_in_other_rows_are_not_joined() -> None:
     assert beside(first, [second]) == [first] and beside(second, [first]) == [second]
 
 
-def with_biases(columns: tuple[int, ...] = (64, 128)) -> tuple[fx.Graph, FakeTensorMode, list[fx.Node]]:
-    """A bias plus the same rows times each matrix."""
-    graph, (a, *matrices) = operands(columns)
-    mode = a.meta["val"].fake_mode
-    biases = [graph.placeholder(f"bias_{index}") for index, _ in enumerate(columns)]
-    with mode:
-        for bias, count in zip(biases, columns, strict=True):
-            bias.meta["val"] = torch.empty(count, dtype=BF16)
-    return (
-        graph,
-        mode,
-        [call(graph, mode, aten.addmm.default, bias, a, matrix) for bias, matrix in zip(biases, matrices, strict=True)],
-    )
-
-
-def test_gemms_with_biases_are_joined() -> None:
-    graph, _, nodes = with_biases((64, 128, 8))
-    assert beside(nodes[0], nodes[1:]) == nodes and beside(nodes[2], []) == nodes[2:]
-    graph.output(tuple(nodes))
-    wanted = [[node.args[place] for node in nodes] for place in (2, 0)]
-    rows = nodes[0].args[1]
-    node = join(nodes).adopt()
-    graph.lint()
-    assert node.target is joint_mm_leaving_sms and list(node.args) == [rows, *wanted, 0]
-    assert [tuple(one.shape) for one in node.meta["val"]] == [(32, 64), (32, 128), (32, 8)]
-
-
-def test_gemms_with_and_without_biases_are_not_joined() -> None:
-    graph, mode, (first, second) = with_biases()
-    plain = [call(graph, mode, aten.mm.default, *node.args[1:]) for node in (first, second)]
-    assert beside(first, [*plain, second]) == [first, second]
-    assert beside(plain[0], [first, plain[1], second]) == plain
-
-
-def test_gemms_that_scale_what_they_add_are_not_joined() -> None:
-    _, _, (first, second) = with_biases()
-    second.kwargs = {"beta": 2.0}
-    assert beside(first, [second]) == [first] and beside(second, [first]) == []
-
-
-@pytest.mark.parametrize("shape", [(1,), (32, 128), (1, 128), (32, 1)])
-def test_gemms_that_add_something_else_than_a_bias_are_not_joined(shape: tuple[int, ...]) -> None:
-    graph, mode, (first, second) = with_biases()
-    addend = graph.placeholder("addend")
-    with mode:
-        addend.meta["val"] = torch.empty(shape, dtype=BF16)
-    other = call(graph, mode, aten.addmm.default, addend, *second.args[1:])
-    assert beside(first, [other]) == [first] and beside(other, [first]) == []
-
-
-def test_a_bias_that_the_graph_computes_is_not_joined() -> None:
-    graph, mode, (first, second) = with_biases()
-    made = call(graph, mode, aten.neg.default, second.args[0])
-    computed = call(graph, mode, aten.addmm.default, made, *second.args[1:])
-    assert beside(first, [computed]) == [first] and beside(computed, [first]) == []
-
-
-def test_biases_whose_views_come_later_are_taken_before_the_first_gemm() -> None:
-    graph, mode, (first, second) = with_biases((64, 64))
-    later = call(graph, mode, aten.slice.Tensor, second.args[0], 0, 0, 64)
-    third = call(graph, mode, aten.addmm.default, later, *second.args[1:])
-    graph.output((first, third))
-    join([first, third]).adopt()
-    graph.lint()
-
-
-def test_gate_and_up_with_biases_are_joined_and_do_not_gate() -> None:
-    graph, mode, nodes = with_biases((64, 64))
-    graph.output(swiglu(graph, mode, *nodes))
-    assert join(nodes).node.target is joint_mm_leaving_sms
-    graph, mode, (merged,) = with_biases((128,))
-    halves = [call(graph, mode, aten.slice.Tensor, merged, 1, *ends) for ends in ((0, 64), (64, 128))]
-    graph.output(swiglu(graph, mode, *halves))
-    assert join([merged]).node.target is joint_mm_leaving_sms
-
-
 def test_a_matrix_that_the_graph_computes_is_not_joined() -> None:
     graph, mode, (first, second) = products((64, 64))
     made = call(graph, mode, aten.neg.default, second.args[1])
@@ -455,21 +352,6 @@ def test_matrices_whose_views_come_later_are_taken_before_the_first_gemm() -> No
 
 # ---------------------------------------------------------------------------------------------------------------------
 # silu(gate) * up
-
-
-def swiglu(graph: fx.Graph, mode: FakeTensorMode, gate: fx.Node, up: fx.Node, order: int = 1) -> fx.Node:
-    """As Inductor decomposes it."""
-    wide = call(graph, mode, torch.ops.prims.convert_element_type.default, gate, torch.float32)
-    negated = call(graph, mode, aten.neg.default, wide)
-    plus_one = call(graph, mode, aten.add.Tensor, call(graph, mode, aten.exp.default, negated), 1)
-    silu = call(
-        graph,
-        mode,
-        torch.ops.prims.convert_element_type.default,
-        call(graph, mode, aten.div.Tensor, wide, plus_one),
-        BF16,
-    )
-    return call(graph, mode, aten.mul.Tensor, *(silu, up)[::order])
 
 
 @pytest.mark.parametrize("order", [1, -1])

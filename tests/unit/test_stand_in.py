@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tw_compile.benchmark.layer import stand_in
+from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
 from tw_compile.kernels.all_reduce_rms_norm.transport import Started
 from tw_compile.planning import communication, load_profile
@@ -54,6 +55,40 @@ def test_a_call_alone_takes_as_long_as_the_fastest_kernel(held: list[tuple[Any, 
     started = stand_in.StandIn(H200, 4, ROWS).start(request(0, 0))
     assert held == [("current", 32, communication.fastest_alone(H200, False, 12, 8192, 4)[1])]
     assert torch.equal(started.hidden, ROWS[:12]) and started.finish is None
+
+
+def spec_of(sweep_split: bool) -> LayerSpec:
+    return LayerSpec("layer", "tiny-llama", 4, "cuda", "bfloat16", (512,), sweep_split=sweep_split)
+
+
+def test_a_sweep_splits_at_other_places_too() -> None:
+    planned = ["no-communication", "fused", "fused+split"]
+    assert [*stand_in.variants(spec_of(False), 512)] == planned
+    swept = stand_in.variants(spec_of(True), 512)
+    assert [*swept] == planned + [f"fused+split@{first}" for first in (128, 256, 384)]
+    assert swept["fused+split@128"] == {"split": "128"} and swept["fused+split"] == {"split": "auto"}
+
+
+def test_a_place_that_is_not_split_at_is_an_error() -> None:
+    for options, sizes in ((None, ()), ({}, ()), ({"split": "auto"}, ()), ({"split": "128"}, (128, 384))):
+        stand_in.check_split("any", options, sizes)
+    for sizes in ((), (384, 128)):
+        with pytest.raises(RuntimeError, match=r"fused\+split@128: expected a first half of 128 tokens, got"):
+            stand_in.check_split("fused+split@128", {"split": "128"}, sizes)
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_what_is_asked_for_is_timed(monkeypatch: pytest.MonkeyPatch, sweeps: bool) -> None:
+    asked: list[LayerSpec] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(stand_in, "time_layers", lambda spec, profile: asked.append(spec) or iter(()))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    options = ["--model", "tiny-llama", "--tp", "4", "--tokens", "64,128", "--layers", "2"]
+    monkeypatch.setattr(sys, "argv", ["stand_in", *options, *(["--sweep-split"] if sweeps else [])])
+    assert stand_in.main() == 0
+    (spec,) = asked
+    assert (spec.tokens, spec.layers, spec.world_size, spec.sweep_split) == ((64, 128), 2, 4, sweeps)
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

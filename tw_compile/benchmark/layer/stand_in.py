@@ -1,6 +1,7 @@
 """One rank of a group on a single GPU: layers whose calls are stand-ins, which hold SMs for as long as the planner says.
 
-    python -m tw_compile.benchmark.layer.stand_in --model mixtral-8x22b --tp 4 --tokens 2048,4096 [--layers 4] [--sweep-split]
+    python -m tw_compile.benchmark.layer.stand_in --model mixtral-8x22b --tp 4 --tokens 2048,4096
+        [--layers 4] [--sweep-split] [--json FILE]
 
 Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
 exposed. It measures no group. Nothing is summed, so results are none; nothing moves, so memory and links slow nothing down; and
@@ -15,7 +16,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,14 @@ def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, A
 
 def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int, ctx: Context) -> dict[str, Any]:
     inputs = subject.inputs(spec, ctx, tokens)
-    variants = VARIANTS | {one.label: one.config for one in (swept(tokens) if spec.sweep_split else ())}
     graphs, splits = {}, {}
-    for label, options in variants.items():
+    for label, options in variants(spec, tokens).items():
         torch._dynamo.reset()
         with compat.cold_compile(None), collect_reports() as reports:
             graphs[label] = _captured(subject, inputs, profile, options)
-        splits[label] = next((report.split for report in reports if report.split is not None), None)
+        found_split = next((report.split for report in reports if report.split is not None), None)
+        check_split(label, options, () if found_split is None else found_split.sizes)
+        splits[label] = found_split
     times: dict[str, list[float]] = {label: [] for label in graphs}
     for number in range(3 + spec.repeats):
         for label, (graph, _) in graphs.items():
@@ -135,6 +137,18 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
     }
 
 
+def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
+    """What is timed for ``tokens`` tokens, by its label."""
+    return VARIANTS | {one.label: one.config for one in (swept(tokens) if spec.sweep_split else ())}
+
+
+def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int | str]) -> None:
+    """RuntimeError where a variant is not split at the place that it is named for."""
+    first = (options or {}).get("split", "auto")
+    if first != "auto" and (not sizes or sizes[0] != int(first)):
+        raise RuntimeError(f"{label}: expected a first half of {first} tokens, got {sizes or 'no split'}")
+
+
 def _captured(
     subject: Subject, inputs: torch.Tensor, profile: DeviceProfile, ours: dict[str, Any] | None
 ) -> tuple[torch.cuda.CUDAGraph, Run]:
@@ -154,7 +168,7 @@ def main() -> int:
     parser.add_argument("--tp", type=int, required=True, help="ranks of the group, of which this is one")
     parser.add_argument("--tokens", required=True, help="numbers of tokens, with commas")
     parser.add_argument("--layers", type=int, default=4, help="how many of the model's")
-    parser.add_argument("--sweep-split", action="store_true", help="split at up to 15 other places, too")
+    parser.add_argument("--sweep-split", action="store_true", help="split at up to 15 given places, too")
     parser.add_argument("--device-profile", help="what calls take (default: that of this GPU)")
     parser.add_argument("--json", type=Path, help="where to write the results")
     given = parser.parse_args()
