@@ -499,6 +499,7 @@ BAD: Sequence[tuple[tuple[str, ...], str]] = (
     (("--kv-cache-gib", "0"), "--kv-cache-gib: expected a positive number, got 0"),
     (("--seed", "-1"), "--seed: expected 0 or more, got -1"),
     (("--split", "half"), "--split: expected auto or a positive number of tokens, got 'half'"),
+    (("--split", "٣"), "--split: expected auto or a positive number of tokens, got '٣'"),
     (("--timeout", "0"), "--timeout: expected a positive number of seconds, got 0"),
     (("--dtype", "int8"), "--dtype: expected one of"),
     (("--logs", "/dev/null/logs"), "--logs: expected a folder that is there or can be made, got '/dev/null/logs'"),

@@ -145,7 +145,7 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
             raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {kind!r}")
     if tp is not None and tp < 2:
         raise UsageError(f"--tp: expected at least 2 ranks, got {tp}")
-    if spec.split != "auto" and not (spec.split.isdecimal() and int(spec.split)):
+    if spec.split != "auto" and not common.number(spec.split):
         raise UsageError(f"--split: expected auto or a positive number of tokens, got {spec.split!r}")
     if spec.decode_tokens < 2:
         raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")

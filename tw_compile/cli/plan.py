@@ -71,7 +71,7 @@ def plan(
         "world_size": tp,
         "layers": layers,
         "device_profile": profile.name,
-        "kernel": kernel or profile.kernel,
+        "kernel": profile.kernel if kernel is None else kernel,
         "batch": batch,
         "layer": dataclasses.asdict(layer),
         "plans": [dataclasses.asdict(one) | {"us": one.us, "gain": one.gain} for one in plans],
@@ -86,13 +86,13 @@ def plan(
 
 def token_counts(text: str) -> tuple[int, ...]:
     """``"512:4096"`` -> ``(512, 1024, 2048, 4096)``; ``"1000,1024"`` as it is. A range ends where doubling would pass it."""
-    first, colon, last = text.partition(":")
-    if not colon:
+    if ":" not in text:
         return common.numbers("--tokens", text)
-    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+    first, last = map(common.number, text.split(":", 1))
+    if not first or not last or first > last:
         raise UsageError(f"--tokens: expected FIRST:LAST, positive and not descending, got {text!r}")
-    counts = [int(first)]
-    while counts[-1] * 2 <= int(last):
+    counts = [first]
+    while counts[-1] * 2 <= last:
         counts.append(counts[-1] * 2)
     return tuple(counts)
 

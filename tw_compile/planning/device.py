@@ -188,7 +188,7 @@ class DeviceProfile:
 
     def fused_kernel(self, name: str | None = None) -> FusedKernel:
         """The kernel called ``name``, or the profile's own choice; ValueError when it has none of that name."""
-        key = name or self.kernel
+        key = self.kernel if name is None else name
         if key not in self.fused:
             raise ValueError(f"kernel: expected one of {', '.join(self.fused)} ({self.name}), got {key!r}")
         return self.fused[key]
