@@ -28,6 +28,11 @@ def strict_from_environment() -> bool:
     return value == "1"
 
 
+def whole_number(text: str) -> int | None:
+    """What up to nine digits say; None for other text."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
+
+
 @dataclass(frozen=True)
 class Config:
     """What the passes may do. Every field can be given to torch.compile as ``options={"tw_compile.<field>": value}``.
@@ -120,9 +125,7 @@ class Config:
     @property
     def split_tokens(self) -> int | None:
         """The tokens of half 1 that ``split`` asks for; None where it names no number."""
-        digits = self.split.isascii() and self.split.isdecimal() and len(self.split) <= _MOST_DIGITS
-        is_number = digits and int(self.split) > 0
-        return int(self.split) if is_number else None
+        return whole_number(self.split) or None
 
     def _check_count(self, name: str, unit: str) -> None:
         value = getattr(self, name)

@@ -15,6 +15,7 @@ from tw_compile.benchmark.vllm.spec import KINDS, VllmSpec
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption
 from tw_compile.cli.common import JsonOption, LayersOption
+from tw_compile.config import whole_number
 from tw_compile.runner.spec import UsageError
 
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
@@ -145,7 +146,7 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
             raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {kind!r}")
     if tp is not None and tp < 2:
         raise UsageError(f"--tp: expected at least 2 ranks, got {tp}")
-    if spec.split != "auto" and not common.number(spec.split):
+    if spec.split != "auto" and not whole_number(spec.split):
         raise UsageError(f"--split: expected auto or a positive number of tokens, got {spec.split!r}")
     if spec.decode_tokens < 2:
         raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")

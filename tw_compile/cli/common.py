@@ -16,12 +16,12 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from tw_compile.config import whole_number
 from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 TRANSPORTS = ("auto", "p2p", "multimem", "nccl", "gloo")
-_MOST_DIGITS = 9
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.")
@@ -73,16 +73,11 @@ def one_line_errors(command: Command) -> Command:
 
 def numbers(option: str, text: str) -> tuple[int, ...]:
     """``"64,63"`` -> ``(64, 63)``; positive, distinct."""
-    values = [number(part.strip()) for part in text.split(",")]
+    values = [whole_number(part.strip()) for part in text.split(",")]
     found = tuple(value for value in values if value)
     if len(set(found)) != len(values):
         raise UsageError(f"{option}: expected different positive numbers, separated by commas, got {text!r}")
     return found
-
-
-def number(text: str) -> int | None:
-    """What up to nine digits say; None for other text."""
-    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def positive(option: str, value: int | None) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, ModelOption
+from tw_compile.config import whole_number
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
 from tw_compile.planning.windows import Window
 from tw_compile.runner.spec import UsageError
@@ -88,7 +89,7 @@ def token_counts(text: str) -> tuple[int, ...]:
     """``"512:4096"`` -> ``(512, 1024, 2048, 4096)``; ``"1000,1024"`` as it is. A range ends where doubling would pass it."""
     if ":" not in text:
         return common.numbers("--tokens", text)
-    first, last = map(common.number, text.split(":", 1))
+    first, last = map(whole_number, text.split(":", 1))
     if not first or not last or first > last:
         raise UsageError(f"--tokens: expected FIRST:LAST, positive and not descending, got {text!r}")
     counts = [first]

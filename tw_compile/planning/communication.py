@@ -98,4 +98,4 @@ def elementwise_us(profile: DeviceProfile, elements: float) -> float:
 
 def rms_norm_us(profile: DeviceProfile, nbytes: int) -> float:
     """Residual add and RMSNorm of a whole message on one rank: two reads and two writes."""
-    return profile.launch_us + 4.0 * nbytes / (profile.memory_gb_per_s * 1e3)
+    return elementwise_us(profile, 4.0 * nbytes / ELEMENT_BYTES)

@@ -158,7 +158,7 @@ class Costs:
         """``half``: as it is computed for halves.
 
         A joint GEMM stores ``silu(gate) * up`` itself, and that is counted all the same: without it, splits that were measured
-        at the power limit are 3% slower than predicted, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
+        are 3% slower than predicted on average, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
         """
         *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
