@@ -53,8 +53,8 @@ class Config:
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, ``vllm-0.20``, ``vllm-0.24``, ``vllm-0.33``.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
         disable_custom_all_reduce: vLLM's setting of that name.
-        split: Whether the tokens of a graph are split into two halves: ``off``, ``auto`` (where and whether is the planner's
-            to say), or the number of tokens in the first half, as ``512``.
+        split: Whether the tokens of a graph are split into two halves: ``auto`` (where the planner says that it is faster),
+            ``off``, or the number of tokens in the first half, as ``512``.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
         vllm_layer_groups: In vLLM, for steps that are too long for CUDA graphs: up to so many layers are compiled as one graph,
@@ -77,7 +77,7 @@ class Config:
     host: str = "pytorch"
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
-    split: str = "off"
+    split: str = "auto"
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"

@@ -75,7 +75,7 @@ class TWCompilePass(compat.CustomGraphPass):
         level = logging.INFO if counts["fused"] else logging.DEBUG
         message = "tw_compile: %d of %d all_reduces fused %s"
         logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
-        if self.config.split != "off":
+        if self.config.split_tokens is not None or (self.config.split == "auto" and result.sites):
             result.split = self._split(graph, profile, result, host)
         compat.lower_as_calls(operator.defined())
         result.seconds = time.perf_counter() - begin

@@ -92,6 +92,8 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
     Args:
         profile: What ``auto`` plans for, see :func:`tw_compile.passes.split.current_profile`.
     """
+    if config.split_tokens is None and profile is None:  # first, as it takes no time to say
+        return _no_profile()
     axis = find_token_axis(graph)
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
@@ -130,6 +132,8 @@ def choose_split_of_host(
     """
     if not any(is_call(node, ops.start, ops.mm_start) for node in graph.nodes):
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
+    if config.split_tokens is None and profile is None:
+        return _no_profile()
     axis = find_token_axis(graph, piece=True)
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
@@ -170,7 +174,7 @@ def _planners(
 ) -> list[_Planner] | NotSplit:
     """One for each of the axes, which are of the same tokens."""
     if profile is None:
-        return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+        return _no_profile()
     axis = axes[-1]
     piece = host is not None and host.attention is HostAttention.ELSEWHERE
     layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
@@ -308,6 +312,10 @@ def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSpl
         return constant_first_half(first, low, high)
     except ValueError as error:
         return NotSplit(SplitRefusal.TOO_FEW_TOKENS, str(error))
+
+
+def _no_profile() -> NotSplit:
+    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
 
 
 def _unbounded(low: int) -> NotSplit:

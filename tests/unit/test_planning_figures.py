@@ -18,7 +18,6 @@ from tw_compile.planning import suffix as own_kernel
 from tw_compile.planning.communication import all_reduce_us, fused_us, rms_norm_us
 from tw_compile.planning.gemm import gemm_time
 from tw_compile.planning.layer import attention_us
-from tw_compile.planning.plan import MIN_GAIN
 from tw_compile.planning.windows import Costs, Gemms
 
 H200 = load_profile("H200")
@@ -238,7 +237,7 @@ def test_measured_layers_on_four_h200_are_predicted(tokens: int) -> None:
         assert us == pytest.approx(measured, rel=0.10)
     assert predicted.split_us is not None
     optimism = (LAYERS[tokens][3] / LAYERS[tokens][2]) / (predicted.split_us / predicted.fused_us) - 1.0
-    assert optimism < MIN_GAIN
+    assert optimism < 0.05
 
 
 # Measured on 2x H200, 2026-11-21: one host, multicast off, torch 2.11, CUDA-graph replay, bf16, us.

@@ -66,15 +66,31 @@ def test_a_sweep_splits_at_other_places_too() -> None:
     assert [*stand_in.variants(spec_of(False), 512)] == planned
     swept = stand_in.variants(spec_of(True), 512)
     assert [*swept] == planned + [f"fused+split@{first}" for first in (128, 256, 384)]
-    assert swept["fused+split@128"] == {"split": "128"} and swept["fused+split"] == {"split": "auto"}
+    assert swept["fused+split@128"] == {"split": "128"} and swept["fused+split"] == {}
 
 
 def test_a_place_that_is_not_split_at_is_an_error() -> None:
-    for options, sizes in ((None, ()), ({}, ()), ({"split": "auto"}, ()), ({"split": "128"}, (128, 384))):
+    for options, sizes in (
+        (None, ()),
+        ({}, ()),
+        ({}, (128, 384)),
+        ({"split": "off"}, ()),
+        ({"split": "128"}, (128, 384)),
+    ):
         stand_in.check_split("any", options, sizes)
     for sizes in ((), (384, 128)):
         with pytest.raises(RuntimeError, match=r"fused\+split@128: expected a first half of 128 tokens, got"):
             stand_in.check_split("fused+split@128", {"split": "128"}, sizes)
+
+
+def test_what_is_to_be_whole_and_is_split_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"fused: expected no split, got \(128, 384\)"):
+        stand_in.check_split("fused", {"split": "off"}, (128, 384))
+
+
+@pytest.mark.parametrize(("tokens", "first"), [(1, 1), (31, 1), (32, 16), (512, 256), (1000, 496)])
+def test_the_middle_is_in_rows_that_a_half_may_have(tokens: int, first: int) -> None:
+    assert stand_in.middle_of(tokens) == first
 
 
 @pytest.mark.parametrize("sweeps", [False, True])

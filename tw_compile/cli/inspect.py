@@ -34,7 +34,7 @@ def inspect(
     layers: LayersOption = None,
     transport: TransportOption = "auto",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
-    split: SplitOption = "off",
+    split: SplitOption = "auto",
     device_profile: DeviceProfileOption = "auto",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML page.")] = None,
     json_file: JsonOption = None,

@@ -44,7 +44,7 @@ def run(
     transport: TransportOption = "auto",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
     mode: Annotated[str, typer.Option(metavar="|".join(MODES), help="torch.compile's mode.")] = "default",
-    split: SplitOption = "off",
+    split: SplitOption = "auto",
     device_profile: DeviceProfileOption = "auto",
     trace: Annotated[
         str | None,

@@ -6,16 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 from tw_compile.planning import communication
-from tw_compile.planning.device import DeviceProfile
+from tw_compile.planning.device import DeviceProfile, shipped_profile
+from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
 from tw_compile.planning.windows import Costs, Window, weave, weave_joined
 
-MIN_GAIN = 0.05
-"""Smaller gains are not believed: against the fused layer the split has been predicted up to 4% faster than it was measured
-(``tests/unit/test_planning_figures.py``, layers on four H200)."""
 ROW_MULTIPLE = 16
 MAX_CANDIDATES = 32
 # Predictions that are no further apart say nothing about which split is faster: cut attention is taken before joined, then
@@ -81,6 +80,7 @@ class Plan:
         windows: Of the weave in its steady state, in order; the best ones found when it is not worth it, too.
         waves: By GEMM, for the same split as ``windows``.
         candidates: How many sizes of half 1 were compared.
+        margin: The gain, as a share of the unsplit layer's time, from which on it is split.
     """
 
     tokens: int
@@ -94,6 +94,7 @@ class Plan:
     windows: tuple[Window, ...]
     waves: tuple[GemmWaves, ...]
     candidates: int
+    margin: float
 
     @property
     def us(self) -> float:
@@ -120,7 +121,7 @@ def plan_layer(
     first: int | None = None,
     gemms_leave_sms: bool = True,
     row_multiple: int = ROW_MULTIPLE,
-    min_gain: float = MIN_GAIN,
+    min_gain: float | None = None,
 ) -> Plan:
     """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
 
@@ -136,12 +137,14 @@ def plan_layer(
         first: Tokens of half 1, where that is settled; default: compared.
         gemms_leave_sms: Whether GEMMs can be told to leave SMs to the kernel beside them.
         row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
-        min_gain: The split must be predicted faster than every unsplit layer by this share of its time.
+        min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
+            of :func:`evidence`.
 
     Raises:
         ValueError: An argument is out of range.
     """
     fused_kernel = profile.fused_kernel(kernel)
+    min_gain = evidence(profile, kernel).margin if min_gain is None else min_gain
     batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
     costs = Costs(profile, layer, fused_kernel, batch, gemms_leave_sms)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
@@ -184,7 +187,30 @@ def plan_layer(
         windows=windows,
         waves=_waves(costs, tokens, windows),
         candidates=len(candidates),
+        margin=min_gain,
     )
+
+
+def evidence(profile: DeviceProfile, kernel: str | None = None) -> Evidence:
+    """How far the planner is off for ``profile``'s device, with the fused kernel of that name; default: the profile's own.
+
+    The shipped profile of the device is judged, so a tuned one is believed as much.
+    """
+    device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
+    return Evidence(()) if device is None else _evidence(device, profile.kernel if kernel is None else kernel)
+
+
+@cache
+def _evidence(device_name: str, kernel: str) -> Evidence:
+    profile = shipped_profile(device_name)
+    assert profile is not None
+    errors = []
+    for layer in measured_layers(device_name, kernel):
+        plan = plan_layer(profile, layer.shape, layer.tokens, kernel=kernel, first=layer.first, min_gain=0.0)
+        predicted = vars(plan.predicted)
+        ratio = layer.ratio * predicted["fused_us"] / predicted["split_us"] - 1.0
+        errors.append(LayerError(layer, ratio, {name: us / predicted[name] - 1.0 for name, us in layer.times.items()}))
+    return Evidence(tuple(errors))
 
 
 def _checked(

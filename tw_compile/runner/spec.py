@@ -67,7 +67,7 @@ class RunSpec:
     transport: str = "auto"
     mode: str = "default"
     timeout: float = 1800.0
-    split: str = "off"
+    split: str = "auto"
     device_profile: str = "auto"
     trace: str | None = None
 

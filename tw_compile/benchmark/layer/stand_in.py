@@ -6,7 +6,8 @@
 Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
 exposed. It measures no group. Nothing is summed, so results are none; nothing moves, so memory and links slow nothing down; and
 a call takes what the planner believes of calls beside other work. The unfused layer's time is the one without communication,
-which is measured, and the planner's all_reduces.
+which is measured, and the planner's all_reduces. A layer that the plan leaves whole is also split in the middle, to show what
+that would have taken. Each variant is compiled with empty caches, and the seconds of that are reported.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import json
 import os
 import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,7 @@ from tw_compile import Config, collect_reports, compat
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
-from tw_compile.benchmark.layer.variants import FUSED, NO_COMMUNICATION, PLANNED, swept
+from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
 from tw_compile.benchmark.measure import capture
 from tw_compile.benchmark.run import all_versions, machine
 from tw_compile.kernels.all_reduce_rms_norm import transport
@@ -94,6 +97,7 @@ def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, A
     with fake_process_group(spec.world_size), torch.no_grad():
         subject = build_subject(spec, device)
         rows = torch.randn(_SLOTS * max(spec.tokens), subject.hidden_size, device=device).to(torch.bfloat16)
+        _start_compiler(device)
         transport._instances[StandIn.name] = StandIn(profile, spec.world_size, rows)
         for tokens in spec.tokens:
             yield _time(spec, profile, subject, tokens, Context(0, spec.world_size, device, "0"))
@@ -102,13 +106,19 @@ def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, A
 def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int, ctx: Context) -> dict[str, Any]:
     inputs = subject.inputs(spec, ctx, tokens)
     graphs, splits = {}, {}
-    for label, options in variants(spec, tokens).items():
-        torch._dynamo.reset()
-        with compat.cold_compile(None), collect_reports() as reports:
-            graphs[label] = _captured(subject, inputs, profile, options)
+    waiting = list(variants(spec, tokens).items())
+    seconds: dict[str, float] = {}
+    while waiting:
+        label, options = waiting.pop(0)
+        with tempfile.TemporaryDirectory() as caches, compat.cold_compile(caches), collect_reports() as reports:
+            graphs[label], seconds[label] = _captured(subject, inputs, profile, options)
         found_split = next((report.split for report in reports if report.split is not None), None)
-        check_split(label, options, () if found_split is None else found_split.sizes)
+        sizes = () if found_split is None else found_split.sizes
+        check_split(label, options, sizes)
         splits[label] = found_split
+        if label == PLANNED.label and not sizes:
+            middle = middle_of(tokens)
+            waiting.append((f"{SWEPT}{middle}", {"split": str(middle)}))
     times: dict[str, list[float]] = {label: [] for label in graphs}
     for number in range(3 + spec.repeats):
         for label, (graph, _) in graphs.items():
@@ -133,8 +143,14 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
         "all_reduces_us": round(sums, 1),
         "unfused_us": round(found[NO_COMMUNICATION] + sums, 1),
         "split": None if split is None else list(split.sizes),
+        "compile_seconds": {label: round(one, 1) for label, one in seconds.items()},
         "predicted": None if plan is None else {name: round(us, 1) for name, us in vars(plan.predicted).items() if us},
     }
+
+
+def middle_of(tokens: int) -> int:
+    """Half of the tokens, in rows that a half of a plan may have."""
+    return max(tokens // 2 // HALF_MULTIPLE * HALF_MULTIPLE, 1)
 
 
 def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
@@ -145,21 +161,33 @@ def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
 def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int | str]) -> None:
     """RuntimeError where a variant is not split at the place that it is named for."""
     first = (options or {}).get("split", "auto")
-    if first != "auto" and (not sizes or sizes[0] != int(first)):
+    if first == "off" and sizes:
+        raise RuntimeError(f"{label}: expected no split, got {sizes}")
+    if first not in ("auto", "off") and (not sizes or sizes[0] != int(first)):
         raise RuntimeError(f"{label}: expected a first half of {first} tokens, got {sizes or 'no split'}")
 
 
 def _captured(
     subject: Subject, inputs: torch.Tensor, profile: DeviceProfile, ours: dict[str, Any] | None
-) -> tuple[torch.cuda.CUDAGraph, Run]:
+) -> tuple[tuple[torch.cuda.CUDAGraph, Run], float]:
+    """The captured layers, and how many seconds the first call took, which compiles them."""
     backend, options = "inductor", dict[str, Any]({compat.POST_GRAD_HOOK: DropAllReduces()})
     if ours is not None:
         config = Config(strict=True, transport="p2p", device_profile=profile.name, **ours)
         backend, options = "tw_compile", config.as_options()
     run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
-    return capture([run], 1), run
+    took = time.perf_counter() - begin
+    return (capture([run], 1), run), took
+
+
+def _start_compiler(device: torch.device) -> None:
+    """What only the first compilation of a process takes is no variant's."""
+    with tempfile.TemporaryDirectory() as caches, compat.cold_compile(caches):
+        torch.compile(lambda x: (x @ x).sin() + 1)(torch.zeros(64, 64, device=device, dtype=torch.bfloat16))
+    torch.cuda.synchronize()
 
 
 def main() -> int:

@@ -61,10 +61,11 @@ class Variant:
         return None
 
 
-FUSED = Variant("fused", "ours")
-PLANNED = Variant("fused+split", "ours", config={"split": "auto"})
+FUSED = Variant("fused", "ours", config={"split": "off"})
+PLANNED = Variant("fused+split", "ours")
+"""What a user gets by default."""
 SPLIT = (Variant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
-ALL_SMS = Variant("fused+split-all-sms", "ours", config={"split": "auto", "split_gemm_sms": "off"})
+ALL_SMS = Variant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
     Variant(

@@ -1,0 +1,98 @@
+"""The planner's error on measured layers, and the margin that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import fmean
+
+import pytest
+
+from tw_compile.planning import Evidence, Mode, Off, evidence, load_profile, plan_layer
+from tw_compile.planning.evidence import UNMEASURED_MARGIN, LayerError, MeasuredLayer, measured_layers
+
+H200 = load_profile("H200")
+LAYERS = list(measured_layers("NVIDIA H200", "stream"))
+OF_GROUPS = [layer for layer in LAYERS if layer.group]
+LAYER = MeasuredLayer("llama-3.1-8b", 2, 2048, 1024, True, "test", fused_us=800.0, split_us=720.0)
+
+
+def error(ratio: float, group: bool = True) -> LayerError:
+    return LayerError(replace(LAYER, group=group), ratio, {})
+
+
+@pytest.mark.parametrize("layer", OF_GROUPS, ids=lambda layer: f"{layer.model}-{layer.tokens}")
+def test_a_layer_that_was_measured_faster_split_is_split_by_default(layer: MeasuredLayer) -> None:
+    """All of these were left whole by a margin of 5%, or gained less than they could."""
+    plan = plan_layer(H200, layer.shape, layer.tokens)
+    assert layer.ratio < 1.0
+    assert (plan.mode, plan.sizes[0]) == (Mode.SPLIT, layer.first)
+
+
+def test_a_layer_of_few_tokens_that_gains_nothing_is_left_whole() -> None:
+    assert plan_layer(H200, LAYER.shape, 512).off is Off.NOT_FASTER
+
+
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_the_margin_is_the_mean_error_of_the_share_that_a_split_saves(name: str) -> None:
+    profile = load_profile(name)
+    known = evidence(profile)
+    by_hand = []
+    for one in known.counted:
+        plan = plan_layer(profile, one.layer.shape, one.layer.tokens, first=one.layer.first, min_gain=0.0)
+        assert plan.predicted.split_us is not None
+        predicted = plan.predicted.split_us / plan.predicted.fused_us
+        by_hand.append(abs(one.layer.split_us / one.layer.fused_us / predicted - 1.0))
+    assert known.margin == pytest.approx(fmean(by_hand))
+    assert 0.005 < known.margin < 0.015
+    assert plan_layer(profile, LAYER.shape, 2048).margin == known.margin
+
+
+def test_predicted_shares_are_within_three_percent_for_groups_of_two() -> None:
+    """And no further off in the direction that costs something, which is above 0."""
+    errors = [one.ratio for one in evidence(H200).counted]
+    assert len(errors) == len(OF_GROUPS) >= 8
+    assert min(errors) > -0.03 and max(errors) < 0.015
+
+
+def test_predicted_times_are_within_thirteen_percent_for_groups_of_two() -> None:
+    """Times are further off than shares: what all of a machine's kernels have in common cancels out."""
+    errors = [abs(one) for layer in evidence(H200).counted for one in layer.times.values()]
+    assert max(errors) < 0.13 and fmean(errors) < 0.06
+
+
+def test_single_ranks_count_only_where_no_group_was_measured() -> None:
+    both = Evidence((error(0.01), error(-0.03), error(0.2, group=False)))
+    assert (both.margin, both.mean, both.worst) == (pytest.approx(0.02), pytest.approx(-0.01), -0.03)
+    assert Evidence((error(0.2, group=False),)).margin == 0.2
+
+
+@pytest.mark.parametrize(
+    ("profile", "kernel"),
+    [
+        (load_profile("B200"), None),
+        (H200, "push"),
+        (replace(H200, device_names=("Some GPU",)), None),
+    ],
+    ids=["estimates", "other kernel", "other device"],
+)
+def test_what_was_not_measured_keeps_the_larger_margin(profile, kernel) -> None:  # type: ignore[no-untyped-def]
+    known = evidence(profile, kernel)
+    assert (known.errors, known.margin, known.mean, known.worst) == ((), UNMEASURED_MARGIN, 0.0, 0.0)
+    assert "no layer was measured" in str(known)
+
+
+def test_a_tuned_profile_is_believed_as_much_as_the_shipped_one() -> None:
+    tuned = replace(H200, name="H200, tuned", communication_contention=1.3)
+    assert evidence(tuned) == evidence(H200)
+
+
+def test_the_words_name_mean_sign_and_worst() -> None:
+    text = str(Evidence((error(0.01), error(-0.03))))
+    assert "2.0% on average over 2 measured layers of groups" in text
+    assert "(-1.0% with its sign, -3.0% at worst" in text
+    assert "beside stand-ins" in str(Evidence((error(0.01, group=False),)))
+
+
+def test_sources_of_the_figures_are_named() -> None:
+    assert all(layer.source for layer in LAYERS)
+    assert {layer.group for layer in LAYERS} == {True, False}

@@ -1,0 +1,150 @@
+"""How far the planner is off on layers that were measured, and which margin follows for its gains.
+
+The planner compares a split layer with the same layer unsplit, so an error that both predictions share changes nothing. What
+counts is the error of their ratio. A split is taken if its predicted gain is above the margin, and the margin is the mean
+size of that error on the device. A larger margin would keep the slower way for no reason that was measured.
+
+``configs/layers`` has the measured layers, one file for a kind of device. A device without any keeps ``UNMEASURED_MARGIN``.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any
+
+from tw_compile.planning.layer import LayerShape, layer_shape
+
+UNMEASURED_MARGIN = 0.05
+"""Of a device without measured layers. Of the layers in ``configs/layers`` no constant of a profile was fitted to Qwen2.5-72B:
+there the planner was up to 4% too optimistic, with its GEMMs measured. Estimates are not better than that."""
+
+_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+"""How all of the measured models are sharded."""
+_TIMES = ("unfused_us", "no_communication_us", "fused_us", "split_us")
+
+
+@dataclass(frozen=True)
+class MeasuredLayer:
+    """A layer that was measured fused and split in one run; times in microseconds, None where one was not measured.
+
+    Attributes:
+        group: Whether the ranks of a group added up, and not one rank beside stand-ins for calls.
+        first: Tokens of half 1.
+        source: Where the times come from.
+    """
+
+    model: str
+    world_size: int
+    tokens: int
+    first: int
+    group: bool
+    source: str
+    fused_us: float
+    split_us: float
+    unfused_us: float | None = None
+    no_communication_us: float | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Time of the split layer as a share of the fused one's."""
+        return self.split_us / self.fused_us
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Those that were measured, by the names that predictions have."""
+        return {name: us for name in _TIMES if (us := getattr(self, name)) is not None}
+
+    @property
+    def shape(self) -> LayerShape:
+        return layer_shape(_model(self.model), _PLAN, self.world_size)
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Predictions beside one measured layer, as ``measured / predicted - 1``: above 0 the planner was too optimistic.
+
+    Attributes:
+        ratio: Of the split layer's share of the fused one's time, which decides.
+        times: Of the times themselves, by the name of the variant.
+    """
+
+    layer: MeasuredLayer
+    ratio: float
+    times: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the planner's error for one device and kernel.
+
+    ``errors``: on all measured layers.
+    """
+
+    errors: tuple[LayerError, ...]
+
+    @property
+    def counted(self) -> tuple[LayerError, ...]:
+        """Those that the margin follows: of groups, or of single ranks where no group was measured."""
+        return tuple(error for error in self.errors if error.layer.group) or self.errors
+
+    @property
+    def margin(self) -> float:
+        """The gain, as a share of the unsplit layer's time, from which on a split is taken."""
+        return fmean(abs(error.ratio) for error in self.counted) if self.counted else UNMEASURED_MARGIN
+
+    @property
+    def mean(self) -> float:
+        """The mean error with its sign; 0 without measured layers."""
+        return fmean(error.ratio for error in self.counted) if self.counted else 0.0
+
+    @property
+    def worst(self) -> float:
+        """The error that is furthest from 0, with its sign; 0 without measured layers."""
+        return max((error.ratio for error in self.counted), key=abs, default=0.0)
+
+    def __str__(self) -> str:
+        if not self.counted:
+            return f"no layer was measured with this kernel on this device, so a gain must be above {self.margin:.1%}"
+        what = "layers of groups" if self.counted[0].layer.group else "layers of one rank beside stand-ins for calls"
+        return (
+            f"the share that a split saves was off by {self.margin:.1%} on average over {len(self.counted)} measured {what} "
+            f"({self.mean:+.1%} with its sign, {self.worst:+.1%} at worst; above 0: too optimistic), which is the margin"
+        )
+
+
+def measured_layers(device_name: str, kernel: str) -> Iterator[MeasuredLayer]:
+    """The shipped ones of a device, with a fused kernel."""
+    for values in _files():
+        if device_name not in values["device_names"] or values["kernel"] != kernel:
+            continue
+        for entry in values["layers"]:
+            source = values["sources"][entry["source"]]
+            about = {"model": entry["model"], "world_size": entry["world_size"], "source": source["text"]}
+            for row in entry["rows"]:
+                yield MeasuredLayer(**about, group=source["calls"] == "group", **row)
+
+
+@cache
+def _files() -> tuple[dict[str, Any], ...]:
+    folder = resources.files("tw_compile.configs") / "layers"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return tuple(tomllib.loads(file.read_text()) for file in files)
+
+
+@cache
+def _model(name: str) -> SimpleNamespace:
+    """A preset's configuration, read without transformers."""
+    file = resources.files("tw_compile.configs") / "models" / f"{name}.json"
+    return SimpleNamespace(**json.loads(file.read_text()))
