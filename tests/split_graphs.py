@@ -24,7 +24,7 @@ from tw_compile.planning import DeviceProfile
 from tw_compile.testing.capture import capture_graphs
 
 WORLD_SIZE = 2
-FUSED = Config(strict=True, transport="gloo")
+FUSED = Config(strict=True, transport="gloo", split="off")
 UNFUSED = Config(strict=True, fuse=False)
 SPLIT_FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "mixtral", "qwen3_moe", "gpt_oss")
 

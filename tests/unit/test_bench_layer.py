@@ -148,8 +148,9 @@ def test_split_only_is_halved_and_the_planned_one_is_not_told_where() -> None:
     assert by_label["split"].options(1040, 1) == {"fuse": False, "split": "512"}
     assert by_label["split"].options(3 * 63, 3)["split"] == "63"
     assert by_label["split"].options(1, 1)["split"] == "1"
-    assert by_label["fused+split"].options(1040, 1) == {"split": "auto"}
-    assert by_label["fused+split-all-sms"].options(1040, 1) == {"split": "auto", "split_gemm_sms": "off"}
+    assert by_label["fused+split"].options(1040, 1) == {}  # what a user gets
+    assert by_label["fused+split-all-sms"].options(1040, 1) == {"split_gemm_sms": "off"}
+    assert by_label["fused"].options(1040, 1) == {"split": "off"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.planning import Gemm, LayerShape, Mode, Off, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning import Gemm, LayerShape, Mode, Off, Plan, evidence, layer_shape, load_profile, plan_layer
 from tw_compile.planning import layer as layer_module
 from tw_compile.planning import suffix as own_kernel
 from tw_compile.planning.communication import all_reduce_us, fused_us, rms_norm_us
@@ -28,7 +28,8 @@ WITHIN = 0.15
 
 @pytest.fixture(autouse=True)
 def as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No split was measured yet with a kernel of our own in cuDNN's place."""
+    """No split was measured yet with a kernel of our own in cuDNN's place. The margin is that of the planner as it is now."""
+    evidence(H200)  # which is kept
     monkeypatch.setattr(own_kernel, "MOST_KEYS", 0)
 
 
@@ -296,12 +297,11 @@ def test_measured_layers_on_two_h200_are_predicted() -> None:
 def test_nothing_is_split_where_the_split_was_measured_slower(
     name: str, tokens: int, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the planner has it, and as it was measured: halves of equal size, GEMMs planned for all SMs."""
+    """Halves of equal size, GEMMs planned for all SMs."""
     monkeypatch.setitem(layer_module.SUFFIX, "cudnn", suffix)
     layer = layer_of(name, 2, "cudnn", merged=False)
-    for options in ({}, {"first": tokens // 2, "attention": "split", "gemms_leave_sms": False}):
-        plan = plan_layer(H200, layer, tokens, **options)  # type: ignore[arg-type]
-        assert (plan.mode, plan.off) == (Mode.OFF, Off.NOT_FASTER)
+    plan = plan_layer(H200, layer, tokens, first=tokens // 2, attention="split", gemms_leave_sms=False)
+    assert (plan.mode, plan.off) == (Mode.OFF, Off.NOT_FASTER)
 
 
 # tokens: us a layer split in the middle, from a trace of eight layers, and of three with their prologue and epilogue

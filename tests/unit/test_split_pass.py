@@ -23,10 +23,11 @@ from torch._inductor.virtualized import V
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.graph.snapshot import snapshot
+from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.config import config_from_dict, tensor_parallel_plan
 from tw_compile.passes.base import SplitRefusal
-from tw_compile.passes.split import layer_of_graph, profile, rules_attention
+from tw_compile.passes.split import HostGraph, choose, layer_of_graph, profile, rules_attention
 from tw_compile.passes.split.duplicate import _Duplicator
 from tw_compile.passes.split.layer import GraphLayer
 from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
@@ -244,6 +245,40 @@ def test_examples_are_no_hints_of_what_is_compiled_next() -> None:
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:
     split, _ = inspected(batch=4, seq=1024, bounds=(512, 2048))
     assert (split.mode, split.unit, split.sizes) == ("split", "request", (2, 2))
+
+
+def test_a_layer_is_split_without_being_asked_for() -> None:
+    """With the options of a user who gives none but the device that is not there."""
+    with fake_cuda():
+        decoder = build_decoder(load_config("llama-3.1-8b"), device="cuda", dtype=torch.bfloat16, num_layers=1)
+        ids = torch.zeros(1, 2048, dtype=torch.long, device="cuda")
+        seen = rewrite(decoder, (ids,), world_size=WORLD_SIZE, config=Config(device_profile="H200"))
+    assert seen.report.split is not None
+    assert (seen.report.split.asked, seen.report.split.mode, sum(seen.report.split.sizes)) == ("auto", "split", 2048)
+
+
+def test_a_graph_without_sums_over_ranks_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.pipeline.split.split_graph", lambda *given: pytest.fail("asked for a split"))
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    with collect_reports() as reports:
+        TWCompilePass(Config(device_profile="H200"))(graph)
+    assert [report.split for report in reports] == [None]
+
+
+def test_without_a_profile_a_graph_is_not_analysed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_token_axis", lambda *given, **more: pytest.fail("looked for tokens"))
+    for found in (
+        choose.choose_split(fx.Graph(), Config(), None),
+        choose.choose_split_of_host(piece_with_a_call(), Config(), None, HostGraph((1, 64))),
+    ):
+        assert isinstance(found, choose.NotSplit) and found.reason == "no_device_profile"
+
+
+def piece_with_a_call() -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(graph.call_function(ops.start, (graph.placeholder("x"),)))
+    return graph
 
 
 def compiled_passes(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[GraphReport, str, str]:

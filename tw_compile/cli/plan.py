@@ -15,7 +15,7 @@ from rich.table import Table
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.config import whole_number
-from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, evidence, layer_shape, load_profile, plan_layer
 from tw_compile.planning.windows import Window
 from tw_compile.runner.spec import UsageError
 
@@ -65,6 +65,7 @@ def plan(
         plan_layer(profile, layer, count, kernel=kernel, sequences=sequences(count, batch), attention=attention)
         for count in counts
     ]
+    known = evidence(profile, kernel)
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "plan",
@@ -75,6 +76,14 @@ def plan(
         "kernel": profile.kernel if kernel is None else kernel,
         "batch": batch,
         "layer": dataclasses.asdict(layer),
+        "evidence": {
+            "layers": len(known.counted),
+            "of_groups": any(error.layer.group for error in known.counted),
+            "margin": known.margin,
+            "mean_error": known.mean,
+            "worst_error": known.worst,
+            "text": str(known),
+        },
         "plans": [dataclasses.asdict(one) | {"us": one.us, "gain": one.gain} for one in plans],
     }
     _print(console, report, plans)
@@ -137,6 +146,7 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
         markup=False,
     )
     console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
+    console.print(str(report["evidence"]["text"]), style="dim", markup=False)
     _print_summary(console, plans)
     if any(one.mode is not Mode.OFF for one in plans):
         console.print()

@@ -115,12 +115,13 @@ class Evidence:
         return max((error.ratio for error in self.counted), key=abs, default=0.0)
 
     def __str__(self) -> str:
+        rule = f"a split must be predicted to save more than {self.margin:.1%}"
         if not self.counted:
-            return f"no layer was measured with this kernel on this device, so a gain must be above {self.margin:.1%}"
-        what = "layers of groups" if self.counted[0].layer.group else "layers of one rank beside stand-ins for calls"
+            return f"{rule}, because no layer was measured with this kernel on this device"
+        what = "groups" if self.counted[0].layer.group else "single ranks, with stand-ins for calls"
         return (
-            f"the share that a split saves was off by {self.margin:.1%} on average over {len(self.counted)} measured {what} "
-            f"({self.mean:+.1%} with its sign, {self.worst:+.1%} at worst; above 0: too optimistic), which is the margin"
+            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average: "
+            f"{self.mean:+.1%} with its sign, {self.worst:+.1%} at worst. Above 0 means too optimistic."
         )
 
 
