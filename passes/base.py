@@ -27,6 +27,7 @@ class Refusal(StrEnum):
     NORM_ALREADY_FUSED = "norm_already_fused"
     HIDDEN_SIZE_NOT_SUPPORTED = "hidden_size_not_supported"
     NOT_ROW_MAJOR = "not_row_major"
+    SIZE_NOT_AVAILABLE = "size_not_available"
     TRANSPORT_NOT_AVAILABLE = "transport_not_available"
     QUANTISATION_NOT_PROVABLE = "quantisation_not_provable"
     REWRITE_FAILED = "rewrite_failed"

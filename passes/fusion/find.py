@@ -21,6 +21,7 @@ from tw_compile import compat
 from tw_compile.graph.predicates import (
     adds_once,
     aten,
+    draws_random_numbers,
     has_default_strides,
     is_call,
     is_cast,
@@ -38,6 +39,7 @@ from tw_compile.passes.base import QuantRefused, Refusal, Refused
 from tw_compile.passes.fusion.forms import AllReduce, all_reduce_of, read_all_reduce
 from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_rms_norm
 from tw_compile.passes.fusion.quant import Place, Quantisation, find_quantisation, quantisation_of_operator
+from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
 
 _MAX_LATE_WEIGHT = 8
 """How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
@@ -401,7 +403,13 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
     late = _computed_after(site.norm.weight, site.h, position)
     if late is None:
         assert site.norm.weight is not None
-        return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{site.norm.weight.name} depends on what follows the residual add")
+        return Refused(
+            Refusal.WEIGHT_NOT_PROVABLE,
+            f"{site.norm.weight.name} depends on what follows the residual add, or on random numbers",
+        )
+    missing = _missing_size(site, hidden_size)
+    if missing is not None:
+        return Refused(Refusal.SIZE_NOT_AVAILABLE, f"nothing before {site.h.name} has its size {missing}")
     return replace(site, late_weight=late)
 
 
@@ -433,4 +441,16 @@ def _computed_after(weight: fx.Node | None, h: fx.Node, position: dict[fx.Node, 
 def _repeatable(node: fx.Node) -> bool:
     """Whether computing the node a second time gives the same value and does nothing else."""
     namespace = getattr(node.target, "namespace", None)
-    return node.op == "call_function" and namespace in ("aten", "prims") and not node.is_impure()
+    known = node.op == "call_function" and namespace in ("aten", "prims")
+    return known and not node.is_impure() and not draws_random_numbers(node)
+
+
+def _missing_size(site: FusionSite, hidden_size: int) -> torch.SymInt | None:
+    """A symbolic size of the site's results that nothing in front of ``h`` has; None if there is none."""
+    graph = site.h.graph
+    tensors = (*graph.find_nodes(op="placeholder"), *site.partials())
+    hidden = site.quantised.outputs if site.quantised else (site.norm.output,)
+    results = [site.stream_value, *map(value, hidden)]
+    wanted = [size for result in results if result is not None for size in sizes_of_view(result, hidden_size)]
+    known = known_sizes(graph) if wanted else {}
+    return next((size for size in wanted if size_source(known, tensors, size, site.h) is None), None)

@@ -31,6 +31,7 @@ from tw_compile.kernels.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale
+from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
 
 ANNOTATION = "tw_compile"
 """Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str, "stream": int}``.
@@ -228,27 +229,18 @@ class Rewriter:
 
     def _sizes(self, tensor: Any, site: FusionSite) -> list[Any]:
         """The tensor's shape as graph arguments: ints, at most one -1, and size nodes for further symbolic dims."""
-        symbolic = [index for index, size in enumerate(tensor.shape) if not isinstance(size, int)]
-        if len(symbolic) <= 1:
+        if not sizes_of_view(tensor, tensor.shape[-1]):
             return [size if isinstance(size, int) else -1 for size in tensor.shape]
         return [size if isinstance(size, int) else self._size_node(site, size) for size in tensor.shape]
 
     def _size_node(self, site: FusionSite, size: Any) -> fx.Node:
         """A node holding a symbolic size: the one the graph has already, or a new size query on a tensor that has it."""
         if not self._sizes_known:
-            for node in self.graph.nodes:
-                if isinstance(node.meta.get("val"), torch.SymInt):
-                    self._sizes_known.setdefault(node.meta["val"].node.expr, node)
-        known = self._sizes_known.get(size.node.expr)
-        if known is not None and known < site.h:
-            return known
-        inputs = self.graph.find_nodes(op="placeholder")
-        for source in (*inputs, *site.partials()):
-            tensor = value(source)
-            for dim, candidate in enumerate(() if tensor is None else tensor.shape):
-                if same_size(candidate, size):
-                    return self._call(aten.sym_size.int, (source, dim), "size")
-        raise NotImplementedError(f"no node before {site.h.name} holds its size {size}")
+            self._sizes_known = known_sizes(self.graph)
+        tensors = (*self.graph.find_nodes(op="placeholder"), *site.partials())
+        source = size_source(self._sizes_known, tensors, size, site.h)
+        assert source is not None, f"{site.h.name}: a site whose size {size} is nowhere is refused"
+        return source if isinstance(source, fx.Node) else self._call(aten.sym_size.int, source, "size")
 
 
 def _change_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, same_size
+from tw_compile.graph.predicates import aten, draws_random_numbers, is_call, same_size
 
 HIDES = -(2.0**100)
 """Added to a score, this and less leaves an exponential of exactly 0 beside a score without: no two differ by that much.
@@ -252,7 +252,7 @@ class _Proof:
         pure = node.op == "call_function" and isinstance(node.target, compat.OpOverload)
         if not pure or not isinstance(found, torch.Tensor) or found.is_floating_point() or node.is_impure():
             return None
-        if torch.Tag.nondeterministic_seeded in node.target.tags or node.target._schema.is_mutable:  # type: ignore[union-attr]
+        if draws_random_numbers(node) or node.target._schema.is_mutable:  # type: ignore[union-attr]
             return None
         if not all(isinstance(size, int) for size in found.shape) or found.numel() > _MAX_POSITIONS:
             return None

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import is_call, value
+from tw_compile.graph.predicates import draws_random_numbers, is_call, value
 from tw_compile.kernels.all_reduce_rms_norm import ops
 from tw_compile.kernels.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.base import SplitRefusal, SplitRefused
@@ -140,8 +140,10 @@ def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Nod
                 last_write[memory] = node
             else:
                 reads[memory].append(node)
-        # wait_tensor counts as a side effect, but what it is for is in its data.
-        if node.op == "call_function" and not writes and node.is_impure() and node not in waits:
+        # wait_tensor counts as a side effect, but what it is for is in its data. Draws stay in order, so that each gives the
+        # numbers that it gives in the unsplit graph.
+        effects = node.is_impure() or draws_random_numbers(node)
+        if node.op == "call_function" and not writes and effects and node not in waits:
             if effect is not None:
                 before[node].append(effect)
             effect = node

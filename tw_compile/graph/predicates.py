@@ -39,6 +39,11 @@ def operator_name(node: fx.Node) -> str:
     return node.target._schema.name
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether computing the node twice gives two different values. ``fx.Node.is_impure`` is False for these operators."""
+    return isinstance(node.target, compat.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
 def value(node: fx.Node) -> torch.Tensor | None:
     """The fake tensor of a node, or None when it is not a tensor or has no metadata."""
     val = node.meta.get("val")

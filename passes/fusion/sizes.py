@@ -1,0 +1,48 @@
+"""Where a symbolic size can be had from, for results that are viewed as the graph views them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.fx as fx
+
+from tw_compile.graph.predicates import same_size, value
+
+SizeSource = fx.Node | tuple[fx.Node, int]
+"""A node that is the size, or a tensor and the dim of it that has the size."""
+
+
+def sizes_of_view(tensor: torch.Tensor, hidden_size: int) -> list[torch.SymInt]:
+    """The symbolic sizes that rows ``[tokens, hidden]`` need to become a tensor of this shape.
+
+    None for rows themselves, and none where one symbolic size follows from the others.
+    """
+    if tensor.dim() == 2 and same_size(tensor.shape[1], hidden_size):
+        return []
+    symbolic = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+    return symbolic if len(symbolic) > 1 else []
+
+
+def known_sizes(graph: fx.Graph) -> dict[object, fx.Node]:
+    """The first node of each symbolic size in the graph, by the expression of the size."""
+    found: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            found.setdefault(node.meta["val"].node.expr, node)
+    return found
+
+
+def size_source(
+    known: dict[object, fx.Node], tensors: Iterable[fx.Node], size: torch.SymInt, before: fx.Node
+) -> SizeSource | None:
+    """What has ``size`` in front of ``before``: a node of ``known`` sizes or a dim of ``tensors``. None if nothing has it."""
+    node = known.get(size.node.expr)
+    if node is not None and node < before:
+        return node
+    for tensor in tensors:
+        shape = () if (found := value(tensor)) is None else found.shape
+        for dim, candidate in enumerate(shape):
+            if same_size(candidate, size):
+                return tensor, dim
+    return None

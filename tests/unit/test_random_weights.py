@@ -1,0 +1,90 @@
+"""A norm whose weight is made of random numbers: a second draw would give another weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graph_builder import GraphBuilder, aten, prims
+from torch import nn
+
+from tw_compile import collect_reports, make_backend
+from tw_compile.config import Config
+from tw_compile.passes.base import Refusal
+from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.split.dependences import predecessors
+from tw_compile.testing import fake_process_group
+
+H = 16
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    with fake_process_group(2):
+        yield
+
+
+class RandomWeight(nn.Module):
+    """A norm with a noisy weight that something else reads, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.partial = nn.Parameter(torch.randn(H, H))
+        self.weight = nn.Parameter(torch.ones(H))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        summed = x @ self.partial
+        dist.all_reduce(summed)
+        h = residual + summed
+        weight = self.weight + 0.5 * torch.rand(H)
+        normalised = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return normalised * weight, weight * 3, h
+
+
+def test_the_weight_that_is_used_is_the_one_that_is_returned() -> None:
+    torch.manual_seed(0)
+    module, x = RandomWeight(), torch.randn(5, H)
+    torch._dynamo.reset()
+    with torch.no_grad(), collect_reports() as reports:
+        compiled = torch.compile(module, backend=make_backend(Config(strict=True, transport="gloo")))
+        hidden, tripled, h = compiled(x, torch.randn(5, H))
+    normalised = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(hidden, normalised * (tripled / 3))
+    ((site,),) = (report.sites for report in reports)
+    assert site.reason == Refusal.WEIGHT_NOT_PROVABLE and "random numbers" in site.detail
+
+
+def seeded(b: GraphBuilder) -> Any:
+    """A vector of random numbers, as Inductor has them once its graph is made."""
+    seeds = b.graph.call_function(prims.inductor_seeds.default, (1, torch.device("cpu")))
+    with b.fake_mode:
+        values = torch.empty(1, dtype=torch.int64), torch.empty((), dtype=torch.int64), torch.empty(H)
+    seeds.meta["val"] = values[0]
+    seed = b.graph.call_function(prims.inductor_lookup_seed.default, (seeds, 0))
+    seed.meta["val"] = values[1]
+    numbers = b.graph.call_function(prims.inductor_random.default, ([H], seed, "rand"))
+    numbers.meta["val"] = values[2]
+    return seeds, numbers
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_numbers_that_are_drawn_before_the_sum_are_a_weight_like_any_other(late: bool) -> None:
+    b = GraphBuilder(fake=True)
+    early = None if late else seeded(b)[1]
+    y = b.scale(b.all_reduce(b.input(5, H)))
+    weight = early if early is not None else seeded(b)[1]
+    (site,) = find_sites(b.output(b.call(aten.mul.Tensor, y, weight)).graph)
+    if late:
+        assert isinstance(site, RefusedSite) and site.refused.reason is Refusal.WEIGHT_NOT_PROVABLE
+    else:
+        assert isinstance(site, FusionSite)
+
+
+def test_seeds_are_drawn_in_their_order() -> None:
+    b = GraphBuilder(fake=True)
+    (first, numbers), (second, more) = seeded(b), seeded(b)
+    b.finish(numbers, more)
+    assert first in predecessors(b.graph, [])[second]
