@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, same_size
 from tw_compile.passes.base import JoinReason
-from tw_compile.passes.split.layout import HalfSize, Local, Rows, RowWise, Size, Slice, Verdict, reshaped
+from tw_compile.passes.split.layout import HalfSize, Join, Local, Rows, RowWise, Size, Slice, Verdict, reshaped
 from tw_compile.passes.split.registry import Call, token_rule
 
 _c10d = torch.ops._c10d_functional
@@ -77,7 +78,15 @@ def _squeeze(call: Call) -> Verdict:
     shape = call.shape(source)
     given = [dims] if isinstance(dims, int) else dims
     gone = {dim % len(shape) for dim in given if same_size(shape[dim], 1)}
-    return _renumbered(call, source, lambda old: None if old in gone else old - sum(one < old for one in gone))
+    verdict = _renumbered(call, source, lambda old: None if old in gone else old - sum(one < old for one in gone))
+    if isinstance(verdict, Join) or len(gone) == len({dim % len(shape) for dim in given}):
+        return verdict
+    # A half may have one entry where the whole has several: it must keep that dim, too.
+    if gone:
+        return replace(verdict, args=(source, sorted(gone)))
+    rows = call.rows(source)
+    assert rows is not None
+    return replace(verdict, build=lambda halves, half: halves.rows(source, half, rows))
 
 
 @token_rule(aten.permute.default)

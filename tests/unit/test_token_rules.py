@@ -267,6 +267,31 @@ def test_halves_draw_no_random_numbers_of_their_own(b: Tokens, noise: Any) -> No
     assert b.reason(b.call(noise, b.rows)) is JoinReason.UNKNOWN_OPERATOR
 
 
+# Squeezes
+
+
+@pytest.mark.parametrize(
+    ("shape", "overload", "dims", "half_shape"),
+    [
+        ((TOKENS, WIDTH), "dim", 0, (1, WIDTH)),  # the only token of a half is no reason to lose its dim
+        ((TOKENS, WIDTH), "dims", [0, 1], (1, WIDTH)),
+        ((TOKENS, 1, WIDTH), "dims", [0, 1], (1, WIDTH)),
+        ((TOKENS, 1, WIDTH), "dim", 1, (1, WIDTH)),
+    ],
+)
+def test_a_half_squeezes_what_the_whole_squeezes(
+    b: Tokens, shape: tuple[int, ...], overload: str, dims: int | list[int], half_shape: tuple[int, ...]
+) -> None:
+    viewed = b.view(b.rows, *shape)
+    squeezed = b.call(getattr(aten.squeeze, overload), viewed, dims)
+    b.finish(b.call(aten.neg.default, squeezed))
+    axis = find_token_axis(b.graph, tokens=TOKENS)
+    assert isinstance(axis, TokenAxis) and isinstance(split_tokens(b.graph, 1, axis=axis), SplitReport)
+    first, second = find_ops(b.graph, "neg")
+    assert first.meta["val"].shape == half_shape
+    assert second.meta["val"].shape == (TOKENS - 1, WIDTH)
+
+
 # Scaled products
 
 DEPTH = 32
