@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from tw_compile import compat
+from tw_compile.kernels.all_reduce_rms_norm.check_operands import check_operands, checks_operands
 from tw_compile.kernels.all_reduce_rms_norm.spec import (
     OPERAND_ALIGNMENT,
     NormSpec,
@@ -91,6 +92,8 @@ class Arguments(NamedTuple):
 
 def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = Arguments(*rest, **named)
+    if checks_operands():
+        check_operands(arguments, x.device)
     form = _form((x.shape, x.dtype), (x,), arguments)
     known = _known(x.device, arguments, form)
     if known is not None:
@@ -105,6 +108,8 @@ def _mm_start(
     a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = Arguments(*rest, **named)
+    if checks_operands():
+        check_operands(arguments, a.device)
     form = _form((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
     known = _known(a.device, arguments, form)
     # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
