@@ -30,6 +30,7 @@ _PLAN = {
     "layers.*.self_attn.o_proj": "rowwise",
     "layers.*.mlp.gate_proj": "colwise",
     "layers.*.mlp.down_proj": "rowwise",
+    "layers.*.mlp.experts": "moe_tp_experts",
 }
 """How all of the measured models are sharded."""
 _TIMES = ("unfused_us", "no_communication_us", "fused_us", "split_us")
