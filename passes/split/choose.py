@@ -184,7 +184,7 @@ def _planners(
     if attention.masked and attention.kernel not in profile.attention:
         detail = f"{profile.name}'s profile has no attention.{attention.kernel}, of a kernel that is given a mask"
         return NotSplit(SplitRefusal.ATTENTION_NOT_MEASURED, detail)
-    kernel = _kernel(profile, layer.transport, config)
+    kernel = profile.kernel_of_transport(layer.transport, named=config.device_profile != "auto")
     if kernel is None:
         detail = f"{profile.name}'s profile has no kernel for the transport {layer.transport}"
         return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
@@ -226,17 +226,6 @@ def _as_asked(
         axis, units = requests, first * axis.batch // tokens
     planners = _planners(graph, [axis], config, profile, host)
     return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
-
-
-def _kernel(profile: DeviceProfile, transport: str, config: Config) -> str | None:
-    """The profile's kernel for a transport; its own choice where the profile was named, and not found by the device."""
-    if config.device_profile != "auto" and transport != "multimem":
-        return profile.kernel
-    if transport not in ("p2p", "multimem"):
-        return None
-    multicast = transport == "multimem"
-    names = sorted(profile.fused, key=lambda name: name != profile.kernel)
-    return next((name for name in names if profile.fused[name].multicast == multicast), None)
 
 
 def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import plan, render, run
+from tw_compile.cli import explain, plan, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.all_reduce_rms_norm import selection
 from tw_compile.kernels.all_reduce_rms_norm.selection import Step
@@ -209,13 +209,13 @@ def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str
 @pytest.fixture
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """``plan`` for the attention kernel that torch takes without a GPU."""
-    of_model = plan._layer
+    of_model = plan.layer_of_model
 
     def layer_with_flash(model: str, tp: int) -> tuple[LayerShape, int]:
         layer, layers = of_model(model, tp)
         return replace(layer, attention=replace(layer.attention, kernel="flash")), layers
 
-    monkeypatch.setattr(plan, "_layer", layer_with_flash)
+    monkeypatch.setattr(plan, "layer_of_model", layer_with_flash)
 
 
 @pytest.mark.usefixtures("flash")
@@ -312,8 +312,8 @@ def test_explain_says_for_each_message_what_happens_and_which_entry_says_so() ->
     assert [one["backend"] for one in messages] == ["custom"] + ["multimem"] * 3
     assert all("sm90-multicast.toml: " in one["entry"] and "44079" in one["source"] for one in messages)
     lines = invoke(*EXPLAIN, *args).output.splitlines()
-    assert len(lines) == 4
-    for line, message in zip(lines, messages, strict=True):
+    assert lines[4:] == [explain.WITHOUT_MODEL]
+    for line, message in zip(lines[:4], messages, strict=True):
         assert line.startswith(f"{message['tokens']} tokens, ")
         assert all(message[key] in line for key in ("decision", "backend", "entry", "source"))
 
@@ -324,13 +324,6 @@ def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyP
     assert [(one["backend"], one["decision"]) for one in messages] == [("custom", "fused")] * 2
     messages = explained("--tokens", "64,96", "--backend", "multimem")
     assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "left")] * 2
-
-
-def test_explain_tells_the_halves_of_a_message_that_pays_to_be_split() -> None:
-    whole, large = explained("--tokens", "48,20001", "--host", "vllm-0.24")
-    assert (whole["split"], whole["halves"], large["split"]) == (False, [], True)
-    assert [half["bytes"] for half in large["halves"]] == [10001 * 4096, 10000 * 4096]
-    assert (large["backend"], {half["backend"] for half in large["halves"]}) == ("nccl", {"multimem"})
 
 
 def test_explain_names_the_transport_that_can_serve_the_message() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tw_compile import Config
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.base import SplitRefusal
 from tw_compile.passes.split import Choice, choose
@@ -80,8 +79,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
 def test_a_transport_has_the_kernel_that_it_runs(
     profile: DeviceProfile, named: bool, transport: str, kernel: str | None
 ) -> None:
-    config = Config(split="auto", device_profile=profile.name if named else "auto")
-    assert choose._kernel(profile, transport, config) == kernel
+    assert profile.kernel_of_transport(transport, named) == kernel
 
 
 @pytest.mark.parametrize(("faster", "unit"), [(0.0, "request"), (RESOLUTION / 2, "request"), (2 * RESOLUTION, "token")])

@@ -1,19 +1,28 @@
-"""``tw-compile explain``: which messages would be fused, by what, and which table says so."""
+"""``tw-compile explain``: which messages would be fused, by what, and which table says so; of a model, what would be split."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
+from tw_compile.cli.plan import layer_of_model, named_profile
 from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HOSTS, Node, Settings
-from tw_compile.gating.gate import Gate, Verdict
+from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
 from tw_compile.gating.table import size
+from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer, profile_of_device
 from tw_compile.runner.spec import UsageError
+
+HIDDEN_SIZE = 8192
+PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
+"""By class of devices the one whose profile plans are for; a class may have others, which ``--device-profile`` names."""
+UNKNOWN = "unknown"
+WITHOUT_MODEL = "whether tokens are split depends on the layer: --model NAME, or tw-compile plan, tells it"
 
 
 @common.one_line_errors
@@ -23,7 +32,13 @@ def explain(
     ] = "sm90",
     multicast: Annotated[bool, typer.Option(help="Whether it has NVLink multicast.")] = False,
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks.")] = 8,
-    hidden: Annotated[int, typer.Option(metavar="N", help="Hidden size.")] = 8192,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|config.json|DIR", help="Whose layers; says also which tokens would be split."),
+    ] = None,
+    hidden: Annotated[
+        int | None, typer.Option(metavar="N", help="Hidden size.", show_default=f"the model's, else {HIDDEN_SIZE}")
+    ] = None,
     tokens: Annotated[str, typer.Option(metavar="N,N,...", help="Token counts.")] = "1,16,64,256,1024,4096",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPE_BYTES))] = "bfloat16",
     host: Annotated[
@@ -38,9 +53,19 @@ def explain(
     thresholds: Annotated[
         str, typer.Option(metavar="auto|off|FILE", help="As the option tw_compile.thresholds.")
     ] = "auto",
+    device_profile: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|NAME|FILE.toml",
+            help="With --model: what splits are planned for; auto: H200 for sm90, B200 for sm100.",
+        ),
+    ] = "auto",
     json_file: JsonOption = None,
 ) -> None:
-    """Say for each message what an unfused all_reduce would use, whether it is fused, and why. Needs no GPU."""
+    """Say for each message what an unfused all_reduce would use, whether it is fused, and why. Needs no GPU.
+
+    With --model also what the planner makes of each number of tokens, as one sequence, where --split auto asks it.
+    """
     common.one_of("--dtype", dtype, tuple(DTYPE_BYTES))
     common.one_of("--host", host, HOSTS)
     common.one_of("--backend", backend, ("auto", *BACKENDS))
@@ -59,13 +84,25 @@ def explain(
         gate = Gate(node, settings, tables_of(threshold_layers(thresholds, node.device_class), node.device_class))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    messages = [_message(gate, count, tp, hidden, dtype) for count in counts]
-    console = common.make_console(json_file)
+    console = common.make_console(json_file)  # refuses a file that cannot be written before the model is read
+    profile = _profile(device_profile, node.device_class)
+    layer = None if model is None else layer_of_model(model, tp)[0]
+    if layer is not None and hidden not in (None, layer.hidden_size):
+        raise UsageError(f"--hidden: expected {layer.hidden_size}, that of --model {model}, or none, got {hidden}")
+    hidden = hidden or (HIDDEN_SIZE if layer is None else layer.hidden_size)
+    messages = []
+    for count in counts:
+        message = {"tokens": count, **_decision(gate, count, tp, hidden, dtype)}
+        split = None if layer is None else _split(layer, profile, device_profile != "auto", dtype, host, message)
+        messages.append(message | {"split": split})
     for message in messages:
         console.print(_line(message), markup=False, soft_wrap=True)
+    if layer is None:
+        console.print(WITHOUT_MODEL, style="dim", markup=False, soft_wrap=True)
     report = {
-        "schema_version": 1,
+        "schema_version": 2,
         "command": "explain",
+        "model": model,
         "device": device,
         "device_class": node.device_class,
         "multicast": multicast,
@@ -73,30 +110,31 @@ def explain(
         "hidden_size": hidden,
         "dtype": dtype,
         "host": host,
+        "device_profile": None if layer is None or profile is None else profile.name,
         "thresholds_digest": gate.digest(),
         "messages": messages,
     }
     common.write_json(report, json_file)
 
 
-def _message(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype: str) -> dict[str, Any]:
-    """One message as JSON; ``halves`` are those of a message that pays to be split, decided each by its own bytes."""
-    row_bytes = hidden_size * DTYPE_BYTES[dtype]
-    verdict = gate.decide(tokens * row_bytes, world_size=world_size, dtype=dtype)
-    halves = gate.decide_halves(tokens, row_bytes, world_size=world_size, dtype=dtype) or ()
-    return {
-        "tokens": tokens,
-        **_decision(verdict, world_size, hidden_size, dtype),
-        "split": bool(halves),
-        "halves": [_decision(half, world_size, hidden_size, dtype) for half in halves],
-    }
+def _profile(device_profile: str, device_class: str) -> DeviceProfile | None:
+    """What is planned for; None where no profile is known for the class of devices."""
+    if device_profile != "auto":
+        return named_profile(device_profile)
+    device = PLANNED_DEVICES.get(device_class)
+    try:
+        return None if device is None else profile_of_device(device)
+    except ValueError as error:  # the user's own file
+        raise UsageError(str(error)) from error
 
 
-def _decision(verdict: Verdict, world_size: int, hidden_size: int, dtype: str) -> dict[str, Any]:
+def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype: str) -> dict[str, Any]:
+    """What is decided about one message, as JSON."""
     import torch
 
     from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, prefer_transport
 
+    verdict = gate.decide(tokens * hidden_size * DTYPE_BYTES[dtype], world_size=world_size, dtype=dtype)
     transport = None
     if verdict.transport is not None:
         facts = GroupFacts("cuda", world_size, hosts=1)
@@ -112,14 +150,64 @@ def _decision(verdict: Verdict, world_size: int, hidden_size: int, dtype: str) -
     }
 
 
+def _split(
+    layer: LayerShape, profile: DeviceProfile | None, named: bool, dtype: str, host: str, message: dict[str, Any]
+) -> dict[str, Any]:
+    """What the pass would plan for a graph of this layer and one sequence (``tw_compile.passes.split.choose``), as JSON.
+
+    ``mode`` is the planner's, or ``unknown`` where it depends on what the pass reads off the graph.
+    """
+    from tw_compile.passes.base import SplitRefusal
+
+    def not_planned(reason: str, detail: str, mode: str = Mode.OFF) -> dict[str, Any]:
+        return {"mode": mode, "reason": reason, "detail": detail, "sizes": [], "gain": None, "plan": None}
+
+    if host != "pytorch":
+        return not_planned("", f"graphs of {host} are for ranges of token counts, not for one", UNKNOWN)
+    if any(layer.attention.windows):
+        detail = "sliding windows come as masks, whose kernel only the graph tells: tw-compile inspect --split auto"
+        return not_planned("", detail, UNKNOWN)
+    if profile is None:
+        return not_planned(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+    if message["transport"] is None:
+        return not_planned(SplitRefusal.LAYER_NOT_RECOGNISED, "the sums are not fused")
+    if DTYPE_BYTES[dtype] != 2:
+        return not_planned(SplitRefusal.LAYER_NOT_RECOGNISED, f"{dtype}: plans are for 16 bits")
+    if layer.gathered_columns:
+        return not_planned(
+            SplitRefusal.LAYER_NOT_RECOGNISED, "a gather before attention is not in the planner's formulas"
+        )
+    kernel = profile.kernel_of_transport(message["transport"], named)
+    if kernel is None:
+        detail = f"{profile.name}'s profile has no kernel for the transport {message['transport']}"
+        return not_planned(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+    plan = plan_layer(profile, layer, message["tokens"], kernel=kernel)
+    if plan.off is not None:
+        return not_planned(plan.off, plan.reason) | {"plan": asdict(plan)}
+    return {
+        "mode": plan.mode,
+        "reason": "",
+        "detail": plan.reason,
+        "sizes": list(plan.sizes),
+        "gain": plan.gain,
+        "plan": asdict(plan),
+    }
+
+
 def _line(message: dict[str, Any]) -> str:
     decided = message["decision"] + (f" by {message['transport']}" if message["transport"] else "")
-    split = "not split"
-    if message["halves"]:
-        split = "split, halves " + " and ".join(
-            f"{half['decision']} ({size(half['bytes'])}, {half['backend']})" for half in message["halves"]
-        )
+    if message["split"] is not None:
+        decided += f", {_split_words(message['split'])}"
     return (
-        f"{message['tokens']} tokens, {size(message['bytes'])}: {decided}, {split}; unfused {message['backend']} "
+        f"{message['tokens']} tokens, {size(message['bytes'])}: {decided}; unfused {message['backend']} "
         f"({message['backend_why']}); {message['entry']}; {message['source']}"
     )
+
+
+def _split_words(split: dict[str, Any]) -> str:
+    if split["mode"] == UNKNOWN:
+        return f"split or not ({split['detail']})"
+    if split["mode"] == Mode.OFF:
+        return f"not split ({split['reason']}: {split['detail']})"
+    joined = ", attention of all tokens" if split["mode"] == Mode.JOIN else ""
+    return f"split {' + '.join(map(str, split['sizes']))}{joined} (predicted {split['gain']:.2f}x of unfused)"

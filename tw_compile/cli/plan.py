@@ -59,8 +59,12 @@ def plan(
         from tw_compile.benchmark.plot import require
 
         require(plot_file)
-    profile = _profile(device_profile, kernel)
-    layer, layers = _layer(model, tp)
+    profile = named_profile(device_profile)
+    try:
+        profile.fused_kernel(kernel)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    layer, layers = layer_of_model(model, tp)
     plans = [
         plan_layer(profile, layer, count, kernel=kernel, sequences=sequences(count, batch), attention=attention)
         for count in counts
@@ -113,19 +117,15 @@ def sequences(tokens: int, batch: int) -> tuple[int, ...]:
     return (length + 1,) * longer + (length,) * (batch - longer)
 
 
-def _profile(name: str, kernel: str | None) -> DeviceProfile:
+def named_profile(name: str) -> DeviceProfile:
+    """The profile that ``--device-profile`` names."""
     try:
-        profile = load_profile(name)
+        return load_profile(name)
     except ValueError as error:
         raise UsageError(f"--device-profile: {error}") from error
-    try:
-        profile.fused_kernel(kernel)
-    except ValueError as error:
-        raise UsageError(f"--{error}") from error
-    return profile
 
 
-def _layer(model: str, tp: int) -> tuple[LayerShape, int]:
+def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
     from tw_compile.models.config import load_config, tensor_parallel_plan
 

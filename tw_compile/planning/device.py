@@ -193,6 +193,20 @@ class DeviceProfile:
             raise ValueError(f"kernel: expected one of {', '.join(self.fused)} ({self.name}), got {key!r}")
         return self.fused[key]
 
+    def kernel_of_transport(self, transport: str, named: bool) -> str | None:
+        """The kernel that plans are for where messages travel by ``transport``; None where there is none.
+
+        ``named``: the profile was asked for by its name, and not found by the device. Its own choice is planned then, whatever
+        the transport here is; but multicast needs a kernel that uses it.
+        """
+        if named and transport != "multimem":
+            return self.kernel
+        if transport not in ("p2p", "multimem"):
+            return None
+        multicast = transport == "multimem"
+        names = sorted(self.fused, key=lambda name: name != self.kernel)
+        return next((name for name in names if self.fused[name].multicast == multicast), None)
+
 
 def profile_names() -> list[str]:
     """Names of the profiles shipped in ``configs/devices``."""
