@@ -303,23 +303,6 @@ def test_nodes_without_multicast_fuse_everything_as_before(host: str, world_size
     assert all(one.fused for one in crossovers)
 
 
-def test_a_split_message_is_decided_by_the_bytes_of_each_half() -> None:
-    row_bytes = 48 * MIB // 1024
-    assert gate().decide_halves(1023, row_bytes, world_size=8, dtype="bfloat16") is None
-    assert gate().decide_halves(1024, row_bytes, world_size=8, dtype="bfloat16") is not None
-    halves = gate().decide_halves(1025, row_bytes, world_size=8, dtype="bfloat16")
-    assert halves is not None
-    assert [half.nbytes for half in halves] == [513 * row_bytes, 512 * row_bytes]
-    whole = gate().decide(2048 * row_bytes, world_size=8, dtype="bfloat16")  # 96 MiB: too large for vLLM's buffer
-    assert (whole.backend, whole.fused) == ("nccl", True)
-    parts = gate().decide_halves(2048, row_bytes, world_size=8, dtype="bfloat16")
-    assert parts is not None and {(half.backend, half.fused) for half in parts} == {("multimem", False)}
-    one_row = gate().decide_halves(1, 64 * MIB, world_size=8, dtype="bfloat16")
-    two_rows = gate().decide_halves(2, 48 * MIB, world_size=8, dtype="bfloat16")
-    assert one_row is None and two_rows is not None
-    assert gate(Node((9, 0), False)).decide_halves(4096, row_bytes, world_size=8, dtype="bfloat16") is None
-
-
 @pytest.mark.parametrize(
     ("tokens", "fused"), [((2, None), True), ((64, 1000), False), ((63, 1000), True), ((64, 16384), True)]
 )

@@ -17,7 +17,6 @@ from tw_compile.gating import (
     Node,
     Settings,
     Source,
-    Split,
     Table,
     read_table,
     table_text,
@@ -44,7 +43,7 @@ def tables(draw: st.DrawFn, device_class: str | None = None) -> Table:
     known = draw(st.lists(sources(), min_size=1, max_size=3, unique_by=lambda source: source.name))
     world_sizes = st.one_of(st.integers(2, 16), st.just(ANY))
     keys = st.tuples(world_sizes, st.sampled_from([*BACKENDS, ANY]))
-    entries, splits = [], []
+    entries = []
     for world_size, backend in draw(st.lists(keys, max_size=4, unique=True)):
         inner = draw(st.lists(st.integers(1, 2**40), max_size=4, unique=True))
         bounds: list[int | None] = [0, *sorted(inner), None]
@@ -54,10 +53,8 @@ def tables(draw: st.DrawFn, device_class: str | None = None) -> Table:
             decision = "left" if transport is None else "fused"
             source = draw(st.sampled_from(known))
             entries.append(Entry(world_size, backend, begin, end, decision, transport, source))  # type: ignore[arg-type]
-        if draw(st.booleans()):
-            splits.append(Split(world_size, backend, draw(st.integers(0, 2**40)), draw(st.sampled_from(known))))
     chosen = device_class or draw(st.sampled_from(DEVICE_CLASSES))
-    return Table("t", chosen, tuple(entries), tuple(splits))
+    return Table("t", chosen, tuple(entries))
 
 
 def gate(*more: Table, capability: tuple[int, int] | None = (9, 0), backend: str = "auto") -> Gate:
@@ -123,10 +120,10 @@ def test_a_gate_has_an_answer_for_everything() -> None:
 def test_shipped_tables_are_valid_and_name_their_sources(device_class: str) -> None:
     table = shipped_tables()[device_class]
     assert table.device_class == device_class and table.entries
-    for row in (*table.entries, *table.splits):
-        assert str(row.source)
-        if isinstance(row, Entry) and row.decision == "left":
-            assert row.source.kind != "default"
+    for entry in table.entries:
+        assert str(entry.source)
+        if entry.decision == "left":
+            assert entry.source.kind != "default"
 
 
 GOOD = """
@@ -152,11 +149,6 @@ backend = "multimem"
 from_bytes = 100
 decision = "left"
 source = "here"
-[[splits]]
-world_size = 8
-backend = "any"
-from_bytes = 1000
-source = "here"
 """
 
 
@@ -165,7 +157,7 @@ source = "here"
     [
         ("schema_version = 1", "schema_version = ", "t: expected TOML, got "),
         ("schema_version = 1", "schema_version = 2", "t: schema_version: expected 1, got 2"),
-        ("schema_version = 1", "version = 1", "t: expected the keys schema_version, device_class, sources, entries, splits"),
+        ("schema_version = 1", "version = 1", "t: expected the keys schema_version, device_class, sources, entries, got "),
         ("schema_version = 1", "", "t: expected the keys schema_version, device_class, got no 'schema_version'"),
         ('"sm90"', '"sm80"', "t: device_class: expected one of generic, sm90, "),
         ('"sm90"', "90", "t: device_class: expected one of generic, sm90, "),
@@ -192,9 +184,6 @@ source = "here"
         ('decision = "left"', 'decision = "left"\ntransport = "p2p"', "entries[1].transport: expected none where"),
         ('transport = "p2p"\n', "", "entries[0].transport: expected one of auto, multimem, nccl, p2p, got None"),
         ('transport = "p2p"', 'transport = "ucx"', "entries[0].transport: expected one of auto, multimem, "),
-        ("from_bytes = 1000", "at = 1000", "splits[0]: expected the keys world_size, backend, from_bytes, source, got 'at'"),
-        ("from_bytes = 1000", "from_bytes = '1'", "splits[0].from_bytes: expected a number of bytes, got '1'"),
-        ("[[splits]]", "[splits]", "splits: expected [[splits]] tables, got "),
         ("[sources.here]", "sources = 3\n[other]", "t: expected the keys "),
     ],
 )  # fmt: skip
@@ -205,8 +194,18 @@ def test_a_malformed_table_is_one_error_that_names_file_and_key(old: str, new: s
     assert str(error.value).startswith("t: ") and message in str(error.value)
 
 
+def test_a_table_of_splits_is_refused_by_name_with_what_does_it_now() -> None:
+    splits = '[[splits]]\nworld_size = 8\nbackend = "any"\nfrom_bytes = 1000\nsource = "here"\n'
+    with pytest.raises(ValueError) as error:
+        read_table(GOOD + splits, "/home/me/thresholds.toml")
+    assert str(error.value) == (
+        "/home/me/thresholds.toml: expected the keys schema_version, device_class, sources, entries, got 'splits' "
+        "(splits are planned now, see tw-compile plan)"
+    )
+
+
 def test_ranges_out_of_order_and_repeated_keys_are_errors() -> None:
-    head, first, second = GOOD[: GOOD.index("[[splits]]")].split("[[entries]]")
+    head, first, second = GOOD.split("[[entries]]")
     for entries, message in (
         ([second, first], "entries[0].from_bytes: expected 0, where the range before ends, got 100: a gap"),
         ([first, second, first.replace("multimem", "nccl"), first], "entries[2].to_bytes: expected none in the last"),
@@ -215,8 +214,6 @@ def test_ranges_out_of_order_and_repeated_keys_are_errors() -> None:
         with pytest.raises(ValueError) as error:
             read_table("[[entries]]".join([head, *entries]), "t")
         assert message in str(error.value)
-    with pytest.raises(ValueError, match=r"splits\[1\]: expected one per world_size and backend"):
-        read_table(GOOD + GOOD[GOOD.index("[[splits]]") :], "t")
     apart = [first, second, second.replace("multimem", "nccl").replace("100", "0"), second.replace("100", "0")]
     with pytest.raises(ValueError, match=r"entries\[3\].from_bytes: expected the ranges of .* to follow each other"):
         read_table("[[entries]]".join([head, *apart]), "t")

@@ -7,7 +7,7 @@ from tw_compile.gating.backend import active_backend
 from tw_compile.gating.facts import BACKENDS, HOSTS, Backend, Node, Settings
 from tw_compile.gating.gate import Gate, Verdict
 from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file, user_folder
-from tw_compile.gating.table import ANY, Entry, Source, Split, Table, read_table, table_text
+from tw_compile.gating.table import ANY, Entry, Source, Table, read_table, table_text
 
 __all__ = [
     "ANY",
@@ -20,7 +20,6 @@ __all__ = [
     "Node",
     "Settings",
     "Source",
-    "Split",
     "Table",
     "Verdict",
     "active_backend",

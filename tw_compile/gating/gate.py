@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tw_compile.gating.backend import active_backend, backend_bounds
 from tw_compile.gating.facts import Backend, Node, Settings
-from tw_compile.gating.table import ANY, Entry, Key, Split, Table, size
+from tw_compile.gating.table import ANY, Entry, Key, Table, size
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Verdict:
         fused: Whether fusing pays.
         transport: That of the table, when fused: ``auto``, ``p2p``, ``multimem`` or ``nccl``.
         entry: The file and the range that said so; ``source``: where that comes from.
-        split_from_bytes: From which size on splitting the message in two halves pays, None where no table says so.
         note: What there is to say about a message whose size is known by its bounds only.
     """
 
@@ -32,12 +31,7 @@ class Verdict:
     transport: str | None
     entry: str
     source: str
-    split_from_bytes: int | None
     note: str = ""
-
-    @property
-    def split(self) -> bool:
-        return self.split_from_bytes is not None and self.nbytes >= self.split_from_bytes
 
     @property
     def reason(self) -> str:
@@ -68,7 +62,7 @@ class Gate:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def decide(self, nbytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> Verdict:
-        """About one message of ``nbytes`` per rank; for a half of a split message, the bytes of that half.
+        """About one message of ``nbytes`` per rank.
 
         Args:
             dtype: ``bfloat16``, ``float16`` or ``float32``.
@@ -79,7 +73,6 @@ class Gate:
         )
         table, ranges = self._ranges(world_size, active.backend)
         entry = ranges[bisect_right([one.from_bytes for one in ranges], nbytes) - 1]
-        split = self._split(world_size, active.backend)
         return Verdict(
             nbytes,
             active.backend,
@@ -88,22 +81,7 @@ class Gate:
             entry.transport,
             f"{table.file}: {entry}",
             str(entry.source),
-            None if split is None else split.from_bytes,
         )
-
-    def decide_halves(
-        self, tokens: int, row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1
-    ) -> tuple[Verdict, Verdict] | None:
-        """About both halves of a message ``[tokens, row_bytes]``, each by its own bytes; None where splitting doesn't pay."""
-        whole = self.decide(tokens * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
-        if not whole.split or tokens < 2:
-            return None
-        first = (tokens + 1) // 2
-        larger, smaller = (
-            self.decide(rows * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
-            for rows in (first, tokens - first)
-        )
-        return larger, smaller
 
     def decide_range(
         self, tokens: tuple[int, int | None], row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1
@@ -155,10 +133,6 @@ class Gate:
                 if ranges := table.ranges(key):
                     return table, ranges
         raise AssertionError("the last table has a range for everything")
-
-    def _split(self, world_size: int, backend: str) -> Split | None:
-        found = (table.split(key) for table in self.tables for key in _keys(world_size, backend))
-        return next((split for split in found if split is not None), None)
 
 
 def _keys(world_size: int, backend: str) -> Iterator[Key]:

@@ -15,13 +15,9 @@ A table is a TOML file for one class of devices:
     decision = "fused"                   # with a transport, or "left"
     transport = "p2p"
     source = "h200"
-    [[splits]]                           # messages of at least so many bytes pay to be split in two halves of tokens
-    world_size = 8
-    backend = "multimem"
-    from_bytes = 50331648
-    source = "h200"
 
-The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out.
+The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out. Whether tokens are split
+is no table's to say: the planner decides it (:mod:`tw_compile.planning`).
 """
 
 from __future__ import annotations
@@ -42,6 +38,8 @@ TRANSPORTS = ("auto", "multimem", "nccl", "p2p")
 DECISIONS = ("fused", "left")
 ANY = "any"
 SOURCE_KEYS = {"measured": ("machine", "versions", "date", "command"), "public": ("table",), "default": ("why",)}
+REMOVED_KEYS = {"splits": "splits are planned now, see tw-compile plan"}
+"""Keys that tables once had, and what does their work."""
 
 Key = tuple[int | str, str]
 """World size (or "any") and backend (or "any")."""
@@ -84,33 +82,15 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Messages of at least ``from_bytes`` pay to be split."""
-
-    world_size: int | str
-    backend: str
-    from_bytes: int
-    source: Source
-
-    @property
-    def key(self) -> Key:
-        return self.world_size, self.backend
-
-
-@dataclass(frozen=True)
 class Table:
     """One file. The entries of a key (world size and backend) go up in bytes and cover all sizes."""
 
     file: str
     device_class: str
     entries: tuple[Entry, ...]
-    splits: tuple[Split, ...] = ()
 
     def ranges(self, key: Key) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.key == key)
-
-    def split(self, key: Key) -> Split | None:
-        return next((split for split in self.splits if split.key == key), None)
 
 
 def size(nbytes: int) -> str:
@@ -127,7 +107,7 @@ def read_table(text: str, file: str) -> Table:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{file}: expected TOML, got {error}") from error
-    _known(values, ("schema_version", "device_class"), ("sources", "entries", "splits"), f"{file}: ")
+    _known(values, ("schema_version", "device_class"), ("sources", "entries"), f"{file}: ")
     version = _typed(values, "schema_version", int, f"{file}: ")
     if version != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}, got {version}")
@@ -137,32 +117,23 @@ def read_table(text: str, file: str) -> Table:
         _entry(one, f"{file}: entries[{index}].", sources)
         for index, one in enumerate(_tables(values, "entries", list, file))
     )
-    splits = tuple(
-        _split(one, f"{file}: splits[{index}].", sources)
-        for index, one in enumerate(_tables(values, "splits", list, file))
-    )
     _check_ranges(entries, file)
-    for index, split in enumerate(splits):
-        if any(split.key == earlier.key for earlier in splits[:index]):
-            raise ValueError(f"{file}: splits[{index}]: expected one per world_size and backend, got {split.key} again")
-    return Table(file, device_class, entries, splits)
+    return Table(file, device_class, entries)
 
 
 def table_text(table: Table, comment: str = "") -> str:
     """The TOML of a table, as :func:`read_table` reads it."""
-    rows: tuple[Entry | Split, ...] = (*table.entries, *table.splits)
-    sources = {row.source.name: row.source for row in rows}
+    sources = {entry.source.name: entry.source for entry in table.entries}
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines += [f"schema_version = {SCHEMA_VERSION}", f"device_class = {_text(table.device_class)}"]
     for name, source in sources.items():
         lines += ["", f"[sources.{_text(name)}]", f"kind = {_text(source.kind)}"]
         lines += _assignments(zip(SOURCE_KEYS[source.kind], source.values, strict=True))
-    for row in rows:
-        values: dict[str, Any] = {"world_size": row.world_size, "backend": row.backend, "from_bytes": row.from_bytes}
-        if isinstance(row, Entry):
-            values |= {"to_bytes": row.to_bytes, "decision": row.decision, "transport": row.transport}
-        lines += ["", "[[entries]]" if isinstance(row, Entry) else "[[splits]]"]
-        lines += _assignments({**values, "source": row.source.name}.items())
+    for entry in table.entries:
+        values: dict[str, Any] = {"world_size": entry.world_size, "backend": entry.backend}
+        values |= {"from_bytes": entry.from_bytes, "to_bytes": entry.to_bytes}
+        values |= {"decision": entry.decision, "transport": entry.transport, "source": entry.source.name}
+        lines += ["", "[[entries]]", *_assignments(values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -216,12 +187,6 @@ def _entry(values: Any, where: str, sources: dict[str, Source]) -> Entry:
     return Entry(world_size, backend, begin, end, decision, transport, _named_source(values, where, sources))  # type: ignore[arg-type]
 
 
-def _split(values: Any, where: str, sources: dict[str, Source]) -> Split:
-    _known(values, ("world_size", "backend", "from_bytes", "source"), (), where)
-    begin = _bytes(values, "from_bytes", where)
-    return Split(*_key(values, where), begin, _named_source(values, where, sources))
-
-
 def _key(values: dict[str, Any], where: str) -> Key:
     world_size = values["world_size"]
     if world_size != ANY and (type(world_size) is not int or world_size < 2):
@@ -258,7 +223,8 @@ def _known(values: Any, required: tuple[str, ...], optional: tuple[str, ...], wh
     expected = ", ".join((*required, *optional))
     for key in values:
         if key not in required and key not in optional:
-            raise ValueError(f"{where.rstrip('.: ')}: expected the keys {expected}, got {key!r}")
+            instead = f" ({REMOVED_KEYS[key]})" if key in REMOVED_KEYS else ""
+            raise ValueError(f"{where.rstrip('.: ')}: expected the keys {expected}, got {key!r}{instead}")
     for key in required:
         if key not in values:
             raise ValueError(f"{where.rstrip('.: ')}: expected the keys {', '.join(required)}, got no {key!r}")

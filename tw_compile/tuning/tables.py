@@ -13,7 +13,7 @@ from tw_compile.benchmark.table import mebibytes
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
-from tw_compile.gating.table import Entry, Source, Split, Table, read_table, table_text
+from tw_compile.gating.table import Entry, Source, Table, read_table, table_text
 from tw_compile.kernels.all_reduce_rms_norm import selection
 from tw_compile.kernels.all_reduce_rms_norm.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
@@ -193,27 +193,21 @@ def _merged_table(file: Path, own: Table) -> Table:
             f"--out: expected a folder whose tables are about {own.device_class}, got {file} about {there.device_class}"
         )
     keys = {entry.key for entry in own.entries}
-    rows: list[Entry | Split] = [*own.entries, *(entry for entry in there.entries if entry.key not in keys)]
-    renamed = _distinct_sources([*rows, *there.splits])
-    return Table(
-        own.file,
-        own.device_class,
-        tuple(row for row in renamed if isinstance(row, Entry)),
-        tuple(row for row in renamed if isinstance(row, Split)),
-    )
+    entries = [*own.entries, *(entry for entry in there.entries if entry.key not in keys)]
+    return Table(own.file, own.device_class, tuple(_distinct_sources(entries)))
 
 
-def _distinct_sources(rows: Iterable[Entry | Split]) -> list[Entry | Split]:
+def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
     """Two sources of one name, as of two tunings, get two names."""
     names: dict[str, Source] = {}
-    found: list[Entry | Split] = []
-    for row in rows:
-        name, number = row.source.name, 1
-        while name in names and (names[name].kind, names[name].values) != (row.source.kind, row.source.values):
+    found: list[Entry] = []
+    for entry in entries:
+        name, number = entry.source.name, 1
+        while name in names and (names[name].kind, names[name].values) != (entry.source.kind, entry.source.values):
             number += 1
-            name = f"{row.source.name}_{number}"
-        names[name] = replace(row.source, name=name)
-        found.append(replace(row, source=names[name]))
+            name = f"{entry.source.name}_{number}"
+        names[name] = replace(entry.source, name=name)
+        found.append(replace(entry, source=names[name]))
     return found
 
 
