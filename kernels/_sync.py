@@ -70,12 +70,11 @@ limit must be longer than that, and than the ranks' skew.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
+
+from tw_compile.environment import SPIN_LIMIT as SPIN_LIMIT_VARIABLE
 
 MAX_CTAS = 32
 """CTAs of one launch. Small, because the CTAs of all concurrent launches must be resident at once to make progress."""
@@ -85,8 +84,6 @@ REPORT_ROWS = 256
 
 MAX_WORLD_SIZE = 8
 """Row length of a pad; also the number of lanes that signal and poll."""
-
-SPIN_LIMIT_VARIABLE = "TW_COMPILE_SPIN_LIMIT"
 
 
 @triton.jit
@@ -166,18 +163,6 @@ def barrier(
     """
     _signal_peers(pads, epoch, cta, rank, WORLD_SIZE, PAD_WIDTH)
     _await_peers(pads, status, epoch, cta, rank, WORLD_SIZE, PHASE, SPIN_LIMIT, PAD_WIDTH)
-
-
-def spin_limit(environment: Mapping[str, str] = os.environ) -> int:
-    """Polls (about 1 us each) before a barrier gives up, from TW_COMPILE_SPIN_LIMIT; 0, the default, means never."""
-    text = environment.get(SPIN_LIMIT_VARIABLE, "0")
-    try:
-        limit = int(text)
-    except ValueError:
-        limit = -1
-    if not 0 <= limit < 2**31:
-        raise ValueError(f"{SPIN_LIMIT_VARIABLE}: expected an integer from 0 (no limit) to 2**31 - 1, got {text!r}")
-    return limit
 
 
 def raise_if_peer_missing(status: torch.Tensor, rank: int, where: str) -> None:

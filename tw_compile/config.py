@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile import environment
 from tw_compile.gating.facts import BACKENDS, HOSTS
 
 OPTION_PREFIX = "tw_compile."
@@ -18,14 +18,6 @@ _TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
-
-
-def strict_from_environment() -> bool:
-    """``TW_COMPILE_STRICT``; ValueError unless it is 0 or 1."""
-    value = os.environ.get("TW_COMPILE_STRICT", "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"TW_COMPILE_STRICT: expected '0' or '1', got {value!r}")
-    return value == "1"
 
 
 def whole_number(text: str) -> int | None:
@@ -81,7 +73,7 @@ class Config:
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"
-    strict: bool = dataclasses.field(default_factory=strict_from_environment)
+    strict: bool = dataclasses.field(default_factory=environment.strict)
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:

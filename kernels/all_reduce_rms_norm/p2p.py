@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.kernels._sync import raise_if_peer_missing, spin_limit
+from tw_compile.environment import spin_limit
+from tw_compile.kernels._sync import raise_if_peer_missing
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.beside import start_beside
 from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import variant_of

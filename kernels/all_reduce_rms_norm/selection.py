@@ -27,6 +27,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from tw_compile.files import read_if_there
 from tw_compile.gating.layers import user_file
 from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
 from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, Request
@@ -168,13 +169,8 @@ def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
 def user_table() -> dict[str, tuple[Step, ...]]:
     """The steps of the user's own file by device; empty where there is no file."""
     file = user_file(name=USER_FILE)
-    if file is None or not file.is_file():
-        return {}
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"kernels: expected a file that can be read, got {str(file)!r} ({error})") from error
-    return dict([steps_of(text, str(file))])
+    text = read_if_there(file, "kernels")
+    return {} if text is None else dict([steps_of(text, str(file))])
 
 
 def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int) -> tuple[Step, ...]:

@@ -22,11 +22,11 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Literal
 
+from tw_compile.environment import cache_dir
 from tw_compile.kernels.cuda import bindings
 
 logger = logging.getLogger("tw_compile")
 
-CACHE_VARIABLE = "TW_COMPILE_CACHE_DIR"
 HEADERS = Path(__file__).parent
 _OPTIONS = ("-std=c++17", "-lineinfo", "-default-device", "-no-source-include")
 _DIGEST_BYTES = hashlib.sha256().digest_size
@@ -46,8 +46,8 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 def cache_folder() -> Path | None:
     """Where cubins are kept: TW_COMPILE_CACHE_DIR, else tw_compile in the user's cache folder; None without a home."""
-    if chosen := os.environ.get(CACHE_VARIABLE):
-        return Path(chosen)
+    if chosen := cache_dir():
+        return chosen
     if user_cache := os.environ.get("XDG_CACHE_HOME"):
         return Path(user_cache, "tw_compile")
     try:

@@ -7,7 +7,6 @@ TW_COMPILE_REQUIRE_GPUS=N turns a skip for lack of GPUs into a failure.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile.environment import required_gpus
 from tw_compile.testing.gpu_checks import selected
 
 pytestmark = pytest.mark.gpu
@@ -32,7 +32,7 @@ def require_gpus(count: int) -> None:
     present = torch.cuda.device_count()
     if present >= count:
         return
-    if int(os.environ.get("TW_COMPILE_REQUIRE_GPUS", "0")) >= count:
+    if required_gpus() >= count:
         pytest.fail(f"TW_COMPILE_REQUIRE_GPUS asks for GPU tests with {count} GPUs, found {present}")
     pytest.skip(f"needs {count} GPUs, found {present}")
 

@@ -117,7 +117,9 @@ def test_a_thresholds_file_that_is_not_there_is_known_before_the_model_is_built(
 ) -> None:
     monkeypatch.setenv("TW_COMPILE_THRESHOLDS", "nowhere.toml")
     result = invoke(*command)
-    assert result.exit_code == 2 and "error: thresholds: expected" in result.output and "nowhere.toml" in result.output
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 2 and line.startswith("error: TW_COMPILE_THRESHOLDS: expected auto, off or a file")
+    assert "nowhere.toml" in line
 
 
 @pytest.mark.parametrize("world_size", [None, "", "0", "many"])

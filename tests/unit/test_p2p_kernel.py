@@ -240,7 +240,7 @@ def test_grid_and_capacity_depend_on_shapes_only() -> None:
 
 
 def test_spin_limit_is_validated() -> None:
-    from tw_compile.kernels._sync import spin_limit
+    from tw_compile.environment import spin_limit
 
     assert spin_limit({}) == 0
     assert spin_limit({"TW_COMPILE_SPIN_LIMIT": "5000"}) == 5000

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from tw_compile.config import whole_number
+from tw_compile.environment import check_environment
 from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
@@ -60,6 +61,7 @@ def one_line_errors(command: Command) -> Command:
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
+            _check_variables()
             return command(*args, **kwargs)
         except UsageError as error:
             typer.echo(f"error: {error}", err=True)
@@ -69,6 +71,14 @@ def one_line_errors(command: Command) -> Command:
             raise typer.Exit(EXIT_FAILED) from None
 
     return wrapped  # type: ignore[return-value]
+
+
+def _check_variables() -> None:
+    """All of them, whichever the command reads: a process that it starts may read the others."""
+    try:
+        check_environment()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def numbers(option: str, text: str) -> tuple[int, ...]:

@@ -13,9 +13,10 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
+from tw_compile import environment as variables
+from tw_compile.files import read_if_there, read_text
 from tw_compile.gating.table import ANY, DEVICE_CLASSES, Entry, Source, Table, read_table
 
-VARIABLE = "TW_COMPILE_THRESHOLDS"
 OFF = "off"
 AUTO = "auto"
 _FILE_NAME = "thresholds.toml"
@@ -60,13 +61,24 @@ def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, s
     """
     layers = [Layer("shipped", f"{name}.toml", _shipped(name)) for name in dict.fromkeys(("generic", device_class))]
     own = user_file(environment)
-    layers.append(Layer("user file", str(own or "-"), None if own is None or not own.is_file() else _read(own)))
-    for name, value in ((VARIABLE, environment.get(VARIABLE, AUTO)), ("option", chosen)):
-        if value == OFF:
-            layers.append(Layer(name, OFF, _OFF_TABLE))
-        else:
-            layers.append(Layer(name, value, None if value == AUTO else _read(_expanded(value))))
+    text = read_if_there(own, "thresholds")
+    layers.append(Layer("user file", str(own or "-"), None if text is None else read_table(text, str(own))))
+    layers.append(_named(variables.THRESHOLDS, variables.thresholds(environment), f"{variables.THRESHOLDS}: "))
+    layers.append(_named("option", chosen, ""))
     return layers
+
+
+def _named(layer: str, value: str, who: str) -> Layer:
+    """What a variable or an option names; ``who`` goes before what is said about the file."""
+    if value == OFF:
+        return Layer(layer, OFF, _OFF_TABLE)
+    if value == AUTO:
+        return Layer(layer, AUTO, None)
+    text = read_text(_expanded(value), f"{who}thresholds")
+    try:
+        return Layer(layer, value, read_table(text, value))
+    except ValueError as error:
+        raise ValueError(f"{who}{error}") from error
 
 
 def _expanded(file: str) -> Path:
@@ -91,11 +103,3 @@ def shipped_tables() -> dict[str, Table]:
 def _shipped(device_class: str) -> Table:
     file = resources.files("tw_compile.configs") / "thresholds" / f"{device_class}.toml"
     return read_table(file.read_text(), f"{device_class}.toml")
-
-
-def _read(path: Path) -> Table:
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"thresholds: expected a file that can be read, got {str(path)!r} ({error})") from error
-    return read_table(text, str(path))

@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
+from tw_compile.files import read_if_there
 from tw_compile.gating.layers import user_file
 
 USER_FILE = "device.toml"
@@ -219,11 +220,12 @@ def load_profile(source: str) -> DeviceProfile:
     if source.lower() in shipped:
         return shipped[source.lower()]
     path = Path(source)
-    if path.suffix != ".toml" or not path.is_file():
+    text = read_if_there(path, "device profile") if path.suffix == ".toml" else None
+    if text is None:
         raise ValueError(
             f"device profile: expected one of {', '.join(profile_names())} or the path of a TOML file, got {source!r}"
         )
-    return parse_profile(_text(path), source)
+    return parse_profile(text, source)
 
 
 def profile_of_device(device_name: str) -> DeviceProfile | None:
@@ -239,16 +241,8 @@ def profile_of_device(device_name: str) -> DeviceProfile | None:
 def user_profile() -> DeviceProfile | None:
     """That of the user's own file; None where there is no file."""
     file = user_file(name=USER_FILE)
-    if file is None or not file.is_file():
-        return None
-    return parse_profile(_text(file), str(file))
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"device profile: expected a file that can be read, got {str(file)!r} ({error})") from error
+    text = read_if_there(file, "device profile")
+    return None if text is None else parse_profile(text, str(file))
 
 
 def shipped_profile(device_name: str) -> DeviceProfile | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from triton import knobs
 
 from tw_compile import compat
-from tw_compile.kernels._sync import SPIN_LIMIT_VARIABLE
+from tw_compile.environment import SPIN_LIMIT
 from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
 from tw_compile.kernels.all_reduce_rms_norm.push import Push
 from tw_compile.kernels.all_reduce_rms_norm.selection import Selector, Step
@@ -325,11 +325,11 @@ def _note_triton_kernel(names: list[str], module: object, function: object, name
 def lost_peer_is_reported(ctx: Context, transport: str) -> None:
     """With TW_COMPILE_SPIN_LIMIT, a rank that does not launch is named by the others instead of hanging them."""
     algorithm = Counting(ALGORITHMS[transport]())
-    os.environ[SPIN_LIMIT_VARIABLE] = "200000"
+    os.environ[SPIN_LIMIT] = "200000"
     try:
         lost = P2PTransport("p2p", algorithm)
     finally:
-        del os.environ[SPIN_LIMIT_VARIABLE]
+        del os.environ[SPIN_LIMIT]
     problem = make_problem(ctx, 64, 1024, Form())
     # Ranks compile for different times and may give up on each other: on a slot that is not used again.
     lost.start(problem.request(ctx, slot=1))

@@ -13,6 +13,7 @@ from typing import Any
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.run import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.benchmark.worker import rank_process
+from tw_compile.files import read_if_there
 from tw_compile.runner.launch import spawn_ranks
 from tw_compile.runner.spec import UsageError
 from tw_compile.tuning import beside
@@ -48,10 +49,11 @@ def key_of(spec: TuneSpec, devices: list[str]) -> Report:
 def earlier_stages(folder: Path, key: Report) -> Report:
     """The stages that an interrupted tuning with the same key has left; UsageError where the key is another."""
     file = folder / PARTIAL
-    if not file.is_file():
-        return {}
     try:
-        found = json.loads(file.read_text())
+        text = read_if_there(file, "partial results")
+        if text is None:
+            return {}
+        found = json.loads(text)
         theirs, stages = found["key"], found["stages"]
         stages.keys(), theirs.keys()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 from tw_compile.benchmark.results import rows_of
 from tw_compile.benchmark.table import mebibytes
+from tw_compile.files import read_if_there
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
@@ -182,10 +183,11 @@ def _read_back(name: str, text: str) -> None:
 
 
 def _merged_table(file: Path, own: Table) -> Table:
-    if not file.is_file():
-        return own
     try:
-        there = read_table(file.read_text(), str(file))
+        text = read_if_there(file, "thresholds")
+        if text is None:
+            return own
+        there = read_table(text, str(file))
     except ValueError as error:
         raise UsageError(f"--out: expected a table that can be read, got {error}") from error
     if there.device_class != own.device_class:
@@ -212,10 +214,11 @@ def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Step]:
-    if not file.is_file():
-        return list(own)
     try:
-        device, there = steps_of(file.read_text(), str(file))
+        text = read_if_there(file, "kernels")
+        if text is None:
+            return list(own)
+        device, there = steps_of(text, str(file))
     except ValueError as error:
         raise UsageError(f"--out: expected a table that can be read, got {error}") from error
     if device != device_name:

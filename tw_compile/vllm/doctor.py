@@ -7,10 +7,11 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from tw_compile.environment import ENABLE
 from tw_compile.gating import vllm as dispatch
 from tw_compile.gating.facts import Settings
 from tw_compile.vllm import plan
-from tw_compile.vllm.options import VARIABLE, asked_options, host_of, vllm_config
+from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
 
 Report = dict[str, Any]
 
@@ -57,11 +58,11 @@ def _plugin(environment: Mapping[str, str]) -> str:
 
 
 def _enabled(environment: Mapping[str, str], asked: bool) -> str:
-    if environment.get(VARIABLE) == "0":
-        return f"no, {VARIABLE}=0, whatever --additional-config says"
+    if switched_off(environment):
+        return f"no, {ENABLE}=0, whatever --additional-config says"
     if asked:
-        return f"yes, {VARIABLE}=1"
-    return f"no; {VARIABLE}=1 or --additional-config '{{\"tw_compile\": {{}}}}' switches it on"
+        return f"yes, {ENABLE}=1"
+    return f"no; {ENABLE}=1 or --additional-config '{{\"tw_compile\": {{}}}}' switches it on"
 
 
 def _group(engine: plan.Engine, config: Any, choices: tuple[Any, ...], capability: tuple[int, int] | None) -> Report:

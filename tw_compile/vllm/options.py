@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tw_compile.config import Config
+from tw_compile.environment import enabled
 from tw_compile.gating.facts import HOSTS
 
-VARIABLE = "TW_COMPILE"
 KEY = "tw_compile"
 """Of vLLM's ``additional_config``."""
 
@@ -17,10 +17,7 @@ _GIVEN_BY_VLLM = ("host", "disable_custom_all_reduce")
 
 def switched_off(environment: Mapping[str, str]) -> bool:
     """Whether ``TW_COMPILE=0`` says no, whatever else says yes; ValueError for other values than 0 and 1."""
-    value = environment.get(VARIABLE)
-    if value not in (None, "0", "1"):
-        raise ValueError(f"{VARIABLE}: expected '0' or '1', got {value!r}")
-    return value == "0"
+    return enabled(environment) is False
 
 
 def asked_options(additional_config: object, environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -38,7 +35,7 @@ def asked_options(additional_config: object, environment: Mapping[str, str]) -> 
         return dict(asked)
     if asked not in (None, True, False):
         raise ValueError(f"additional_config[{KEY!r}]: expected options, true or false, got {asked!r}")
-    return {} if asked or (asked is None and environment.get(VARIABLE) == "1") else None
+    return {} if asked or (asked is None and enabled(environment)) else None
 
 
 def vllm_config(options: Mapping[str, Any], version: str, disable_custom_all_reduce: bool) -> Config:

@@ -12,7 +12,8 @@ import logging
 import os
 from typing import Any
 
-from tw_compile.config import Config, strict_from_environment
+from tw_compile import environment
+from tw_compile.config import Config
 from tw_compile.passes.base import HostRefusal
 from tw_compile.vllm import plan
 from tw_compile.vllm.options import asked_options, switched_off, vllm_config
@@ -191,6 +192,6 @@ def _capability() -> tuple[int, int] | None:
 
 
 def _failed(error: Exception, what: str = "vLLM's configuration", strict: bool = False) -> None:
-    if strict or strict_from_environment():
+    if strict or environment.strict():
         raise error
     logger.warning("tw_compile left %s as it was: %s: %s", what, type(error).__name__, error)
