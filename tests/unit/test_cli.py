@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -92,12 +93,13 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
     ("changed", "came"),
     [
         ({"hidden_size": "many"}, "'many'"),
+        ({"rope_parameters": {"rope_type": "warp"}}, "rope_parameters.rope_type: expected one of default, "),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected a positive number, got -1"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a positive number, got 0"),
         (None, "got list"),
     ],
 )
-def test_a_config_that_makes_no_sense_is_one_line(
+def test_a_config_that_makes_no_sense_is_one_line_that_names_the_file(
     tmp_path: Path, command: list[str], changed: dict[str, Any] | None, came: str
 ) -> None:
     file = tmp_path / "config.json"
@@ -108,7 +110,70 @@ def test_a_config_that_makes_no_sense_is_one_line(
     result = invoke(*command, "--model", str(file), "--tokens", "8")
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
     lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "--model" in lines[0] and came in lines[0]
+    assert len(lines) == 1 and "--model" in lines[0] and str(file) in lines[0] and came in lines[0]
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [["inspect", "--tp", "2"], ["run", "--device", "cpu", "--tp", "1"]], ids=" ".join)
+def test_an_unknown_activation_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    config = json.loads((files("tw_compile.configs") / "models" / "tiny-llama.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "sillu"}))
+    result = invoke(*command, "--model", str(tmp_path), "--tokens", "8")
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    (line,) = (line for line in result.output.splitlines() if line.startswith("error: "))
+    assert f"--model {tmp_path}" in line and "hidden_act: expected one of gelu, " in line and "got 'sillu'" in line
+
+
+@pytest.mark.parametrize(
+    "command", [["run", "--device", "cpu"], ["inspect"], ["plan"], ["explain"], ["bench", "passes"]]
+)
+@pytest.mark.parametrize(
+    ("content", "came"),
+    [(b'{"model_type": "llama"}\xff', "'utf-8' codec"), (b"[]", "got list"), (b"{", "expected JSON"), (None, "a FIFO")],
+)
+def test_a_file_that_is_no_configuration_is_named_before_transformers_is_imported(
+    tmp_path: Path, command: list[str], content: bytes | None, came: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tw_compile.models.config.load_config", None)
+    file = tmp_path / "config.json"
+    os.mkfifo(file) if content is None else file.write_bytes(content)
+    result = invoke(*command, "--model", str(tmp_path))
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 2 and line.startswith("error: --model ") and str(file) in line and came in line
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "--device", "cpu", "--tp"],
+        ["inspect", "--tp"],
+        ["inspect", "--tokens"],
+        ["inspect", "--layers"],
+        ["plan", "--tp"],
+        ["plan", "--batch"],
+        ["explain", "--tp"],
+        ["explain", "--hidden"],
+        ["tune", "--device", "cpu", "--dry-run", "--tp"],
+        ["bench", "passes", "--tp"],
+        ["bench", "kernel", "--device", "cpu", "--tp"],
+        ["bench", "kernel", "--device", "cpu", "--calls"],
+        ["bench", "kernel", "--device", "cpu", "--repeats"],
+        ["bench", "kernel", "--device", "cpu", "--rotate-from"],
+        ["bench", "layer", "--device", "cpu", "--tp"],
+        ["bench", "layer", "--device", "cpu", "--batch"],
+        ["bench", "model", "--device", "cpu", "--seed"],
+        ["bench", "vllm", "--dry-run", "--tp"],
+        ["bench", "vllm", "--dry-run", "--decode-tokens"],
+        ["bench", "vllm", "--dry-run", "--kv-cache-gib"],
+        ["bench", "vllm", "--dry-run", "--timeout"],
+        ["run", "--device", "cpu", "--timeout"],
+    ],
+    ids=" ".join,
+)
+def test_numbers_that_are_too_large_are_refused_in_one_line(command: list[str]) -> None:
+    result = invoke(*command, "99999999999999")
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 2 and line.startswith(f"error: {command[-1]}: expected ") and "99999999999999" in line
 
 
 @pytest.mark.parametrize("command", [["inspect", "--model", "tiny-llama"], ["run", "--device", "cpu"]], ids=" ".join)

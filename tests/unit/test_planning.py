@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tw_compile.models.config import load_config, preset_names, tensor_parallel_plan
+from tw_compile.model_file import preset_names
+from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.planning import (
     Attention,
     Gemm,

@@ -48,7 +48,8 @@ def passes(
     The rest is Dynamo, AOTAutograd and Inductor up to its post-grad passes. Scheduling and code generation need the
     GPU and are not in it, so the share of the passes is an upper bound.
     """
-    common.positive("--tp", tp)
+    common.ranks("--tp", tp)
+    common.model_file(model)
     counts = sorted(common.numbers("--layers", layers))
     common.writable("--csv", csv_file)
     console = common.make_console(json_file)
@@ -140,8 +141,7 @@ def kernel(
     ours failed or sizes are missing, 2 bad input.
     """
     common.positive("--calls", calls)
-    if rotate_from < 0:
-        raise UsageError(f"--rotate-from: expected 0 or more, got {rotate_from}")
+    common.not_negative("--rotate-from", rotate_from)
     if regret_file is not None and not gated:
         raise UsageError(f"--regret: expected --gated with it, got {regret_file!r} alone")
     default_hidden, default_tokens = CUDA_SIZES if device == "cuda" else CPU_SIZES

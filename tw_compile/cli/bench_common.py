@@ -42,9 +42,9 @@ def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:
         UsageError: An option has a value that makes no sense.
     """
     common.one_of("--device", spec.device, ("cuda", "cpu"))
-    common.positive("--tp", tp)
-    if spec.repeats < MIN_REPEATS:
-        raise UsageError(f"--repeats: expected at least {MIN_REPEATS}, got {spec.repeats}")
+    common.ranks("--tp", tp)
+    if not MIN_REPEATS <= spec.repeats <= common.MOST:
+        raise UsageError(f"--repeats: expected {MIN_REPEATS} to {common.MOST}, got {spec.repeats}")
     check_run(spec, files)
 
 
@@ -55,8 +55,7 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
         UsageError: An option has a value that makes no sense.
     """
     common.one_of("--dtype", spec.dtype, DTYPES)
-    if spec.seed < 0:
-        raise UsageError(f"--seed: expected 0 or more, got {spec.seed}")
+    common.not_negative("--seed", spec.seed)
     common.seconds("--timeout", spec.timeout)
     for option, file in files.items():
         common.writable(option, file)
@@ -98,6 +97,7 @@ def _gpus() -> int:
 
 
 def check_depth(model: str, layers: int | None) -> None:
+    common.model_file(model)
     from tw_compile.models import load_config
 
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from tw_compile.cli.common import JsonOption, LayersOption
 from tw_compile.config import whole_number
 from tw_compile.runner.spec import UsageError
 
+MOST_GIB = 2**20
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
 
 
@@ -87,6 +87,7 @@ def vllm(
         timeout=timeout,
     )
     _check(spec, tp)
+    common.model_file(model)
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None:
         logs = str(common.folder("--logs", logs))
@@ -100,8 +101,8 @@ def vllm(
 
 
 def _bytes(gib: float) -> int:
-    if not 0 < gib < math.inf:
-        raise UsageError(f"--kv-cache-gib: expected a positive number, got {gib}")
+    if not 2.0**-30 <= gib <= MOST_GIB:
+        raise UsageError(f"--kv-cache-gib: expected a positive number of at most {MOST_GIB}, got {gib}")
     return int(gib * 2**30)
 
 
@@ -138,18 +139,16 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
         ("--prompt-tokens", spec.prompt_tokens),
         ("--requests", spec.requests),
         ("--repeats", spec.repeats),
-        ("--kv-cache-gib", spec.kv_cache_bytes),
     ):
         common.positive(option, number)
     for kind in spec.kinds:
         if kind not in KINDS:
             raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {kind!r}")
-    if tp is not None and tp < 2:
-        raise UsageError(f"--tp: expected at least 2 ranks, got {tp}")
+    common.ranks("--tp", tp, least=2)
     if spec.split != "auto" and not whole_number(spec.split):
         raise UsageError(f"--split: expected auto or a positive number of tokens, got {spec.split!r}")
-    if spec.decode_tokens < 2:
-        raise UsageError(f"--decode-tokens: expected at least 2, got {spec.decode_tokens}")
+    if not 2 <= spec.decode_tokens <= common.MOST:
+        raise UsageError(f"--decode-tokens: expected 2 to {common.MOST}, got {spec.decode_tokens}")
     variants(spec)
 
 

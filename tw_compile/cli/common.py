@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,15 @@ from rich.console import Console
 
 from tw_compile.config import whole_number
 from tw_compile.environment import check_environment
+from tw_compile.model_file import read_model_file
 from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+MOST = 10**9 - 1
+"""Of what is counted in an option; texts of numbers have as many digits (``config.whole_number``)."""
+MOST_RANKS = 1024
+LONGEST = 365 * 86400.0
 TRANSPORTS = ("auto", "p2p", "multimem", "nccl", "gloo")
 
 JsonOption = Annotated[
@@ -91,13 +95,31 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def positive(option: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise UsageError(f"{option}: expected a positive number, got {value}")
+    if value is not None and not 1 <= value <= MOST:
+        raise UsageError(f"{option}: expected a positive number of at most {MOST}, got {value}")
+
+
+def not_negative(option: str, value: int) -> None:
+    if not 0 <= value <= MOST:
+        raise UsageError(f"{option}: expected 0 to {MOST}, got {value}")
+
+
+def ranks(option: str, value: int | None, least: int = 1) -> None:
+    if value is not None and not least <= value <= MOST_RANKS:
+        raise UsageError(f"{option}: expected {least} to {MOST_RANKS} ranks, got {value}")
 
 
 def seconds(option: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option}: expected a positive number of seconds, got {value}")
+    if not 0 < value <= LONGEST:
+        raise UsageError(f"{option}: expected a positive number of seconds, at most {LONGEST:.0f}, got {value}")
+
+
+def model_file(model: str) -> None:
+    """Refuse a file of ``--model`` that holds no configuration, before torch and transformers are imported or ranks started."""
+    try:
+        read_model_file(model)
+    except ValueError as error:
+        raise UsageError(f"--model {model}: {error}") from None
 
 
 def folder(option: str, text: str) -> Path:

@@ -71,8 +71,7 @@ def explain(
     common.one_of("--backend", backend, ("auto", *BACKENDS))
     common.positive("--hidden", hidden)
     counts = common.numbers("--tokens", tokens)
-    if tp < 2:
-        raise UsageError(f"--tp: expected 2 or more, got {tp}")
+    common.ranks("--tp", tp, least=2)
     try:
         node = Node.parse(device, multicast)
     except ValueError as error:

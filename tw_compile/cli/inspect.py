@@ -42,11 +42,13 @@ def inspect(
     """Show what the passes do to a model on GPUs that need not exist: one process, no weights, nothing is run."""
     common.one_of("--dtype", dtype, DTYPES)
     common.one_of("--transport", transport, common.TRANSPORTS)
-    for option, value in (("--tp", tp), ("--tokens", tokens), ("--layers", layers)):
+    common.ranks("--tp", tp)
+    for option, value in (("--tokens", tokens), ("--layers", layers)):
         common.positive(option, value)
     common.splitting(split, device_profile)
     common.thresholds()
     common.writable("--html", html)
+    common.model_file(model)
     spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:

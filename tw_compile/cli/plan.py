@@ -47,7 +47,7 @@ def plan(
     json_file: JsonOption = None,
 ) -> None:
     """Predict how splitting a layer's tokens hides communication: sizes, windows, CTAs, waves, times. Needs no GPU."""
-    common.positive("--tp", tp)
+    common.ranks("--tp", tp)
     common.positive("--batch", batch)
     common.one_of("--attention", attention, ATTENTION)
     counts = token_counts(tokens)
@@ -127,6 +127,7 @@ def named_profile(name: str) -> DeviceProfile:
 
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
+    common.model_file(model)
     from tw_compile.models.config import load_config, tensor_parallel_plan
 
     try:

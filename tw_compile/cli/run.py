@@ -116,12 +116,13 @@ def resolve(
     common.one_of("--dtype", dtype, DTYPES)
     common.one_of("--mode", mode, MODES)
     common.one_of("--transport", transport, common.TRANSPORTS)
-    common.positive("--tp", tp)
+    common.ranks("--tp", tp)
     common.positive("--layers", layers)
     if device is not None:
         common.one_of("--device", device, ("cpu", "cuda"))
     common.seconds("--timeout", timeout)
     common.thresholds()
+    common.model_file(model)
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
     if device == "cpu" and transport in ("p2p", "multimem", "nccl"):
         raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")

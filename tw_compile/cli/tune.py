@@ -148,8 +148,8 @@ def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> t
 
     if torchrun_world_size() is not None:
         raise UsageError("tune: expected to start the ranks itself, got RANK of a launcher; run it without torchrun")
-    if asked is not None and min(asked) < 2:
-        raise UsageError(f"--tp: expected at least 2 ranks, got {min(asked)}")
+    for ranks in asked or ():
+        common.ranks("--tp", ranks, least=2)
     if device == "cpu":
         return asked or (2,)
     gpus = _gpus()

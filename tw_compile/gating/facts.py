@@ -37,7 +37,7 @@ class Node:
     @classmethod
     def parse(cls, device: str, multicast: bool) -> Node:
         """``"sm90"`` or ``"generic"``; ValueError for anything else."""
-        found = re.fullmatch(r"sm(\d+)(\d)", device)
+        found = re.fullmatch(r"sm([0-9]{1,3})([0-9])", device)
         if found is None and device != "generic":
             raise ValueError(f"device: expected sm90, sm100, sm103, another sm<number>, or generic, got {device!r}")
         return cls(None if found is None else (int(found[1]), int(found[2])), multicast)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable
 from functools import partial
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tw_compile.model_file import check_sizes, read_model_file
 
 # Plans that transformers lacks. gpt_oss: attention only, experts replicated (its experts' output bias is not shardable).
 ADDED_PLANS = {
@@ -25,36 +24,19 @@ ADDED_PLANS = {
 }
 
 
-def preset_names() -> list[str]:
-    """Names of the configurations shipped in ``configs/models``."""
-    folder = resources.files("tw_compile.configs") / "models"
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
 def load_config(source: str) -> PretrainedConfig:
     """Read a model configuration; nothing is downloaded.
 
     ``source`` is the name of a preset, the path of a ``config.json`` or a directory that holds one.
+
+    Raises:
+        ValueError: The file is wrong; the message names it, the key, what was expected and what came.
     """
-    if source in preset_names():
-        text = (resources.files("tw_compile.configs") / "models" / f"{source}.json").read_text()
-    else:
-        path = Path(source)
-        if path.is_dir():
-            path = path / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"source: expected a preset ({', '.join(preset_names())}), a config.json or a checkpoint directory, "
-                f"got {source!r}"
-            )
-        text = path.read_text()
+    values, name = read_model_file(source)
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"source: expected JSON in {source!r}, got {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"source: expected a JSON object in {source!r}, got {type(values).__name__}")
-    return config_from_dict(values)
+        return config_from_dict(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
@@ -62,20 +44,36 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ValueError(f"model_type: expected a model type that transformers knows, got {model_type!r}")
-    _check_sizes(values.get)  # before transformers divides by one of them
+    check_sizes(values.get)  # before transformers divides by one of them
     try:
         found = CONFIG_MAPPING[model_type].from_dict(values).get_text_config(decoder=True)
     except Exception as error:  # of many kinds: what a configuration checks is its own
         raise ValueError(f"{model_type} config: {' '.join(str(error).split())}") from error
-    _check_sizes(partial(getattr, found))
+    check_sizes(partial(getattr, found))
+    _check_rope(found)
     return found
 
 
-def _check_sizes(get: Callable[[str, int], Any]) -> None:
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        size = get(name, 1)
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"{name}: expected a positive number, got {size}")
+def _check_rope(config: PretrainedConfig) -> None:
+    """One kind of rotary embedding, or one for each kind of layer; transformers looks it up when it builds the model."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = all(isinstance(value, dict) for value in parameters.values())
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    for key, one in parameters.items() if nested else [("", parameters)]:
+        found = one.get("rope_type", "default")
+        if found not in known:
+            where = f"rope_parameters.{key}.rope_type" if key else "rope_parameters.rope_type"
+            raise ValueError(f"{where}: expected one of {', '.join(known)}, got {found!r}")
+
+
+def check_activation(config: PretrainedConfig) -> None:
+    """ValueError for an activation that transformers does not have. Apart from the rest, as asking it takes seconds."""
+    from transformers.activations import ACT2FN
+
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        found = getattr(config, name, None)
+        if found is not None and found not in tuple(ACT2FN):
+            raise ValueError(f"{name}: expected one of {', '.join(ACT2FN)}, got {found!r}")
 
 
 def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:

@@ -13,7 +13,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 
 from tw_compile.compat import fake_mode_active, real_tensors
 from tw_compile.models.attention import attention_implementation
-from tw_compile.models.config import truncate_layers
+from tw_compile.models.config import check_activation, truncate_layers
 from tw_compile.models.sharding import load_shards, shard_model
 
 _FINAL_NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
@@ -59,10 +59,11 @@ def build_decoder(
 
     All parameters are plain tensors. Without ``checkpoint`` the weights are random: equal on all ranks where they are
     replicated, different where they are sharded. Under a FakeTensorMode nothing is initialised and ``device`` need not
-    exist.
+    exist. Raises ValueError for a configuration that cannot be built or sharded.
     """
     if not dist.is_initialized():
         raise ValueError("build_decoder needs a default process group; call torch.distributed.init_process_group first")
+    check_activation(config)
     if num_layers is not None:
         config = truncate_layers(config, num_layers)
     device = torch.device(device)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from tw_compile.config import whole_number
 from tw_compile.leave import leave
 from tw_compile.runner.spec import RankError, RanksSpec, RunSpec, UsageError
 
@@ -36,10 +37,11 @@ def torchrun_world_size() -> int | None:
     """How many ranks a launcher has started, this process being one of them; None without a launcher."""
     if "RANK" not in os.environ:
         return None
-    world_size = os.environ.get("WORLD_SIZE", "")
-    if not (world_size.isascii() and world_size.isdecimal() and int(world_size)):
-        raise UsageError(f"WORLD_SIZE: expected a launcher's number of ranks beside RANK, got {world_size!r}")
-    return int(world_size)
+    text = os.environ.get("WORLD_SIZE", "")
+    world_size = whole_number(text)
+    if not world_size:
+        raise UsageError(f"WORLD_SIZE: expected a launcher's number of ranks beside RANK, got {text!r}")
+    return world_size
 
 
 def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str, Any]:

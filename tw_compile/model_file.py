@@ -1,0 +1,67 @@
+"""A model's configuration as its file has it: shipped presets, ``config.json`` files, checkpoint folders. Imports no torch.
+
+What transformers makes of it is :mod:`tw_compile.models.config`'s; what is wrong with the file itself shows here, at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from tw_compile.files import read_text
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+def preset_names() -> list[str]:
+    """Names of the configurations shipped in ``configs/models``."""
+    folder = resources.files("tw_compile.configs") / "models"
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def read_model_file(source: str) -> tuple[dict[str, Any], str]:
+    """The values, and what messages call the file; nothing is downloaded.
+
+    ``source`` is the name of a preset, the path of a ``config.json`` or a directory that holds one.
+
+    Raises:
+        ValueError: There is no such file, or it holds no JSON object, or a size that is not positive.
+    """
+    if source in preset_names():
+        name = f"{source}.json"
+        text = (resources.files("tw_compile.configs") / "models" / name).read_text()
+    else:
+        path = Path(source)
+        try:
+            path = path / "config.json" if path.is_dir() else path
+            there = path.exists()
+        except (OSError, ValueError):  # a name that no file can have
+            there = False
+        if not there:
+            raise ValueError(
+                f"source: expected a preset ({', '.join(preset_names())}), a config.json or a checkpoint directory, "
+                f"got {source!r}"
+            )
+        name, text = str(path), read_text(path, "source")
+    try:
+        values = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"source: expected JSON in {name!r}, got {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"source: expected a JSON object in {name!r}, got {type(values).__name__}")
+    try:
+        check_sizes(values.get)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    return values, name
+
+
+def check_sizes(get: Callable[[str, int], Any]) -> None:
+    """Before anything divides by one of them."""
+    for name in SIZES:
+        size = get(name, 1)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"{name}: expected a positive number, got {size}")
