@@ -11,6 +11,7 @@ ENABLE = "TW_COMPILE"
 STRICT = "TW_COMPILE_STRICT"
 THRESHOLDS = "TW_COMPILE_THRESHOLDS"
 SPIN_LIMIT = "TW_COMPILE_SPIN_LIMIT"
+CHECK_INPUTS = "TW_COMPILE_CHECK_INPUTS"
 CACHE_DIR = "TW_COMPILE_CACHE_DIR"
 REQUIRE_GPUS = "TW_COMPILE_REQUIRE_GPUS"
 
@@ -51,6 +52,11 @@ def spin_limit(environment: Mapping[str, str] = os.environ) -> int:
     return _number(environment, SPIN_LIMIT)
 
 
+def checks_inputs(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks compare operands that must be equal on all of them, by ``TW_COMPILE_CHECK_INPUTS``."""
+    return _switch(environment, CHECK_INPUTS) or False
+
+
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
     """``TW_COMPILE_CACHE_DIR``: the folder of compiled kernels; None where it is unset.
 
@@ -71,7 +77,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: The message names the variable, what was expected and what came.
     """
-    for read in (enabled, strict, thresholds, spin_limit, required_gpus):
+    for read in (enabled, strict, thresholds, spin_limit, checks_inputs, required_gpus):
         read(environment)
 
 

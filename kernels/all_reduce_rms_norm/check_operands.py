@@ -11,7 +11,6 @@ checked: the calls that warm the graph up are. All ranks must set the variable, 
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -19,11 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.environment import CHECK_INPUTS as VARIABLE
+from tw_compile.environment import checks_inputs
 
 if TYPE_CHECKING:
     from tw_compile.kernels.all_reduce_rms_norm.ops import Arguments
 
-VARIABLE = "TW_COMPILE_CHECK_INPUTS"
 MOST_CALLS = 512
 """So many calls on each group are checked: three forwards of a model of 80 layers, which has 160 sums."""
 _CHUNK = 1 << 20
@@ -34,11 +34,8 @@ _calls: dict[str, int] = {}
 
 @cache
 def checks_operands() -> bool:
-    """``TW_COMPILE_CHECK_INPUTS``, read once; ValueError unless it is 0, 1 or empty."""
-    value = os.environ.get(VARIABLE) or "0"
-    if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}: expected '0' or '1', got {value!r}")
-    return value == "1"
+    """``TW_COMPILE_CHECK_INPUTS``, read once, as this is asked at every call."""
+    return checks_inputs()
 
 
 def check_operands(arguments: Arguments, device: torch.device) -> None:
