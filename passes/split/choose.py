@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 
@@ -16,10 +17,13 @@ from tw_compile.passes.split.layer import GraphLayer, layer_of_graph, layer_of_p
 from tw_compile.passes.split.layout import Join
 from tw_compile.passes.split.token_axis import TokenAxis, analyse, find_token_axis
 from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
-from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half, shares_of_range
+from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
 from tw_compile.planning.plan import RESOLUTION
+from tw_compile.planning.ranges import Ranges
 
 _SEVERAL = "several requests of unknown length are split between them, not inside of one"
+_LOOKED_AT = 2**14
+"""Up to so many tokens it is said of a graph without a bound where a split would pay."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,23 @@ class NotSplit:
 
 
 @dataclass(frozen=True)
+class HostGraph:
+    """What a host says of a graph that it compiles.
+
+    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
+    Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
+    """
+
+    counts: tuple[int, int | None]
+    attention: HostAttention = HostAttention.ELSEWHERE
+    host_us: float = 0.0
+    captured_tokens: int = 0
+
+    def launch_us(self, tokens: int) -> float:
+        return 0.0 if tokens <= self.captured_tokens else self.host_us
+
+
+@dataclass(frozen=True)
 class _Planner:
     """Plans for one way to split one layer, at any number of tokens that it may have."""
 
@@ -60,6 +81,7 @@ class _Planner:
     kernel: str
     attention: str
     gemms_leave_sms: bool
+    host: HostGraph | None = None
 
     def plan(self, tokens: int, first: int | None = None) -> Plan:
         return plan_layer(
@@ -72,14 +94,21 @@ class _Planner:
             cut_sequences=self.axis.unit == "token",
             first=first,
             gemms_leave_sms=self.gemms_leave_sms,
+            host_us=0.0 if self.host is None else self.host.launch_us(tokens),
         )
 
     def plan_anyway(self, tokens: int, first: int) -> Plan:
         """For halves that are settled: where splitting does not pay, attention is cut all the same if it can be."""
-        plan = self.plan(tokens, first)
+        anyway = replace(self, host=None)
+        plan = anyway.plan(tokens, first)
         if plan.mode is Mode.OFF and self.attention == "auto":
-            return replace(self, attention=Mode.SPLIT).plan(tokens, first)
+            return replace(anyway, attention=Mode.SPLIT).plan(tokens, first)
         return plan
+
+    def ranges(self) -> Ranges:
+        plan = functools.cache(self.plan)
+        requests = self.batch if self.axis.unit == "request" else 1
+        return Ranges(lambda tokens, first, least: plan(tokens, first), self.layer.shape.world_size, requests)
 
     def first(self, plan: Plan) -> int:
         """Half 1 of ``plan`` in units of the axis."""
@@ -109,17 +138,6 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
     if isinstance(axis.tokens, int):
         return _planned(planners, axis.tokens)
     return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
-
-
-@dataclass(frozen=True)
-class HostGraph:
-    """What a host says of a graph that it compiles.
-
-    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
-    """
-
-    counts: tuple[int, int | None]
-    attention: HostAttention = HostAttention.ELSEWHERE
 
 
 def choose_split_of_host(
@@ -193,7 +211,7 @@ def _planners(
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
     attentions = [_attention(graph, one, host) for one in axes]
     return [
-        _Planner(one, axis.batch, profile, layer, kernel, attention, leave)
+        _Planner(one, axis.batch, profile, layer, kernel, attention, leave, host)
         for one, attention in zip(axes, attentions, strict=True)
     ]
 
@@ -249,48 +267,46 @@ def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
 
 
 def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
-    """One graph for ``low`` to ``high`` tokens is split if that pays at both ends and wherever ``low`` has doubled."""
-    if high is None or (planner.axis.unit == "token" and high > MOST_TOKENS):
-        return _unbounded(low)
+    """One graph for ``low`` to ``high`` tokens is split if that pays at some counts and costs nothing at the others."""
     if planner.axis.unit == "token" and planner.batch != 1:
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
-    counts = [max(low, 1)]
-    while counts[-1] * 2 < high:
-        counts.append(counts[-1] * 2)
-    plans = [planner.plan(tokens) for tokens in dict.fromkeys((*counts, high))]
+    ranges, requests = planner.ranges(), planner.axis.unit == "request"
+    low = max(low, planner.batch)
+    if high is None or (high > MOST_TOKENS and not requests):
+        return _unbounded(low, None if low >= _LOOKED_AT else _where_it_pays(planner, ranges, low, _LOOKED_AT))
+    found = ranges.split(low, high)
+    if found is not None:
+        paying = [plan for plan in found.plans if plan.mode is not Mode.OFF]
+        return Choice(planner.axis, found.first, paying[len(paying) // 2])
+    plans = [ranges.at(tokens, least=low) for tokens in ranges.counts(low, high)]
     off = [plan for plan in plans if plan.mode is Mode.OFF]
     if len(off) == len(plans):
-        return _off(off[0])
-    if off:
-        tokens, why = ", ".join(str(plan.tokens) for plan in off), off[0].off
-        detail = f"one graph for {low} to {high} tokens, and at {tokens} it would be off ({why})"
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, off[0])
-    plan = plans[len(plans) // 2]
-    if planner.axis.unit == "request":
-        return Choice(planner.axis, planner.first(plan), plan)
-    first = _first_half_of_range(planner, plans, low, high)
-    if first is None:
-        detail = f"one graph for {low} to {high} tokens, and no share of them is a first half that pays for all"
-        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail, plan)
-    return Choice(planner.axis, first, planner.plan(plan.tokens, first(plan.tokens)))
+        return _off(min(off, key=_cost))
+    detail = f"one graph for {low} to {high} tokens, and no first half is harmless at all of them"
+    where = _where_it_pays(planner, ranges, low, high)
+    worst = max(plans, key=_cost)
+    if worst.off is not None:
+        detail = f"{detail}: at {worst.tokens} it would be off ({worst.off})"
+    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; {where}" if where else detail, worst)
 
 
-def _first_half_of_range(planner: _Planner, plans: list[Plan], low: int, high: int) -> FirstHalf | None:
-    """The share of the tokens that is least behind the best plans of a range, where it is furthest behind.
+def _where_it_pays(planner: _Planner, ranges: Ranges, low: int, high: int) -> str:
+    """The counts of a range that a graph for them alone would be split at, in words; none if there are none."""
+    parts = [part for part in ranges.cut(low, high // planner.batch * planner.batch) if part.split is not None]
+    if not parts:
+        return ""
+    best = max(parts, key=lambda part: part.split.saved if part.split else 0.0)
+    pays = " and ".join(f"{part.low} to {part.high}" for part in parts)
+    if planner.host is not None:
+        return f"{pays} would be split"
+    size, count = ("", 1) if planner.axis.unit == "token" else (" a request", planner.batch)
+    bounds = f"mark_dynamic(min={best.low // count}, max={best.high // count})"
+    return f"{pays} would be split{size and f', {count} requests'}: bound it, as by torch._dynamo.{bounds}{size}"
 
-    Compared are sixteenths, in whole tiles of GEMMs; None if each is off somewhere.
-    """
-    best: tuple[float, int, int] | None = None
-    chosen = None
-    for first in shares_of_range(low, high, planner.layer.shape.world_size):
-        own = [planner.plan(plan.tokens, first(plan.tokens)) for plan in plans]
-        if any(plan.mode is Mode.OFF for plan in own):
-            continue
-        behind = max(plan.us / other.us for plan, other in zip(own, plans, strict=True))
-        rank = (round(behind, 3), abs(2 * first.numerator - first.denominator), -first.multiple)
-        if best is None or rank < best:
-            best, chosen = rank, first
-    return chosen
+
+def _cost(plan: Plan) -> float:
+    """Of splitting, by the time of the unsplit layer."""
+    return (plan.predicted.split_us or math.inf) / plan.predicted.unsplit_us
 
 
 def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSplit:
@@ -307,9 +323,15 @@ def _no_profile() -> NotSplit:
     return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
 
 
-def _unbounded(low: int) -> NotSplit:
-    detail = f"one graph for {low} and any more tokens; bound it, as by torch._dynamo.mark_dynamic(min=, max=)"
-    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, detail)
+def _unbounded(low: int, where: str | None = None) -> NotSplit:
+    """``where`` of the first :data:`_LOOKED_AT` counts it would be split."""
+    detail = f"one graph for {low} and any more tokens"
+    if where == "":
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; of up to {_LOOKED_AT} none pays")
+    how = (
+        "bound it, as by torch._dynamo.mark_dynamic(min=, max=)" if where is None else f"of up to {_LOOKED_AT}, {where}"
+    )
+    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; {how}")
 
 
 def _off(plan: Plan) -> NotSplit:

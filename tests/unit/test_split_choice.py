@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.base import SplitRefusal
+from tw_compile.passes.base import HostAttention, SplitRefusal
 from tw_compile.passes.split import Choice, choose
 from tw_compile.passes.split.choose import NotSplit, _Planner
 from tw_compile.passes.split.layer import GraphLayer
@@ -31,7 +31,7 @@ def planner(unit: Unit = "token", batch: int = 1) -> _Planner:
 
 
 def plan_of(first: int, tokens: int, us: float, off: Off | None = None) -> Plan:
-    predicted = replace(PLAN.predicted, split_us=us, fused_us=1000.0)
+    predicted = replace(PLAN.predicted, split_us=us, fused_us=1000.0, unfused_us=1000.0)
     made = replace(PLAN, tokens=tokens, predicted=predicted)
     if off is not None:
         return replace(made, mode=Mode.OFF, sizes=(tokens,), off=off, reason=f"{us} us")
@@ -122,32 +122,64 @@ def test_attention_of_settled_halves_is_cut_where_splitting_does_not_pay(
     assert asked == modes
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "counts"),
-    [
-        (512, 4096, [512, 1024, 2048, 4096]),
-        (512, 4097, [512, 1024, 2048, 4096, 4097]),
-        (600, 600, [600]),
-        (0, 3, [1, 2, 3]),
-    ],
-)
-def test_a_range_is_planned_at_its_ends_and_wherever_the_smallest_count_has_doubled(
-    low: int, high: int, counts: list[int], planned: Planned
-) -> None:
-    asked = planned(lambda tokens, first, cut: plan_of(2048, TOKENS, 100.0, Off.NOT_FASTER))
-    refused = choose._planned_range(planner(), low, high)
-    assert asked == counts and isinstance(refused, NotSplit) and refused.reason == Off.NOT_FASTER
-
-
-def test_a_range_that_pays_at_some_counts_alone_names_the_others(planned: Planned) -> None:
-    def plan(tokens: int, first: int | None, cut: bool) -> Plan:
-        return plan_of(tokens // 2, tokens, 100.0, Off.NOT_FASTER if tokens < 2048 else None)
-
-    planned(plan)
+def test_a_range_that_pays_nowhere_says_why_where_it_comes_closest(planned: Planned) -> None:
+    planned(lambda tokens, first, cut: plan_of(2048, tokens, 990.0 + abs(tokens - 2048), Off.NOT_FASTER))
     refused = choose._planned_range(planner(), 512, 4096)
+    assert isinstance(refused, NotSplit) and (refused.reason, refused.detail) == (Off.NOT_FASTER, "990.0 us")
+
+
+def from_1024(tokens: int, first: int | None, cut: bool) -> Plan:
+    """A tenth is saved from 1024 tokens on, below that a tenth is lost."""
+    return plan_of(first or tokens // 2, tokens, *((900.0,) if tokens >= 1024 else (1100.0, Off.NOT_FASTER)))
+
+
+def test_a_range_that_loses_at_some_counts_names_a_range_that_pays(planned: Planned) -> None:
+    planned(from_1024)
+    refused = choose._planned_range(planner(), 2, 8192)
     assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
-    assert refused.detail == "one graph for 512 to 4096 tokens, and at 512, 1024 it would be off (not_faster)"
-    assert refused.plan is not None and refused.plan.tokens == 512
+    assert refused.plan is not None and refused.plan.off == Off.NOT_FASTER
+    assert refused.detail.startswith(
+        "one graph for 2 to 8192 tokens, and no first half is harmless at all of them: at "
+    )
+    assert refused.detail.endswith(
+        "; 1024 to 8192 would be split: bound it, as by torch._dynamo.mark_dynamic(min=1024, max=8192)"
+    )
+    assert isinstance(choose._planned_range(planner(), 1024, 8192), Choice)
+    of_host = choose._planned_range(replace(planner(), host=choose.HostGraph((2, 8192))), 2, 8192)
+    assert isinstance(of_host, NotSplit) and of_host.detail.endswith("; 1024 to 8192 would be split")
+
+
+def test_an_unbounded_range_names_bounds_that_pay_if_there_are_some(planned: Planned) -> None:
+    planned(from_1024)
+    refused = choose._planned_range(planner(), 2, None)
+    assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
+    assert refused.detail.endswith(
+        "of up to 16384, 1024 to 16384 would be split: bound it, as by torch._dynamo.mark_dynamic(min=1024, max=16384)"
+    )
+    planned(lambda tokens, first, cut: plan_of(tokens // 2, tokens, 1000.0, Off.NOT_FASTER))
+    refused = choose._planned_range(planner(), 2, None)
+    assert isinstance(refused, NotSplit) and refused.detail.endswith("of up to 16384 none pays")
+
+
+def test_bounds_of_several_requests_are_those_of_one(planned: Planned) -> None:
+    planned(from_1024)
+    refused = choose._planned_range(planner("request", 4), 64, 8192)
+    assert isinstance(refused, NotSplit)
+    assert refused.detail.endswith(
+        "1024 to 8192 would be split, 4 requests: bound it, as by torch._dynamo.mark_dynamic(min=256, max=2048) a request"
+    )
+
+
+@pytest.mark.parametrize(("captured", "off"), [(0, Off.HOST_SLOWER), (TOKENS, None)])
+def test_a_graph_that_its_host_launches_more_slowly_than_it_runs_stays_whole(captured: int, off: Off | None) -> None:
+    us = PLAN.predicted.split_us
+    assert us is not None
+    for slower, expected in ((us * 1.5, off), (us / 2, None)):
+        host = choose.HostGraph((TOKENS, TOKENS), HostAttention.HALVES, slower, captured)
+        assert replace(planner(), host=host).plan(TOKENS).off == expected
+        assert replace(planner(), host=host).plan_anyway(TOKENS, 2048).off is None  # an option asks for it
+        chosen = choose._planned([replace(planner(), host=host)], TOKENS)
+        assert chosen.reason == expected if isinstance(chosen, NotSplit) else expected is None
 
 
 @pytest.mark.parametrize(
@@ -175,14 +207,14 @@ Shared = Callable[[Callable[[int, float], float]], Choice | NotSplit]
 
 @pytest.fixture
 def shared(planned: Planned) -> Shared:
-    """The choice for 2048 to 8192 tokens, by the time at each count of each share; 0 is off."""
+    """The choice for 2048 to 8192 tokens, by the time at each count of each share; unsplit it takes 1000."""
 
     def choice(us: Callable[[int, float], float]) -> Choice | NotSplit:
         def plan(tokens: int, first: int | None, cut: bool) -> Plan:
             if first is None:
                 return plan_of(tokens // 2, tokens, 100.0)
             time = us(tokens, first / tokens)
-            return plan_of(first, tokens, time, None if time else Off.NOT_FASTER)
+            return plan_of(first, tokens, time, None if time < 950.0 else Off.NOT_FASTER)
 
         planned(plan)
         return choose._planned_range(planner(), 2048, 8192)
@@ -198,20 +230,25 @@ def half_of(choice: Choice | NotSplit) -> str:
 
 def test_shares_that_are_equally_fast_are_decided_by_the_middle_then_by_larger_tiles(shared: Shared) -> None:
     assert half_of(shared(lambda tokens, share: 100.0)) == "s*8//16//256*256"
-    assert half_of(shared(lambda tokens, share: 100.04 if share == 0.5 else 100.0)) == "s*8//16//256*256"
+    assert half_of(shared(lambda tokens, share: 100.9 if share == 0.5 else 100.0)) == "s*8//16//256*256"
+    assert half_of(shared(lambda tokens, share: 101.1 if share == 0.5 else 100.0)) == "s*7//16//256*256"
 
 
-def test_a_share_that_is_off_at_one_count_is_no_first_half(shared: Shared) -> None:
-    assert half_of(shared(lambda tokens, share: 100.0 * (share != 0.5 or tokens != 2048))) == "s*7//16//256*256"
-    refused = shared(lambda tokens, share: 100.0 * (tokens != 8192))
+def test_a_share_that_costs_something_at_one_count_is_no_first_half(shared: Shared) -> None:
+    assert (
+        half_of(shared(lambda tokens, share: 1100.0 if (share, tokens) == (0.5, 2048) else 100.0)) == "s*7//16//256*256"
+    )
+    refused = shared(lambda tokens, share: 1100.0 if tokens == 8192 else 100.0)
     assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
-    assert "no share of them" in refused.detail
+    assert "no first half is harmless at all" in refused.detail
 
 
-def test_the_share_that_is_least_behind_where_it_is_furthest_behind_is_taken(shared: Shared) -> None:
+def test_the_share_that_takes_the_least_time_at_all_counts_is_taken(shared: Shared) -> None:
+    """Long steps decide, as most counts are theirs."""
+
     def us(tokens: int, share: float) -> float:
         if share == 0.75:
-            return 105.0
-        return 110.0 if tokens == 4096 else 100.0
+            return 110.0 if tokens == 2048 else 100.0
+        return 100.0 if tokens == 2048 else 105.0
 
     assert half_of(shared(us)) == "s*12//16//256*256"

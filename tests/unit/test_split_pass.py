@@ -390,7 +390,8 @@ def code_of_layer(seq: int, bounds: tuple[int, int] | None) -> str:
         ids = torch.zeros(1, seq, dtype=torch.long, device="cuda")
         if bounds is not None:
             torch._dynamo.mark_dynamic(ids, 1, min=bounds[0], max=bounds[1])
-        passes = TWCompilePass(Config(split="auto", device_profile="H200", strict=True))
+        split = str(seq // 2) if bounds is None else "auto"  # a range is split in equal halves
+        passes = TWCompilePass(Config(split=split, device_profile="H200", strict=True))
         return compat.inductor_code(decoder, (ids,), passes, "cuda", None, {})
 
 

@@ -13,7 +13,7 @@ from tw_compile.config import Config
 from tw_compile.gating.facts import Settings
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.base import GroupRefusal, HostRefusal, WholeAttention
-from tw_compile.planning import Mode, layer_shape, load_profile
+from tw_compile.planning import LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
 from tw_compile.vllm import plan
 from tw_compile.vllm.doctor import examine
 from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
@@ -106,50 +106,105 @@ def test_ranges_follow_the_options() -> None:
     assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
 
 
-def test_ranges_of_a_split_are_doublings_or_begin_where_the_second_half_is_half_as_long() -> None:
-    def ends(split: str, pays: plan.Pays | None = None, **changes: int) -> list[int]:
+def test_an_option_that_names_the_first_half_has_a_range_from_where_the_second_is_half_as_long() -> None:
+    def ends(split: str) -> list[int]:
         config = Config(host="vllm-0.24", split=split)
-        return plan.range_endpoints(replace(ENGINE, **changes), config, plan.gates(config, (9, 0)), pays)
+        return plan.range_endpoints(replace(ENGINE, tensor_parallel_size=4), config, plan.gates(config, (9, 0)))
 
-    assert ends("off", tensor_parallel_size=4) == []
-    assert ends("auto", tensor_parallel_size=4) == [1024, 2048, 4096]
-    assert ends("auto", tensor_parallel_size=4, max_tokens=1024) == []
-    assert ends("auto") == [15, 1024, 2048, 4095]
-    assert ends("512", tensor_parallel_size=4) == [767]
-    assert ends(str(ENGINE.max_tokens // 2), tensor_parallel_size=4) == [3 * ENGINE.max_tokens // 4 - 1]
-    assert ends("auto", lambda tokens: True, tensor_parallel_size=4) == [1024, 2048, 4096]
-    assert ends("auto", lambda tokens: False, tensor_parallel_size=4) == []
-    assert ends("auto", lambda tokens: tokens > 2048, tensor_parallel_size=4) == [2048, 4096]
-    assert ends("auto", lambda tokens: tokens < 4096, tensor_parallel_size=4) == [1024, 2048]
+    assert ends("off") == ends("auto") == []
+    assert ends("512") == [767]
+    assert ends(str(ENGINE.max_tokens // 2)) == [3 * ENGINE.max_tokens // 4 - 1]
 
 
-def test_the_graph_of_a_whole_model_is_compiled_for_three_ranges_at_most() -> None:
-    def ends(pays: plan.Pays, **changes: int) -> list[int]:
-        config = Config(host="vllm-0.24", split="auto")
-        engine = replace(ENGINE, tensor_parallel_size=4, **changes)
-        return plan.range_endpoints(engine, config, plan.gates(config, (9, 0)), pays, whole_graph=True)
-
-    assert ends(lambda tokens: True) == [1024, 4096]
-    assert ends(lambda tokens: True, max_tokens=2048) == [1024]
-    assert ends(lambda tokens: tokens > 4096) == [4096]
-    assert ends(lambda tokens: False) == []
+H200 = load_profile("H200")
 
 
-@pytest.mark.parametrize(
-    ("mode", "ranks", "expected"),
-    [
-        (Mode.JOIN, 4, [False, True, True]),
-        (Mode.JOIN, 2, [False, False, False]),
-        (Mode.SPLIT, 4, [True, True, True]),
-        (Mode.SPLIT, 2, [False, False, False]),
-    ],
-)
-def test_ranges_are_those_that_the_planner_splits(mode: Mode, ranks: int, expected: list[bool]) -> None:
-    """Pieces of a large model on four GPUs from some thousand tokens on, its whole graph earlier; on two GPUs at none."""
-    model = load_config("llama-3.3-70b")
-    layer = layer_shape(model, tensor_parallel_plan(model), ranks, merged=True)
-    found = plan.pays(load_profile("H200"), layer, mode)
-    assert [found(tokens) for tokens in (1024, 4096, 8192)] == expected
+def layer_of(name: str, ranks: int) -> LayerShape:
+    model = load_config(name)
+    return layer_shape(model, tensor_parallel_plan(model), ranks, merged=True)
+
+
+def planned(
+    name: str = "llama-3.3-70b", ranks: int = 4, first: int = 513, inside: bool = True, **changes: Any
+) -> tuple[tuple[tuple[int, int], ...], str]:
+    """The ranges of an engine, and what its start says of the split; changes of the engine's, or of options."""
+    layer = layer_of(name, ranks)
+    options = {key: changes.pop(key) for key in [*changes] if key in Config.__dataclass_fields__}
+    config = Config(**{"host": "vllm-0.24", "split": "auto", **options})
+    engine = replace(ENGINE, tensor_parallel_size=ranks, hidden_size=layer.hidden_size, **changes)
+    choices = plan.gates(config, (9, 0))
+    ends = plan.range_endpoints(engine, config, choices)
+    return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama-3.1-8b", 2), ("llama-3.3-70b", 4), ("llama-3.3-70b", 2)])
+def test_steps_are_split_from_where_the_gpu_takes_longer_than_the_host(name: str, ranks: int) -> None:
+    ranges, line = planned(name, ranks)
+    assert len(ranges) == 2 and ranges[0][0] == 513 and ranges[1][1] == 8192
+    first = ranges[1][0]
+    assert line == f"split auto: steps of {first} to 8192 tokens"
+    layer = layer_of(name, ranks)
+    layer = replace(layer, attention=replace(layer.attention, kernel="flash3"))
+    took = [plan_layer(H200, layer, tokens, min_gain=0.0).predicted.split_us for tokens in (first - 64, first)]
+    assert took[0] is not None and took[1] is not None and took[1] >= plan.SPLIT_HOST_US
+    assert took[0] < plan.SPLIT_HOST_US or plan_layer(H200, layer, first - 64).mode is Mode.OFF
+
+
+def test_full_steps_that_the_host_launches_more_slowly_are_not_split() -> None:
+    ranges, line = planned("llama-3.1-8b", 2, max_tokens=2048)
+    assert ranges == ((513, 2048),)
+    assert line.startswith("split auto: none of up to 2048 tokens pays, at 2048 split is predicted to take ")
+    assert line.endswith(f" us, and the host {plan.SPLIT_HOST_US:.0f} us to launch it")
+
+
+def test_captured_steps_need_no_time_of_the_host() -> None:
+    ranges, line = planned(captured_tokens=8192, inside=False)
+    assert len(ranges) <= 2 and line == f"split auto: steps of {ranges[-1][0]} to 8192 tokens"
+    assert ranges[-1][0] < planned(inside=False)[0][-1][0]
+
+
+def test_attention_that_stays_whole_is_planned_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    original = plan.plan_layer
+
+    def noted(*given: Any, **options: Any) -> Plan:
+        seen.add(str(options["attention"]))
+        return original(*given, **options)
+
+    monkeypatch.setattr(plan, "plan_layer", noted)
+    for changes, expected in (({}, "auto"), ({"inside": False}, "join"), ({"context_parallel": True}, "join")):
+        seen.clear()
+        planned(**changes)  # type: ignore[arg-type]
+        assert seen == {expected}
+
+
+def test_ranges_that_are_not_fused_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    row_bytes = 2 * 8192
+    assert planned(fuse=False) == (((513, 8192),), "split auto: none of up to 8192 tokens pays")
+    ranges, line = planned(fuse_max_bytes=4096 * row_bytes, transport="p2p")
+    assert ranges[-1] == (4097, 8192) and line == f"split auto: steps of {ranges[-2][0]} to 4096 tokens"
+    assert planned(ranks=8)[1].endswith(" to 8192 tokens")  # fused from 4096 tokens on, whatever the node
+    monkeypatch.setattr(plan, "SPLIT_HOST_US", 0.0)
+    ranges, line = planned(ranks=8)  # with multicast vLLM's multimem is faster up to 4095 tokens
+    assert (4096, 8192) in ranges and line.endswith("to 8192 tokens, where they are fused")
+
+
+def test_steps_that_flashinfer_fuses_are_not_split() -> None:
+    assert planned(first=8192) == ((), "split auto: none, vLLM fuses steps of up to 8191 tokens by FlashInfer")
+
+
+def test_without_a_plan_the_start_says_so() -> None:
+    engine, config = replace(ENGINE, tensor_parallel_size=4), Config(host="vllm-0.24", split="auto")
+
+    def line(profile: Any, layer: Any, config: Config = config) -> Any:
+        return plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (profile, layer), True)
+
+    whole = ((513, 8192),)
+    assert line(None, None) == (whole, "split auto: none, no profile says what the device takes for a layer")
+    ranges, said = line(H200, None)
+    assert ranges == ((513, 1024), (1025, 4096), (4097, 8192)) and "read off its graph" in said
+    assert line(None, None, replace(config, split="off")) == (whole, "split off")
+    assert line(None, None, replace(config, split="512")) == (whole, "split 512")
 
 
 @pytest.mark.parametrize(
@@ -264,9 +319,17 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report["installed"] is None and report["dispatch"] == "vllm-0.24"
     assert report["enabled"].startswith("yes") and "leaves out tw_compile" in report["plugin"]
     last = report["groups"][-1]
-    assert last["ranges_end_at"] == [15, 4095]
+    assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no profile")
     first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
     assert first == [4097, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB
     assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
     off = examine({}, None)
     assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None
+
+
+def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tw_compile.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
+    of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
+    ranges, line = planned()
+    assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]
+    assert "no profile" in examine({}, (9, 0), "another")["groups"][1]["split"]

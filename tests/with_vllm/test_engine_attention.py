@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from tw_compile.passes.base import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis, choose
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
+from tw_compile.vllm import plan
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "plain_attention")
 
@@ -204,7 +206,13 @@ def test_ranges_are_planned_for_where_attention_is(
     folder: Path, monkeypatch: pytest.MonkeyPatch, partition: bool, layers: int, inside: bool
 ) -> None:
     seen: list[bool] = []
-    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda engine, config, attention: seen.append(attention))
+    original = plan.planned_ranges
+
+    def noted(*given: Any) -> Any:
+        seen.append(given[-1])
+        return original(*given)
+
+    monkeypatch.setattr(plan, "planned_ranges", noted)
     engine(folder, {"use_inductor_graph_partition": partition}, layers=layers, split="auto")
     assert set(seen) == {inside}
 
@@ -223,10 +231,10 @@ def test_a_step_of_another_kind_is_an_error_and_no_wrong_result(folder: Path) ->
         model(40, prepare)
 
 
-def test_a_range_gets_halves_that_are_planned_with_their_attention(
-    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch
+def test_the_start_says_which_steps_are_split_and_these_are(
+    folder: Path, graphs: list[fx.Graph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planned as if the layers were those of Llama-70B on four GPUs."""
+    """Planned as if the layers were those of Llama-70B on four GPUs: their halves with attention, in one range."""
 
     def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
         found = original(graph, axis)
@@ -239,19 +247,25 @@ def test_a_range_gets_halves_that_are_planned_with_their_attention(
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash3"))
     monkeypatch.setattr(choose, "layer_of_graph", layer_of_graph)
-    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda *given: None)  # all ranges that there may be
+    monkeypatch.setattr("tw_compile.vllm.engine.layer_of", lambda engine: big)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
     options = {"strict": True, "split": "auto", "vllm_layer_groups": LAYERS, "device_profile": "H200"}
     compilation = {"pass_config": {"fuse_allreduce_rms": False}}
-    whole = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        whole = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
     assert whole.compilation_config.compile_ranges_endpoints == [8192]
+    ((first, last),) = {
+        (int(low), int(high)) for low, high in re.findall(r"split auto: steps of (\d+) to (\d+) tokens", caplog.text)
+    }
     with collect_reports() as reports, llama(whole) as model:
-        assert [model(count).shape[0] for count in (8192, 3000, 700)] == [8192, 3000, 700]
-    assert modes(reports) == {(24, 1024): "token_count_unknown", (1025, 4096): "split", (4097, 8192): "split"}
+        assert [model(count).shape[0] for count in (8192, first, first - 1, 700)] == [8192, first, first - 1, 700]
+    assert modes(reports).keys() == {(LONG_FROM, first - 1), (first, last)} and modes(reports)[first, last] == "split"
+    assert modes(reports)[LONG_FROM, first - 1] in ("host_slower", "token_count_unknown")
     sizes = [report.split.sizes for report in reports if report.split is not None and report.split.mode == "split"]
-    assert all(str(first).startswith("s*") for first, _ in sizes)
+    assert sizes and all(str(half).startswith("s*") for half, _ in sizes)
     halves = [names(graph).count("tw_compile::vllm_attention_half") for graph in graphs]
-    assert halves[-3:] == [0, 2 * LAYERS, 2 * LAYERS]
+    assert halves[-2:] == [0, 2 * LAYERS]
 
 
 def test_the_pass_knows_up_to_where_graphs_are_captured(folder: Path) -> None:

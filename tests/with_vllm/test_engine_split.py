@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_every_range_and_size_has_its_own_halves_and_assumes_nothing_of_the_othe
 
 @pytest.mark.parametrize("joins", [False, True])
 def test_a_range_gets_the_expression_that_is_planned_for_it(
-    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, joins: bool
+    folder: Path, seen: Seen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, joins: bool
 ) -> None:
     """Planned as if the piece between two attentions were one of Llama-70B; ``joins``: as if our own GEMM were faster."""
 
@@ -133,23 +134,27 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
         assert (found.shape.world_size, found.shape.hidden_size, found.transport) == (WORLD_SIZE, HIDDEN, "gloo")
         return replace(found, shape=big)
 
-    monkeypatch.setattr("tw_compile.vllm.engine.split_pays", lambda *given: None)  # ranges at every doubling
+    monkeypatch.setattr("tw_compile.vllm.engine.layer_of", lambda engine: big)
     config, original = load_config("llama-3.3-70b"), choose.layer_of_piece
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash"))
     monkeypatch.setattr(choose, "layer_of_piece", layer_of_piece)
-    monkeypatch.setattr("tw_compile.vllm.plan.SPLIT_FROM", 4096)
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
     pieces = {"strict": True, "vllm_layer_groups": 0}
     options = {**pieces, "split": "auto", "device_profile": "H200"}
-    counts = (8192, 4097, 300)
     monkeypatch.setattr(_Beside, "_joins", lambda *given: joins)
-    outputs, reports = run(engine_config(folder, additional_config={"tw_compile": options}, **longer), counts)
+    with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
+        compilation = {"pass_config": {"fuse_allreduce_rms": False}}
+        planned = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
+    (said,) = set(re.findall(r"split auto: steps of (\d+) to 8192 tokens", caplog.text))
+    first = int(said)
+    counts = (8192, first, 300)
+    outputs, reports = run(planned, counts)
     whole = "layer_not_recognised"
-    assert decided(reports) == {
-        (1, 4096): [whole, "token_count_unknown", whole],
-        (4097, 8192): [whole, "split", whole],
-    }
+    modes = decided(reports)
+    assert modes.pop((first, 8192)) == [whole, "split", whole]
+    assert modes and all("split" not in of_range for of_range in modes.values())
     sizes, *_ = (r.split.sizes for r in reports if r.split is not None and r.split.mode == "split")
     assert all(str(size).startswith("s") for size in sizes)
     own = [node.target for graph in seen.graphs for node in graph.nodes if "_mm_leaving_sms" in str(node.target)]

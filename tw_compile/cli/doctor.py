@@ -42,8 +42,10 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
 def _examine_vllm(report: Report) -> Report:
     from tw_compile.vllm.doctor import examine
 
-    capability = report["gpus"][0]["capability"] if report["gpus"] else None
-    return examine(os.environ, None if capability is None else (int(capability[:-1]), int(capability[-1])))
+    if not report["gpus"]:
+        return examine(os.environ, None)
+    gpu = report["gpus"][0]
+    return examine(os.environ, (int(gpu["capability"][:-1]), int(gpu["capability"][-1])), gpu["name"])
 
 
 def print_vllm(console: Console, report: Report) -> None:
@@ -69,6 +71,7 @@ def print_vllm(console: Console, report: Report) -> None:
             else f"no, {layers['detail']}"
         )
         console.print(f"by groups of layers, where no CUDA graphs are captured: {first}", markup=False, soft_wrap=True)
+        console.print(group["split"], markup=False, soft_wrap=True)
         limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
         if default is not None:
             of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"

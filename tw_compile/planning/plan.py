@@ -37,6 +37,7 @@ class Off(StrEnum):
     TOO_FEW_TOKENS = "too_few_tokens"
     ONE_SEQUENCE = "one_sequence"
     NOT_FASTER = "not_faster"
+    HOST_SLOWER = "host_slower"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Predicted:
     no_communication_us: float
     fused_us: float
     split_us: float | None
+
+    @property
+    def unsplit_us(self) -> float:
+        """Of the faster one of unfused and fused."""
+        return min(self.unfused_us, self.fused_us)
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,19 @@ class Plan:
         return self.predicted.split_us
 
     @property
+    def harmless(self) -> bool:
+        """Whether the best split found, which need not pay, costs no more than predictions can tell apart."""
+        if self.off not in (None, Off.NOT_FASTER) or self.predicted.split_us is None:
+            return False
+        return self.saved_us >= -RESOLUTION * self.predicted.unsplit_us
+
+    @property
+    def saved_us(self) -> float:
+        """What the best split found saves of the unsplit layer; less than 0 where it costs, 0 where there is none."""
+        split_us = self.predicted.split_us
+        return 0.0 if split_us is None else self.predicted.unsplit_us - split_us
+
+    @property
     def gain(self) -> float:
         """How many times faster than the unfused layer."""
         return self.predicted.unfused_us / self.us
@@ -122,6 +141,7 @@ def plan_layer(
     gemms_leave_sms: bool = True,
     row_multiple: int = ROW_MULTIPLE,
     min_gain: float | None = None,
+    host_us: float = 0.0,
 ) -> Plan:
     """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
 
@@ -139,6 +159,7 @@ def plan_layer(
         row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
             of :func:`evidence`.
+        host_us: What it takes the host to launch a split layer. A split that takes the device less would wait for the host.
 
     Raises:
         ValueError: An argument is out of range.
@@ -168,10 +189,11 @@ def plan_layer(
     ]
     near = min(us for us, _, _ in weaves) * (1.0 + RESOLUTION) if weaves else 0.0
     best = next((weave for weave in weaves if weave[0] <= near), None)
-    unsplit = min(unfused, fused)
-    if best is not None and best[0] > unsplit * (1.0 - min_gain):
-        off = Off.NOT_FASTER
     predicted = Predicted(unfused, silent, fused, best[0] if best else None)
+    if best is not None and best[0] < host_us:
+        off = Off.HOST_SLOWER
+    elif best is not None and best[0] > predicted.unsplit_us * (1.0 - min_gain):
+        off = Off.NOT_FASTER
     windows = best[2] if best else ()
     mode = Mode.OFF if off or best is None else Mode.JOIN if len(windows) == 5 else Mode.SPLIT
     first = best[1] if best is not None else tokens
@@ -181,7 +203,7 @@ def plan_layer(
         sizes=(tokens,) if mode is Mode.OFF else (first, tokens - first),
         cuts_sequence=mode is not Mode.OFF and first not in starts,
         off=off,
-        reason=_reason(off, predicted, min_gain, multiple),
+        reason=_reason(off, predicted, min_gain, multiple, host_us),
         fused_ctas=ctas,
         predicted=predicted,
         windows=windows,
@@ -303,7 +325,7 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[Window]) -> tuple[GemmWa
     return tuple(result)
 
 
-def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int) -> str:
+def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int, host_us: float) -> str:
     if off is Off.NO_COMMUNICATION:
         return "no all_reduce that could be hidden"
     if off is Off.TOO_FEW_TOKENS:
@@ -311,6 +333,8 @@ def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: in
     if off is Off.ONE_SEQUENCE:
         return "one sequence, which may not be cut"
     assert predicted.split_us is not None
-    share = predicted.split_us / min(predicted.unfused_us, predicted.fused_us)
+    if off is Off.HOST_SLOWER:
+        return f"split is predicted to take {predicted.split_us:.0f} us, and the host {host_us:.0f} us to launch it"
+    share = predicted.split_us / predicted.unsplit_us
     text = f"split is predicted to take {share:.1%} of the unsplit layer's time"
     return f"{text}, more than {1.0 - min_gain:.1%}" if off is Off.NOT_FASTER else text

@@ -7,9 +7,12 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from tw_compile.config import Config
 from tw_compile.environment import ENABLE
 from tw_compile.gating import vllm as dispatch
 from tw_compile.gating.facts import Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 from tw_compile.vllm import plan
 from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
 
@@ -18,16 +21,19 @@ Report = dict[str, Any]
 PLUGIN = "tw_compile"
 WORLD_SIZES = (2, 4, 8)
 # Of the example that ranges are shown for: Llama-70B's, and vLLM's default number of tokens.
-HIDDEN_SIZE, MAX_TOKENS = 8192, 8192
+MODEL, HIDDEN_SIZE, MAX_TOKENS = "llama-3.3-70b", 8192, 8192
 _TESTED = "0.24.0"
 
 
-def examine(environment: Mapping[str, str], capability: tuple[int, int] | None) -> Report:
+def examine(
+    environment: Mapping[str, str], capability: tuple[int, int] | None, device_name: str | None = None
+) -> Report:
     """The effective configuration for the device of ``capability``; ValueError for a wrong variable or thresholds file."""
     version = installed_version()
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
     choices = plan.gates(config, capability)
+    profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     return {
         "installed": version,
@@ -35,7 +41,7 @@ def examine(environment: Mapping[str, str], capability: tuple[int, int] | None) 
         "plugin": _plugin(environment),
         "enabled": _enabled(environment, asked is not None),
         "settings": asdict(choices[0].settings),
-        "groups": [_group(engine, config, choices, capability) for engine in engines],
+        "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
     }
 
 
@@ -65,19 +71,39 @@ def _enabled(environment: Mapping[str, str], asked: bool) -> str:
     return f"no; {ENABLE}=1 or --additional-config '{{\"tw_compile\": {{}}}}' switches it on"
 
 
-def _group(engine: plan.Engine, config: Any, choices: tuple[Any, ...], capability: tuple[int, int] | None) -> Report:
+def _group(
+    engine: plan.Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    capability: tuple[int, int] | None,
+    profile: DeviceProfile | None,
+) -> Report:
     world_size = engine.tensor_parallel_size
     settings: Settings = choices[0].settings
     limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == "vllm-0.33" else dispatch.FLASHINFER_LIMITS
     default = limits.get(capability, {}).get(world_size) if capability else None
+    ends = plan.range_endpoints(engine, config, choices)
+    groups = _groups_of_layers(engine, config, default)
+    inside = "from_tokens" in groups
+    first = groups["from_tokens"] if inside else 1 + (default or 0) // plan.row_bytes_of(engine)
+    split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
+    ranges, split = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside)
     return {
         "world_size": world_size,
-        "ranges_end_at": plan.range_endpoints(engine, config, choices),
-        "groups_of_layers": _groups_of_layers(engine, config, default),
+        "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
+        "groups_of_layers": groups,
+        "split": split,
         "flashinfer_fusion_bytes": plan.flashinfer_fusion_limit(capability, world_size, settings, default),
         "flashinfer_fusion_bytes_of_vllm": default,
         "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
     }
+
+
+def _layer(world_size: int) -> LayerShape:
+    from tw_compile.models.config import load_config, tensor_parallel_plan  # brings transformers along
+
+    model = load_config(MODEL)
+    return layer_shape(model, tensor_parallel_plan(model), world_size, merged=True)
 
 
 def _groups_of_layers(engine: plan.Engine, config: Any, flashinfer_bytes: int | None) -> Report:

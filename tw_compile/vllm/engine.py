@@ -11,8 +11,8 @@ from vllm.platforms import current_platform
 
 from tw_compile.config import Config
 from tw_compile.models.config import tensor_parallel_plan
-from tw_compile.planning import DeviceProfile, Mode, layer_shape, load_profile, profile_of_device
-from tw_compile.vllm.plan import Engine, Pays, pays
+from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, load_profile, profile_of_device
+from tw_compile.vllm.plan import Engine
 
 logger = logging.getLogger("tw_compile")
 
@@ -41,27 +41,18 @@ def engine_of(config: Any) -> Engine:
     )
 
 
-def split_pays(engine: Any, config: Config, attention: bool) -> Pays | None:
-    """Where graphs of the model are worth splitting; None where its layers, or the device, are not known to the planner.
-
-    ``attention``: whether it is in the graphs, and not between them.
-    """
-    if config.split != "auto":
-        return None
+def layer_of(engine: Any) -> LayerShape | None:
+    """The layer of the model on one rank; None where the planner does not describe such layers."""
     try:
         model = engine.model_config.hf_text_config
-        world_size = engine.parallel_config.tensor_parallel_size
-        layer = layer_shape(model, tensor_parallel_plan(model), world_size, merged=True)
+        return layer_shape(model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True)
     except ValueError as error:
         logger.debug("no plan for the ranges of a split: %s", error)
         return None
-    profile = _profile(config)
-    mode = Mode.SPLIT if attention else Mode.JOIN
-    return None if profile is None else pays(profile, layer, mode)
 
 
-def _profile(config: Config) -> DeviceProfile | None:
-    """As the workers will have it; vLLM asks for the device's name without a CUDA context."""
+def profile_of(config: Config) -> DeviceProfile | None:
+    """Of the device, as the workers will have it; vLLM asks for the device's name without a CUDA context."""
     if config.device_profile != "auto":
         return load_profile(config.device_profile)
     return profile_of_device(current_platform.get_device_name()) if current_platform.is_cuda() else None

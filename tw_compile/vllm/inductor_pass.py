@@ -27,6 +27,7 @@ from tw_compile.passes.base import HostAttention, HostRefusal
 from tw_compile.passes.split import HostGraph, vllm_attention
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.vllm import attention as halves
+from tw_compile.vllm import plan
 from tw_compile.vllm.long_steps import add_long_steps
 from tw_compile.vllm.options import vllm_config
 from tw_compile.vllm.plan import Engine, observed
@@ -65,7 +66,9 @@ class VllmPass(InductorPass):
         compile_range = get_pass_context().compile_range
         if self.before is not None and self.before.is_applicable_for_range(compile_range):
             self.before(graph)
-        host = HostGraph((compile_range.start, compile_range.end), self._attention(graph, compile_range.start))
+        counts = (compile_range.start, compile_range.end)
+        captured = 0 if self.engine is None else self.engine.captured_tokens
+        host = HostGraph(counts, self._attention(graph, compile_range.start), plan.SPLIT_HOST_US, captured)
         pieces = host.attention is HostAttention.ELSEWHERE
         passes = TWCompilePass(replace(self.config, split="off") if pieces and self.long_ranges else self.config)
         refused = _refusal(graph, self.engine)

@@ -6,8 +6,8 @@ there. The workers know, and decide for each range by the gate of their own.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,14 @@ from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.passes.base import GroupRefusal, HostRefusal, WholeAttention
-from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, plan_layer
+from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
+from tw_compile.planning.ranges import Part, Ranges
 
-SPLIT_FROM = 1024
-"""Up to so many tokens there is one range for all: plans leave nearly all of them whole, and every range is compiled."""
+SPLIT_HOST_US = 1800.0
+"""What it takes the host to launch a split layer by groups of layers, on the slower rank of a slow machine: 57 ms a step of 32.
 
+Elsewhere it is less, down to half; ``benchmarks/results/2026-11-22-2xh200-vllm-power-and-host-llama-3.1-8b-tp2.txt``, 507d97b.
+"""
 
 MOST_SHORT_TOKENS = 512
 """Steps of up to so many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
@@ -109,25 +112,99 @@ def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...
     return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
 
 
-Pays = Callable[[int], bool]
-"""Whether a plan splits a graph of so many tokens."""
+def split_planner(
+    profile: DeviceProfile, layer: LayerShape, engine: Engine, config: Config, choices: tuple[Gate, ...], inside: bool
+) -> Ranges:
+    """Plans for ranges of token counts, as the passes make them when they compile a range.
 
-
-def pays(profile: DeviceProfile, layer: LayerShape, mode: Mode) -> Pays:
-    """By the planner, with ``mode`` for attention: ``join`` for pieces, which end before it and begin behind it."""
+    ``inside``: whether attention is in the graphs, and not between them. A graph is split if something in it is fused, which is
+    so if any of ``choices`` says so.
+    """
     layer = replace(layer, attention=replace(layer.attention, kernel=VLLM_KERNEL))
-    return lambda tokens: plan_layer(profile, layer, tokens, attention=mode).mode is not Mode.OFF
+
+    @functools.cache
+    def planned(tokens: int, first: int | None, attention: str) -> Plan:
+        host_us = 0.0 if tokens <= engine.captured_tokens else SPLIT_HOST_US
+        leave = config.split_gemm_sms == "auto"
+        return plan_layer(
+            profile, layer, tokens, first=first, attention=attention, gemms_leave_sms=leave, host_us=host_us
+        )
+
+    def plan(tokens: int, first: int | None, least: int) -> Plan:
+        whole = not inside or engine.whole_attention(least) is not None
+        return planned(tokens, first, Mode.JOIN if whole else "auto")
+
+    def may_split(low: int, high: int) -> bool:
+        return any(_is_fused(engine, config, gate, low, high) for gate in choices)
+
+    return Ranges(plan, layer.world_size, may_split=may_split)
 
 
-def range_endpoints(
-    engine: Engine, config: Config, choices: tuple[Gate, ...], pays: Pays | None = None, whole_graph: bool = False
-) -> list[int]:
-    """The last token count of every stretch of sizes that are decided alike, below ``max_tokens``.
+def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
+    """Whether sums of the graph for ``low`` to ``high`` tokens are fused."""
+    row_bytes, world_size = row_bytes_of(engine), engine.tensor_parallel_size
+    if not config.fuse or high * row_bytes < config.fuse_min_bytes:
+        return False
+    if config.fuse_max_bytes is not None and low * row_bytes > config.fuse_max_bytes:
+        return False
+    if config.transport != "auto":
+        return True
+    return gate.decide_range((low, high), row_bytes, world_size=world_size, dtype=engine.dtype).fused
 
-    Where tokens are split there is a range for each doubling from ``SPLIT_FROM`` on, for each of which one split is planned; by
-    ``pays`` those that stay whole are one, as every range costs time to compile. With ``whole_graph`` that is more, and there
-    are two at most: of full steps, and of those at most half as long. An option that names the first half has a range from
-    where the second is half as long. None of these holds one size alone, whose GEMMs vLLM would have tuned.
+
+def planned_ranges(
+    engine: Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    first: int,
+    ends: list[int],
+    split_for: tuple[DeviceProfile | None, LayerShape | None],
+    inside: bool,
+) -> tuple[tuple[tuple[int, int], ...], str]:
+    """Ranges of steps of ``first`` tokens and more, and in words which of these steps are split, or why none is.
+
+    They end at ``ends`` and, for the split, at two more at most. ``split_for``: None for what the planner doesn't know.
+    """
+    ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
+    profile, layer = split_for
+    if config.split != "auto":
+        return ranges, f"split {config.split}"
+    if first >= engine.max_tokens:
+        return ranges, f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
+    if profile is None:
+        return ranges, "split auto: none, no profile says what the device takes for a layer"
+    if layer is None:
+        further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
+        ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
+        return ranges, "split auto: by each range's plan, the model's layers are read off its graph"
+    planner = split_planner(profile, layer, engine, config, choices, inside)
+    parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))
+    split = [part for part in parts if part.split is not None]
+    surely = all(_is_fused(engine, config, gate, part.low, part.high) for part in split for gate in choices)
+    steps = _split_steps(planner, parts) + ("" if surely else ", where they are fused")
+    return tuple((part.low, part.high) for part in parts), f"split auto: {steps}"
+
+
+def _split_steps(planner: Ranges, parts: tuple[Part, ...]) -> str:
+    split: list[tuple[int, int]] = []
+    for part in parts:
+        if part.split is not None:
+            follows = bool(split) and split[-1][1] + 1 == part.low
+            low = split.pop()[0] if follows else part.low
+            split.append((low, part.high))
+    if split:
+        return f"steps of {' and '.join(f'{low} to {high}' for low, high in split)} tokens"
+    longest = parts[-1].high
+    plan = planner.at(longest)
+    slower = f", at {longest} {plan.reason}" if plan.off is Off.HOST_SLOWER else ""
+    return f"none of up to {longest} tokens pays{slower}"
+
+
+def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
+    """The last token count of every stretch of sizes that are fused alike, below ``max_tokens``.
+
+    An option that names the first half has a range from where the second is half as long. For what is split otherwise see
+    :func:`ranges_of_split`. None of these holds one size alone, whose GEMMs vLLM would have tuned.
     """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
@@ -145,11 +222,6 @@ def range_endpoints(
         begin = config.split_tokens * 3 // 2
         if begin < engine.max_tokens:
             ends.add(begin - 1)
-    elif config.split == "auto":
-        bounds = _doublings(engine.max_tokens)
-        if whole_graph:
-            bounds = sorted({bounds[0], *bounds[-2:]})
-        ends |= {end for end in _of_splits(bounds, pays) if not {end - 1, end + 1} & ends}
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
 
 
@@ -157,19 +229,6 @@ def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int
     """First and last token count of each stretch from ``first`` on; none has one size alone."""
     within = [end for end in ends if first < end < max_tokens - 1]
     return tuple(zip([first, *(end + 1 for end in within)], [*within, max_tokens], strict=True))
-
-
-def _doublings(max_tokens: int) -> list[int]:
-    bounds = [SPLIT_FROM]
-    while bounds[-1] < max_tokens:
-        bounds.append(min(2 * bounds[-1], max_tokens))
-    return bounds
-
-
-def _of_splits(bounds: list[int], pays: Pays | None) -> list[int]:
-    """Where ranges end of which at least one neighbour is split, as a range is if both of its ends are."""
-    split = [False, *(pays is None or (pays(low + 1) and pays(high)) for low, high in itertools.pairwise(bounds))]
-    return [end for end, around in zip(bounds, itertools.pairwise((*split, False)), strict=True) if any(around)]
 
 
 def row_bytes_of(engine: Engine) -> int:

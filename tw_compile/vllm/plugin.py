@@ -142,7 +142,7 @@ def _put(engine: Any, config: Config) -> str:
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
-    from tw_compile.vllm.engine import engine_of, split_pays
+    from tw_compile.vllm.engine import engine_of, layer_of, profile_of
     from tw_compile.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
@@ -164,14 +164,21 @@ def _put(engine: Any, config: Config) -> str:
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
     long_from = facts.long_from(config, flashinfer)
     inside = isinstance(long_from, int) or (facts.one_graph and config.vllm_layer_groups > 0)  # attention, in halves
-    ends = plan.range_endpoints(facts, config, choices, split_pays(engine, config, inside), inside)
+    split_for = (profile_of(config), layer_of(engine)) if config.split == "auto" else (None, None)
+    ends = plan.range_endpoints(facts, config, choices)
     long_ranges: tuple[tuple[int, int], ...] = ()
     if isinstance(long_from, int):
-        long_ranges = plan.ranges_from(long_from, ends, facts.max_tokens)
+        long_ranges, split = plan.planned_ranges(facts, config, choices, long_from, ends, split_for, inside)
         ends = [end for end in ends if end < long_from - 1]
         last = ", ".join(str(end) for _, end in long_ranges)
         groups = f"from {long_from} tokens on by groups of layers in ranges that end at {last}"
     else:
+        first = 1 + (flashinfer or 0) // plan.row_bytes_of(facts)
+        theirs = [end for end in compilation.compile_ranges_endpoints or () if end < facts.max_tokens]
+        short_ranges, split = plan.planned_ranges(
+            facts, config, choices, first, sorted({*ends, *theirs}), split_for, inside
+        )
+        ends = sorted({*ends, *(end for _, end in short_ranges)})
         groups = "no groups of layers, {}: {}".format(*long_from)
     slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
     compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
@@ -180,7 +187,7 @@ def _put(engine: Any, config: Config) -> str:
     ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
     return (
         f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
-        f"thresholds for {tables}; token ranges end at {ranges}; {groups}; split {config.split}"
+        f"thresholds for {tables}; token ranges end at {ranges}; {groups}; {split}"
     )
 
 

@@ -1,0 +1,215 @@
+"""Ranges of token counts, each of which is one graph: where they are cut, and the one expression that splits all of a range.
+
+A graph that is split is split at all counts of its range. So it may be where a split costs nothing that predictions could tell
+(:attr:`~tw_compile.planning.plan.Plan.harmless`), and is where that pays at some counts. A host that compiles for several
+ranges cuts them where splitting begins or ends to pay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from tw_compile.planning.halves import FirstHalf, shares_of_range
+from tw_compile.planning.plan import RESOLUTION, Mode, Plan
+
+STEPS = 4
+"""Counts that plans are made for, for each doubling; between them plans agree as far as predictions can tell."""
+GRAIN = 64
+"""Of the counts at which ranges are cut, rows of a GEMM's smallest tiles."""
+MOST_CUTS = 2
+"""Every range is compiled."""
+_TRIES = 8
+
+PlanOf = Callable[[int, int | None, int], Plan]
+"""Of so many tokens, of which so many are in half 1 (None: as many as is best), in a graph for so many or more."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One split for all counts of a range: half 1, in requests where it is a number; the plan for each count.
+
+    ``saved``: microseconds, added up over all counts of the range.
+    """
+
+    first: FirstHalf | int
+    plans: tuple[Plan, ...]
+    saved: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The range ``low`` to ``high``; ``split`` is None where it stays whole."""
+
+    low: int
+    high: int
+    split: Shared | None = None
+
+
+class Ranges:
+    """Plans for the ranges of one layer.
+
+    Args:
+        plan: Makes a plan; the same ones are asked for again and again.
+        world_size: Ranks, which share the rows of each half.
+        requests: If more than 1, so many of equal length, between which tokens are split.
+        may_split: Whether the graph of a range could be split at all.
+    """
+
+    def __init__(
+        self,
+        plan: PlanOf,
+        world_size: int,
+        requests: int = 1,
+        may_split: Callable[[int, int], bool] = lambda low, high: True,
+    ) -> None:
+        self._plan = plan
+        self._world_size = world_size
+        self._requests = requests
+        self._may_split = may_split
+        self._splits: dict[tuple[int, int], Shared | None] = {}
+
+    def at(self, tokens: int, first: int | None = None, least: int | None = None) -> Plan:
+        """The plan of ``tokens`` tokens, in a graph for ``least`` or more; default: for these."""
+        return self._plan(tokens, first, tokens if least is None else least)
+
+    def counts(self, low: int, high: int) -> list[int]:
+        """Both ends of a range, and :data:`STEPS` counts for each doubling, all of whole requests."""
+        between = (step << power for power in range(high.bit_length()) for step in range(STEPS, 2 * STEPS))
+        whole = {count // self._requests * self._requests for count in (*range(STEPS), *between)}
+        return sorted({count for count in whole if low < count < high} | {low, high})
+
+    def split(self, low: int, high: int) -> Shared | None:
+        """The split for all of a range that is predicted to take the least time, added up over all counts.
+
+        Compared are sixteenths of the tokens, in whole tiles of GEMMs; or the best numbers of requests. Of those that
+        predictions can't tell apart it is the one with the most equal halves, and the larger tiles. None where none is harmless
+        at all counts, or none pays at any.
+        """
+        if (low, high) not in self._splits:
+            self._splits[low, high] = self._split(low, high) if self._hoped_for(low, high) else None
+        return self._splits[low, high]
+
+    def cut(self, low: int, high: int, ends: Iterable[int] = (), most: int = MOST_CUTS) -> tuple[Part, ...]:
+        """``low`` to ``high`` in ranges that end at ``ends``, which are given, and at ``most`` more.
+
+        These are where splitting begins or ends to pay. Of all choices the one that saves the most time, added up over all
+        counts, or one with fewer cuts that saves nearly as much. No cut leaves a range with one size alone, whose GEMMs vLLM
+        would have tuned.
+        """
+        given = sorted({end for end in ends if low <= end < high})
+        further = [end for end in self._borders(low, high) if end not in given]
+        choices = []
+        for number in range(most + 1):
+            for chosen in itertools.combinations(further, number):
+                ranges = self._between(low, high, sorted({*given, *chosen}))
+                if all(first < last for first, last in ranges if not {first - self._requests, last}.isdisjoint(chosen)):
+                    choices.append((sum(self._hoped_for(*one) for one in ranges), number, ranges))
+        most_saved = max(saved for saved, _, _ in choices)
+        choices.sort(key=lambda one: (one[0] < most_saved * (1.0 - RESOLUTION), one[1], -one[0]))
+        tried = []
+        for _, _, ranges in choices[:_TRIES]:
+            parts = tuple(Part(*one, self.split(*one)) for one in ranges)
+            saved = sum(part.split.saved for part in parts if part.split is not None)
+            tried.append((saved, parts))
+            if all(part.split is not None or not self._hoped_for(part.low, part.high) for part in parts):
+                break
+        return max(tried, key=lambda one: one[0])[1]
+
+    def _between(self, low: int, high: int, ends: list[int]) -> list[tuple[int, int]]:
+        return list(zip([low, *(end + self._requests for end in ends)], [*ends, high], strict=True))
+
+    def _hoped_for(self, low: int, high: int) -> float:
+        """What could be saved in a range if each count had the best halves; 0 where it stays whole."""
+        if not self._may_split(low, high):
+            return 0.0
+        plans = [self.at(count, least=low) for count in self.counts(low, high)]
+        if not any(_pays(plan) for plan in plans) or not all(plan.harmless for plan in plans):
+            return 0.0
+        return max(_added_up(low, plans), 0.0)
+
+    def _split(self, low: int, high: int) -> Shared | None:
+        counts = self.counts(low, high)
+        weights = _weights(low, counts)
+        best_us = [weight * _us(self.at(count, least=low)) for count, weight in zip(counts, weights, strict=True)]
+        least_us = math.inf
+        found: list[tuple[float, tuple[float, int], Shared]] = []
+        for rank, first, halves in self._candidates(low, high, counts):
+            plans: list[Plan] = []
+            us, rest_us = 0.0, sum(best_us)
+            for place in reversed(range(len(counts))):  # long steps first, which decide most
+                plan = self.at(counts[place], halves[place], low)
+                plans.insert(0, plan)
+                us, rest_us = us + weights[place] * _split_us(plan), rest_us - best_us[place]
+                if not plan.harmless or us + rest_us > least_us * (1.0 + 2 * RESOLUTION):
+                    break
+            else:
+                saved = _added_up(low, plans)
+                if saved > 0 and any(_pays(plan) for plan in plans):
+                    found.append((us, rank, Shared(first, tuple(plans), saved)))
+                    least_us = min(least_us, us)
+        near = [one for one in found if one[0] <= least_us * (1.0 + RESOLUTION)]
+        return min(near, key=lambda one: one[1])[2] if near else None
+
+    def _candidates(
+        self, low: int, high: int, counts: list[int]
+    ) -> Iterator[tuple[tuple[float, int], FirstHalf | int, list[int]]]:
+        """What half 1 may be, and how many tokens that is at each count; of equal ones those that rank lowest are best."""
+        if self._requests > 1:
+            best = [plan for plan in (self.at(count, least=low) for count in counts) if _pays(plan)]
+            for first in sorted({plan.sizes[0] * self._requests // plan.tokens for plan in best}):
+                yield (abs(2 * first / self._requests - 1), 0), first, [first * one // self._requests for one in counts]
+            return
+        shares = sorted(
+            shares_of_range(low, high, self._world_size),
+            key=lambda half: (abs(2 * half.numerator - half.denominator), -half.multiple),
+        )
+        for half in shares:
+            rank = (abs(2 * half.numerator / half.denominator - 1), -half.multiple)
+            yield rank, half, [half(count) for count in counts]
+
+    def _borders(self, low: int, high: int) -> list[int]:
+        """The last count before each change from counts that pay to counts that don't, or back."""
+        found = []
+        for one, other in itertools.pairwise(self.counts(low, high)):
+            if _pays(self.at(one)) != _pays(self.at(other)):
+                found.append(self._border(one, other))
+        return found
+
+    def _border(self, one: int, other: int) -> int:
+        grain = math.lcm(GRAIN, self._requests)
+        pays = _pays(self.at(one))
+        inside = [one, *range(one // grain * grain + grain, other, grain), other]
+        first, last = 0, len(inside) - 1
+        while last - first > 1:
+            middle = (first + last) // 2
+            if _pays(self.at(inside[middle])) == pays:
+                first = middle
+            else:
+                last = middle
+        return inside[first] if pays else inside[last] - self._requests
+
+
+def _pays(plan: Plan) -> bool:
+    return plan.mode is not Mode.OFF
+
+
+def _split_us(plan: Plan) -> float:
+    return math.inf if plan.predicted.split_us is None else plan.predicted.split_us
+
+
+def _us(plan: Plan) -> float:
+    return min(plan.predicted.unsplit_us, _split_us(plan))
+
+
+def _weights(low: int, counts: list[int]) -> list[int]:
+    """How many counts of a range each of ``counts`` stands for: itself and those below that have no plan of their own."""
+    return [count - before for before, count in itertools.pairwise([low - 1, *counts])]
+
+
+def _added_up(low: int, plans: list[Plan]) -> float:
+    """Microseconds that splitting saves over all counts of a range."""
+    weights = _weights(low, [plan.tokens for plan in plans])
+    return sum(weight * plan.saved_us for weight, plan in zip(weights, plans, strict=True))
