@@ -180,6 +180,16 @@ def test_graph_that_cannot_be_planned_is_left(
     assert (split.mode, split.reason) == ("off", reason), split.detail
 
 
+def test_bounds_that_a_refusal_names_make_a_graph_that_is_split() -> None:
+    refused, _ = inspected(bounds=(16, 8192))
+    named = re.search(r"mark_dynamic\(min=(\d+), max=(\d+)\)", refused.detail)
+    assert refused.mode == "off" and named is not None, refused.detail
+    low, high = map(int, named.groups())
+    assert 16 < low < high == 8192
+    split, _ = inspected(bounds=(low, high))
+    assert split.mode == "split" and str(split.sizes[0]).startswith("s*"), split.detail
+
+
 def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
     split, graph = inspected(model=WINDOWED)
     assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail
