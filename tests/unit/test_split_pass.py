@@ -408,6 +408,7 @@ def code_of_layer(seq: int, bounds: tuple[int, int] | None) -> str:
 def test_kernels_of_halves_of_unknown_size_are_tuned_for_as_many_tokens() -> None:
     def tuned_for(bounds: tuple[int, int] | None) -> list[int]:
         code = code_of_layer(8192, bounds)
-        return sorted(int(size) for size in re.findall(r"size_hints=\{'x': (\d+)\}", code))[-4:]
+        sizes = {int(size) for size in re.findall(r"size_hints=\{'x': (\d+)\}", code)}
+        return sorted(sizes)[-3:]  # in numbers both halves may have one kernel
 
     assert tuned_for((4096, 8192)) == tuned_for(None)
