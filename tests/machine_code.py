@@ -11,7 +11,7 @@ from pathlib import Path
 
 import triton
 
-from tw_compile.kernels.cuda.program import Program
+from tw_compile.kernels.runtime.program import Program
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 REGISTERS_OF_AN_SM = 64 * 1024

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels import seam
-from tw_compile.kernels.all_reduce_rms_norm import transport
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import (
-    Request,
-    rows_per_rank,
-    slice_of_whole_residual,
-    whole_residual,
-)
+from tw_compile.kernels.collective import transport
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
+from tw_compile.kernels.runtime import seam
 
 
 class OneRank(transport.Transport):

@@ -11,7 +11,7 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten, prims
 
 from tw_compile import Config, TWCompilePass, collect_reports
-from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
+from tw_compile.kernels.collective.spec import FP8
 from tw_compile.report import Site
 
 T, H, SCALE = 6, 16, 0.03

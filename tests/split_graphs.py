@@ -11,14 +11,14 @@ from families import FAMILIES
 from graph_builder import copy_of
 
 from tw_compile.config import Config
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import NormSpec
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
 from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
-from tw_compile.passes.split.budgets import Budgets
-from tw_compile.passes.split.schedule import Schedule, schedule
+from tw_compile.passes.split.schedule.budgets import Budgets
+from tw_compile.passes.split.schedule.windows import Schedule, schedule
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.planning import DeviceProfile
 from tw_compile.testing.capture import capture_graphs

@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _VllmPass:
-    """Stands for the :class:`tw_compile.vllm.inductor_pass.VllmPass` with default options; a copy of it is that.
+    """Stands for the :class:`tw_compile.hosts.vllm.inductor_pass.VllmPass` with default options; a copy of it is that.
 
     vLLM's ``inductor_passes`` takes an InductorPass by name out of this module's ``__dict__``, where ``__getattr__`` above is
     not asked, and does so before it loads plugins. The real object can't be there yet: its class is derived from vLLM's.
@@ -55,7 +55,7 @@ class _VllmPass:
 
     @staticmethod
     def _real() -> Any:
-        from tw_compile.vllm.inductor_pass import default_pass
+        from tw_compile.hosts.vllm.inductor_pass import default_pass
 
         return default_pass()
 

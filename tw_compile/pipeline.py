@@ -14,15 +14,15 @@ from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.gate import Gate
-from tw_compile.kernels import operator
+from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, split
-from tw_compile.passes.base import HostRefusal, SplitRefusal
+from tw_compile.passes.reasons import HostRefusal, SplitRefusal
 from tw_compile.planning import DeviceProfile
 
 logger = logging.getLogger("tw_compile")
 
 _PACKAGE = Path(__file__).parent
-_SOURCES = (_PACKAGE, Path(fusion.__file__).parent.parent, Path(operator.__file__).parent)
+_SOURCES = (_PACKAGE, _PACKAGE / "passes", _PACKAGE / "kernels")  # rglob does not follow links to folders
 _SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 

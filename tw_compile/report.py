@@ -27,11 +27,11 @@ class Site:
 
     ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count
     is symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
-    refusal (:class:`tw_compile.passes.base.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
+    refusal (:class:`tw_compile.passes.reasons.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
     operator: its own ``mm``, or something other that it is given the result of. Where thresholds were asked, ``backend`` is
     what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
     ``quantisation`` is about a static quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, the
-    name of a :class:`tw_compile.passes.base.QuantRefusal` where it is left behind the norm, empty where there is none.
+    name of a :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
     """
 
     index: int
@@ -106,7 +106,7 @@ class Split:
     Attributes:
         asked: The option.
         mode: ``off``; ``split``: each half has its own attention; ``join``: attention of all tokens between split projections.
-        reason: Why not, when the mode is ``off``: a name of :class:`tw_compile.passes.base.SplitRefusal` or
+        reason: Why not, when the mode is ``off``: a name of :class:`tw_compile.passes.reasons.SplitRefusal` or
             :class:`tw_compile.planning.Off`; ``detail`` in words.
         unit: What is counted: ``token`` or ``request``.
         sizes: Of both halves in that unit; expressions where the token count is symbolic.

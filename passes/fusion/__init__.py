@@ -12,7 +12,7 @@ from tw_compile.config import Config
 from tw_compile.gating import Gate, Verdict
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
-from tw_compile.kernels.all_reduce_rms_norm.transport import (
+from tw_compile.kernels.collective.transport import (
     WITH_MESSAGE_BUFFERS,
     Choice,
     GroupFacts,
@@ -20,11 +20,11 @@ from tw_compile.kernels.all_reduce_rms_norm.transport import (
     group_facts,
     prefer_transport,
 )
-from tw_compile.passes.base import HostRefusal, QuantRefused, Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
+from tw_compile.passes.reasons import HostRefusal, QuantRefused, Refusal
 from tw_compile.report import Decision, Producer, Site
 
 GATED_BELOW = "below_fuse_min_bytes"

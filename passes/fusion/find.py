@@ -34,12 +34,12 @@ from tw_compile.graph.predicates import (
     value,
     views_and_casts_of,
 )
-from tw_compile.kernels.all_reduce_rms_norm.spec import SUPPORTED_DTYPES
-from tw_compile.passes.base import QuantRefused, Refusal, Refused
+from tw_compile.kernels.collective.spec import SUPPORTED_DTYPES
 from tw_compile.passes.fusion.forms import AllReduce, all_reduce_of, read_all_reduce
 from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_rms_norm
 from tw_compile.passes.fusion.quant import Place, Quantisation, find_quantisation, quantisation_of_operator
 from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
+from tw_compile.passes.reasons import QuantRefused, Refusal, Refused
 
 _MAX_LATE_WEIGHT = 8
 """How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""

@@ -39,8 +39,8 @@ from tw_compile.graph.predicates import (
     value,
     views_and_casts_of,
 )
-from tw_compile.passes.base import Refusal, Refused
 from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.reasons import Refusal, Refused
 
 _IR_NORM = "vllm_ir::rms_norm"
 _IR_ADD_NORM = "vllm_ir::fused_add_rms_norm"

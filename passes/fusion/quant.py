@@ -33,9 +33,9 @@ from tw_compile.graph.predicates import (
     same_size,
     value,
 )
-from tw_compile.kernels.all_reduce_rms_norm.spec import FP8, FP8_MAX, SUPPORTED_DTYPES
-from tw_compile.passes.base import QuantRefusal, QuantRefused
+from tw_compile.kernels.collective.spec import FP8, FP8_MAX, SUPPORTED_DTYPES
 from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.reasons import QuantRefusal, QuantRefused
 
 _VLLM_QUANT = "_C::static_scaled_fp8_quant"
 _MIN_CAPABILITY = (8, 9)

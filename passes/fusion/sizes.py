@@ -20,7 +20,8 @@ def sizes_of_view(tensor: torch.Tensor, hidden_size: int) -> list[torch.SymInt]:
     """
     if tensor.dim() == 2 and same_size(tensor.shape[1], hidden_size):
         return []
-    symbolic = [size for size in tensor.shape if isinstance(size, torch.SymInt)]
+    sizes: list[int | torch.SymInt] = list(tensor.shape)
+    symbolic = [size for size in sizes if isinstance(size, torch.SymInt)]
     return symbolic if len(symbolic) > 1 else []
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from tw_compile.passes.split.analysis.choose import Choice, HostGraph, NotSplit, choose_split, choose_split_of_host
+from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
+from tw_compile.passes.split.analysis.layout import (
+    HalfCall,
+    HalfIndex,
+    HalfSize,
+    Join,
+    Local,
+    Rows,
+    RowWise,
+    Slice,
+    Verdict,
+)
+from tw_compile.passes.split.analysis.profile import current_profile
+from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 from tw_compile.passes.split.apply import split_graph
-from tw_compile.passes.split.choose import Choice, HostGraph, NotSplit, choose_split, choose_split_of_host
-from tw_compile.passes.split.duplicate import SplitReport, split_tokens
-from tw_compile.passes.split.layer import GraphLayer, layer_of_graph, layer_of_piece
-from tw_compile.passes.split.layout import HalfCall, HalfIndex, HalfSize, Join, Local, Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.lock import Lock, lock_order
-from tw_compile.passes.split.profile import current_profile
-from tw_compile.passes.split.registry import Call, token_rule
-from tw_compile.passes.split.rules_vllm_attention import vllm_attention
-from tw_compile.passes.split.schedule import Exposed, Exposure, Schedule, Window, schedule
-from tw_compile.passes.split.token_axis import Analysis, TokenAxis, analyse, find_token_axis
+from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
+from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.vllm_attention import vllm_attention
+from tw_compile.passes.split.schedule.lock import Lock, lock_order
+from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, Window, schedule
 
 __all__ = [
     "Analysis",

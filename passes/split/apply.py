@@ -7,17 +7,17 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.copy import copy_of, restore
-from tw_compile.passes.base import ATTENTION_JOINS, HostAttention, SplitRefused
-from tw_compile.passes.split.budgets import Budgets, reserve_sms
-from tw_compile.passes.split.choose import HostGraph, NotSplit, choose_split, choose_split_of_host
-from tw_compile.passes.split.duplicate import split_tokens
-from tw_compile.passes.split.expert_keys import narrow_expert_keys
-from tw_compile.passes.split.grouped import use_small_groups
-from tw_compile.passes.split.in_slot import leave_results_in_slots
-from tw_compile.passes.split.lock import lock_order
-from tw_compile.passes.split.residual import narrow_residuals
-from tw_compile.passes.split.schedule import Window, schedule
-from tw_compile.passes.split.seams import mend_seams
+from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, SplitRefused
+from tw_compile.passes.split.analysis.choose import HostGraph, NotSplit, choose_split, choose_split_of_host
+from tw_compile.passes.split.peephole.expert_keys import narrow_expert_keys
+from tw_compile.passes.split.peephole.grouped import use_small_groups
+from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
+from tw_compile.passes.split.peephole.residual import narrow_residuals
+from tw_compile.passes.split.rewrite.duplicate import split_tokens
+from tw_compile.passes.split.rewrite.seams import mend_seams
+from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
+from tw_compile.passes.split.schedule.lock import lock_order
+from tw_compile.passes.split.schedule.windows import Window, schedule
 from tw_compile.planning import DeviceProfile
 from tw_compile.planning import Window as PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split

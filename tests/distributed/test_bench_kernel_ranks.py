@@ -27,8 +27,8 @@ from tw_compile.benchmark.run import launch
 from tw_compile.benchmark.spec import BenchSpec, Size
 from tw_compile.benchmark.worker import bench_size, rank_process
 from tw_compile.cli.app import app
+from tw_compile.harness.problems import Context, Problem
 from tw_compile.testing import GlooRanks
-from tw_compile.testing.gpu_problems import Context, Problem
 
 SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
 

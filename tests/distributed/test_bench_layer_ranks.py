@@ -24,9 +24,9 @@ from tw_compile.benchmark.layer.variants import Variant
 from tw_compile.benchmark.layer.worker import Entry, Reference, bench_tokens
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.cli.app import app
+from tw_compile.harness.problems import Context
 from tw_compile.report import GraphReport
 from tw_compile.testing import GlooRanks
-from tw_compile.testing.gpu_problems import Context
 
 SPEC = LayerSpec("layer", "tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tw_compile.kernels.all_reduce_rms_norm import check_operands, ops
+from tw_compile.kernels.collective import check_operands, ops
 from tw_compile.testing import GlooRanks
 
 TOKENS, HIDDEN, RANKS = 5, 16, 3

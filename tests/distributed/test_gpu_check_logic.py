@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
-from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, get_transport
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
-from tw_compile.kernels.cuda import launch
+from tw_compile.harness.problems import Context, Form, Problem, Results, make_problem
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.selection import Selector
+from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transport import Started, get_transport
+from tw_compile.kernels.collective.transports.p2p import P2PTransport
+from tw_compile.kernels.runtime import launch
 from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_overlap, gpu_producer, gpu_stress
-from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, make_problem
 from tw_compile.testing.gpu_transports import Factors, Subject, Work, finished
 
 ACCURACY: dict[str, dict[str, Any]] = {

@@ -13,10 +13,10 @@ import torch.fx as fx
 from torch._inductor.fx_passes.control_dependencies import ControlDeps
 
 from tw_compile import Config, TWCompilePass, compat
+from tw_compile.harness.problems import Context
 from tw_compile.models import Decoder
 from tw_compile.report import GraphReport, Split
 from tw_compile.testing import GlooRanks, gpu_split_steps
-from tw_compile.testing.gpu_problems import Context
 
 STEPS = 50
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from graph_builder import copy_of
 from split_graphs import family_graph, random_values
 
 from tw_compile.passes.split import SplitReport, split_tokens
-from tw_compile.passes.split.token_axis import Unit
+from tw_compile.passes.split.analysis.token_axis import Unit
 from tw_compile.testing import GlooRanks
 
 

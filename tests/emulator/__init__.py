@@ -46,7 +46,7 @@ import numpy as np
 import torch
 
 _HERE = Path(__file__).parent
-_PRIMITIVES = _HERE.parents[1] / "kernels" / "cuda"
+_PRIMITIVES = _HERE.parents[1] / "kernels" / "runtime"
 _COMPILER = ("g++", "-std=c++17", "-O2", "-fPIC", "-ffp-contract=off", "-w")
 _MAX_SHARED_BYTES = 227 * 1024
 _MAX_CLUSTER = 8

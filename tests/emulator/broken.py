@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emulator import EmulationError
-from tw_compile.kernels.cuda.program import HEADERS
+from tw_compile.kernels.runtime.program import HEADERS
 
 Changes = tuple[tuple[str, str], ...]
 """Texts, and what is there in their place."""

@@ -16,8 +16,8 @@ from cuda.bindings import driver
 
 from emulator import Emulator, tensor_map
 from tw_compile import compat
-from tw_compile.kernels import grouped_mm as module
-from tw_compile.kernels.cuda import bindings
+from tw_compile.kernels.gemm import grouped_mm as module
+from tw_compile.kernels.runtime import bindings
 
 SOURCE = Path(module.__file__).with_name("grouped_mm.cu")
 NOT_WRITTEN = 0xFFFF  # a NaN that no result is

@@ -13,8 +13,8 @@ import torch
 from emulator import Emulator
 from emulator.grouped import NOT_WRITTEN, STALL_LIMIT, TileDriver, bits_of, whole_numbers
 from tw_compile import compat
-from tw_compile.kernels import joint_mm as module
-from tw_compile.kernels.cuda import bindings
+from tw_compile.kernels.gemm import joint_mm as module
+from tw_compile.kernels.runtime import bindings
 from tw_compile.planning.joint_tiles import Tiling
 
 SOURCE = Path(module.__file__).with_name("joint_mm.cu")

@@ -10,19 +10,24 @@ from typing import Any
 import torch
 
 from emulator import Emulator
-from tw_compile.kernels._sync import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
-from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import row_defines
-from tw_compile.kernels.all_reduce_rms_norm.push import Push, PushParams, part_bytes, threads_for
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.slot import NOT_ARRIVED
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut, row_range, rows_per_rank
-from tw_compile.kernels.all_reduce_rms_norm.stream import Shape, Stream, StreamParams
+from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
+from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams
+from tw_compile.kernels.collective.cuda_variant import row_defines
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.slot import NOT_ARRIVED
+from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 
-SOURCES = Path(__file__).parents[2] / "kernels" / "all_reduce_rms_norm"
+ALGORITHMS = Path(__file__).parents[2] / "kernels" / "algorithms"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 _MARGIN_BYTES = 128  # around what kernels write
 _SHARED_BYTES = 64 * 1024
 _STALL_LIMIT = 200_000
+
+
+def _source(name: str, folder: Path | None) -> Path:
+    """The CUDA source of an algorithm: the project's own, or a copy of that name in ``folder``."""
+    return (ALGORITHMS / name if folder is None else folder) / f"{name}.cu"
 
 
 @dataclass(frozen=True)
@@ -266,7 +271,7 @@ class PushMachine(Machine):
         most_rows: int = 2**20,
         slots: int = 1,
         spin_limit: int = 0,
-        sources: Path = SOURCES,
+        sources: Path | None = None,
         **options: Any,
     ) -> None:
         self.one_shot, self.threads, self.most_rows = (
@@ -277,7 +282,7 @@ class PushMachine(Machine):
         example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
         defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1}
-        super().__init__(sources / "push.cu", defines, form, hidden_size, world_size, seed, **options)
+        super().__init__(_source("push", sources), defines, form, hidden_size, world_size, seed, **options)
         capacity = Push(one_shot).needs(example, world_size)["inbox"]
         self.part_bytes = part_bytes(capacity)
         self.slots = []
@@ -359,7 +364,7 @@ class StreamMachine(Machine):
         slots: int = 1,
         spin_limit: int = 0,
         first_epoch: int = 0,
-        sources: Path = SOURCES,
+        sources: Path | None = None,
         **options: Any,
     ) -> None:
         self.staged, self.private_output, self.shape = staged, private_output, shape
@@ -368,7 +373,7 @@ class StreamMachine(Machine):
         defines = row_defines(example, world_size, spin_limit)
         defines |= shape.defines()
         defines |= {"STAGED": int(staged), "PULL": int(private_output), "SHARED_BYTES": _SHARED_BYTES}
-        super().__init__(sources / "stream.cu", defines, form, hidden_size, world_size, seed, **options)
+        super().__init__(_source("stream", sources), defines, form, hidden_size, world_size, seed, **options)
         self.slots = []
         for _ in range(slots):
             needs = Stream(1).needs(example, world_size)

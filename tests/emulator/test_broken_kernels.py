@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from emulator import EmulationError
-from emulator.kernels import FP8, FP32, SOURCES, Form, PushMachine, StreamMachine
+from emulator.kernels import ALGORITHMS, FP8, FP32, Form, PushMachine, StreamMachine
 from emulator.test_kernels import MOST_TOKENS, WHOLE, random_calls
-from tw_compile.kernels.all_reduce_rms_norm.stream import Shape
-from tw_compile.kernels.cuda.program import HEADERS
+from tw_compile.kernels.algorithms.stream.stream import Shape
+from tw_compile.kernels.runtime.program import HEADERS
 
-Run = Callable[[Path, int], None]
+Run = Callable[[Path | None, int], None]
 SEEDS = range(40)
 TWO_GROUPS = Shape(64, 2, 2)
 STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
 
 
-def run_push(sources: Path, seed: int, *, one_shot: bool, world_size: int = 3, form: Form = WHOLE) -> None:
+def run_push(sources: Path | None, seed: int, *, one_shot: bool, world_size: int = 3, form: Form = WHOLE) -> None:
     options: dict[str, Any] = {"threads": 64, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
     machine = PushMachine(world_size, 264, form, one_shot=one_shot, most_tokens=MOST_TOKENS, seed=seed, **options)
     random_calls(machine, seed, 6)
@@ -30,7 +30,7 @@ def run_push(sources: Path, seed: int, *, one_shot: bool, world_size: int = 3, f
 
 
 def run_stream(
-    sources: Path, seed: int, *, form: Form = WHOLE, in_slot: bool = False, shape: Shape = TWO_GROUPS
+    sources: Path | None, seed: int, *, form: Form = WHOLE, in_slot: bool = False, shape: Shape = TWO_GROUPS
 ) -> None:
     options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": shape}
     options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
@@ -199,7 +199,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
     file, run, old, new = BROKEN[name]
-    for source in (*SOURCES.glob("*.cu"), *HEADERS.glob("*.cuh")):
+    for source in (*ALGORITHMS.glob("*/*.cu"), *HEADERS.glob("*.cuh")):
         shutil.copy(source, tmp_path)
     text = (tmp_path / file).read_text()
     assert old in text
@@ -213,4 +213,4 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""
     for seed in SEEDS[:10]:
-        run(SOURCES, seed)
+        run(None, seed)

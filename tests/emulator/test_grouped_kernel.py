@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emulator.grouped import check, expected, multiply, whole_numbers
-from tw_compile.kernels.grouped_mm import _STAGES, _TILE_DEPTH
+from tw_compile.kernels.gemm.grouped_mm import _STAGES, _TILE_DEPTH
 
 SEEDS = range(3)
 GROUPS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from emulator.kernels import BF16, FP8, FP16, FP32, Form, PushMachine, StreamMachine, partial_sums
-from tw_compile.kernels.all_reduce_rms_norm.push import threads_for
-from tw_compile.kernels.all_reduce_rms_norm.stream import Shape, shape_for
+from tw_compile.kernels.algorithms.push.push import threads_for
+from tw_compile.kernels.algorithms.stream.stream import Shape, shape_for
 
 FORMS = {
     "llama": Form(residual="sharded", residual_out="sharded", residual_dtype=FP32, cast=BF16),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tw_compile.passes.base import HostRefusal, Refusal
+from tw_compile.passes.reasons import HostRefusal, Refusal
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 HUGGING_FACE, OPTIONS, BARE_PASS, TESTING = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

@@ -14,20 +14,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile.kernels._sync import MAX_CTAS, REPORT_ROWS
-from tw_compile.kernels.all_reduce_rms_norm import push, stream, two_shot
-from tw_compile.kernels.all_reduce_rms_norm.cuda_variant import VECTOR, aligned
-from tw_compile.kernels.all_reduce_rms_norm.push import (
-    MOST_INBOX_BYTES,
-    PARTS,
-    Push,
-    PushParams,
-    part_bytes,
-    threads_for,
-)
-from tw_compile.kernels.all_reduce_rms_norm.selection import Selector
-from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer, capacity_for
-from tw_compile.kernels.all_reduce_rms_norm.spec import (
+from tw_compile.kernels.algorithms.push import push
+from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push, PushParams, part_bytes, threads_for
+from tw_compile.kernels.algorithms.stream import stream
+from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams, shape_for
+from tw_compile.kernels.algorithms.two_shot import two_shot
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective.cuda_variant import VECTOR, aligned
+from tw_compile.kernels.collective.selection import Selector
+from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, capacity_for
+from tw_compile.kernels.collective.spec import (
     NormSpec,
     Request,
     ResidualOut,
@@ -35,8 +31,7 @@ from tw_compile.kernels.all_reduce_rms_norm.spec import (
     slice_of_whole_residual,
     whole_residual,
 )
-from tw_compile.kernels.all_reduce_rms_norm.stream import Shape, Stream, StreamParams, shape_for
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.kernels.runtime.barrier import MAX_CTAS, REPORT_ROWS
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 WORLD_SIZE, RANK, HIDDEN = 4, 2, 64

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels import attention_suffix as module
-from tw_compile.kernels.attention_suffix import attention_suffix
+from tw_compile.kernels.attention import suffix as module
+from tw_compile.kernels.attention.suffix import attention_suffix
 from tw_compile.testing import assert_within_budget
 
 Operands = list[torch.Tensor]
@@ -132,7 +132,7 @@ def test_the_kernel_refuses_what_it_is_not_written_for(options: dict[str, Any], 
 
 
 def test_rows_that_are_not_dense_are_copied_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tw_compile.kernels import attention_suffix_kernel
+    from tw_compile.kernels.attention import suffix_kernel as attention_suffix_kernel
 
     seen: Operands = []
     monkeypatch.setattr(
@@ -154,8 +154,8 @@ def compiled(blocks: Any, has_earlier: bool, head_dim: int, dtype: str = "*bf16"
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from tw_compile.kernels.attention_suffix_kernel import attention_suffix_kernel as kernel
-    from tw_compile.kernels.attention_suffix_kernel import width_of
+    from tw_compile.kernels.attention.suffix_kernel import attention_suffix_kernel as kernel
+    from tw_compile.kernels.attention.suffix_kernel import width_of
 
     constants: dict[str, Any] = {"HEADS": 16, "GROUP": 8, "HEAD_DIM": head_dim, "WIDTH": width_of(head_dim)}
     constants |= {"HAS_EARLIER": has_earlier, "BLOCK_ROWS": blocks.rows, "BLOCK_KEYS": blocks.keys}
@@ -191,7 +191,7 @@ def stack_bytes(made: Any, folder: Any) -> int:
 def test_for_sm_90_it_multiplies_by_warp_groups_and_spills_nothing(
     has_earlier: bool, head_dim: int, tmp_path: Any
 ) -> None:
-    from tw_compile.kernels.attention_suffix_kernel import SMALL, WIDE, width_of
+    from tw_compile.kernels.attention.suffix_kernel import SMALL, WIDE, width_of
 
     for blocks in (SMALL, WIDE):
         made = compiled(blocks, has_earlier, head_dim)
@@ -205,7 +205,7 @@ def test_for_sm_90_it_multiplies_by_warp_groups_and_spills_nothing(
 
 
 def test_blocks_are_those_that_were_measured_to_be_faster() -> None:
-    from tw_compile.kernels.attention_suffix_kernel import SMALL, WIDE, blocks_for
+    from tw_compile.kernels.attention.suffix_kernel import SMALL, WIDE, blocks_for
 
     small = ((1, 1), (512, 512), (512, 1024), (1280, 2048), (1024, 2048), (2048, 2048))
     assert {blocks_for(queries, keys, 16) for queries, keys in small} == {SMALL}
@@ -220,7 +220,7 @@ def run_interpreted() -> None:
     """All sizes in blocks of three shapes; AssertionError says what differs. float16, which numpy has."""
     from triton.runtime import interpreter
 
-    from tw_compile.kernels.attention_suffix_kernel import SMALL, Blocks, launch
+    from tw_compile.kernels.attention.suffix_kernel import SMALL, Blocks, launch
 
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.all_reduce_rms_norm import ops, p2p
-from tw_compile.kernels.all_reduce_rms_norm.beside import _events, cluster_size, side_stream, start_beside
-from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
-from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, _instances
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.beside import _events, cluster_size, side_stream, start_beside
+from tw_compile.kernels.collective.selection import Insist
+from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
+from tw_compile.kernels.collective.spec import NormSpec, Request
+from tw_compile.kernels.collective.transport import Started, _instances
+from tw_compile.kernels.collective.transports import p2p
 from tw_compile.testing import fake_process_group
 
 DEVICE = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten, prims, run_graph
 
-from tw_compile.passes.split.causal_mask import objection_to
+from tw_compile.passes.split.analysis.causal_mask import objection_to
 
 TOKENS = 6
 CPU, INT, BF16 = torch.device("cpu"), torch.int64, torch.bfloat16

@@ -14,7 +14,7 @@ from tw_compile import Config
 from tw_compile.cli import explain
 from tw_compile.cli.app import app
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split.choose import Choice, NotSplit, choose_split
+from tw_compile.passes.split.analysis.choose import Choice, NotSplit, choose_split
 from tw_compile.planning import load_profile
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 

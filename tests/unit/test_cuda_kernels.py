@@ -12,11 +12,12 @@ import pytest
 import torch
 from machine_code import dump
 
-from tw_compile.kernels.all_reduce_rms_norm import push, stream
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request, ResidualOut
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.cuda.program import Program
+from tw_compile.kernels.algorithms.push import push
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream import stream
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut
+from tw_compile.kernels.runtime.program import Program
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from cuda.bindings import driver
 
-from tw_compile.kernels.cuda import bindings, launch
-from tw_compile.kernels.cuda.launch import prepare
-from tw_compile.kernels.cuda.program import Program
+from tw_compile.kernels.runtime import bindings, launch
+from tw_compile.kernels.runtime.launch import prepare
+from tw_compile.kernels.runtime.program import Program
 
 SOURCE = """
 struct Params { int* out; int rows; };

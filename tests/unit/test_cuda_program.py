@@ -17,8 +17,8 @@ import pytest
 from cuda.bindings import nvrtc
 from machine_code import dump
 
-from tw_compile.kernels.cuda import bindings, program
-from tw_compile.kernels.cuda.program import Program, arch_of, cache_folder
+from tw_compile.kernels.runtime import bindings, program
+from tw_compile.kernels.runtime.program import Program, arch_of, cache_folder
 
 HEADER = "#pragma once\nint scaled(int value) { return value * FACTOR; }\n"
 SOURCE = """
@@ -275,7 +275,7 @@ def test_user_without_a_home_compiles_in_memory(scale: Program, monkeypatch: pyt
 CHILD = """
 import ctypes, hashlib, sys
 from pathlib import Path
-from tw_compile.kernels.cuda import program
+from tw_compile.kernels.runtime import program
 
 class Params(ctypes.Structure):
     _fields_ = [("out", ctypes.c_void_p), ("peers", ctypes.c_void_p * 2), ("rows", ctypes.c_int32), ("eps", ctypes.c_float)]

@@ -8,7 +8,7 @@ import torch
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
-from tw_compile.passes.split.dependences import predecessors, written_by
+from tw_compile.passes.split.schedule.dependences import predecessors, written_by
 
 
 def comes_before(b: GraphBuilder, earlier: fx.Node, later: fx.Node) -> bool:

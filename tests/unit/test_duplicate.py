@@ -13,12 +13,12 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_metadata, run_graph
 from split_graphs import SPLIT_FAMILIES, UNFUSED, WORLD_SIZE, family_graph, random_values, run_alone
 
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.seam import enter_layers, leave_layers
-from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
-from tw_compile.passes.split.sizes import Sizes
-from tw_compile.passes.split.token_axis import TokenAxis, Unit
+from tw_compile.passes.split.analysis.token_axis import TokenAxis, Unit
+from tw_compile.passes.split.rewrite.sizes import Sizes
 from tw_compile.planning.halves import FirstHalf
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
@@ -258,7 +258,7 @@ def test_a_half_whose_size_is_known_too_late_is_bad_input() -> None:
 
 
 def test_an_error_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tw_compile.passes.split import duplicate
+    from tw_compile.passes.split.rewrite import duplicate
 
     graph = copy_of(captured("llama", 1, 63))
     before = str(graph)

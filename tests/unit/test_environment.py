@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tw_compile import Config, environment
 from tw_compile.cli.app import app
 from tw_compile.gating import threshold_layers
-from tw_compile.vllm.options import asked_options
+from tw_compile.hosts.vllm.options import asked_options
 
 COMMANDS = [
     ["run", "--device", "cpu"],

@@ -15,7 +15,7 @@ from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
 from tw_compile.graph.predicates import aten
 from tw_compile.passes.fusion.rewrite import ANNOTATION
 from tw_compile.passes.split import SplitReport, split_tokens
-from tw_compile.passes.split.expert_keys import narrow_expert_keys
+from tw_compile.passes.split.peephole.expert_keys import narrow_expert_keys
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.graphs import find_ops
 

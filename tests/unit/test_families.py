@@ -10,10 +10,10 @@ import transformers
 from families import FAMILIES
 
 from tw_compile.config import Config
-from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.collective import ops
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
-from tw_compile.passes.base import Refusal
+from tw_compile.passes.reasons import Refusal
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.report import collect_reports
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group

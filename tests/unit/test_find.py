@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import EPS_FORMS, NORM_FORMS, ROOTS, GraphBuilder, aten, prims
 
-from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, RefusedSite, find_sites
+from tw_compile.passes.reasons import Refusal
 from tw_compile.testing import fake_process_group
 
 T, H = 6, 8

@@ -13,8 +13,8 @@ from graph_builder import GraphBuilder, aten
 from tw_compile import Config, TWCompilePass
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import Node
-from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
+from tw_compile.passes.reasons import Refusal
 from tw_compile.testing import fake_cuda, fake_process_group
 
 T, H = 6, 8

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tw_compile import Config, collect_reports, make_backend
-from tw_compile.passes.base import Refusal
+from tw_compile.passes.reasons import Refusal
 from tw_compile.report import GraphReport
 from tw_compile.testing import fake_process_group
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tw_compile.kernels.all_reduce_rms_norm import p2p_group
-from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, peer_obstacle
+from tw_compile.kernels.collective import p2p_group
+from tw_compile.kernels.collective.p2p_group import RankFacts, peer_obstacle
 from tw_compile.testing.gpu_sharing import share_gpus
 
 ALLOW = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from tw_compile.passes.split import rules_attention
+from tw_compile.harness.problems import Context
+from tw_compile.passes.split.rules import attention as rules_attention
 from tw_compile.planning.suffix import pays
-from tw_compile.testing.gpu_problems import Context
 from tw_compile.testing.gpu_split_attention import CUTS, KERNELS, Kernel, compare, sliding_window
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def test_two_roundings_of_cudnn_are_within_the_budget(first: int, tokens: int) -
 
 
 def test_cuts_cover_our_own_kernel_in_blocks_of_both_sizes_and_the_merge() -> None:
-    from tw_compile.kernels.attention_suffix_kernel import SMALL, WIDE, blocks_for
+    from tw_compile.kernels.attention.suffix_kernel import SMALL, WIDE, blocks_for
 
     found = set()
     for (heads, _), (first, tokens) in product(KERNELS["cudnn"].heads, CUTS):

@@ -25,10 +25,10 @@ from machine_code import (
 )
 from on_gpu import STREAM, OnGpu, hopper_for, off_by, record_launches
 
-from tw_compile.kernels import grouped_mm as module
-from tw_compile.kernels.cuda import bindings
-from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES
-from tw_compile.kernels.grouped_mm import GroupedMmParams, grouped_mm, grouped_mm_program, multiplies
+from tw_compile.kernels.gemm import grouped_mm as module
+from tw_compile.kernels.gemm.grouped_mm import GroupedMmParams, grouped_mm, grouped_mm_program, multiplies
+from tw_compile.kernels.runtime import bindings
+from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES
 
 HGMMA = "HGMMA.64x256x16.F32.BF16"
 LATEST_MAY_RUN = "WARPGROUP.DEPBAR.LE gsb0, 0x1"

@@ -18,9 +18,9 @@ from tw_compile import Config, TWCompilePass, compat
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.graph.predicates import operator_name
-from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion import fuse_all_reduce_rms_norm
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.reasons import Refusal
 from tw_compile.passes.split import HostGraph
 from tw_compile.testing import fake_cuda, fake_process_group
 

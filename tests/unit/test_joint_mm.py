@@ -24,9 +24,8 @@ from machine_code import (
 )
 from on_gpu import STREAM, OnGpu, hopper_for, off_by, record_launches
 
-from tw_compile.kernels import joint_mm as module
-from tw_compile.kernels.cuda.program import FULL_SHARED_BYTES
-from tw_compile.kernels.joint_mm import (
+from tw_compile.kernels.gemm import joint_mm as module
+from tw_compile.kernels.gemm.joint_mm import (
     Form,
     JointMmParams,
     can_add,
@@ -37,6 +36,7 @@ from tw_compile.kernels.joint_mm import (
     multiplies,
     shared_bytes,
 )
+from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, Tiling, tiling
 
 LATEST_MAY_RUN = "WARPGROUP.DEPBAR.LE gsb0, 0x1"

@@ -12,16 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm import ops, p2p, push, stream
-from tw_compile.kernels.all_reduce_rms_norm.beside import _events, side_stream
-from tw_compile.kernels.all_reduce_rms_norm.known import MOST_FORMS
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import Insist
-from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot, SymmetricBuffer, grow
-from tw_compile.kernels.all_reduce_rms_norm.spec import slice_of_whole_residual
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.all_reduce_rms_norm.transport import _instances
-from tw_compile.kernels.mm_leaving_sms import mm
+from tw_compile.kernels.algorithms.push import push
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream import stream
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.beside import _events, side_stream
+from tw_compile.kernels.collective.known import MOST_FORMS
+from tw_compile.kernels.collective.selection import Insist
+from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, grow
+from tw_compile.kernels.collective.spec import slice_of_whole_residual
+from tw_compile.kernels.collective.transport import _instances
+from tw_compile.kernels.collective.transports import p2p
+from tw_compile.kernels.gemm.mm_leaving_sms import mm
 from tw_compile.testing import fake_process_group
 
 RANKS, T, H = 2, 6, 64
@@ -324,7 +327,7 @@ def test_nothing_outlives_the_memory_that_it_names(
 ) -> None:
     call()
     assert len(group.state.known) == 1
-    monkeypatch.setattr("tw_compile.kernels.all_reduce_rms_norm.slot.agree", lambda *_: "no memory")
+    monkeypatch.setattr("tw_compile.kernels.collective.slot.agree", lambda *_: "no memory")
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
     assert grow(group.state, 0, {"x": 2**20}) is None
     assert group.state.known == {} and group.state.obstacle
@@ -334,7 +337,7 @@ def test_nothing_outlives_memory_that_is_replaced(
     device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call()
-    monkeypatch.setattr("tw_compile.kernels.all_reduce_rms_norm.slot.agree", lambda *_: None)
+    monkeypatch.setattr("tw_compile.kernels.collective.slot.agree", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(p2p.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [0] * RANKS, 0, 0))

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile.kernels import measured_reserve as module
-from tw_compile.kernels.hold_sms import hold_program
-from tw_compile.kernels.measured_reserve import Operand, Reserve, choose, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.autotune import measured_reserve as module
+from tw_compile.autotune.hold_sms import hold_program
+from tw_compile.autotune.measured_reserve import Operand, Reserve, choose, measured_reserve
+from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 
 OPERANDS = (Operand((64, 32), (32, 1), torch.bfloat16), Operand((32, 16), (1, 32), torch.bfloat16))
 

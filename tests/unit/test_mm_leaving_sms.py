@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels import grouped_mm, joint_mm
-from tw_compile.kernels import mm_leaving_sms as module
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.mm_leaving_sms import (
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.gemm import grouped_mm, joint_mm
+from tw_compile.kernels.gemm import mm_leaving_sms as module
+from tw_compile.kernels.gemm.mm_leaving_sms import (
     addmm_leaving_sms,
     gated_mm_leaving_sms,
     grouped_mm_leaving_sms,

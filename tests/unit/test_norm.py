@@ -6,8 +6,8 @@ import pytest
 import torch
 from graph_builder import GraphBuilder, aten, prims
 
-from tw_compile.passes.base import Refusal, Refused
 from tw_compile.passes.fusion.norm import NormMatch, match_rms_norm
+from tw_compile.passes.reasons import Refusal, Refused
 
 
 def matched(found: NormMatch | Refused | None) -> NormMatch:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels import operator
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, _instances, get_transport
-from tw_compile.kernels.seam import arrive_
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
+from tw_compile.kernels.collective.transport import Started, Transport, _instances, get_transport
+from tw_compile.kernels.runtime import operator
+from tw_compile.kernels.runtime.seam import arrive_
 from tw_compile.testing import fake_process_group
 
 T, H, RANKS = 5, 8, 2
@@ -311,7 +311,7 @@ def test_numbers_of_sms_are_checked(start: Any, overlap_sms: int, fake: bool) ->
 
 
 def test_sms_of_a_call_are_no_more_than_a_kernel_with_barriers_can_have() -> None:
-    from tw_compile.kernels._sync import MAX_CTAS
+    from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
     assert MAX_OVERLAP_SMS <= MAX_CTAS
 
@@ -391,7 +391,7 @@ def test_starts_that_were_moved_together_give_the_same_results() -> None:
 
 
 def test_a_call_that_the_next_one_completed_is_in_flight_until_it_is_waited_for() -> None:
-    """As what the next graph arrives at (``kernels/seam.py``)."""
+    """As what the next graph arrives at (``kernels/runtime/seam.py``)."""
     first, second = (ops.start(*start_args()) for _ in range(2))
     for outputs in (first, second):
         assert ops.is_in_flight(outputs[0], "0", 0)
@@ -433,7 +433,7 @@ def test_a_scale_comes_with_fp8_and_only_with_it(changed: dict[str, Any], messag
 
 @pytest.mark.parametrize("out", ["none", "sharded", "replicated"])
 def test_fp8_result_is_the_reference(out: str) -> None:
-    from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+    from tw_compile.kernels.collective.reference import add_rms_norm
 
     scale = torch.tensor([0.02])
     args = start_args(torch.bfloat16, hidden_dtype=FP8, hidden_scale=scale, residual_out=out)
@@ -452,7 +452,7 @@ def test_unknown_transport() -> None:
 
 
 def test_result_is_the_reference_on_one_rank_of_a_fake_group() -> None:
-    from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
+    from tw_compile.kernels.collective.reference import add_rms_norm
 
     args = start_args()
     hidden, residual = ops.start(*args)

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, row_range, rows_per_rank
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import NormSpec, row_range, rows_per_rank
 from tw_compile.testing import assert_within_budget
 
 WORLD_SIZE = 2
@@ -32,8 +32,8 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel as kernel
-    from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape
+    from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel as kernel
+    from tw_compile.kernels.collective.row import launch_shape
 
     block, num_warps = launch_shape(hidden_size)
     arguments: dict[str, Any] = dict.fromkeys(("x", "residual", "bias", "weight", "hidden", "residual_out"), "*bf16")
@@ -112,7 +112,7 @@ def test_flags_are_released_and_acquired_at_system_scope(spin_limit: int) -> Non
 
 
 def test_l1_is_invalidated_after_every_acquire(tmp_path: Any) -> None:
-    """The memory-order argument rests on it; see ``tw_compile.kernels._sync``."""
+    """The memory-order argument rests on it; see ``tw_compile.kernels.runtime.barrier``."""
     sass = disassemble(compile_all_reduce(90, 8192, 4), tmp_path)
     order = re.findall(r"\b(MEMBAR\.\w+\.SYS|ATOMG\.E\.EXCH\.STRONG\.SYS|ATOMG\.E\.ADD\.STRONG\.SYS|CCTL\.IVALL)", sass)
     assert "ATOMG.E.EXCH.STRONG.SYS" in order
@@ -151,7 +151,7 @@ def instructions(ptx: str, pattern: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("dtype", SUMS)
 @pytest.mark.parametrize("hidden_size", [1024, 2880, 8192])
 def test_multicast_instructions(arch: int, dtype: str, hidden_size: int, tmp_path: Any) -> None:
-    from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape
+    from tw_compile.kernels.collective.row import launch_shape
 
     overrides = dict.fromkeys(ROW_TENSORS, f"*{dtype}")
     compiled = compile_all_reduce(arch, hidden_size, 8, PRIMITIVES="multimem", **overrides)
@@ -230,9 +230,9 @@ def test_emulated_multicast_moves_rows_in_16_byte_accesses(hidden_size: int, dty
 
 
 def test_grid_and_capacity_depend_on_shapes_only() -> None:
-    from tw_compile.kernels._sync import MAX_CTAS
-    from tw_compile.kernels.all_reduce_rms_norm.slot import MIN_CAPACITY_BYTES, capacity_for
-    from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+    from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+    from tw_compile.kernels.collective.slot import MIN_CAPACITY_BYTES, capacity_for
+    from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
     assert [TwoShot().sms(tokens, 4) for tokens in (1, 4, 5, 65536)] == [1, 1, 2, MAX_CTAS]
     assert capacity_for(1) == MIN_CAPACITY_BYTES
@@ -355,8 +355,8 @@ def bytes_beyond(case: Case, buffer: torch.Tensor) -> torch.Tensor:
 
 def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
     """Launch ``case`` on this rank and compare with the definition; AssertionError says what differs."""
-    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
-    from tw_compile.kernels.all_reduce_rms_norm.row import launch_shape, triton_dtype
+    from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
+    from tw_compile.kernels.collective.row import launch_shape, triton_dtype
 
     inputs, extras = inputs_of(case)
     norm = norm_of(case)
@@ -425,7 +425,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
 
 def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
     """A call that only rank 0 takes part in, with barriers that give up."""
-    from tw_compile.kernels.all_reduce_rms_norm.p2p_kernel import all_reduce_rms_norm_kernel
+    from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
 
     all_reduce_rms_norm_kernel[(grid,)](
         torch.ones(4, HIDDEN),
@@ -454,17 +454,17 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
 
 def run_lost_peer(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
     """Only rank 0 launches: its barriers must give up, and the host must be told who was missing."""
-    from tw_compile.kernels import _sync
+    from tw_compile.kernels.runtime import barrier
 
     if rank != 0:
         return
-    _sync.raise_if_peer_missing(state["status"], 0, "here")  # nothing to report so far
+    barrier.raise_if_peer_missing(state["status"], 0, "here")  # nothing to report so far
     launch_alone(2, shared, state)
     assert state["status"].nonzero().tolist() == [[0, 1], [1, 1]]
     with pytest.raises(
         RuntimeError, match=r"group g, slot 3: rank 0, CTA 0 gave up waiting for rank 1 at barrier 1 of"
     ):
-        _sync.raise_if_peer_missing(state["status"], 0, "group g, slot 3")
+        barrier.raise_if_peer_missing(state["status"], 0, "group g, slot 3")
 
 
 def run_wrap_around(rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
@@ -516,12 +516,12 @@ def interpreter_worker(rank: int, shared: dict[str, list[torch.Tensor]], results
     torch.set_num_threads(1)
     let_interpreter_index_with_tensors()
     let_interpreter_round()
-    from tw_compile.kernels import _sync
+    from tw_compile.kernels.runtime import barrier
 
     start = 2**31 - 20
     state = {
-        "epochs": torch.full((_sync.MAX_CTAS,), start, dtype=torch.int32),
-        "status": torch.zeros((_sync.MAX_CTAS, _sync.MAX_WORLD_SIZE), dtype=torch.int32),
+        "epochs": torch.full((barrier.MAX_CTAS,), start, dtype=torch.int32),
+        "status": torch.zeros((barrier.MAX_CTAS, barrier.MAX_WORLD_SIZE), dtype=torch.int32),
     }
     checks: list[tuple[str, Any]] = [(case.name, partial(run_case, case, rank, shared, state)) for case in CASES]
     checks.append(("epochs", partial(check_epochs, state["epochs"], start)))

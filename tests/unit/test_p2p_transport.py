@@ -12,19 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm import p2p, slot
-from tw_compile.kernels.all_reduce_rms_norm.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
-from tw_compile.kernels.all_reduce_rms_norm.push import MOST_INBOX_BYTES, PARTS, Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import Insist, Selector, Step
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
-from tw_compile.kernels.all_reduce_rms_norm.transport import (
+from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot, takes_multimem
+from tw_compile.kernels.collective import slot
+from tw_compile.kernels.collective.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
+from tw_compile.kernels.collective.selection import Insist, Selector, Step
+from tw_compile.kernels.collective.spec import NormSpec, Request
+from tw_compile.kernels.collective.transport import (
     NCCL_MAX_HIDDEN,
     P2P_MAX_HIDDEN,
     GroupFacts,
     choose_transport,
     get_transport,
 )
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot, takes_multimem
+from tw_compile.kernels.collective.transports import p2p
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")

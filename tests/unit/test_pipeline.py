@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline
-from tw_compile.passes.base import HostRefusal
+from tw_compile.passes.reasons import HostRefusal
 from tw_compile.planning import load_profile
 from tw_compile.testing import count_ops, fake_process_group, snapshot
 
@@ -239,7 +239,7 @@ def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -
 
 def test_uuid_covers_every_source_folder() -> None:
     names = {path.name for folder in pipeline._SOURCES for path in folder.rglob("*.py")}
-    assert {"find.py", "ops.py", "p2p_kernel.py", "pipeline.py", "lowering.py"} <= names
+    assert {"find.py", "ops.py", "duplicate.py", "pipeline.py", "lowering.py"} <= names
 
 
 def test_uuid_changes_with_the_groups() -> None:

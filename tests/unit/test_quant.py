@@ -28,7 +28,7 @@ from torch import nn
 
 from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
+from tw_compile.kernels.collective.spec import FP8
 from tw_compile.testing import capture_graphs, fake_process_group, find_ops, generated_code
 
 pytestmark = pytest.mark.usefixtures("one_rank", "vllm_operators")

@@ -27,9 +27,9 @@ from torch._inductor import config as inductor_config
 from tw_compile import Config, TWCompilePass
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import Node
-from tw_compile.kernels.all_reduce_rms_norm.spec import FP8
-from tw_compile.passes.base import QuantRefusal, QuantRefused, Refusal
+from tw_compile.kernels.collective.spec import FP8
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
+from tw_compile.passes.reasons import QuantRefusal, QuantRefused, Refusal
 from tw_compile.testing import fake_cuda, fake_process_group
 
 pytestmark = pytest.mark.usefixtures("one_rank", "vllm_operators")

@@ -13,9 +13,9 @@ from torch import nn
 
 from tw_compile import collect_reports, make_backend
 from tw_compile.config import Config
-from tw_compile.passes.base import Refusal
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
-from tw_compile.passes.split.dependences import predecessors
+from tw_compile.passes.reasons import Refusal
+from tw_compile.passes.split.schedule.dependences import predecessors
 from tw_compile.testing import fake_process_group
 
 H = 16

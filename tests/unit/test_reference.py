@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm.reference import add_rms_norm
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import NormSpec
 from tw_compile.testing import assert_within_budget
 
 T, H, EPS = 7, 96, 1e-5

@@ -19,10 +19,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
-from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
-from tw_compile.kernels.seam import enter_layers, leave_layers
-from tw_compile.passes.base import Refusal
+from tw_compile.kernels.collective.spec import row_range
+from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.rewrite import Rewriter
+from tw_compile.passes.reasons import Refusal
 from tw_compile.report import GraphReport
 from tw_compile.testing import (
     assert_annotation,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile.kernels.all_reduce_rms_norm.spec import row_range, rows_per_rank
+from tw_compile.kernels.collective.spec import row_range, rows_per_rank
 
 TOKENS = st.integers(0, 1 << 20)
 WORLD_SIZES = st.integers(1, 64)

@@ -11,10 +11,10 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, copy_of, run_graph
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
-from tw_compile.passes.base import JoinReason
+from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split import Join, SplitReport, TokenAxis, analyse, find_token_axis, split_tokens
-from tw_compile.passes.split.dependences import written_by
-from tw_compile.passes.split.lock import has_own_kernel
+from tw_compile.passes.split.schedule.dependences import written_by
+from tw_compile.passes.split.schedule.lock import has_own_kernel
 
 aten = torch.ops.aten
 TOKENS, HIDDEN, EPS = 12, 8, 1e-5

@@ -12,9 +12,9 @@ from graph_builder import GraphBuilder, copy_of, run_graph
 from torch._higher_order_ops.auto_functionalize import auto_functionalized
 
 from tw_compile.graph.predicates import operator_name
-from tw_compile.passes.base import JoinReason
+from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
-from tw_compile.passes.split.lock import has_own_kernel
+from tw_compile.passes.split.schedule.lock import has_own_kernel
 
 aten = torch.ops.aten
 TOKENS, HEADS, HEAD_DIM, FIRST = 12, 2, 4, 5
@@ -64,7 +64,7 @@ def _half(
 
 @pytest.fixture(scope="module", autouse=True)
 def vllm_operators() -> Iterator[None]:
-    """As vLLM 0.24's and those of ``tw_compile.vllm.attention``, with what matters of their signatures."""
+    """As vLLM 0.24's and those of ``tw_compile.hosts.vllm.attention``, with what matters of their signatures."""
     with (
         torch.library._scoped_library("vllm", "FRAGMENT") as vllm,
         torch.library._scoped_library("tw_compile", "FRAGMENT") as ours,

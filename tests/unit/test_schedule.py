@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from split_graphs import UNFUSED, WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile import compat
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.passes.base import SplitRefusal, SplitRefused
+from tw_compile.kernels.collective import ops
+from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
-from tw_compile.passes.split.dependences import find_calls, predecessors
-from tw_compile.passes.split.lock import _is_copied_by_readers, has_own_kernel, lock_order
-from tw_compile.passes.split.schedule import Exposure, Schedule, Window, computes, half_of, schedule
-from tw_compile.passes.split.token_axis import Unit
+from tw_compile.passes.split.analysis.token_axis import Unit
+from tw_compile.passes.split.schedule.dependences import find_calls, predecessors
+from tw_compile.passes.split.schedule.lock import _is_copied_by_readers, has_own_kernel, lock_order
+from tw_compile.passes.split.schedule.windows import Exposure, Schedule, Window, computes, half_of, schedule
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_order, find_ops
 

@@ -16,10 +16,10 @@ import torch.fx as fx
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
-from tw_compile.passes.split.budgets import Budgets, reserve_sms
-from tw_compile.passes.split.lock import Lock, lock_order
-from tw_compile.passes.split.schedule import Schedule, schedule
-from tw_compile.passes.split.token_axis import Unit
+from tw_compile.passes.split.analysis.token_axis import Unit
+from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
+from tw_compile.passes.split.schedule.lock import Lock, lock_order
+from tw_compile.passes.split.schedule.windows import Schedule, schedule
 from tw_compile.planning import load_profile
 from tw_compile.planning import suffix as own_kernel
 from tw_compile.planning.halves import FirstHalf

@@ -10,20 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tw_compile.kernels.all_reduce_rms_norm import selection
-from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import (
-    ALGORITHMS,
-    Insist,
-    Selector,
-    Step,
-    steps_for,
-    steps_of,
-    table_text,
-)
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective import selection
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.selection import ALGORITHMS, Insist, Selector, Step, steps_for, steps_of, table_text
 
 STEPS = (Step(4, 100, "push_one_shot", 8), Step(4, 1000, "push_two_shot", 16), Step(4, 10_000, "stream", 4))
 STATE: Any = SimpleNamespace(world_size=4, rank=1)

@@ -12,11 +12,11 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten, copy_of, prims, run_graph
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from tw_compile.kernels.attention_suffix import attention_suffix
+from tw_compile.kernels.attention.suffix import attention_suffix
 from tw_compile.passes.split import SplitReport, analyse, find_token_axis, split_tokens
-from tw_compile.passes.split.causal_mask import objection_to
-from tw_compile.passes.split.rules_attention import CAUSAL_FROM_BOTTOM_RIGHT
-from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.passes.split.analysis.causal_mask import objection_to
+from tw_compile.passes.split.analysis.token_axis import TokenAxis
+from tw_compile.passes.split.rules.attention import CAUSAL_FROM_BOTTOM_RIGHT
 from tw_compile.planning import suffix as own_kernel
 from tw_compile.testing.graphs import find_ops
 

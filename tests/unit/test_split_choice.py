@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.base import HostAttention, SplitRefusal
-from tw_compile.passes.split import Choice, choose
-from tw_compile.passes.split.choose import NotSplit, _Planner
-from tw_compile.passes.split.layer import GraphLayer
-from tw_compile.passes.split.token_axis import TokenAxis, Unit
+from tw_compile.passes.reasons import HostAttention, SplitRefusal
+from tw_compile.passes.split import Choice
+from tw_compile.passes.split.analysis import choose
+from tw_compile.passes.split.analysis.choose import NotSplit, _Planner
+from tw_compile.passes.split.analysis.layer import GraphLayer
+from tw_compile.passes.split.analysis.token_axis import TokenAxis, Unit
 from tw_compile.planning import DeviceProfile, Mode, Off, Plan, layer_shape, load_profile, plan_layer
 from tw_compile.planning.halves import MOST_TOKENS, FirstHalf
 from tw_compile.planning.plan import RESOLUTION

@@ -14,15 +14,15 @@ from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.graph.copy import copy_of
-from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.collective import ops
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
-from tw_compile.passes.split import in_slot
 from tw_compile.passes.split.apply import split_graph
-from tw_compile.passes.split.dependences import argument, find_calls
-from tw_compile.passes.split.duplicate import split_tokens
-from tw_compile.passes.split.in_slot import leave_results_in_slots
-from tw_compile.passes.split.schedule import schedule
+from tw_compile.passes.split.peephole import in_slot
+from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
+from tw_compile.passes.split.rewrite.duplicate import split_tokens
+from tw_compile.passes.split.schedule.dependences import argument, find_calls
+from tw_compile.passes.split.schedule.windows import schedule
 from tw_compile.planning import load_profile
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops
 

@@ -10,11 +10,11 @@ import torch
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.seam import arrive_, enter_layers, leave_halves
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.dependences import argument
-from tw_compile.passes.split.in_slot import leave_results_in_slots
+from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
+from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.testing import fake_process_group, find_ops
 
 WIDTH, ROWS, GROUP = 8, 4, "0"

@@ -15,16 +15,16 @@ from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, spl
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tw_compile import Config, compat
+from tw_compile.autotune.measured_reserve import Operand, Reserve
 from tw_compile.graph.predicates import aten, value
-from tw_compile.kernels.measured_reserve import Operand, Reserve
-from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split import budgets as budgets_module
-from tw_compile.passes.split import rules_attention
-from tw_compile.passes.split.budgets import Budgets, joint_mm_of, reserve_sms
-from tw_compile.passes.split.in_slot import leave_results_in_slots
-from tw_compile.passes.split.joint import beside, join
-from tw_compile.passes.split.lock import lock_order
+from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
+from tw_compile.passes.split.peephole.joint import beside, join
+from tw_compile.passes.split.rules import attention as rules_attention
+from tw_compile.passes.split.schedule.budgets import Budgets, joint_mm_of, reserve_sms
+from tw_compile.passes.split.schedule.lock import lock_order
+from tw_compile.passes.split.schedule.windows import budgets as budgets_module
 from tw_compile.planning import load_profile
 from tw_compile.planning.communication import elementwise_us
 from tw_compile.testing import fake_process_group

@@ -23,14 +23,16 @@ from torch._inductor.virtualized import V
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.graph.snapshot import snapshot
-from tw_compile.kernels.all_reduce_rms_norm import ops
+from tw_compile.kernels.collective import ops
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.config import config_from_dict, tensor_parallel_plan
-from tw_compile.passes.base import SplitRefusal
-from tw_compile.passes.split import HostGraph, choose, layer_of_graph, profile, rules_attention
-from tw_compile.passes.split.duplicate import _Duplicator
-from tw_compile.passes.split.layer import GraphLayer
-from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
+from tw_compile.passes.reasons import SplitRefusal
+from tw_compile.passes.split import HostGraph, layer_of_graph
+from tw_compile.passes.split.analysis import choose, profile
+from tw_compile.passes.split.analysis.layer import GraphLayer
+from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
+from tw_compile.passes.split.rewrite.duplicate import _Duplicator
+from tw_compile.passes.split.rules import attention as rules_attention
 from tw_compile.planning import layer_shape, load_profile, plan
 from tw_compile.report import GraphReport, Split
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops, rewrite
@@ -384,7 +386,7 @@ def test_ranks_plan_for_the_profile_of_the_first(
     config = Config(split="auto", device_profile="H100")
     store = dist.HashStore()
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr("tw_compile.passes.split.profile.compat.default_store", lambda: store)
+    monkeypatch.setattr("tw_compile.passes.split.analysis.profile.compat.default_store", lambda: store)
     found = []
     for name in ("H200", "H100"):
         monkeypatch.setattr(profile, "_agreed", {})

@@ -21,12 +21,12 @@ from tw_compile.gating.current import current_gate
 from tw_compile.graph.copy import copy_of
 from tw_compile.graph.predicates import value
 from tw_compile.graph.snapshot import snapshot
-from tw_compile.kernels.tokens_of_half import arguments_of, tokens_of_half
+from tw_compile.kernels.runtime.tokens_of_half import arguments_of, tokens_of_half
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
-from tw_compile.passes.base import SplitRefusal
+from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split import HostGraph, SplitReport, layer_of_piece, split_tokens
-from tw_compile.passes.split.token_axis import TokenAxis, find_token_axis
+from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.planning import Attention, Gemm
 from tw_compile.planning.halves import FirstHalf, constant_first_half, shares_of_range
 from tw_compile.report import Split

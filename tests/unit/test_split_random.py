@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from split_graphs import run_alone
 
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
-from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.passes.split.analysis.token_axis import TokenAxis
 
 _c10d = torch.ops._c10d_functional
 

@@ -14,26 +14,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tw_compile import Config, compat
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.spec import MAX_OVERLAP_SMS
-from tw_compile.kernels.measured_reserve import Operand, Reserve
-from tw_compile.kernels.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
+from tw_compile.autotune.measured_reserve import Operand, Reserve
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
+from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split import (
-    SplitReport,
-    Window,
-    find_token_axis,
-    rules_attention,
-    split_tokens,
-)
-from tw_compile.passes.split import budgets as budgets_module
+from tw_compile.passes.split import SplitReport, Window, find_token_axis, split_tokens
+from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.apply import split_graph
-from tw_compile.passes.split.budgets import Budgets, reserve_sms
-from tw_compile.passes.split.dependences import argument
-from tw_compile.passes.split.grouped import use_small_groups
-from tw_compile.passes.split.residual import narrow_residuals
-from tw_compile.passes.split.schedule import DEFAULT_OVERLAP_SMS, schedule
-from tw_compile.passes.split.token_axis import TokenAxis
+from tw_compile.passes.split.peephole.grouped import use_small_groups
+from tw_compile.passes.split.peephole.residual import narrow_residuals
+from tw_compile.passes.split.rules import attention as rules_attention
+from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
+from tw_compile.passes.split.schedule.dependences import argument
+from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, schedule
+from tw_compile.passes.split.schedule.windows import budgets as budgets_module
 from tw_compile.planning import load_profile
 from tw_compile.report import OverlapWindow, Split
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite

@@ -10,8 +10,8 @@ import torch
 
 from tw_compile.benchmark.layer import stand_in
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.kernels.all_reduce_rms_norm.spec import NormSpec, Request
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started
+from tw_compile.kernels.collective.spec import NormSpec, Request
+from tw_compile.kernels.collective.transport import Started
 from tw_compile.planning import communication, load_profile
 
 H200 = load_profile("H200")

@@ -10,9 +10,9 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 from torch.library import Library
 
-from tw_compile.passes.base import JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split import Call, Join, Local, Rows, RowWise, analyse, find_token_axis, token_rule
-from tw_compile.passes.split.token_axis import Analysis, TokenAxis
+from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis
 
 TOKENS = 6
 

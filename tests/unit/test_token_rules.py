@@ -14,11 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import Library
 
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.passes.base import JoinReason
+from tw_compile.kernels.collective import ops
+from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split import Join, Rows, SplitReport, analyse, find_token_axis, split_tokens
-from tw_compile.passes.split.dependences import argument
-from tw_compile.passes.split.token_axis import Analysis, TokenAxis
+from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis
+from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.testing.graphs import find_ops
 
 TOKENS, CHOSEN, EXPERTS, WIDTH = 6, 2, 4, 8

@@ -11,12 +11,12 @@ import pytest
 
 from tw_compile.config import Config
 from tw_compile.gating.facts import Settings
+from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.doctor import examine
+from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.base import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.passes.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.planning import LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
-from tw_compile.vllm import plan
-from tw_compile.vllm.doctor import examine
-from tw_compile.vllm.options import asked_options, host_of, switched_off, vllm_config
 
 KIB, MIB = 2**10, 2**20
 ENGINE = plan.Engine(tensor_parallel_size=8, hidden_size=8192, dtype="bfloat16", max_tokens=8192)
@@ -312,8 +312,8 @@ def test_the_workers_settings_are_what_could_be_set_up() -> None:
 
 
 def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.doctor.installed_version", lambda: None)
-    point = metadata.EntryPoint("tw_compile", "tw_compile.vllm.plugin:register", "vllm.general_plugins")
+    monkeypatch.setattr("tw_compile.hosts.vllm.doctor.installed_version", lambda: None)
+    point = metadata.EntryPoint("tw_compile", "tw_compile.hosts.vllm.plugin:register", "vllm.general_plugins")
     monkeypatch.setattr(metadata, "entry_points", lambda group: (point,))
     report = examine({"TW_COMPILE": "1", "VLLM_PLUGINS": "other"}, (9, 0))
     assert report["installed"] is None and report["dispatch"] == "vllm-0.24"
@@ -328,7 +328,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
+    monkeypatch.setattr("tw_compile.hosts.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
     ranges, line = planned()
     assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]

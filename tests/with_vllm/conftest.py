@@ -61,7 +61,7 @@ def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     """What the pass leaves of each graph, in order. It must not guard them: vLLM checks no guards."""
-    from tw_compile.vllm.inductor_pass import VllmPass
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     taken: list[fx.Graph] = []
     original: Callable[..., None] = VllmPass.__call__

@@ -29,7 +29,7 @@ def steps(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int, int]:
 @settings(max_examples=200, deadline=None)
 @given(steps(), st.sampled_from([None, 2]))
 def test_halves_attend_as_the_step_does(step: tuple[list[tuple[int, int]], int, int], window: int | None) -> None:
-    from tw_compile.vllm.attention import half_of
+    from tw_compile.hosts.vllm.attention import half_of
 
     pairs, padding, first = step
     metadata = paged.metadata_of([paged.Request(*pair) for pair in pairs], padding)
@@ -56,7 +56,7 @@ def test_halves_attend_as_the_step_does(step: tuple[list[tuple[int, int]], int, 
 def test_every_field_of_the_metadata_is_accounted_for() -> None:
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
 
-    from tw_compile.vllm.attention import known_fields
+    from tw_compile.hosts.vllm.attention import known_fields
 
     assert {one.name for one in fields(FlashAttentionMetadata)} <= known_fields()
 
@@ -69,7 +69,7 @@ def test_every_field_of_the_metadata_is_accounted_for() -> None:
     ],
 )
 def test_a_step_that_halves_would_compute_wrongly_is_an_error(change: dict[str, Any], named: str) -> None:
-    from tw_compile.vllm.attention import half_of
+    from tw_compile.hosts.vllm.attention import half_of
 
     metadata = replace(paged.metadata_of([paged.Request(0, 4)]), **change)
     with pytest.raises(RuntimeError, match=named):

@@ -125,7 +125,7 @@ def test_a_refused_engine_keeps_its_graphs_also_where_the_user_named_the_pass(
 def test_vllms_name_of_a_group_is_understood(groups: Any) -> None:
     from vllm.distributed.parallel_state import get_tp_group
 
-    import tw_compile.vllm.inductor_pass  # noqa: F401
+    import tw_compile.hosts.vllm.inductor_pass  # noqa: F401
     from tw_compile import compat
 
     assert compat.resolve_process_group("tp:0") is get_tp_group().device_group

@@ -18,13 +18,14 @@ from one_rank import be_one_rank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
+from tw_compile.hosts.vllm import plan
 from tw_compile.models import load_config
 from tw_compile.models.config import tensor_parallel_plan
-from tw_compile.passes.base import SplitRefused
-from tw_compile.passes.split import GraphLayer, TokenAxis, choose
+from tw_compile.passes.reasons import SplitRefused
+from tw_compile.passes.split import GraphLayer, TokenAxis
+from tw_compile.passes.split.analysis import choose
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
-from tw_compile.vllm import plan
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals", "plain_attention")
 
@@ -54,7 +55,7 @@ def plain_attention(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def half_on_cpu(groups: Any) -> Iterator[None]:
-    from tw_compile.vllm import attention
+    from tw_compile.hosts.vllm import attention
 
     library = torch.library.Library("tw_compile", "FRAGMENT")
     library.impl("vllm_attention_half", attention._attend_half, "CPU")
@@ -64,7 +65,7 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, layers: int = LAYERS, **options: Any) -> Any:
@@ -110,7 +111,7 @@ def layers(request: pytest.FixtureRequest) -> int:
 def unsplit(folder: Path, groups: Any, layers: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         be_one_rank(patch)
-        patch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
+        patch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
         _plain_attention(patch)
         outputs, _, caches = run(engine(folder, layers=layers))
         return outputs, caches
@@ -182,7 +183,7 @@ def test_layers_of_another_backend_keep_their_attention_whole(
 ) -> None:
     from vllm.v1.attention.backend import AttentionType
 
-    monkeypatch.setattr("tw_compile.vllm.attention._ATTENTION_TYPE", AttentionType.ENCODER_ONLY)
+    monkeypatch.setattr("tw_compile.hosts.vllm.attention._ATTENTION_TYPE", AttentionType.ENCODER_ONLY)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         found = run(engine(folder, layers=layers, split="16"))
@@ -247,7 +248,7 @@ def test_the_start_says_which_steps_are_split_and_these_are(
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash3"))
     monkeypatch.setattr(choose, "layer_of_graph", layer_of_graph)
-    monkeypatch.setattr("tw_compile.vllm.engine.layer_of", lambda engine: big)
+    monkeypatch.setattr("tw_compile.hosts.vllm.engine.layer_of", lambda engine: big)
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
     options = {"strict": True, "split": "auto", "vllm_layer_groups": LAYERS, "device_profile": "H200"}

@@ -24,7 +24,7 @@ def test_vllm_takes_the_arguments_and_has_the_passes_where_it_should(
 ) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from tw_compile.vllm.inductor_pass import VllmPass
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     write_model(SPEC, tmp_path)
     engine = next(one for one in engines(SPEC, str(tmp_path)) if one.variant.label == variant)

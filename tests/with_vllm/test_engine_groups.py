@@ -15,8 +15,8 @@ from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.kernels.seam import enter_layers, leave_layers, leave_off
-from tw_compile.vllm import groups as groups_of_layers
+from tw_compile.hosts.vllm import groups as groups_of_layers
+from tw_compile.kernels.runtime.seam import enter_layers, leave_layers, leave_off
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
 
@@ -26,7 +26,7 @@ COUNTS = (MAX_TOKENS, 24, 23, 3)
 
 @pytest.fixture(autouse=True)
 def short_steps_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", 23)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", 23)
 
 
 def engine(folder: Path, compilation: dict[str, Any] | None = None, **options: Any) -> Any:
@@ -56,7 +56,7 @@ def test_long_steps_run_in_groups_of_layers_that_are_compiled_once(
     assert names(graphs[-1]).count("tw_compile::all_reduce_rms_norm_start") == 2 * layers
 
     by_groups = mock.Mock(side_effect=leave_off)
-    monkeypatch.setattr("tw_compile.vllm.steps.leave_off", by_groups)
+    monkeypatch.setattr("tw_compile.hosts.vllm.steps.leave_off", by_groups)
     with collect_reports() as again, llama(engine(folder, vllm_layer_groups=layers)) as model:
         assert all(torch.equal(model(count), one) for count, one in zip(COUNTS, found, strict=True))
     assert not again and by_groups.call_count == 2  # a warm start, of groups, too

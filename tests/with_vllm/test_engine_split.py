@@ -17,13 +17,15 @@ from one_rank import OneRank, one_rank  # noqa: F401
 
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
-from tw_compile.kernels.all_reduce_rms_norm import transport
-from tw_compile.kernels.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.kernels.collective import transport
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.models import load_config
 from tw_compile.models.config import tensor_parallel_plan
-from tw_compile.passes.base import SplitRefused
-from tw_compile.passes.split import GraphLayer, TokenAxis, choose, registry
-from tw_compile.passes.split.budgets import _Beside
+from tw_compile.passes.reasons import SplitRefused
+from tw_compile.passes.split import GraphLayer, TokenAxis
+from tw_compile.passes.split.analysis import choose
+from tw_compile.passes.split.rules import registry
+from tw_compile.passes.split.schedule.budgets import _Beside
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
 
@@ -48,7 +50,7 @@ class Seen:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
-    from tw_compile.vllm.inductor_pass import VllmPass
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     noted = Seen()
     original: Callable[..., None] = VllmPass.__call__
@@ -134,7 +136,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
         assert (found.shape.world_size, found.shape.hidden_size, found.transport) == (WORLD_SIZE, HIDDEN, "gloo")
         return replace(found, shape=big)
 
-    monkeypatch.setattr("tw_compile.vllm.engine.layer_of", lambda engine: big)
+    monkeypatch.setattr("tw_compile.hosts.vllm.engine.layer_of", lambda engine: big)
     config, original = load_config("llama-3.3-70b"), choose.layer_of_piece
     big = layer_shape(config, tensor_parallel_plan(config), 4, merged=True)
     big = replace(big, attention=replace(big.attention, kernel="flash"))

@@ -35,7 +35,7 @@ def kernels(groups: Any) -> Iterator[Any]:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The graphs that the pass gets, as text."""
-    from tw_compile.vllm.inductor_pass import VllmPass
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     taken: list[str] = []
     original = VllmPass.__call__

@@ -109,7 +109,7 @@ def experts(groups: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models with experts have a group for them, here the same; shared ones a stream of their own, which takes a GPU."""
     from vllm.distributed import parallel_state
 
-    monkeypatch.setattr("tw_compile.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.MOST_SHORT_TOKENS", LONG_FROM - 1)
     monkeypatch.setattr(parallel_state, "_EP", parallel_state._TP)
     for module in ("vllm.utils.torch_utils", "vllm.model_executor.layers.fused_moe.runner.shared_experts"):
         monkeypatch.setattr(f"{module}.aux_stream", lambda: None)

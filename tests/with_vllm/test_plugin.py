@@ -188,7 +188,7 @@ def test_an_internal_error_leaves_the_configuration_and_warns_once(
     def broken(*args: object) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("tw_compile.vllm.plan.range_endpoints", broken)
+    monkeypatch.setattr("tw_compile.hosts.vllm.plan.range_endpoints", broken)
     config = engine_config(folder)
     assert slot_of(config) is None and vllm_log.text.count("on purpose") == 1
     monkeypatch.setenv("TW_COMPILE_STRICT", "1")

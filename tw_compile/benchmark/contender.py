@@ -17,7 +17,7 @@ import torch
 
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
-from tw_compile.testing.gpu_problems import Form, Problem
+from tw_compile.harness.problems import Form, Problem
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 Kind = Literal["ours", "peer", "bound"]

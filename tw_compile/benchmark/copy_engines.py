@@ -17,9 +17,9 @@ from tw_compile import compat
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
-from tw_compile.kernels.all_reduce_rms_norm.spec import rows_per_rank
-from tw_compile.kernels.cuda import bindings
-from tw_compile.testing.gpu_problems import EPS, Problem
+from tw_compile.harness.problems import EPS, Problem
+from tw_compile.kernels.collective.spec import rows_per_rank
+from tw_compile.kernels.runtime import bindings
 
 _SENT, _PUBLISHED = 0, 1
 _WORD_BYTES = 4

@@ -19,9 +19,9 @@ from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Verdict
-from tw_compile.kernels.all_reduce_rms_norm.selection import step_for, steps_for
-from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, prefer_transport
-from tw_compile.testing.gpu_problems import Problem
+from tw_compile.harness.problems import Problem
+from tw_compile.kernels.collective.selection import step_for, steps_for
+from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
 
 LABEL = "gated"
 GOOD_REGRET = 0.02

@@ -13,10 +13,10 @@ import torch
 from tw_compile.benchmark.contender import Call, Contender, form
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
-from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request
-from tw_compile.kernels.all_reduce_rms_norm.transport import Transport, get_transport
-from tw_compile.testing.gpu_problems import Problem
+from tw_compile.harness.problems import Problem
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transport import Transport, get_transport
 
 FP8_SCALE = 0.02
 """Few of the products of normal numbers that the norm gives here are beyond 448 times this."""
@@ -106,7 +106,7 @@ class Operator(Contender):
         return request if buffer is None else replace(request, x=buffer.copy_(request.x))
 
     def deviation(self, ranks: Ranks) -> str | None:
-        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+        from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
         transport = self._transport
         if not isinstance(transport, P2PTransport):
@@ -124,7 +124,7 @@ class Operator(Contender):
 
 def fallback(ranks: Ranks, transport: Transport) -> str | None:
     """That the P2P transport has given up and NCCL runs instead; None when that is not so."""
-    from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+    from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
     if not isinstance(transport, P2PTransport):
         return None
@@ -140,7 +140,7 @@ def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]
     """The P2P transport with one algorithm alone."""
 
     def transport(sms: int | None) -> Transport:
-        from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
+        from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
         assert sms is not None
         return P2PTransport("p2p", make(sms))
@@ -149,13 +149,13 @@ def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]
 
 
 def _push(sms: int, one_shot: bool) -> Algorithm:
-    from tw_compile.kernels.all_reduce_rms_norm.push import Push
+    from tw_compile.kernels.algorithms.push.push import Push
 
     return Push(one_shot, sms)
 
 
 def _stream(sms: int) -> Algorithm:
-    from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
+    from tw_compile.kernels.algorithms.stream.stream import Stream
 
     return Stream(sms)
 

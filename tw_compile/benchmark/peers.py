@@ -13,7 +13,7 @@ from tw_compile import compat
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
-from tw_compile.testing.gpu_problems import EPS, Problem
+from tw_compile.harness.problems import EPS, Problem
 
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 

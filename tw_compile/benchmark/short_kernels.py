@@ -1,6 +1,6 @@
 """What a short kernel takes in this process, which tells whether its kernels end late.
 
-After a few launches on a second stream all kernels of a process end later (``kernels/cuda/own_graph.py``). All variants that
+After a few launches on a second stream all kernels of a process end later (``kernels/runtime/own_graph.py``). All variants that
 share the process pay for it then, by their number of kernels.
 """
 

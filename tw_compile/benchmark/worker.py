@@ -19,9 +19,7 @@ from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_ra
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
 from tw_compile.gating.current import current_node
-from tw_compile.kernels.all_reduce_rms_norm.spec import row_range
-from tw_compile.runner.launch import Progress
-from tw_compile.testing.gpu_problems import (
+from tw_compile.harness.problems import (
     Context,
     Form,
     Problem,
@@ -32,6 +30,8 @@ from tw_compile.testing.gpu_problems import (
     quantised,
     unfused,
 )
+from tw_compile.kernels.collective.spec import row_range
+from tw_compile.runner.launch import Progress
 
 CPU_CACHE_BYTES = 32 * 2**20
 

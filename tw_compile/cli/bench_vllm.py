@@ -121,7 +121,7 @@ def _table(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UsageError(f"--engine: expected a JSON object, got {text!r}")
     from tw_compile.config import Config
-    from tw_compile.vllm.options import asked_options
+    from tw_compile.hosts.vllm.options import asked_options
 
     try:  # the engines would start all the same, without the passes
         Config.from_mapping(asked_options(found.get("additional_config"), {}) or {})

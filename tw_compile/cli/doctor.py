@@ -40,7 +40,7 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
 
 
 def _examine_vllm(report: Report) -> Report:
-    from tw_compile.vllm.doctor import examine
+    from tw_compile.hosts.vllm.doctor import examine
 
     if not report["gpus"]:
         return examine(os.environ, None)

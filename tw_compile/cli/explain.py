@@ -131,7 +131,7 @@ def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype:
     """What is decided about one message, as JSON."""
     import torch
 
-    from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, prefer_transport
+    from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
 
     verdict = gate.decide(tokens * hidden_size * DTYPE_BYTES[dtype], world_size=world_size, dtype=dtype)
     transport = None
@@ -152,11 +152,11 @@ def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype:
 def _split(
     layer: LayerShape, profile: DeviceProfile | None, named: bool, dtype: str, host: str, message: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the pass would plan for a graph of this layer and one sequence (``tw_compile.passes.split.choose``), as JSON.
+    """What the pass would plan for a graph of this layer and one sequence (``passes/split/analysis/choose.py``), as JSON.
 
     ``mode`` is the planner's, or ``unknown`` where it depends on what the pass reads off the graph.
     """
-    from tw_compile.passes.base import SplitRefusal
+    from tw_compile.passes.reasons import SplitRefusal
 
     def not_planned(reason: str, detail: str, mode: str = Mode.OFF) -> dict[str, Any]:
         return {"mode": mode, "reason": reason, "detail": detail, "sizes": [], "gain": None, "plan": None}

@@ -52,7 +52,7 @@ class GemmRates:
         grouped_short_efficiency: The same of their short tiles, where experts have few rows or columns.
         grouped_tile_us: ``tile_us`` of a grouped GEMM's tile, half of it for a short one.
         grouped_us: Of a grouped GEMM before its first tile: another kernel finds where its groups are.
-        own_gemms: Whether halves may have those of ``kernels/joint_mm.cu`` and ``grouped_mm.cu``; other devices can't run them.
+        own_gemms: Whether halves may have those of ``kernels/gemm`` of our own (joint, grouped); other devices can't run them.
         memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
         short_sides: Of tiles, ascending.
         long_sides: The same; every short side goes with every long one, either of them along the tokens.

@@ -5,7 +5,7 @@ the parts up.
 
 Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper (aten/src/ATen/native/cuda/GroupMM.cu): CTAs in
 clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
-tiles is wasted, so what counts is how many rows each expert gets. Halves' are our own (``kernels/grouped_mm.cu``): their
+tiles is wasted, so what counts is how many rows each expert gets. Halves' are our own (``kernels/gemm/grouped_mm.cu``): their
 clusters compute two tiles side by side where an expert has rows for one. So are, in halves, GEMMs of one input where that is
 faster: one sequence of tiles (``joint_tiles.py``).
 
@@ -43,8 +43,8 @@ class Gemm:
     Attributes:
         experts: Weight matrices that the rows are distributed over; 1 is a plain GEMM.
         experts_per_token: How many of them compute each token.
-        own_kernel: Whether it is the grouped GEMM of ``kernels/grouped_mm.cu``, and not torch's.
-        joint: Columns of GEMMs of one input that ``kernels/joint_mm.cu`` computes as this one; empty where it does not.
+        own_kernel: Whether it is the grouped GEMM of ``kernels/gemm/grouped_mm.cu``, and not torch's.
+        joint: Columns of GEMMs of one input that ``kernels/gemm/joint_mm.cu`` computes as this one; empty where it does not.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Where a kernel of our own computes causal attention of a part of a sequence, in the place of cuDNN's.
 
 A call of cuDNN's costs a memset and the gaps around it, and a suffix two calls and a merge
-(``passes/split/rules_attention.py``). With few tokens that is more than the attention itself; with many, cuDNN's faster
+(``passes/split/rules/attention.py``). With few tokens that is more than the attention itself; with many, cuDNN's faster
 arithmetic outweighs it. The token split decides by this what it puts into the graph, the planner how long that takes.
 """
 

@@ -17,7 +17,7 @@ from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import threshold_layers, user_file
 from tw_compile.gating.table import size
-from tw_compile.kernels.all_reduce_rms_norm.transport import GroupFacts, choose_transport
+from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
 from tw_compile.runner.versions import versions
@@ -82,7 +82,7 @@ def _thresholds(gate: Gate) -> Report:
 
 def _kernel_tables(gpus: list[Report]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
-    from tw_compile.kernels.all_reduce_rms_norm import selection
+    from tw_compile.kernels.collective import selection
 
     file, table = user_file(name=selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None
@@ -157,7 +157,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
 
 def _kernels(device_name: str, world_size: int) -> str:
     """Which kernel of the P2P transport serves messages up to which size."""
-    from tw_compile.kernels.all_reduce_rms_norm.selection import steps_for
+    from tw_compile.kernels.collective.selection import steps_for
 
     steps = steps_for(device_name, world_size)
     if not steps:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
-from tw_compile.kernels.all_reduce_rms_norm.transport import reserved_bytes
+from tw_compile.kernels.collective.transport import reserved_bytes
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.group import host_group, meet

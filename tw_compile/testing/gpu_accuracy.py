@@ -6,11 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-from tw_compile.kernels.all_reduce_rms_norm.spec import ResidualOut
-from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
-from tw_compile.testing.gpu_problems import (
+from tw_compile.harness.problems import (
     BF16,
     EPS,
     Context,
@@ -23,6 +19,10 @@ from tw_compile.testing.gpu_problems import (
     make_problem,
     unfused,
 )
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.spec import ResidualOut
+from tw_compile.kernels.collective.transport import get_transport
+from tw_compile.kernels.collective.transports.p2p import P2PTransport
 from tw_compile.testing.gpu_transports import ALGORITHMS, finished, new_memory_is_nan, subject
 
 TOKENS = (1, 2, 3, 5, 63, 64, 1000, 1025, 4096)

@@ -14,14 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tw_compile import compat
-from tw_compile.kernels.measured_reserve import Operand, measured_reserve
-from tw_compile.kernels.mm_leaving_sms import (
+from tw_compile.autotune.measured_reserve import Operand, measured_reserve
+from tw_compile.harness.problems import Context, Form, Problem, Results, expect_within_budget, make_problem
+from tw_compile.kernels.gemm.mm_leaving_sms import (
     gated_mm_leaving_sms,
     grouped_mm_leaving_sms,
     joint_mm_leaving_sms,
     mm_leaving_sms,
 )
-from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_within_budget, make_problem
 from tw_compile.testing.gpu_stress import (
     FIRST_SITE,
     count_differences,

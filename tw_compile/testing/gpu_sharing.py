@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from tw_compile.kernels.all_reduce_rms_norm import p2p_group
+from tw_compile.kernels.collective import p2p_group
 
 SHORTENED_BY = 100
 """What checks of very many calls divide their number by: a call takes milliseconds where ranks share GPUs."""

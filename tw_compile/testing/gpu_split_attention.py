@@ -14,9 +14,9 @@ import torch
 import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tw_compile.harness.problems import Context
 from tw_compile.passes.split import SplitReport, TokenAxis, find_token_axis, split_tokens
 from tw_compile.testing.error_budget import budget, relative_error
-from tw_compile.testing.gpu_problems import Context
 
 aten = torch.ops.aten
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

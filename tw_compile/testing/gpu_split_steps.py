@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tw_compile import Config, collect_reports, compat
-from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
+from tw_compile.harness.problems import BF16, Context, expect_same_on_all_ranks
+from tw_compile.kernels.collective.transport import get_transport
+from tw_compile.kernels.collective.transports.p2p import P2PTransport
 from tw_compile.models import build_decoder, reference_forward, to_double
 from tw_compile.models.config import config_from_dict
 from tw_compile.report import GraphReport
 from tw_compile.testing.error_budget import budget, relative_error
-from tw_compile.testing.gpu_problems import BF16, Context, expect_same_on_all_ranks
 from tw_compile.testing.gpu_stress import count_differences, new_counter
 
 MODEL: dict[str, Any] = {

@@ -19,14 +19,14 @@ from triton import knobs
 
 from tw_compile import compat
 from tw_compile.environment import SPIN_LIMIT
-from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.selection import Selector, Step
-from tw_compile.kernels.all_reduce_rms_norm.spec import Request
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
-from tw_compile.kernels.cuda import launch
-from tw_compile.testing.gpu_problems import Context, Form, Problem, Results, expect_right, make_problem
+from tw_compile.harness.problems import Context, Form, Problem, Results, expect_right, make_problem
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective.selection import Selector, Step
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transports.p2p import P2PTransport
+from tw_compile.kernels.runtime import launch
 from tw_compile.testing.gpu_transports import ALGORITHMS, Counting, Subject, finished, subject
 
 FIRST_SITE = Form(residual="none", out="sharded", residual_dtype=torch.float32)

@@ -9,18 +9,18 @@ from functools import cache, partial
 
 import torch
 
-from tw_compile.kernels.all_reduce_rms_norm import ops
-from tw_compile.kernels.all_reduce_rms_norm import transport as registry
-from tw_compile.kernels.all_reduce_rms_norm.algorithm import Algorithm
-from tw_compile.kernels.all_reduce_rms_norm.call import Call, Outputs
-from tw_compile.kernels.all_reduce_rms_norm.p2p import P2PTransport
-from tw_compile.kernels.all_reduce_rms_norm.push import Push
-from tw_compile.kernels.all_reduce_rms_norm.slot import GroupState, Slot
-from tw_compile.kernels.all_reduce_rms_norm.spec import Operands, Request
-from tw_compile.kernels.all_reduce_rms_norm.stream import Stream
-from tw_compile.kernels.all_reduce_rms_norm.transport import Started, Transport, get_transport
-from tw_compile.kernels.all_reduce_rms_norm.two_shot import TwoShot
-from tw_compile.testing.gpu_problems import Context, Results
+from tw_compile.harness.problems import Context, Results
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective import transport as registry
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.call import Call, Outputs
+from tw_compile.kernels.collective.slot import GroupState, Slot
+from tw_compile.kernels.collective.spec import Operands, Request
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "p2p": TwoShot,

@@ -17,9 +17,9 @@ from tw_compile.benchmark.ranks import Ranks, work_as_rank
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.worker import run_rank
-from tw_compile.kernels.mm_leaving_sms import mm_leaving_sms
+from tw_compile.harness.problems import Problem
+from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.planning.device import MEASURED_RANKS
-from tw_compile.testing.gpu_problems import Problem
 
 KERNELS = ("tw-stream", "tw-push-two-shot")
 LEFT_BEYOND = (0, 12)

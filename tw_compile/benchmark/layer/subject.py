@@ -9,9 +9,9 @@ import torch.nn as nn
 
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer
+from tw_compile.harness.problems import Context
 from tw_compile.models import Decoder, build_decoder, load_config, to_double
 from tw_compile.runner.spec import UsageError
-from tw_compile.testing.gpu_problems import Context
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 

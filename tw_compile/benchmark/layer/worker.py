@@ -22,14 +22,14 @@ from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_ra
 from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.short_kernels import ShortKernels
 from tw_compile.benchmark.spec import ELEMENT_BYTES
-from tw_compile.kernels.all_reduce_rms_norm.transport import get_transport
+from tw_compile.harness.problems import Context, expect_same_on_all_ranks
+from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.models import reference_forward
 from tw_compile.report import GraphReport, Split
 from tw_compile.runner.launch import Progress
 from tw_compile.runner.numerics import Comparison, finite
 from tw_compile.runner.worker import silence_known_warnings
 from tw_compile.testing.error_budget import relative_error
-from tw_compile.testing.gpu_problems import Context, expect_same_on_all_ranks
 
 OUTPUT_NAMES = ("hidden", "residual")
 MOST_COMPILES = 64

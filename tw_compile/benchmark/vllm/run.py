@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
-from tw_compile.benchmark.vllm.results import (
-    SCHEMA_VERSION,
-    VllmRow,
-    compare,
-    judge,
-    logprob_error,
-    measure,
-    unrelated,
-)
+from tw_compile.benchmark.vllm.results import SCHEMA_VERSION, VllmRow, compare, judge, logprob_error, measure, unrelated
 from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns

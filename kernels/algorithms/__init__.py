@@ -1,0 +1,1 @@
+"""Kernels of the fused operator over peer memory, one folder each."""

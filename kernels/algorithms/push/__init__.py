@@ -1,0 +1,1 @@
+"""Push: rows go to the peers' inboxes and say of themselves that they have arrived."""

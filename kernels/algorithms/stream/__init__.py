@@ -1,0 +1,1 @@
+"""Stream: rows move by bulk copies, on few SMs."""

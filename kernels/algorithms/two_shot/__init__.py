@@ -1,0 +1,1 @@
+"""The two-shot kernel in Triton, which serves every message, and its barrier."""

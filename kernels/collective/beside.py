@@ -1,0 +1,141 @@
+"""Calls beside other work: a kernel on a stream of its own, so that the current stream goes on until the call is waited for.
+
+    current:  ... x is made | fork | other work ...                  | join | readers of the results ...
+    side:                          \\-> wait | kernel (few SMs) | done --/
+
+Fork and join are events, which CUDA-graph capture turns into the edges of a graph. Both are in the same capture, or in none.
+
+**Order.** The side stream does nothing before a fork and the current stream nothing after a join that the other one has not
+reached. So with respect to everything before ``start`` and everything after ``finish`` a call beside other work is where a call
+on the current stream would be, and the arguments of ``kernels/runtime/barrier.py`` hold for slots whose calls are of both
+kinds. A slot's next call, or the GEMM that writes its message, comes after the ``finish`` of the one before it:
+``ops._complete_earlier`` sees to that where ``wait_`` has not run.
+
+**Memory.** Outputs are allocated on the current stream, before the fork. What had their memory before was enqueued on that
+stream before, so the kernel comes after it. Inputs and outputs belong to the current stream's pool and may be given back to it
+only after the join; until then ``finish`` holds them, and contiguous copies of inputs, which nobody else knows. What is given
+back is reused by work that the current stream does after the join. So no ``record_stream``, which delays reuse and which CUDA
+graphs do not replay. What a launch allocates for itself while the side stream is current comes from the side stream's pool,
+is read by that stream alone, and is reused in its order.
+
+**First on the SMs.** Both streams have work for the GPU when ``x`` is made. A GEMM with CTAs on most SMs leaves some free,
+but hardly in one group, where the kernel's clusters would find a place: it would begin when the GEMM has ended. The current
+stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. A captured graph
+has no streams, and there such an event would only be one more edge.
+
+**Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
+CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/runtime/barrier.py``.
+
+**Clusters.** GEMMs on Hopper are clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
+all groups in turn and would break one of those in each of them; in clusters they are together, and most groups stay whole.
+Nothing else about the kernels is different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transport import Started
+
+_CLUSTER_MIN_SMS = 100
+
+
+@cache
+def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
+    """Of high priority: the GPU's next free SM is the kernel's, and not that of a GEMM with thousands of CTAs to go.
+
+    Groups share it. Their calls follow each other in the order of the program, as on the current stream.
+    """
+    return torch.cuda.Stream(device, priority=-1)
+
+
+Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
+"""Of a fork, that the side stream has passed it, and of a join."""
+
+
+def _new_events() -> Events:
+    return torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event()
+
+
+@cache
+def _events(device: torch.device, group_name: str, slot: int) -> Events:
+    """Of calls that are not captured.
+
+    Calls of a slot share them: the next one forks after the join of the one before, and what waits for an event waits for
+    the last record before it.
+    """
+    return _new_events()
+
+
+def cluster_size(ctas: int, device: torch.device) -> int:
+    """CTAs of a cluster, for a call with ``ctas`` CTAs, one an SM: as many as divide it, at most what every GPU allows.
+
+    1 on small GPUs: a place for a whole cluster must always become free, see ``kernels/runtime/barrier.py``. Pairs where
+    four are all: a GEMM that came first and left four SMs left two pairs, but hardly in one group, and in a captured graph it
+    may come first.
+    """
+    if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
+        return 1
+    return next(size for size in ((8, 4, 2, 1) if ctas > 4 else (2, 1)) if ctas % size == 0)
+
+
+def start_beside(request: Request, launch: Callable[[Request], Started]) -> Started:
+    """``launch(request)`` on the side stream of the request's slot; ``finish`` makes the then current stream wait for it.
+
+    The request has its ``outputs``; the device is current.
+    """
+
+    def launch_there(side: torch.cuda.Stream) -> Started:
+        with torch.cuda.stream(side):
+            return launch(request)
+
+    return fork_and_join(request.x.device, request.group_name, request.slot, request.overlap_sms, request, launch_there)
+
+
+def fork_and_join(
+    device: torch.device,
+    group_name: str,
+    slot: int,
+    overlap_sms: int,
+    kept: object,
+    launch: Callable[[torch.cuda.Stream], Started],
+) -> Started:
+    """What ``launch`` enqueues on the side stream, which it is given, between a fork and a join (``finish``).
+
+    ``kept``: inputs and outputs, which live until the join. ``device``, which is current, ``slot`` and ``overlap_sms`` are the
+    request's.
+    """
+    current, side = compat.current_stream(device), side_stream(device, slot)
+    captured = torch.cuda.is_current_stream_capturing()
+    fork, passed, join = _new_events() if captured else _events(device, group_name, slot)
+    fork.record(current)
+    side.wait_event(fork)
+    if not captured:
+        passed.record(side)
+        current.wait_event(passed)
+    try:
+        started = launch(side)
+    except BaseException:
+        # Some of it may run, and memory is given back to the current stream now.
+        join.record(side)
+        current.wait_event(join)
+        raise
+    join.record(side)
+
+    def finish(kept: object = kept) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        if captured and not capturing:
+            return  # the capture ended without the join: it made no graph, and the kernel will never run
+        if capturing and not captured:
+            raise RuntimeError(
+                f"all_reduce_rms_norm: a call on group {group_name!r}, slot {slot} was started before "
+                "CUDA-graph capture and not waited for: a graph can't wait for what is not in it"
+            )
+        compat.current_stream(device).wait_event(join)
+
+    return Started(started.hidden, started.residual, finish, overlap_sms, started.call)

@@ -1,0 +1,77 @@
+"""A call with everything settled but its tensors, so that others of its form can be made again.
+
+A model makes calls of few forms, each many times over. What serves a form, on how many SMs and from which memory, takes Python
+longer to settle than a launch does to be enqueued; without CUDA graphs it would take the host longer than the kernel takes the
+GPU. So it is settled once. Only CUDA C++ kernels have this: Triton's own launcher looks at all arguments anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import Structure
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from tw_compile.kernels.collective.spec import Operands, Request
+from tw_compile.kernels.runtime.launch import Kernel
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The launches of a call, in their order.
+
+    Attributes:
+        launches: Parameters, which begin with the tensors' addresses, and CTAs. They are filled in and copied at each call:
+            a slot's calls follow each other, so no two threads make the same one.
+        options: What :meth:`Kernel.launch` takes besides.
+        hidden: Makes the memory that the kernel writes its results to, ``[tokens, hidden]``.
+        residual_out: The same for the new residual.
+        residual_of: What the kernel is given for the residual; None: the tensor itself.
+        residual_out_of: What is handed on of the ``residual_out`` that the kernel writes; None: all of it.
+    """
+
+    kernel: Kernel
+    launches: Sequence[tuple[Structure, int]]
+    options: Mapping[str, Any]
+    hidden: Callable[[], torch.Tensor]
+    residual_out: Callable[[], torch.Tensor]
+    residual_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    residual_out_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def allocate(self) -> Outputs:
+        """``(hidden, residual_out)`` as the kernel writes them."""
+        return self.hidden(), self.residual_out()
+
+    def enqueue(self, operands: Operands, outputs: Outputs | None, stream: int) -> Outputs:
+        """Launch on ``stream``, a handle, of the current device; ``outputs``: from ``allocate``, if it was called before.
+
+        Returns ``(hidden, residual_out)`` as the caller wants them.
+        """
+        hidden, residual_out = self.allocate() if outputs is None else outputs
+        x, residual, bias, weight, hidden_scale = operands
+        if self.residual_of is not None and residual is not None:
+            residual = self.residual_of(residual)
+        for params, ctas in self.launches:
+            params.x = x.data_ptr()
+            params.residual = None if residual is None else residual.data_ptr()
+            params.bias = None if bias is None else bias.data_ptr()
+            params.weight = None if weight is None else weight.data_ptr()
+            params.hidden_scale = None if hidden_scale is None else hidden_scale.data_ptr()
+            params.hidden = hidden.data_ptr()
+            params.residual_out = residual_out.data_ptr()
+            self.kernel.launch(params, stream=stream, grid=ctas, **self.options)
+        return hidden, residual_out if self.residual_out_of is None else self.residual_out_of(residual_out)
+
+
+def allocators(request: Request, residual_rows: int) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
+    """Make uninitialised ``hidden [tokens, hidden]`` and ``residual_out [residual_rows, hidden]``; they keep no tensor."""
+    (tokens, hidden_size), device, norm = request.x.shape, request.x.device, request.norm
+    return (
+        partial(torch.empty, (tokens, hidden_size), dtype=norm.hidden_dtype, device=device),
+        partial(torch.empty, (residual_rows, hidden_size), dtype=norm.residual_dtype, device=device),
+    )

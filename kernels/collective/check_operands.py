@@ -1,0 +1,90 @@
+"""A debug mode: are the operands that must be the same on all ranks the same?
+
+Fused operators take residual, bias, weight and the scale of the hidden states to be equal on all ranks of the group, as tensor
+parallelism has them. A graph can't prove that. Where it does not hold, ranks get other numbers than the unfused graph gives
+them, and nothing else shows it. With ``TW_COMPILE_CHECK_INPUTS=1`` the first calls on each group compare a digest of each such
+operand between the ranks, and all ranks raise if one differs.
+
+The check waits for the device and for the other ranks, so it is off by default. Calls that are captured in a CUDA graph are not
+checked: the calls that warm the graph up are. All ranks must set the variable, as they must make the same calls.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.environment import CHECK_INPUTS as VARIABLE
+from tw_compile.environment import checks_inputs
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.collective.ops import Arguments
+
+MOST_CALLS = 512
+"""So many calls on each group are checked: three forwards of a model of 80 layers, which has 160 sums."""
+_CHUNK = 1 << 20
+_PRIME = 65521
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_calls: dict[str, int] = {}
+
+
+@cache
+def checks_operands() -> bool:
+    """``TW_COMPILE_CHECK_INPUTS``, read once, as this is asked at every call."""
+    return checks_inputs()
+
+
+def check_operands(arguments: Arguments, device: torch.device) -> None:
+    """Compare the operands of one call between the ranks of its group. All ranks must get here for the same call.
+
+    Raises:
+        RuntimeError: One differs; on all ranks, and the message names the operand, the call and the ranks.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return
+    name = arguments.group_name
+    number = _calls.get(name, 0)
+    if number >= MOST_CALLS:
+        return
+    _calls[name] = number + 1
+    operands = {
+        # The rows that a rank owns are its own.
+        "residual": None if arguments.residual_sharded else arguments.residual,
+        "bias": arguments.bias,
+        "weight": arguments.weight,
+        "hidden_scale": arguments.hidden_scale,
+    }
+    group = compat.resolve_process_group(name)
+    digests = torch.tensor([0 if one is None else digest(one) for one in operands.values()], dtype=torch.int64)
+    gathered = _gathered(digests, group, device)
+    for index, operand in enumerate(operands):
+        others = [rank for rank, found in enumerate(gathered) if found[index] != gathered[0][index]]
+        if others:
+            raise RuntimeError(
+                f"{VARIABLE}: {operand} of call {number} on group {name!r}, slot {arguments.slot}: expected the same values on "
+                f"all ranks, got others than rank 0's on rank {', '.join(map(str, others))}"
+            )
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """64 bits for the bits of a tensor: the sum of the elements, each by weights of its place, which wraps around."""
+    flat = tensor.detach().contiguous().view(-1)
+    bits = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for first in range(0, len(bits), _CHUNK):
+        part = bits[first : first + _CHUNK].to(torch.int64)
+        place = torch.arange(first, first + len(part), device=flat.device) % _PRIME + 1
+        total += ((part + _PRIME) * place * (place + _PRIME)).sum()
+    return int(total)
+
+
+def _gathered(digests: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """The digests of all ranks, in rank order."""
+    own = digests.to(device) if dist.get_backend(group) == "nccl" else digests
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    return [one.tolist() for one in found]

@@ -1,0 +1,47 @@
+"""Forms of calls that a group has served before, and how: the short way to a launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.collective.beside import fork_and_join
+from tw_compile.kernels.collective.call import Call
+from tw_compile.kernels.collective.spec import Operands
+from tw_compile.kernels.collective.transport import Started
+
+MOST_FORMS = 4096
+"""That a group remembers. Every number of tokens is another form."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A form of calls on a slot.
+
+    ``buffer``: where a matmul writes the message ``[tokens, hidden]``; None: to memory of its own. ``overlap_sms``: see
+    :class:`Request`.
+    """
+
+    call: Call
+    device: torch.device
+    group_name: str
+    slot: int
+    overlap_sms: int
+    buffer: torch.Tensor | None
+
+    def start(self, operands: Operands) -> Started:
+        """As :meth:`Transport.start`."""
+        if torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.start(operands)
+        call = self.call
+        if not self.overlap_sms:
+            return Started(*call.enqueue(operands, None, compat.current_stream(self.device).cuda_stream))
+        allocated = call.allocate()
+
+        def launch(side: torch.cuda.Stream) -> Started:
+            return Started(*call.enqueue(operands, allocated, side.cuda_stream))
+
+        return fork_and_join(self.device, self.group_name, self.slot, self.overlap_sms, (operands, allocated), launch)

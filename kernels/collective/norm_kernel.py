@@ -1,0 +1,78 @@
+"""Residual add + RMSNorm of rows that are already reduced, as one local Triton kernel (the tail of the NCCL transport)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tw_compile.kernels.collective.row import add_row, launch_shape, normalise_row, to_hidden, triton_dtype
+from tw_compile.kernels.collective.spec import NormSpec
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    reduced,
+    residual,
+    bias,
+    weight,
+    hidden,
+    h_out,
+    hidden_scale,
+    eps,
+    weight_offset,
+    scale,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+):
+    """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
+
+    ``hidden_scale``: float32 ``[1]``, or None.
+    """
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    row = tl.program_id(0).to(tl.int64) * HIDDEN
+    h = tl.load(reduced + row + columns, mask=mask, other=0.0).to(tl.float32)
+    h = add_row(h * scale, bias, 0, columns, mask)
+    h = add_row(h, residual, row, columns, mask)
+    if h_out is not None:
+        tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
+    y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+    tl.store(hidden + row + columns, to_hidden(y, hidden.dtype.element_ty, hidden_scale), mask=mask)
+
+
+def add_rms_norm_cuda(
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+    hidden_scale: torch.Tensor | None,
+) -> None:
+    """:func:`reference.add_rms_norm` of contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
+
+    Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written; ``h`` None is not kept.
+    """
+    rows, hidden_size = reduced.shape
+    if rows == 0:
+        return
+    block, num_warps = launch_shape(hidden_size)
+    add_rms_norm_kernel[(rows,)](
+        reduced,
+        residual,
+        bias,
+        weight,
+        hidden,
+        h,
+        hidden_scale,
+        norm.eps,
+        norm.weight_offset,
+        norm.scale,
+        HIDDEN=hidden_size,
+        BLOCK=block,
+        CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
+        num_warps=num_warps,
+    )

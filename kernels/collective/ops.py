@@ -1,0 +1,335 @@
+"""The torch operators: schemas, fake kernels, dispatch to a transport.
+
+    all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
+    mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) -> (hidden, residual_out)
+    all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
+    all_reduce_rms_norm_hold_(results!, outputs)
+
+``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
+``mm_start`` is ``start`` with ``x = mm(a, b)``, which it writes to where peers read it if the transport has such memory.
+Only an operator can do that: memory that outlives the graph must never be seen by a compiler, which would reuse it.
+``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
+call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
+is in flight: a start completes the one before it.
+
+With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
+many SMs (see ``beside.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the current
+stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
+``reserved_sms`` SMs to what runs beside it (see ``kernels/gemm/mm_leaving_sms.py``).
+
+With ``results_in_slot`` a call may leave its results in the slot's memory, where the slot's next call overwrites them: who asks
+for that has read them by then. To a compiler they are tensors like others, whose memory it gives to other values when
+nothing reads them any more. ``hold_``, which does nothing, is what reads them last, after a graph's ``outputs``, which might be
+given that memory, exist.
+
+``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
+
+This module imports neither Triton nor any transport; those load at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from tw_compile import compat
+from tw_compile.kernels.collective.check_operands import check_operands, checks_operands
+from tw_compile.kernels.collective.spec import (
+    OPERAND_ALIGNMENT,
+    NormSpec,
+    Operands,
+    Request,
+    ResidualOut,
+    check_hidden_scale,
+    check_overlap_sms,
+    rows_per_rank,
+)
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.gemm.mm_leaving_sms import check_reserved_sms, mm
+from tw_compile.kernels.runtime.operator import define
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.collective.known import Known
+
+# Both ways to start a call: what they reduce, and then the same arguments.
+_REQUEST = (
+    "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
+    "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
+    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
+    "bool results_in_slot=False"
+)
+_in_flight: dict[tuple[str, int], Started] = {}
+_completed_early: set[tuple[str, int, int]] = set()
+"""``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
+
+
+class Arguments(NamedTuple):
+    """What both ways to start a call have behind what they reduce, as in their schemas."""
+
+    residual: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    eps: float
+    weight_offset: float
+    cast_before_weight: torch.dtype | None
+    hidden_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    residual_sharded: bool
+    residual_out: ResidualOut
+    group_name: str
+    transport: str
+    slot: int
+    scale: float = 1.0
+    hidden_scale: torch.Tensor | None = None
+    eps_tensor: torch.Tensor | None = None
+    overlap_sms: int = 0
+    results_in_slot: bool = False
+
+
+def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
+    if checks_operands():
+        check_operands(arguments, x.device)
+    form = _form((x.shape, x.dtype), (x,), arguments)
+    known = _known(x.device, arguments, form)
+    if known is not None:
+        _complete_earlier(arguments.group_name, arguments.slot)
+        return _begin_again(known, x, arguments)
+    request = _request(x.contiguous(), arguments, form)
+    _complete_earlier(request.group_name, request.slot)
+    return _begin(get_transport(arguments.transport), request)
+
+
+def _mm_start(
+    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
+    if checks_operands():
+        check_operands(arguments, a.device)
+    form = _form((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
+    known = _known(a.device, arguments, form)
+    # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
+    # stream waits for it, and it ends only when all peers have read (see kernels/runtime/barrier.py): the GEMM may
+    # overwrite it.
+    if known is not None:
+        _complete_earlier(arguments.group_name, arguments.slot)
+        return _begin_again(known, mm(a, b, reserved_sms, known.buffer), arguments)
+    _check_factors(a, b)
+    check_reserved_sms(reserved_sms)
+    # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
+    request = _request(a.new_empty(1).expand(a.shape[0], b.shape[1]), arguments, form)
+    transport = get_transport(arguments.transport)
+    _complete_earlier(request.group_name, request.slot)
+    buffer = transport.message_buffer(request)
+    return _begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
+
+
+def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
+    """``Request.form``; ``message`` says what is reduced, ``tensors`` what of it kernels read.
+
+    None where operands would have to be copied, or looked at.
+    """
+    residual, bias, weight = arguments[:3]
+    if arguments.eps_tensor is not None:
+        return None
+    for tensor in (residual, bias, weight, *tensors):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % OPERAND_ALIGNMENT):
+            return None
+    hidden_scale = arguments.hidden_scale
+    return (
+        message,
+        None if residual is None else (residual.shape, residual.dtype),
+        # What a shard is a part of, see `whole_residual`.
+        arguments.residual_sharded and residual is not None and _place(residual),
+        None if bias is None else bias.dtype,
+        None if weight is None else weight.dtype,
+        None if hidden_scale is None else (hidden_scale.shape, hidden_scale.dtype),
+        *arguments[3:14],
+        *arguments[16:],
+    )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.untyped_storage().nbytes(), int(tensor.storage_offset())
+
+
+def _known(device: torch.device, arguments: Arguments, form: Hashable | None) -> Known | None:
+    return None if form is None else get_transport(arguments.transport).known(arguments.group_name, device, form)
+
+
+def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_room(x.device, arguments.overlap_sms)
+    started = known.start(Operands(x, *arguments[:3], arguments.hidden_scale))
+    _in_flight[arguments.group_name, arguments.slot] = started
+    return started.hidden, started.residual
+
+
+def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
+    """ValueError unless ``mm(a, b)`` is defined."""
+    if a.dim() != 2:
+        raise ValueError(f"a: expected [tokens, k], got {list(a.shape)}")
+    if b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(f"b: expected [k, hidden] with the k of a {list(a.shape)}, got {list(b.shape)}")
+    if b.dtype != a.dtype:
+        raise ValueError(f"b: expected the dtype of a, {a.dtype}, got {b.dtype}")
+
+
+def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
+    residual, bias, weight, eps = arguments[:4]
+    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_overlap_sms(arguments.overlap_sms)
+    _check_eps_tensor(arguments.eps_tensor)
+    if arguments.eps_tensor is not None:
+        eps = float(arguments.eps_tensor)
+    norm = NormSpec(
+        eps,
+        arguments.weight_offset,
+        arguments.cast_before_weight,
+        arguments.hidden_dtype,
+        arguments.residual_dtype,
+        arguments.scale,
+    )
+    return Request(
+        x,
+        None if residual is None else residual.contiguous(),
+        None if bias is None else bias.contiguous(),
+        None if weight is None else weight.contiguous(),
+        norm,
+        arguments.residual_sharded,
+        arguments.residual_out,
+        arguments.group_name,
+        arguments.slot,
+        arguments.hidden_scale,
+        arguments.overlap_sms,
+        arguments.results_in_slot,
+        form=form,
+    )
+
+
+def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
+    """ValueError for what can't be read as a number without waiting for a device."""
+    if eps_tensor is not None and (eps_tensor.numel() != 1 or eps_tensor.device.type != "cpu"):
+        raise ValueError(
+            f"eps_tensor: expected a CPU tensor of one element, got {list(eps_tensor.shape)} on {eps_tensor.device}"
+        )
+
+
+def _complete_earlier(group_name: str, slot: int) -> None:
+    """Complete the call in flight on the slot, if there is one.
+
+    There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
+    exception. The slot is free once the call is complete, and completing it early is always right.
+    """
+    earlier = _in_flight.get((group_name, slot))
+    if earlier is not None:
+        if earlier.finish is not None:
+            earlier.finish()  # if that fails the call is in flight still
+        del _in_flight[group_name, slot]
+        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
+
+
+def _check_room(device: torch.device, overlap_sms: int) -> None:
+    """ValueError where the calls beside other work would have more than half of the device's SMs.
+
+    They must all run at once, and the other half is for a call that is not beside other work (``kernels/runtime/barrier.py``).
+    """
+    if not overlap_sms or device.type != "cuda":
+        return
+    taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
+    room = _sms(device) // 2
+    if taken + overlap_sms > room:
+        raise ValueError(
+            f"overlap_sms: expected at most {room} SMs, half of {device}, for all calls in flight together, "
+            f"got {overlap_sms} and {taken} of calls that have not been waited for"
+        )
+
+
+@cache
+def _sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_room(request.x.device, request.overlap_sms)
+    started = transport.start(request)
+    _in_flight[(request.group_name, request.slot)] = started
+    return started.hidden, started.residual
+
+
+def _start_fake(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = Arguments(*rest, **named)
+    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_overlap_sms(arguments.overlap_sms)
+    _check_eps_tensor(arguments.eps_tensor)
+    tokens, hidden_size = x.shape
+    world_size = compat.resolve_process_group(arguments.group_name).size()
+    rows = {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[arguments.residual_out]
+    return x.new_empty((tokens, hidden_size), dtype=arguments.hidden_dtype), x.new_empty(
+        (rows, hidden_size), dtype=arguments.residual_dtype
+    )
+
+
+def _mm_start_fake(
+    a: torch.Tensor, b: torch.Tensor, *rest: Any, reserved_sms: int = 0, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _check_factors(a, b)
+    check_reserved_sms(reserved_sms)
+    return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest, **named)
+
+
+def _wait_(
+    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+) -> None:
+    started = _in_flight.get((group_name, slot))
+    if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
+        if started.finish is not None:
+            started.finish()
+        del _in_flight[group_name, slot]
+        return
+    early = (group_name, slot, hidden.data_ptr())
+    if early not in _completed_early:
+        raise RuntimeError(
+            f"all_reduce_rms_norm_wait_: no call with this output is in flight on group {group_name!r}, slot {slot}; "
+            "every wait_ needs its own start before it"
+        )
+    _completed_early.remove(early)
+
+
+def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
+    """Whether a ``wait_`` for the call with this output is still to come."""
+    started = _in_flight.get((group_name, slot))
+    now = started is not None and started.hidden.data_ptr() == hidden.data_ptr()
+    return now or (group_name, slot, hidden.data_ptr()) in _completed_early
+
+
+def _wait_fake(
+    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+) -> None:
+    return None
+
+
+def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+    return None
+
+
+start = define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)", _start, _start_fake)
+mm_start = define(
+    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}, *, int reserved_sms=0) -> (Tensor, Tensor)",
+    _mm_start,
+    _mm_start_fake,
+)
+wait_ = define(
+    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
+    _wait_,
+    _wait_fake,
+)
+hold_ = define(
+    "all_reduce_rms_norm_hold_(Tensor(a!)[] results, Tensor[] outputs) -> ()",
+    _hold_,
+    _hold_,
+    tags=(torch.Tag.flexible_layout,),  # what is held may be laid out as it is, so nothing is copied for it
+)

@@ -1,0 +1,36 @@
+"""Readable eager form of what follows the reduction; the definition every kernel is tested against."""
+
+from __future__ import annotations
+
+import torch
+
+from tw_compile.kernels.collective.spec import FP8_MAX, NormSpec
+
+
+def add_rms_norm(
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+    hidden_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, h)`` for ``reduced [rows, hidden]``, see :class:`NormSpec`; ``h`` has ``norm.residual_dtype``.
+
+    Float64 input is computed in float64 throughout, so the same text serves as the error budget's reference.
+    """
+    compute = torch.float64 if reduced.dtype == torch.float64 else torch.float32
+    h = reduced.to(compute) * norm.scale
+    if bias is not None:
+        h = h + bias.to(compute)
+    if residual is not None:
+        h = h + residual.to(compute)
+    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if weight is not None:
+        if norm.cast_before_weight is None:
+            y = y * (weight.to(compute) + norm.weight_offset)
+        else:
+            y = y.to(norm.cast_before_weight).to(compute) * weight.to(compute)
+    if hidden_scale is not None:
+        y = (y * hidden_scale.to(compute).reciprocal()).clamp(-FP8_MAX, FP8_MAX)
+    return y.to(norm.hidden_dtype), h.to(norm.residual_dtype)

@@ -1,0 +1,69 @@
+"""What happens to one reduced row: bias, residual, RMSNorm. Shared by every kernel that ends in this norm."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tw_compile.kernels.collective.spec import FP8_MAX
+
+_FP8_MAX = tl.constexpr(FP8_MAX)
+_TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def triton_dtype(dtype: torch.dtype | None) -> tl.dtype | None:
+    """The Triton dtype of ``dtype``; None stays None."""
+    if dtype is None:
+        return None
+    if dtype not in _TRITON_DTYPES:
+        raise TypeError(f"expected one of {', '.join(map(str, _TRITON_DTYPES))}, got {dtype}")
+    return _TRITON_DTYPES[dtype]
+
+
+def launch_shape(hidden_size: int) -> tuple[int, int]:
+    """``(BLOCK, num_warps)`` for one row a program: 16 elements a thread where the warp limits allow it."""
+    block = triton.next_power_of_2(hidden_size)
+    return block, min(max(block // 512, 4), 32)
+
+
+@triton.jit
+def add_row(total, values, row, columns, mask):
+    """``total + values[row's columns]`` in float32; ``values`` points at the row's first element, or is None."""
+    if values is None:
+        return total
+    else:
+        return total + tl.load(values + row + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normalise_row(
+    h,
+    weight,
+    columns,
+    mask,
+    eps,
+    weight_offset,
+    HIDDEN: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+):
+    """``y`` of :class:`NormSpec` for ``h`` float32 ``[BLOCK]``, which is 0 where ``mask`` is false; float32.
+
+    The rounding steps are those of ``reference.add_rms_norm``; only the order of the sum over the row differs.
+    """
+    y = h * tl.rsqrt(tl.sum(h * h) / HIDDEN + eps)
+    if weight is not None:
+        w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+        y = y * (w + weight_offset) if CAST_BEFORE_WEIGHT is None else y.to(CAST_BEFORE_WEIGHT).to(tl.float32) * w
+    return y
+
+
+@triton.jit
+def to_hidden(y, dtype: tl.constexpr, hidden_scale):
+    """``y`` (float32) rounded to ``dtype``; quantised with the scale at ``hidden_scale`` unless that is None."""
+    if hidden_scale is None:
+        return y.to(dtype)
+    else:
+        # A rounded division: "/" is an approximation on GPUs, and the result shall equal that of a separate quantisation.
+        y = y * tl.div_rn(1.0, tl.load(hidden_scale))
+        return tl.clamp(y, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)

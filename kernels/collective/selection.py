@@ -1,0 +1,213 @@
+"""Which kernel of the P2P transport serves a message: measured per device and world size, as data in ``configs/kernels``.
+
+A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``kernels.toml`` in the user's config folder by
+``tw-compile tune``, which comes before what is shipped for the world sizes that it has:
+
+    device = "NVIDIA H200"          # as torch.cuda.get_device_name says
+    [[steps]]
+    world_size = 4
+    up_to_bytes = 1048576           # of one rank's message, [tokens, hidden]
+    algorithm = "push_two_shot"
+    sms = 64
+
+The steps of a world size go up in bytes; the last one also serves all larger messages. Without a table, or where its
+algorithm cannot serve a message, there is the two-shot kernel, which serves everything.
+
+Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from tw_compile.files import read_if_there
+from tw_compile.gating.layers import user_file
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.collective.slot import GroupState
+
+USER_FILE = "kernels.toml"
+ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Messages of at most ``up_to_bytes`` are served by ``algorithm`` on at most ``sms`` SMs."""
+
+    world_size: int
+    up_to_bytes: int
+    algorithm: str
+    sms: int
+
+
+def make_algorithm(name: str, sms: int) -> Algorithm:
+    """The algorithm called ``name``; ValueError for a number of SMs that it cannot have. two_shot has its own number."""
+    from tw_compile.kernels.algorithms.push.push import Push
+    from tw_compile.kernels.algorithms.stream.stream import Stream
+
+    if name == "push_one_shot":
+        return Push(one_shot=True, max_sms=sms)
+    if name == "push_two_shot":
+        return Push(one_shot=False, max_sms=sms)
+    if name == "stream":
+        return Stream(max_sms=sms)
+    return TwoShot()
+
+
+class Selector:
+    """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
+
+    def __init__(self, steps: Sequence[Step] = ()) -> None:
+        self._bytes = [step.up_to_bytes for step in steps]
+        two_shot = TwoShot()
+        self._beside: tuple[Algorithm, ...] = (
+            make_algorithm("stream", MAX_OVERLAP_SMS),
+            make_algorithm("push_two_shot", MAX_OVERLAP_SMS),
+            two_shot,
+        )
+        self._candidates: list[tuple[Algorithm, ...]] = []
+        for step in steps:
+            preferred = make_algorithm(step.algorithm, step.sms)
+            # What one-shot cannot serve, for want of the whole residual, is small all the same.
+            second = (make_algorithm("push_two_shot", step.sms),) if step.algorithm == "push_one_shot" else ()
+            self._candidates.append((preferred, *second, two_shot))
+        if not steps:
+            self._candidates.append((two_shot,))
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        candidates = self._beside
+        if not request.overlap_sms:
+            candidates = self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
+        return next(one for one in candidates if one.obstacle(request, state) is None)
+
+    def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
+        """All of a table that may serve a message like the request, of any size, not beside other work."""
+        found: list[Algorithm] = []
+        for *preferred, last in self._candidates:
+            if preferred:
+                # What one-shot serves depends on the memory of the residual, what others do on the form alone.
+                served = preferred[-1].obstacle(request, state) is None
+                found += preferred if served else [*preferred, last]
+        return tuple(dict.fromkeys(found))
+
+
+class Insist:
+    """One algorithm for everything that it can serve; for benchmarks and tests."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._candidates = (algorithm, TwoShot())
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        return next(one for one in self._candidates if one.obstacle(request, state) is None)
+
+    def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
+        """See :class:`Selector`."""
+        return ()
+
+
+def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
+    """The device and the steps of a table; ValueError names ``source``, the key, what was expected and what came."""
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{source}: expected TOML, got {error}") from error
+    unknown = sorted(table.keys() - {"device", "steps"})
+    if unknown:
+        raise ValueError(f"{source}: expected the keys device and steps, got {unknown[0]!r}")
+    device = _typed(table, "device", str, source)
+    entries = table.get("steps", [])
+    if not isinstance(entries, list):
+        raise ValueError(f"{source}: steps: expected [[steps]] tables, got {entries!r}")
+    steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(entries))
+    for before, after in itertools.pairwise(steps):
+        if (after.world_size, after.up_to_bytes) <= (before.world_size, before.up_to_bytes):
+            raise ValueError(
+                f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
+                f"{(after.world_size, after.up_to_bytes)} after {(before.world_size, before.up_to_bytes)}"
+            )
+    return device, steps
+
+
+def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
+    """The TOML of a table, as :func:`steps_of` reads it; ``comment`` says where the figures come from."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    lines.append(f'device = "{device}"')
+    for step in steps:
+        lines += ["", "[[steps]]", f"world_size = {step.world_size}", f"up_to_bytes = {step.up_to_bytes}"]
+        lines += [f'algorithm = "{step.algorithm}"', f"sms = {step.sms}"]
+    return "\n".join(lines) + "\n"
+
+
+def steps_for(device_name: str, world_size: int) -> tuple[Step, ...]:
+    """What the user's table of this device says, else the shipped one; nothing where none has been measured.
+
+    Raises:
+        ValueError: The user's file is wrong, or cannot be read.
+    """
+    return _steps(user_table(), device_name, world_size) or shipped_steps(device_name, world_size)
+
+
+def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
+    """The one of a world size's steps that serves a message; None without steps."""
+    return next((step for step in steps if nbytes <= step.up_to_bytes), steps[-1] if steps else None)
+
+
+def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
+    return _steps(_shipped(), device_name, world_size)
+
+
+def user_table() -> dict[str, tuple[Step, ...]]:
+    """The steps of the user's own file by device; empty where there is no file."""
+    file = user_file(name=USER_FILE)
+    text = read_if_there(file, "kernels")
+    return {} if text is None else dict([steps_of(text, str(file))])
+
+
+def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int) -> tuple[Step, ...]:
+    return tuple(step for step in tables.get(device_name, ()) if step.world_size == world_size)
+
+
+@cache
+def _shipped() -> dict[str, tuple[Step, ...]]:
+    folder = resources.files("tw_compile.configs") / "kernels"
+    if not folder.is_dir():
+        return {}
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
+    return dict(steps_of(file.read_text(), f"configs/kernels/{file.name}") for file in files)
+
+
+def _typed(table: dict[str, Any], key: str, kind: type, where: str) -> Any:
+    value = table.get(key)
+    if type(value) is not kind:
+        raise ValueError(f"{where}: {key}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def _step(entry: Any, where: str) -> Step:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: expected a table, got {entry!r}")
+    names = [field.name for field in fields(Step)]
+    unknown = sorted(entry.keys() - set(names))
+    if unknown:
+        raise ValueError(f"{where}: expected the keys {', '.join(names)}, got {unknown[0]!r}")
+    step = Step(*(_typed(entry, name, str if name == "algorithm" else int, where) for name in names))
+    if step.algorithm not in ALGORITHMS:
+        raise ValueError(f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, got {step.algorithm!r}")
+    for name in ("world_size", "up_to_bytes"):
+        if getattr(step, name) < 1:
+            raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
+    try:
+        make_algorithm(step.algorithm, step.sms)
+    except ValueError as error:
+        raise ValueError(f"{where}: sms: {error}") from error
+    return step

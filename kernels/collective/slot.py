@@ -1,0 +1,159 @@
+"""Symmetric memory of the P2P transport: what a group has, slot by slot, and how it grows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import triton
+
+from tw_compile import compat
+from tw_compile.kernels.collective.p2p_group import agree
+from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
+
+if TYPE_CHECKING:
+    from tw_compile.kernels.collective.known import Known
+    from tw_compile.kernels.collective.selection import Insist, Selector
+
+logger = logging.getLogger("tw_compile")
+
+MIN_CAPACITY_BYTES = 32 * 2**20
+"""Smallest size of a symmetric buffer."""
+
+INBOX = "inbox"
+NOT_ARRIVED = -(2**31)
+"""The word of an inbox to which nothing has been written, as int32; elements.cuh has it too."""
+
+_INBOX_STATE_WORDS = 5  # PushState of push.cu
+
+
+def capacity_for(nbytes: int) -> int:
+    """Bytes to allocate for messages of ``nbytes``: a power of two, at least ``MIN_CAPACITY_BYTES``."""
+    return max(MIN_CAPACITY_BYTES, triton.next_power_of_2(nbytes))
+
+
+@dataclass(frozen=True)
+class SymmetricBuffer:
+    """``capacity`` bytes on every rank.
+
+    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: of an
+    inbox, ``PushState`` of push.cu; it goes with the buffer, as captured graphs use both on.
+    """
+
+    tensor: torch.Tensor
+    handle: Any
+    table: torch.Tensor
+    capacity: int
+    state: torch.Tensor | None = None
+
+    def view(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """The first bytes of this rank's part as a tensor."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.tensor[:nbytes].view(dtype).view(shape)
+
+
+@dataclass
+class Slot:
+    """Memory of one slot on this rank; pads and epochs live as long as the slot, buffers may be replaced by larger ones."""
+
+    pads: SymmetricBuffer
+    epochs: torch.Tensor
+    status: torch.Tensor
+    buffers: dict[str, SymmetricBuffer] = field(default_factory=dict)
+    retired: list[SymmetricBuffer] = field(default_factory=list)  # captured CUDA graphs may still use them
+
+    def lacks(self, needs: dict[str, int]) -> dict[str, int]:
+        """Which buffers of ``needs`` (name -> bytes) are missing or too small."""
+        return {
+            name: nbytes
+            for name, nbytes in needs.items()
+            if name not in self.buffers or self.buffers[name].capacity < nbytes
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return sum(one.capacity for one in (self.pads, *self.buffers.values(), *self.retired))
+
+
+@dataclass
+class GroupState:
+    """A process group as this transport sees it; the same on all ranks but for ``rank``.
+
+    ``selector``: which kernel serves a call. ``obstacle``: why the group uses NCCL instead. ``multimem``: use multicast,
+    which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded. ``known``:
+    forms of calls that were served, and how; nothing of that outlives the buffers that it names.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    world_size: int
+    selector: Selector | Insist
+    multimem: bool = False
+    obstacle: str | None = None
+    slots: dict[int, Slot] = field(default_factory=dict)
+    warned: bool = False
+    prepared: set[Hashable] = field(default_factory=set)
+    known: dict[Hashable, Known] = field(default_factory=dict)
+
+    def give_up(self, reason: str) -> None:
+        """From now on this group uses NCCL."""
+        self.obstacle = reason
+        self.known.clear()
+        logger.warning("P2P transport: group %r uses NCCL instead; %s", self.name, reason)
+
+
+def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
+    """The slot, with buffers of at least ``lacking`` bytes; None, and the group gives up, when a rank cannot.
+
+    Collective. Nothing changes before all ranks have everything: a failure on any rank leaves the group without this
+    transport, on all ranks alike.
+    """
+    state.known.clear()
+    sizes = {name: capacity_for(nbytes) for name, nbytes in lacking.items()}
+    if index not in state.slots:
+        sizes["pads"] = MAX_CTAS * MAX_WORLD_SIZE * 4
+    tensors: dict[str, torch.Tensor] = {}
+    made: dict[str, SymmetricBuffer] = {}
+    has_multicast = True
+    offsets: dict[str, int] = {}
+    obstacle = None
+    try:
+        tensors = {name: compat.symm_mem_empty(size, state.device) for name, size in sizes.items()}
+    except RuntimeError as error:
+        obstacle = f"symmetric memory: cannot allocate {sum(sizes.values())} bytes: {error}"
+    obstacle = agree(state.group, obstacle, sizes)
+    if obstacle is None:
+        try:
+            for name, tensor in tensors.items():
+                tensor.view(torch.int32).fill_(NOT_ARRIVED if name == INBOX else 0)
+                handle, addresses, multicast, offsets[name] = compat.symm_mem_rendezvous(tensor, state.name)
+                table = torch.tensor([*addresses, multicast], dtype=torch.int64, device=state.device)
+                has_multicast &= multicast != 0
+                words = torch.zeros(_INBOX_STATE_WORDS, dtype=torch.int32, device=state.device)
+                made[name] = SymmetricBuffer(tensor, handle, table, sizes[name], words if name == INBOX else None)
+        except RuntimeError as error:
+            obstacle = f"symmetric memory: rendezvous failed: {error}"
+        epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
+        status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
+        # The agreement is the barrier after which peers may write here: what was filled in must be in memory before it.
+        torch.cuda.synchronize(state.device)
+        obstacle = agree(state.group, obstacle, offsets)
+    if obstacle is not None:
+        state.give_up(obstacle)
+        return None
+    if state.multimem:
+        state.multimem = agree(state.group, None if has_multicast else "no multicast address") is None
+    if index not in state.slots:
+        state.slots[index] = Slot(made.pop("pads"), epochs, status)
+    slot = state.slots[index]
+    slot.retired += [slot.buffers[name] for name in made if name in slot.buffers]
+    slot.buffers.update(made)
+    return slot

@@ -1,0 +1,164 @@
+"""The operator's arguments as one value, and how token rows are shared out between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+ResidualOut = Literal["none", "sharded", "replicated"]
+
+SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+OPERAND_ALIGNMENT = 16
+"""In bytes, of what CUDA C++ kernels are given: that of the widest accesses, and of bulk copies."""
+
+MAX_OVERLAP_SMS = 32
+"""SMs of a call beside other work: what the kernels with barriers have CTAs for (``kernels/runtime/barrier.py``)."""
+
+
+def rows_per_rank(tokens: Any, world_size: int) -> Any:
+    """Rows of a shard: ``ceil(tokens / world_size)``; works on SymInts. The last shards may hold fewer valid rows."""
+    return (tokens + world_size - 1) // world_size
+
+
+def row_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
+    """The half-open range of token rows that ``rank`` owns; empty for trailing ranks of tiny messages."""
+    per_rank = rows_per_rank(tokens, world_size)
+    begin = min(rank * per_rank, tokens)
+    return begin, min(begin + per_rank, tokens)
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """What happens to the reduced sum, everything in float32 unless said otherwise.
+
+    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. With
+    ``y = h * rsqrt(mean(h^2) + eps)``,
+
+    - no weight: ``hidden = y``
+    - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
+    - else ``hidden = y.to(cast_before_weight) * weight`` (Hugging Face Llama),
+
+    rounded to ``hidden_dtype``. For float8_e4m3fn that is a static quantisation with one scale (``Request.hidden_scale``):
+    the float32 values, not rounded to another dtype before, are multiplied by ``1 / hidden_scale`` (float32, rounded),
+    clamped to +-448 and rounded to nearest even.
+    """
+
+    eps: float
+    weight_offset: float
+    cast_before_weight: torch.dtype | None
+    hidden_dtype: torch.dtype
+    residual_dtype: torch.dtype
+    scale: float = 1.0
+
+
+def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | None) -> None:
+    """ValueError unless there is a scale, float32 and one element, exactly when ``hidden_dtype`` is float8_e4m3fn."""
+    if hidden_scale is None:
+        if hidden_dtype == FP8:
+            raise ValueError(f"hidden_scale: expected a float32 tensor [1] for hidden_dtype {hidden_dtype}, got None")
+        return
+    got = f"{hidden_scale.dtype} {list(hidden_scale.shape)}"
+    if hidden_dtype != FP8:
+        raise ValueError(f"hidden_scale: expected None for hidden_dtype {hidden_dtype} (only {FP8} has one), got {got}")
+    if hidden_scale.dtype != torch.float32 or hidden_scale.numel() != 1:
+        raise ValueError(f"hidden_scale: expected a float32 tensor [1], got {got}")
+
+
+def check_overlap_sms(overlap_sms: int) -> None:
+    """ValueError unless it is 0 or a number of SMs that a call beside other work can have."""
+    if not 0 <= overlap_sms <= MAX_OVERLAP_SMS:
+        raise ValueError(
+            f"overlap_sms: expected 0 (not beside other work) or 1 to {MAX_OVERLAP_SMS} SMs, got {overlap_sms}"
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: ``x [tokens, hidden]`` is this rank's partial sum; tensors are contiguous.
+
+    ``residual`` is ``[tokens, hidden]``, or ``[rows_per_rank, hidden]`` (this rank's rows) when ``residual_sharded``.
+    ``bias`` and ``weight`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
+    ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
+    may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
+    ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
+    overwrites them. ``outputs``: where the results go, if that is settled before the launch.
+    ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
+    remembered.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    norm: NormSpec
+    residual_sharded: bool
+    residual_out: ResidualOut
+    group_name: str
+    slot: int
+    hidden_scale: torch.Tensor | None = None
+    overlap_sms: int = 0
+    results_in_slot: bool = False
+    outputs: tuple[torch.Tensor, torch.Tensor] | None = None
+    form: Hashable | None = None
+
+    def limited(self, sms: int) -> int:
+        """``sms``, or as many of them as the call may use."""
+        return min(sms, self.overlap_sms) if self.overlap_sms else sms
+
+    def allocate(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""
+        if self.outputs is not None:
+            return self.outputs
+        rows = self.residual_rows(world_size)
+        return (
+            self.x.new_empty(self.x.shape, dtype=self.norm.hidden_dtype),
+            self.x.new_empty((rows, self.x.shape[1]), dtype=self.norm.residual_dtype),
+        )
+
+    def residual_rows(self, world_size: int) -> int:
+        """Rows of the new residual that the caller wants back."""
+        tokens = self.x.shape[0]
+        return {"none": 0, "sharded": rows_per_rank(tokens, world_size), "replicated": tokens}[self.residual_out]
+
+
+class Operands(NamedTuple):
+    """The tensors of a :class:`Request`, all of them contiguous and at multiples of :data:`OPERAND_ALIGNMENT`."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight: torch.Tensor | None
+    hidden_scale: torch.Tensor | None
+
+
+def operands_of(request: Request) -> Operands:
+    return Operands(request.x, request.residual, request.bias, request.weight, request.hidden_scale)
+
+
+def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:
+    """All rows, ``[tokens, hidden]``, of a sharded residual, if the call that made it computed them all; else None.
+
+    Such a call (see :func:`slice_of_whole_residual`) returns a slice of a tensor that holds every rank's rows. Its shape is
+    that of any other shard, as the graph wants it, so the storage tells. The same on all ranks: they all computed all rows,
+    or none did.
+    """
+    per_rank, hidden_size = residual.shape
+    row_bytes = hidden_size * residual.element_size()
+    storage = residual.untyped_storage()
+    if storage.nbytes() != world_size * per_rank * row_bytes:
+        return None
+    if residual.storage_offset() != rank * per_rank * hidden_size:
+        return None
+    return residual.as_strided((tokens, hidden_size), (hidden_size, 1), 0)
+
+
+def slice_of_whole_residual(whole: torch.Tensor, world_size: int, rank: int) -> torch.Tensor:
+    """This rank's rows of ``whole [world_size * rows_per_rank, hidden]``, which has a storage of its own."""
+    per_rank = whole.shape[0] // world_size
+    return whole[rank * per_rank : (rank + 1) * per_rank]

@@ -1,0 +1,1 @@
+"""What carries rows between the ranks of a group, one file each."""

@@ -1,0 +1,87 @@
+"""The transport made of the group's own collectives: gloo on CPU (the reference), NCCL on GPUs (the fallback).
+
+``start`` begins an asynchronous all_reduce, the same one that the unfused graph does, and ``finish`` adds and normalises.
+With a replicated residual every rank does that for all rows, on its own. With a sharded one each rank does it for the rows
+it owns, and an all_gather shares the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import FP8, Request, row_range, rows_per_rank
+from tw_compile.kernels.collective.transport import Started, Transport
+
+_c10d = torch.ops._c10d_functional  # the collectives of the unfused graph, without Python between them and the backend
+
+
+class CollectiveTransport(Transport):
+    """all_reduce of the process group, then the norm."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def start(self, request: Request) -> Started:
+        group = compat.resolve_process_group(request.group_name)
+        hidden, residual = request.allocate(group.size())
+        in_flight = _c10d.all_reduce.default(request.x, "sum", compat.group_name(group))
+        sharded = request.residual_sharded or request.residual_out == "sharded"
+
+        def finish() -> None:
+            reduced = _c10d.wait_tensor.default(in_flight)
+            if sharded:
+                _finish_own_rows(request, group, reduced, hidden, residual)
+            else:
+                _norm(request, reduced, request.residual, hidden, residual if len(residual) else None)
+
+        return Started(hidden, residual, finish)
+
+
+def _finish_own_rows(
+    request: Request, group: dist.ProcessGroup, reduced: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor
+) -> None:
+    tokens = reduced.shape[0]
+    per_rank = rows_per_rank(tokens, group.size())
+    begin, end = row_range(tokens, group.size(), dist.get_rank(group))
+    own = request.residual
+    if own is not None:
+        own = own[: end - begin] if request.residual_sharded else own[begin:end]
+    # Rows past the last token pad the trailing shards: they are gathered, and dropped.
+    rows = hidden.new_zeros((per_rank, hidden.shape[1]))
+    h = residual if request.residual_out == "sharded" else residual.new_zeros((per_rank, residual.shape[1]))
+    h[end - begin :].zero_()
+    _norm(request, reduced[begin:end], own, rows[: end - begin], h[: end - begin])
+    hidden.copy_(_all_gather_rows(rows, tokens, group))
+    if request.residual_out == "replicated":
+        residual.copy_(_all_gather_rows(h, tokens, group))
+
+
+def _norm(
+    request: Request,
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+) -> None:
+    """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h``."""
+    if reduced.is_cuda:
+        from tw_compile.kernels.collective.norm_kernel import add_rms_norm_cuda
+
+        add_rms_norm_cuda(
+            reduced, residual, request.bias, request.weight, request.norm, hidden, h, request.hidden_scale
+        )
+        return
+    rows, sums = add_rms_norm(reduced, residual, request.bias, request.weight, request.norm, request.hidden_scale)
+    hidden.copy_(rows)
+    if h is not None:
+        h.copy_(sums)
+
+
+def _all_gather_rows(shard: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
+    moved = shard.view(torch.uint8) if shard.dtype == FP8 else shard  # not every backend knows float8
+    gathered = _c10d.all_gather_into_tensor.default(moved, group.size(), compat.group_name(group))
+    return _c10d.wait_tensor.default(gathered)[:tokens].view(shard.dtype)

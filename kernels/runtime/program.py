@@ -1,0 +1,192 @@
+"""CUDA C++ sources compiled to cubins with NVRTC, and kept on disk.
+
+Conventions of a source file ``name.cu``:
+
+- one entry, ``extern "C" __global__ void name(const __grid_constant__ Params params)``;
+- ``Params`` has the name, and field by field the layout, of the :class:`ctypes.Structure` that Python passes: names,
+  offsets and sizes are checked when it is compiled;
+- variants are made by preprocessor definitions;
+- it includes nothing but the ``*.cuh`` of this folder, as ``#include "name.cuh"``. Neither C++ nor CUDA headers are there;
+- functions without an execution space are ``__device__``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Literal
+
+from tw_compile.environment import cache_dir
+from tw_compile.kernels.runtime import bindings
+
+logger = logging.getLogger("tw_compile")
+
+HEADERS = Path(__file__).parent
+_OPTIONS = ("-std=c++17", "-lineinfo", "-default-device", "-no-source-include")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_ARCHITECTURE_SPECIFIC = ((9, 0), (10, 0), (10, 3))
+FULL_SHARED_BYTES = 227 * 1024
+"""All of an SM's shared memory that a CTA can have, where the device's major capability is of ``FULL_SHARED_MAJORS``."""
+FULL_SHARED_MAJORS = (9, 10)
+
+_cubins: dict[str, bytes] = {}
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """NVRTC's name for a compute capability: ``(9, 0)`` is sm_90a, with the instructions that only this one has."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if capability in _ARCHITECTURE_SPECIFIC else ''}"
+
+
+def cache_folder() -> Path | None:
+    """Where cubins are kept: TW_COMPILE_CACHE_DIR, else tw_compile in the user's cache folder; None without a home."""
+    if chosen := cache_dir():
+        return chosen
+    if user_cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(user_cache, "tw_compile")
+    try:
+        return Path.home() / ".cache" / "tw_compile"
+    except RuntimeError:
+        return None
+
+
+@dataclass(frozen=True)
+class Program:
+    """One variant of a source file for one architecture (see :func:`arch_of`)."""
+
+    source: Path
+    params: type[ctypes.Structure]
+    arch: str
+    defines: tuple[tuple[str, int | str], ...] = ()
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name."""
+        return self.source.stem
+
+    def cubin(self) -> bytes:
+        """The machine code, from memory, from disk or compiled; RuntimeError with NVRTC's log when that fails.
+
+        Any number of processes may ask at once. A file on disk that is damaged is compiled again and replaced; a folder
+        that can't be written to costs the time of compiling.
+        """
+        unit = self._unit()
+        key = unit.key()
+        if key in _cubins:
+            return _cubins[key]
+        folder = cache_folder()
+        path = None if folder is None else folder / f"{key}.cubin"
+        cubin = None if path is None else _read(path)
+        if cubin is None:
+            begin = time.perf_counter()
+            cubin = unit.compile("CUBIN")
+            logger.debug("compiled %s for %s in %.2f s", self.source.name, self.arch, time.perf_counter() - begin)
+            if path is not None:
+                _write(path, cubin)
+        _cubins[key] = cubin
+        return cubin
+
+    def ptx(self) -> str:
+        """The PTX that the machine code is made from; compiled on every call."""
+        return self._unit().compile("PTX").rstrip(b"\0").decode()
+
+    def _unit(self) -> _Unit:
+        text = self.source.read_bytes() + b"\n" + layout_checks(self.params).encode()
+        headers = {path.name: path.read_bytes() for path in sorted(HEADERS.glob("*.cuh"))}
+        # True as text would be an identifier to the preprocessor, and so 0.
+        values = [(name, int(value) if isinstance(value, bool) else value) for name, value in self.defines]
+        defines = (f"-D{name}={value}" for name, value in values)
+        return _Unit(str(self.source), text, headers, (f"--gpu-architecture={self.arch}", *_OPTIONS, *defines))
+
+
+def layout_checks(params: type[ctypes.Structure]) -> str:
+    """C++ that compiles only if the struct of ``params``' name has its size, its fields, and their offsets and sizes."""
+    name = params.__name__
+    facts = [("size in bytes", f"sizeof({name})", ctypes.sizeof(params))]
+    for field in params._fields_:
+        layout = getattr(params, field[0])
+        # NVRTC has no offsetof; this is the front end's intrinsic that offsetof stands for.
+        offset = f"__INTADDR__(&(({name}*)0)->{field[0]})"
+        facts.append((f"offset of {field[0]}", offset, layout.offset))
+        facts.append((f"size of {field[0]}", f"sizeof({name}::{field[0]})", layout.size))
+    checks = [
+        f'static_assert({found} == {expected}, "{name} in Python: {what} is {expected}");'
+        for what, found, expected in facts
+    ]
+    # One more field can hide in padding; a structured binding must name them all.
+    count = len(params._fields_)
+    fields = ", ".join(f"field_{index}" for index in range(count))
+    binding = f"[[maybe_unused]] auto& [{fields}] = params;"
+    checks.append(f"inline void python_has_{count}_fields({name}& params) {{ {binding} }}")
+    return "\n".join(checks) + "\n"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """All that NVRTC is given: no other file is read in compiling. ``headers``: texts by the name they are included by."""
+
+    name: str
+    text: bytes
+    headers: dict[str, bytes]
+    options: tuple[str, ...]
+
+    def key(self) -> str:
+        """What the machine code depends on, as a file name."""
+        version = bindings.call(bindings.load("nvrtc").nvrtcVersion, where="NVRTC")
+        return hashlib.sha256(repr((version, self.options, self.text, self.headers)).encode()).hexdigest()
+
+    def compile(self, output: Literal["CUBIN", "PTX"]) -> bytes:
+        nvrtc = bindings.load("nvrtc")
+        where = f"NVRTC, {self.name}"
+        names = [name.encode() for name in self.headers]
+        texts = list(self.headers.values())
+        program = bindings.call(
+            nvrtc.nvrtcCreateProgram, self.text, self.name.encode(), len(names), texts, names, where=where
+        )
+        try:
+            options = [option.encode() for option in self.options]
+            (code,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+            log = bytearray(bindings.call(nvrtc.nvrtcGetProgramLogSize, program, where=where))
+            bindings.call(nvrtc.nvrtcGetProgramLog, program, log, where=where)
+            text = log.rstrip(b"\0").decode(errors="replace")
+            if code:
+                raise RuntimeError(f"{where}: {code.name} with {' '.join(self.options)}\n{text}")
+            if text:
+                logger.debug("%s: %s", where, text)
+            result = bytearray(bindings.call(getattr(nvrtc, f"nvrtcGet{output}Size"), program, where=where))
+            bindings.call(getattr(nvrtc, f"nvrtcGet{output}"), program, result, where=where)
+            return bytes(result)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+
+def _read(path: Path) -> bytes | None:
+    """The cubin in ``path``; None when there is none, or when it isn't what was written."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, cubin = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return cubin if hashlib.sha256(cubin).digest() == digest else None
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    """Replace ``path`` as a whole, so that no process ever reads half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            try:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+    except OSError as error:
+        logger.debug("the machine code is not kept on disk: %s", error)

@@ -1,0 +1,339 @@
+"""Whether the tokens of a graph are split, and where: a pure function of graph, options and device profile."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.graph.predicates import is_call, same_size
+from tw_compile.kernels.collective import ops
+from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, JoinReason, SplitRefusal, SplitRefused
+from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
+from tw_compile.passes.split.analysis.layout import Join
+from tw_compile.passes.split.analysis.token_axis import TokenAxis, analyse, find_token_axis
+from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
+from tw_compile.planning.plan import RESOLUTION
+from tw_compile.planning.ranges import Ranges
+
+_SEVERAL = "several requests of unknown length are split between them, not inside of one"
+_LOOKED_AT = 2**14
+"""Up to so many tokens it is said of a graph without a bound where a split would pay."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none.
+
+    ``attention_once``: a host's attention can't be split, whatever the plan.
+    """
+
+    axis: TokenAxis
+    first: int | FirstHalf
+    plan: Plan | None = None
+    attention_once: bool = False
+
+    @property
+    def join_attention(self) -> bool:
+        """Whether attention runs once for all tokens."""
+        return self.attention_once or (self.plan is not None and self.plan.mode is Mode.JOIN)
+
+
+@dataclass(frozen=True)
+class NotSplit:
+    """The name of the reason, and the words that explain it; the plan, if one was made."""
+
+    reason: str
+    detail: str
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class HostGraph:
+    """What a host says of a graph that it compiles.
+
+    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
+    Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
+    """
+
+    counts: tuple[int, int | None]
+    attention: HostAttention = HostAttention.ELSEWHERE
+    host_us: float = 0.0
+    captured_tokens: int = 0
+
+    def launch_us(self, tokens: int) -> float:
+        return 0.0 if tokens <= self.captured_tokens else self.host_us
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Plans for one way to split one layer, at any number of tokens that it may have."""
+
+    axis: TokenAxis
+    batch: int
+    profile: DeviceProfile
+    layer: GraphLayer
+    kernel: str
+    attention: str
+    gemms_leave_sms: bool
+    host: HostGraph | None = None
+
+    def plan(self, tokens: int, first: int | None = None) -> Plan:
+        return plan_layer(
+            self.profile,
+            self.layer.shape,
+            tokens,
+            kernel=self.kernel,
+            sequences=(tokens // self.batch,) * self.batch,
+            attention=self.attention,
+            cut_sequences=self.axis.unit == "token",
+            first=first,
+            gemms_leave_sms=self.gemms_leave_sms,
+            host_us=0.0 if self.host is None else self.host.launch_us(tokens),
+        )
+
+    def plan_anyway(self, tokens: int, first: int) -> Plan:
+        """For halves that are settled: where splitting does not pay, attention is cut all the same if it can be."""
+        anyway = replace(self, host=None)
+        plan = anyway.plan(tokens, first)
+        if plan.mode is Mode.OFF and self.attention == "auto":
+            return replace(anyway, attention=Mode.SPLIT).plan(tokens, first)
+        return plan
+
+    def ranges(self) -> Ranges:
+        plan = functools.cache(self.plan)
+        requests = self.batch if self.axis.unit == "request" else 1
+        return Ranges(lambda tokens, first, least: plan(tokens, first), self.layer.shape.world_size, requests)
+
+    def first(self, plan: Plan) -> int:
+        """Half 1 of ``plan`` in units of the axis."""
+        return plan.sizes[0] if self.axis.unit == "token" else plan.sizes[0] * self.batch // plan.tokens
+
+
+def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
+    """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
+
+    Args:
+        profile: What ``auto`` plans for, see :func:`tw_compile.passes.split.current_profile`.
+    """
+    if config.split_tokens is None and profile is None:  # first, as it takes no time to say
+        return _no_profile()
+    axis = find_token_axis(graph)
+    if isinstance(axis, SplitRefused):
+        return NotSplit(axis.reason, axis.detail)
+    if config.split_tokens is not None:
+        return _as_asked(graph, axis, config, profile)
+    axes = [axis]
+    requests = _requests(graph, axis)
+    if requests is not None:
+        axes.insert(0, requests)
+    planners = _planners(graph, axes, config, profile)
+    if isinstance(planners, NotSplit):
+        return planners
+    if isinstance(axis.tokens, int):
+        return _planned(planners, axis.tokens)
+    return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+
+
+def choose_split_of_host(
+    graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph
+) -> Choice | NotSplit:
+    """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
+
+    Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
+    for all of them.
+    """
+    if not any(is_call(node, ops.start, ops.mm_start) for node in graph.nodes):
+        return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
+    if config.split_tokens is None and profile is None:
+        return _no_profile()
+    axis = find_token_axis(graph, piece=True)
+    if isinstance(axis, SplitRefused):
+        return NotSplit(axis.reason, axis.detail)
+    once = host.attention is HostAttention.ONCE
+    verdicts = analyse(graph, axis, join_attention=once).verdicts.values()
+    joins = [one for one in verdicts if isinstance(one, Join) and not (once and one.reason in ATTENTION_JOINS)]
+    unknown = [one for one in joins if one.reason is JoinReason.UNKNOWN_OPERATOR]
+    if joins:
+        reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
+        return NotSplit(reason, (unknown or joins)[0].detail)
+    choice = _choose_of_host(graph, axis, config, profile, host)
+    return replace(choice, attention_once=once) if isinstance(choice, Choice) else choice
+
+
+def _choose_of_host(
+    graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None, host: HostGraph
+) -> Choice | NotSplit:
+    if config.split_tokens is not None:
+        return _as_asked(graph, axis, config, profile, host)
+    planners = _planners(graph, [axis], config, profile, host)
+    if isinstance(planners, NotSplit):
+        return planners
+    return (
+        _planned(planners, axis.tokens) if isinstance(axis.tokens, int) else _planned_range(planners[0], *host.counts)
+    )
+
+
+def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
+    """The same axis by requests, where there are several."""
+    if not isinstance(axis.batch, int) or axis.batch < 2:
+        return None
+    found = find_token_axis(graph, unit="request")
+    return found if isinstance(found, TokenAxis) else None
+
+
+def _planners(
+    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None, host: HostGraph | None = None
+) -> list[_Planner] | NotSplit:
+    """One for each of the axes, which are of the same tokens."""
+    if profile is None:
+        return _no_profile()
+    axis = axes[-1]
+    piece = host is not None and host.attention is HostAttention.ELSEWHERE
+    layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
+    if isinstance(layer, SplitRefused):
+        return NotSplit(layer.reason, layer.detail)
+    attention = layer.shape.attention
+    if attention.masked and attention.kernel not in profile.attention:
+        detail = f"{profile.name}'s profile has no attention.{attention.kernel}, of a kernel that is given a mask"
+        return NotSplit(SplitRefusal.ATTENTION_NOT_MEASURED, detail)
+    kernel = profile.kernel_of_transport(layer.transport, named=config.device_profile != "auto")
+    if kernel is None:
+        detail = f"{profile.name}'s profile has no kernel for the transport {layer.transport}"
+        return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+    if not isinstance(axis.batch, int):
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
+    leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
+    attentions = [_attention(graph, one, host) for one in axes]
+    return [
+        _Planner(one, axis.batch, profile, layer, kernel, attention, leave, host)
+        for one, attention in zip(axes, attentions, strict=True)
+    ]
+
+
+def _as_asked(
+    graph: fx.Graph,
+    axis: TokenAxis,
+    config: Config,
+    profile: DeviceProfile | None,
+    host: HostGraph | None = None,
+) -> Choice | NotSplit:
+    """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
+
+    The plan is for the largest number of tokens, where that is symbolic.
+    """
+    first, tokens = config.split_tokens, axis.tokens
+    assert first is not None
+    if not isinstance(tokens, int):
+        half = _constant_half(first, *(compat.size_bounds(tokens) if host is None else host.counts))
+        if isinstance(half, NotSplit):
+            return half
+        if not same_size(axis.batch, 1):
+            return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
+        planners = _planners(graph, [axis], config, profile, host)
+        return Choice(axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first))
+    if first >= tokens:
+        return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
+    requests, units = None if host else _requests(graph, axis), first
+    if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
+        axis, units = requests, first * axis.batch // tokens
+    planners = _planners(graph, [axis], config, profile, host)
+    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
+
+
+def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:
+    """Which modes the planner may choose: where rules join attention, that; where a sequence is cut, the faster one."""
+    if host is not None and host.attention is not HostAttention.HALVES:
+        return Mode.JOIN
+    if ATTENTION_JOINS & set(analyse(graph, axis).joins):
+        return Mode.JOIN
+    return "auto" if axis.unit == "token" else Mode.SPLIT
+
+
+def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
+    """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
+    plans = [(planner, planner.plan(tokens)) for planner in planners]
+    chosen = [one for one in plans if one[1].mode is not Mode.OFF]
+    if chosen:
+        near = min(plan.us for _, plan in chosen) * (1.0 + RESOLUTION)
+        planner, plan = next(one for one in chosen if one[1].us <= near)
+        return Choice(planner.axis, planner.first(plan), plan)
+    return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
+
+
+def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
+    """One graph for ``low`` to ``high`` tokens is split if that pays at some counts and costs nothing at the others."""
+    if planner.axis.unit == "token" and planner.batch != 1:
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
+    ranges, requests = planner.ranges(), planner.axis.unit == "request"
+    low = max(low, planner.batch)
+    if high is None or (high > MOST_TOKENS and not requests):
+        return _unbounded(low, None if low >= _LOOKED_AT else _where_it_pays(planner, ranges, low, _LOOKED_AT))
+    found = ranges.split(low, high)
+    if found is not None:
+        paying = [plan for plan in found.plans if plan.mode is not Mode.OFF]
+        return Choice(planner.axis, found.first, paying[len(paying) // 2])
+    plans = [ranges.at(tokens, least=low) for tokens in ranges.counts(low, high)]
+    off = [plan for plan in plans if plan.mode is Mode.OFF]
+    if len(off) == len(plans):
+        return _off(min(off, key=_cost))
+    detail = f"one graph for {low} to {high} tokens, and no first half is harmless at all of them"
+    where = _where_it_pays(planner, ranges, low, high)
+    worst = max(plans, key=_cost)
+    if worst.off is not None:
+        detail = f"{detail}: at {worst.tokens} it would be off ({worst.off})"
+    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; {where}" if where else detail, worst)
+
+
+def _where_it_pays(planner: _Planner, ranges: Ranges, low: int, high: int) -> str:
+    """The counts of a range that a graph for them alone would be split at, in words; none if there are none."""
+    parts = [part for part in ranges.cut(low, high // planner.batch * planner.batch) if part.split is not None]
+    if not parts:
+        return ""
+    best = max(parts, key=lambda part: part.split.saved if part.split else 0.0)
+    pays = " and ".join(f"{part.low} to {part.high}" for part in parts)
+    if planner.host is not None:
+        return f"{pays} would be split"
+    size, count = ("", 1) if planner.axis.unit == "token" else (" a request", planner.batch)
+    bounds = f"mark_dynamic(min={best.low // count}, max={best.high // count})"
+    return f"{pays} would be split{size and f', {count} requests'}: bound it, as by torch._dynamo.{bounds}{size}"
+
+
+def _cost(plan: Plan) -> float:
+    """Of splitting, by the time of the unsplit layer."""
+    return (plan.predicted.split_us or math.inf) / plan.predicted.unsplit_us
+
+
+def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSplit:
+    """``first`` tokens of ``low`` to ``high``."""
+    if high is None or high > MOST_TOKENS:
+        return _unbounded(low)
+    try:
+        return constant_first_half(first, low, high)
+    except ValueError as error:
+        return NotSplit(SplitRefusal.TOO_FEW_TOKENS, str(error))
+
+
+def _no_profile() -> NotSplit:
+    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+
+
+def _unbounded(low: int, where: str | None = None) -> NotSplit:
+    """``where`` of the first :data:`_LOOKED_AT` counts it would be split."""
+    detail = f"one graph for {low} and any more tokens"
+    if where == "":
+        return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; of up to {_LOOKED_AT} none pays")
+    how = (
+        "bound it, as by torch._dynamo.mark_dynamic(min=, max=)" if where is None else f"of up to {_LOOKED_AT}, {where}"
+    )
+    return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; {how}")
+
+
+def _off(plan: Plan) -> NotSplit:
+    assert plan.off is not None
+    return NotSplit(plan.off, plan.reason, plan)

@@ -1,0 +1,129 @@
+"""Which part of a layer the operators of a scheduled graph belong to, and with them every window.
+
+A part is what a half computes between two starts. One with an attention operator has projections before and behind it, any
+other with a GEMM is an MLP; so are the planner's windows named. What follows a half's last start is the epilogue. This decides
+what a window runs with and what it is called, never what is computed: attention is told by its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, value
+from tw_compile.kernels.collective import ops
+from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split.rewrite.duplicate import Part
+from tw_compile.passes.split.schedule.dependences import CommunicationCall, makes_view
+
+Kind = Literal["prologue", "attention", "qkv", "join", "o_proj", "mlp", "epilogue"]
+"""As the planner's windows: ``attention`` is all of an attention part; ``join`` attention of all tokens and what runs with it,
+then ``qkv`` and ``o_proj`` are the projections before and behind. ``prologue``: nothing is in flight yet, or
+there is no GEMM, as with embeddings."""
+
+
+def half_of(node: fx.Node) -> Part:
+    """Whose tokens an operator works on."""
+    return node.meta.get(ANNOTATION, {}).get("split", "shared")
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether an operator reads values and makes others: views, sizes, parts of tuples and constants don't."""
+    if not isinstance(node.target, compat.OpOverload):
+        return compat.is_higher_order(node.target)
+    made = value(node) is not None or isinstance(node.meta.get("val"), list | tuple)
+    return made and not makes_view(node) and any(value(one) is not None for one in node.all_input_nodes)
+
+
+def is_plain_gemm(node: fx.Node) -> bool:
+    return is_call(node, aten.mm.default, aten.addmm.default, ops.mm_start)
+
+
+def _is_grouped_gemm(node: fx.Node) -> bool:
+    return "grouped_mm" in str(node.target)
+
+
+@dataclass(eq=False)
+class _Part:
+    has_attention: bool = False
+    plain: list[fx.Node] = field(default_factory=list)
+    grouped: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def gemms(self) -> list[fx.Node]:
+        """Those that are planned: beside grouped ones no others."""
+        return self.grouped or self.plain
+
+
+class Parts:
+    """The parts of ``order``, whose calls are ``calls``.
+
+    With ``piece`` each half begins behind attention and ends before it, both of which are elsewhere: what comes before its
+    first start is its o_proj, and what follows its last one its qkv. Where it has one start, as behind the embedding, there is
+    no o_proj.
+    """
+
+    def __init__(self, order: Sequence[fx.Node], calls: Sequence[CommunicationCall], piece: bool = False) -> None:
+        self._part: dict[fx.Node, _Part | None] = {}
+        self._behind_attention: set[fx.Node] = set()
+        starts = {call.start for call in calls}
+        of_half: dict[Part, _Part] = {1: _Part(True), 2: _Part(True)} if piece else {}
+        started = Counter(half_of(start) for start in starts)
+        nearest: _Part | None = None
+        o_proj: list[_Part] = []
+        for node in reversed(order):
+            half = half_of(node)
+            if node in starts:
+                started[half] -= 1
+                behind_attention = piece and not started[half] and len(starts) > 2
+                of_half[half] = nearest = _Part(behind_attention)
+                if behind_attention:
+                    o_proj.append(nearest)
+            if not (computes(node) or node in starts):
+                continue
+            part = of_half.get(half) if half in (1, 2) else nearest
+            self._part[node] = part
+            if part is None:
+                continue
+            if _is_attention(node):
+                for one in [part] if half in (1, 2) else of_half.values():
+                    one.has_attention = True
+            elif not part.has_attention or part in o_proj:
+                self._behind_attention.add(node)
+            if _is_grouped_gemm(node):
+                part.grouped.insert(0, node)
+            elif is_plain_gemm(node):
+                part.plain.insert(0, node)
+
+    def kind_of(self, nodes: Sequence[fx.Node]) -> Kind:
+        """The kind of a window of these operators, in their order, where a call has been started before."""
+        attention = [node for node in nodes if _is_attention(node)]
+        if attention:
+            return "attention" if all(half_of(node) in (1, 2) for node in attention) else "join"
+        own = [node for node in nodes if half_of(node) != "shared"] or nodes
+        part = self._part.get(own[-1]) if own else None
+        if part is None:
+            return "epilogue"
+        if not part.has_attention:
+            return "mlp" if part.gemms else "prologue"
+        return "o_proj" if own[-1] in self._behind_attention else "qkv"
+
+    def gemm_of(self, node: fx.Node) -> str | None:
+        """What the planner calls a GEMM; None for what it does not plan."""
+        part = self._part.get(node)
+        if part is None or node not in part.gemms:
+            return None
+        if part.has_attention:
+            return "o_proj" if node in self._behind_attention else "qkv"
+        return "down" if node is part.gemms[-1] else "gate_up"
+
+
+def _is_attention(node: fx.Node) -> bool:
+    form = functionalised(node)
+    return "attention" in (str(node.target) if form is None else form.name)

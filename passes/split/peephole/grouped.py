@@ -1,0 +1,21 @@
+"""Grouped GEMMs of a split graph, by the operator that rounds groups up to fewer rows and can leave SMs to a call."""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten
+from tw_compile.kernels.gemm.mm_leaving_sms import grouped_mm_leaving_sms
+
+
+def use_small_groups(graph: fx.Graph) -> None:
+    """Compute the same by ``grouped_mm_leaving_sms``, leaving no SMs yet: a half has as many groups, with fewer rows each.
+
+    Not where Inductor tunes GEMMs, nor with what the operator does not do: a bias, another dtype.
+    """
+    if compat.tunes_gemms():
+        return
+    for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default):
+        if len(node.args) == 3 and not node.kwargs:
+            node.target, node.args = grouped_mm_leaving_sms, (*node.args, 0)

@@ -1,0 +1,126 @@
+"""Results that are read where peers write them: in the slot's memory, not copied out of it.
+
+A call beside other work has few SMs, and what it takes is what they move. At 4 ranks two fifths of that is copies of the rows
+that other ranks have finished, from the slot to a tensor of the graph's. They are left out where the slot's next call, which
+overwrites them, cannot begin before they have been read: all that reads them are matmuls that the next call's message is
+computed from.
+
+That the next call comes after these on every rank is in its barrier: no rank writes to another before that one has begun the
+call, and it begins behind what its stream has done before (``kernels/runtime/barrier.py``).
+
+A compiler takes the memory of a result for its own, to be given to another value when the last reader has run. So
+``all_reduce_rms_norm_hold_`` reads them all behind everything that the graph computes.
+"""
+
+from __future__ import annotations
+
+import torch.fx as fx
+
+from tw_compile.graph.predicates import is_call, value
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.reasons import SplitRefused
+from tw_compile.passes.split.analysis.parts import half_of
+from tw_compile.passes.split.schedule.dependences import argument, find_calls, makes_view
+from tw_compile.passes.split.schedule.lock import has_own_kernel
+
+
+def leave_results_in_slots(graph: fx.Graph) -> int:
+    """Have calls beside other work leave their results where that is proven to be right; the number of calls that now do.
+
+    Comes before the lock, which lets waits keep results of other calls.
+
+    Raises:
+        ValueError: The graph's calls can't be paired.
+    """
+    calls = find_calls(graph)
+    if isinstance(calls, SplitRefused):
+        raise ValueError(f"graph: expected one with starts and waits in pairs, got {calls.reason}: {calls.detail}")
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    entered = _entered(graph)
+    results: list[fx.Node] = []
+    first = {call.slot: call.start for call in reversed(calls) if not call.enters}
+    following: dict[tuple[str, int], fx.Node] = {}
+    for call in reversed(calls):
+        slot = call.slot
+        if slot is None or call.enters:
+            continue
+        hidden = argument(call.wait, "hidden")
+        again = entered.get(hidden)
+        if again is None:
+            read = _is_read_before(hidden, following.get(slot), place, place[call.start])
+        else:  # by the next graph, which is as this one
+            read = _readers(hidden) == set() and _is_read_before(again, first[slot], place, -1)
+        # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions.
+        if argument(call.start, "overlap_sms") and argument(call.start, "residual_out") != "replicated" and read:
+            call.start.update_kwarg("results_in_slot", True)
+            results += [hidden] if again is None else [hidden, again]
+        following[slot] = call.start
+    if results:
+        _hold(graph, results[::-1])
+    return sum(bool(call.start.kwargs.get("results_in_slot")) for call in calls)
+
+
+def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """By the hidden states that each half leaves those that it enters with, see ``seams.py``."""
+    leave = next((node for node in graph.nodes if is_call(node, leave_halves)), None)
+    if leave is None:
+        return {}
+    enters = {half_of(node): node for node in graph.nodes if is_call(node, enter_layers)}
+    left = {1: argument(leave, "first_hidden"), 2: argument(leave, "hidden")}
+    return {
+        left[half]: next(one for one in enter.users if one.args[1] == 0)
+        for half, enter in enters.items()
+        if half in left
+    }
+
+
+def _is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.Node, int], earliest: int) -> bool:
+    """Whether all that reads ``hidden`` has a kernel of its own, and runs before the slot's next call."""
+    readers = _readers(hidden)
+    if readers is None or not all(has_own_kernel(reader) for reader in readers):
+        return False
+    return following is None or readers <= _needed_by(following, place, earliest)
+
+
+def _readers(hidden: fx.Node) -> set[fx.Node] | None:
+    """What reads ``hidden``, through views of it; None if the graph returns it. Its own wait does not, nor what leaves it."""
+    found: set[fx.Node] = set()
+    views = [hidden]
+    while views:
+        for user in views.pop().users:
+            if user.op == "output":
+                return None
+            if makes_view(user):
+                views.append(user)
+            elif not (is_call(user, ops.wait_, arrive_, leave_halves) and hidden in _results(user)):
+                found.add(user)
+    return found
+
+
+def _results(wait: fx.Node) -> tuple[fx.Node, ...]:
+    """The hidden states that a wait is for, or that are left."""
+    first = (argument(wait, "first_hidden"),) if is_call(wait, leave_halves) else ()
+    return (argument(wait, "hidden"), *first)
+
+
+def _needed_by(start: fx.Node, place: dict[fx.Node, int], earliest: int) -> set[fx.Node]:
+    """What ``start`` is computed from, directly or not, as far as it comes after ``earliest``."""
+    found: set[fx.Node] = set()
+    rest = list(start.all_input_nodes)
+    while rest:
+        node = rest.pop()
+        if node not in found and place[node] > earliest:
+            found.add(node)
+            rest += node.all_input_nodes
+    return found
+
+
+def _hold(graph: fx.Graph, results: list[fx.Node]) -> None:
+    output = graph.output_node()
+    outputs = [node for node in output.all_input_nodes if node.op != "placeholder" and value(node) is not None]
+    with graph.inserting_before(output):
+        hold = graph.call_function(ops.hold_, (results, outputs))
+    hold.meta["val"] = None
+    hold.meta[ANNOTATION] = {"role": "hold", "stream": 0, "split": "shared"}

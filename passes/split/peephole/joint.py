@@ -1,0 +1,220 @@
+"""Matmuls of one input as one operator, which computes them as one sequence of tiles.
+
+a @ x, a @ y, a @ z           ->  joint_mm_leaving_sms(a, [x, y, z], [], 0)
+b + a @ x, c + a @ y          ->  joint_mm_leaving_sms(a, [x, y], [b, c], 0)
+silu(a @ gate) * (a @ up)     ->  gated_mm_leaving_sms(a, gate, up, 0)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
+from tw_compile.kernels.gemm.joint_mm import can_add, can_multiply
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split.schedule.dependences import makes_view
+from tw_compile.planning.joint_tiles import MOST_JOINT
+
+
+def beside(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
+    """``node`` and those of ``others`` that can be computed with it; nothing where it can't be computed so."""
+    if not _can_join(node, node):
+        return []
+    return [node, *(one for one in others if _can_join(one, node))][:MOST_JOINT]
+
+
+def _can_join(node: fx.Node, first: fx.Node) -> bool:
+    """Whether a matmul reads what ``first`` does, and a matrix that is there from the beginning, as the kernel wants it.
+
+    With a bias if ``first`` has one.
+    """
+    if not is_call(node, aten.mm.default, aten.addmm.default) or node.target is not first.target or node.kwargs:
+        return False
+    if not _is_same(_rows(node), _rows(first)) or not all(map(_is_given, (_matrix(node), *_biases(node)))):
+        return False
+    a, matrix, biases = value(_rows(node)), value(_matrix(node)), [value(one) for one in _biases(node)]
+    if a is None or matrix is None or not can_multiply(a, matrix):
+        return False
+    return all(bias is not None and can_add(bias, matrix) for bias in biases)
+
+
+def _biases(matmul: fx.Node) -> tuple[fx.Node, ...]:
+    """The one that it adds, if it adds one."""
+    return matmul.args[:-2]  # type: ignore[return-value]
+
+
+def _rows(matmul: fx.Node) -> fx.Node:
+    return matmul.args[-2]  # type: ignore[return-value]
+
+
+def _matrix(matmul: fx.Node) -> fx.Node:
+    return matmul.args[-1]  # type: ignore[return-value]
+
+
+def _is_same(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes are the same rows: the same elements in the same order, by way of views of their own."""
+    shape, other_shape = (node.meta["val"].shape for node in (one, other))
+    return one is other or (peel_views(one) is peel_views(other) and all(map(same_size, shape, other_shape)))
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a matrix or a bias is an input of the graph, or a view of one that depends on nothing else."""
+    while node.op == "call_function" and makes_view(node) and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node.op in ("placeholder", "get_attr")
+
+
+@dataclass(frozen=True)
+class Joint:
+    """``node``, which computes what some nodes of a graph do, and nobody reads yet: one of :meth:`adopt` and :meth:`discard`.
+
+    ``results`` are these nodes; one, if it stands for all of ``node``, else one for each of its results.
+    """
+
+    node: fx.Node
+    results: tuple[fx.Node, ...]
+
+    def adopt(self) -> fx.Node:
+        """Have it computed by ``node``, which is returned, and by nothing else."""
+        graph = self.node.graph
+        if is_call(self.node, gated_mm_leaving_sms):
+            found = [self.node]
+        else:
+            with graph.inserting_before(self.node.next):
+                found = [
+                    graph.call_function(operator.getitem, (self.node, index)) for index in range(len(self.results))
+                ]
+        for result, new in zip(self.results, found, strict=True):
+            new.meta = dict(result.meta)
+            result.replace_all_uses_with(new)
+            _erase(result)
+        return self.node
+
+    def discard(self) -> None:
+        """Leave everything as it is, but for where matrices, biases and their views are."""
+        _erase(self.node)
+
+
+def _erase(node: fx.Node) -> None:
+    """A node that nobody reads, and what was for it alone."""
+    unread = {node: None}
+    while unread:
+        one, _ = unread.popitem()
+        if one.op == "call_function" and not one.users:
+            unread |= dict.fromkeys(one.all_input_nodes)
+            one.graph.erase_node(one)
+
+
+def join(nodes: Sequence[fx.Node]) -> Joint:
+    """``nodes``, of :func:`beside` and in the graph's order, as one operator where the first one is; it leaves no SMs."""
+    first, graph = nodes[0], nodes[0].graph
+    matrices, biases = [_matrix(node) for node in nodes], [one for node in nodes for one in _biases(node)]
+    for given in (*matrices, *biases):
+        _hoist(given, first)
+    gated = None if biases else _gated(nodes)
+    with graph.inserting_before(first):
+        if gated is None:
+            joint = graph.call_function(joint_mm_leaving_sms, (_rows(first), matrices, biases, 0))
+            joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
+            return Joint(joint, tuple(nodes))
+        gate, up, product = gated
+        joint = graph.call_function(gated_mm_leaving_sms, (_rows(first), _factor(gate), _factor(up), 0))
+        joint.meta = {**first.meta, "val": product.meta["val"]}
+        return Joint(joint, (product,))
+
+
+def _hoist(given: fx.Node, before: fx.Node) -> None:
+    """Have ``given`` and the views that it is made by come before a node."""
+    made_of = [given]
+    while made_of[-1].all_input_nodes:
+        made_of.append(made_of[-1].all_input_nodes[0])
+    for one in reversed(made_of):
+        if before < one:
+            before.prepend(one)
+
+
+def _factor(product: fx.Node) -> fx.Node:
+    """What a matmul multiplies by, or for a slice of its columns the same slice of that."""
+    if is_call(product, aten.mm.default):
+        return _matrix(product)
+    matmul: Any
+    matmul, *where = product.args
+    matrix, graph = _matrix(matmul), product.graph
+    part = graph.call_function(aten.slice.Tensor, (matrix, *where))
+    part.meta = {ANNOTATION: matmul.meta.get(ANNOTATION, {})}
+    with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
+        part.meta["val"] = aten.slice.Tensor(matrix.meta["val"], *where)
+    return part
+
+
+def _gated(nodes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """The gate, the other factor, and their product ``silu(gate) * up``, if nothing else reads them.
+
+    They are two matmuls, or both halves of the columns of one.
+    """
+    halves = list(nodes) if len(nodes) > 1 else _halves(nodes[0])
+    for gate, up in permutations(halves) if len(halves) == 2 else ():
+        product = _product(gate, up)
+        if product is not None and _is_alike(product.meta["val"], gate.meta["val"]):
+            return gate, up, product
+    return None
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return same_shape(one, other) and one.dtype == other.dtype
+
+
+def _halves(node: fx.Node) -> list[fx.Node]:
+    """Slices of the left and the right half of the columns, if these are all that reads a matmul."""
+    columns, ends, found = node.meta["val"].shape[1], [], list(node.users)
+    for user in found:
+        arguments: Any = user.args
+        if not is_call(user, aten.slice.Tensor) or len(arguments) != 4 or arguments[1] != 1:
+            return []
+        ends.append((arguments[2], min(arguments[3], columns)))
+    middle = columns // 2
+    return found if sorted(ends) == [(0, middle), (middle, 2 * middle)] and columns % 16 == 0 else []
+
+
+def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
+    """What is behind ``x / (1 + exp(-x))``, as Inductor has silu, times ``up``, in the shape of the matmuls."""
+    x = _last_view(gate)
+    cast = _only_user(x)
+    if is_cast(cast):
+        x = cast
+    division: Any = next((user for user in x.users if is_call(user, aten.div.Tensor)), None)
+    if division is None or division.args[0] is not x or len(x.users) != 2:
+        return None
+    plus_one: Any = division.args[1]
+    exponential: Any = plus_one.args[0] if is_call(plus_one, aten.add.Tensor) and plus_one.args[1:] == (1,) else None
+    negated: Any = exponential.args[0] if is_call(exponential, aten.exp.default) else None
+    if not (is_call(negated, aten.neg.default) and negated.args[0] is x):
+        return None
+    if any(len(one.users) != 1 for one in (plus_one, exponential, negated)):
+        return None
+    rounded = _only_user(division)
+    silu = rounded if is_cast(rounded) else division
+    product, other = _only_user(silu), _last_view(up)
+    if not (is_call(product, aten.mul.Tensor) and {*product.args} == {silu, other} and len(other.users) == 1):
+        return None
+    return _last_view(product)
+
+
+def _only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _last_view(node: fx.Node) -> fx.Node:
+    """What is behind ``node`` and views that nothing else reads."""
+    while is_view(user := _only_user(node)):
+        node = user
+    return node

@@ -1,0 +1,1 @@
+"""The edits that make two micro-batches of a graph."""

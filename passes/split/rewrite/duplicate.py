@@ -1,0 +1,494 @@
+"""Rewrite a graph into two halves of its tokens.
+
+    before:  y = f(x, w)
+    after:   y1 = f(x1, w); y2 = f(x2, w), with x = cat(x1, x2) and y = cat(y1, y2)
+
+Row-wise operators are made twice, one after the other where the original was; the order of everything else is kept. A value is
+sliced where a half first reads it and joined where something first needs all of it, once each. New nodes are only added until
+the graph's outputs are switched over to them; then what nothing reads any more is removed. An error leaves the graph as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.fx as fx
+import torch.utils._pytree as pytree
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, has_default_strides, is_call, same_size, value
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.reasons import SplitRefusal, SplitRefused
+from tw_compile.passes.split.analysis.layout import (
+    HalfBuilder,
+    HalfCall,
+    HalfIndex,
+    HalfSize,
+    Join,
+    Layout,
+    Rows,
+    RowWise,
+    Size,
+    Slice,
+)
+from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, Unit, analyse, find_token_axis
+from tw_compile.passes.split.rewrite.sizes import First, Sizes
+from tw_compile.planning.halves import FirstHalf
+
+_END = 9223372036854775807
+_FREE_STRIDES: dict[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+"""Halves and joined values need not have the strides for which a view was possible."""
+
+_READ_STRIDES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.sym_stride.int})
+_KEPT_META = ("nn_module_stack", "stack_trace", "seq_nr", "original_aten")
+
+Part = Literal[1, 2, "joined", "shared"]
+_PARTS: tuple[Part, Part] = (1, 2)
+
+
+@dataclass
+class SplitReport:
+    """What became of the operators of a graph.
+
+    ``duplicated`` run once for each half. ``shared`` do not depend on the tokens and run once; ``joined`` do, and run once all
+    the same. ``joins`` counts, by reason, the joined ones that put halves together, and ``details`` names them. ``slices`` and
+    ``cats`` count the values that are taken apart and put together, graph inputs and outputs included.
+    """
+
+    unit: Unit
+    first: str
+    second: str
+    duplicated: int = 0
+    shared: int = 0
+    joined: int = 0
+    slices: int = 0
+    cats: int = 0
+    joins: dict[str, int] = field(default_factory=dict)
+    details: list[str] = field(default_factory=list)
+
+
+def split_tokens(
+    graph: fx.Graph,
+    first: First,
+    *,
+    axis: TokenAxis | None = None,
+    unit: Unit = "token",
+    join_attention: bool = False,
+) -> SplitReport | SplitRefused:
+    """Split ``graph`` in place into a half of the first ``first`` units and one of the rest.
+
+    Args:
+        first: Tokens of half 1, or requests if that is the axis's unit. A node holds a SymInt and comes before every tensor's.
+            A ``FirstHalf`` is computed when the graph runs, and nothing is assumed of it but its bounds: no guard is added.
+        axis: What is split; found by the messages that the ranks add up if None (:func:`find_token_axis`).
+        unit: What ``axis`` None looks for.
+        join_attention: Attention runs once also where it could be cut into prefix and suffix.
+
+    Raises:
+        ValueError: ``first`` leaves one half without units, or is a node that comes too late. For symbolic sizes the comparison
+            is a guard of the compiled graph.
+    """
+    if axis is None:
+        found = find_token_axis(graph, unit=unit)
+        if isinstance(found, SplitRefused):
+            return found
+        axis = found
+    _check_first(graph, first, axis)
+    analysis = analyse(graph, axis, join_attention=join_attention)
+    refused = _refusal(graph, analysis)
+    if refused is not None:
+        return refused
+    duplicator = _Duplicator(graph, analysis, first)
+    try:
+        duplicator.run()
+    except Exception:
+        duplicator.roll_back()
+        raise
+    duplicator.commit()
+    return duplicator.report
+
+
+def _check_first(graph: fx.Graph, first: First, axis: TokenAxis) -> None:
+    if isinstance(first, FirstHalf):
+        return
+    size = first.meta["val"] if isinstance(first, fx.Node) else first
+    if not 1 <= size < axis.size:
+        raise ValueError(f"first: expected 1 to {axis.size - 1} {axis.unit}s, got {size}")
+    if isinstance(first, fx.Node) and first.op != "placeholder":
+        reads_tensor = (one for one in graph.nodes if one.op == "call_function" and value(one) is not None)
+        earlier = next(reads_tensor, None)
+        if earlier is not None and earlier < first:
+            raise ValueError(f"first: expected a node before every tensor's, got {first.name}, after {earlier.name}")
+
+
+def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
+    """What makes the whole graph impossible, or not worth, to split."""
+    if not any(isinstance(one, RowWise) for one in analysis.verdicts.values()):
+        return SplitRefused(SplitRefusal.NOTHING_TO_SPLIT, "no operator is row-wise over the tokens")
+    for node in graph.nodes:
+        if node.op != "call_function" or isinstance(analysis.verdicts.get(node), RowWise):
+            continue
+        if node.target in _READ_STRIDES and node in analysis.token_dependent:
+            return SplitRefused(SplitRefusal.STRIDES_READ, f"{node.name} depends on the strides of its operand")
+        if node.meta.get("unbacked_bindings") and node in analysis.token_dependent:
+            # To be run again for all tokens it would have to make its sizes again, and they would be others to the compiler.
+            detail = f"{node.name} makes sizes that depend on the tokens' values"
+            return SplitRefused(SplitRefusal.NEEDS_ALL_TOKENS, detail)
+        for operand in mutated(node):
+            if analysis.layouts.get(operand) is not None:
+                return SplitRefused(
+                    SplitRefusal.TOKENS_MUTATED, f"{node.name} writes to {operand.name}, which is split"
+                )
+    return None
+
+
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operator writes to."""
+    if not isinstance(node.target, compat.OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for index, declared in enumerate(node.target._schema.arguments):
+        given = node.args[index] if index < len(node.args) else node.kwargs.get(declared.name)
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            found += [
+                one for one in (given if isinstance(given, list | tuple) else [given]) if isinstance(one, fx.Node)
+            ]
+    return found
+
+
+class _Duplicator:
+    def __init__(self, graph: fx.Graph, analysis: Analysis, first: First) -> None:
+        self.graph = graph
+        self.analysis = analysis
+        self.fake_mode = compat.graph_fake_mode(graph)
+        self.sizes = Sizes(graph, analysis.axis.size, first)
+        self._halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
+        self._whole: dict[fx.Node, Any] = {}
+        self._sliced: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+        self._made_once: dict[Any, fx.Node] = {}
+        self._new: list[fx.Node] = []
+        self._outputs: Any = None
+        units = self.sizes.units
+        sizes = (str(first), f"s-({first})") if isinstance(first, FirstHalf) else (str(units[0]), str(units[1]))
+        self.report = SplitReport(analysis.axis.unit, *sizes, joins=analysis.joins)
+
+    def run(self) -> None:
+        """Add the nodes of the split graph; the old ones stay."""
+        for node in list(self.graph.nodes):
+            verdict = self.analysis.verdicts.get(node)
+            self._like = node
+            with self.graph.inserting_before(node):
+                if node.op == "output":
+                    self._reason = "graph_output"
+                    self._outputs = fx.map_arg(node.args[0], self._joined)
+                elif node.op != "call_function":
+                    self._whole[node] = node
+                elif node in self._halves:
+                    continue
+                elif isinstance(verdict, RowWise) and verdict.build is not None:
+                    self._build(node, verdict, verdict.build)
+                elif isinstance(verdict, RowWise):
+                    self._duplicate(node, verdict)
+                else:
+                    self._run_once(node, verdict)
+
+    def commit(self) -> None:
+        output = next(iter(reversed(self.graph.nodes)))
+        output.args = (self._outputs,)
+        kept = {*self._new, *self.sizes.new}
+        for node in reversed(list(self.graph.nodes)):
+            if node.op != "call_function":
+                continue
+            old = node not in kept
+            replaced = old and (node in self._halves or self._whole.get(node) is not node)
+            if replaced or not (node.users or node.is_impure()):
+                self.graph.erase_node(node)
+            elif old:
+                node.meta[ANNOTATION] = self._annotation(node.meta, "shared", None)
+
+    def roll_back(self) -> None:
+        for node in reversed([*self.sizes.new, *self._new]):
+            self.graph.erase_node(node)
+
+    # One node
+
+    def _duplicate(self, node: fx.Node, verdict: RowWise) -> None:
+        args = node.args if verdict.args is None else verdict.args
+        kwargs = node.kwargs if verdict.kwargs is None else verdict.kwargs
+        made = []
+        for half in (0, 1):
+            made.append(
+                self._call(
+                    _FREE_STRIDES.get(node.target, node.target),
+                    self._for_half(args, half, verdict.slices),
+                    self._for_half(kwargs, half, verdict.slices),
+                    _PARTS[half],
+                    meta=node.meta,
+                )
+            )
+            self._check(node, made[-1], verdict.out, half)
+        self._halves[node] = (made[0], made[1])
+        self.report.duplicated += 1
+
+    def _build(self, node: fx.Node, verdict: RowWise, build: Callable[[HalfBuilder, int], fx.Node]) -> None:
+        """Halves of the result, or of the one result that has a layout, that the rule makes."""
+        results, layout = [node], verdict.out
+        if isinstance(layout, tuple):
+            index, layout = next((index, one) for index, one in enumerate(layout) if one is not None)
+            results = list(node.users)
+            assert all(user.args[1] == index for user in results), f"{node.name}: more than one result is read"
+        self._reason = None
+        halves = build(self, 0), build(self, 1)
+        for half, made in enumerate(halves):
+            self._check(results[0], made, layout, half)
+        for one in {node, *results}:
+            self._halves[one] = halves
+        self.report.duplicated += len({node, *results})
+
+    def _run_once(self, node: fx.Node, verdict: Any) -> None:
+        if is_call(node, aten.sym_size.int) and node.all_input_nodes[0].op != "placeholder":
+            self._whole[node] = self.sizes.argument(node.meta["val"])
+            return
+        depends = node in self.analysis.token_dependent
+        self._reason = str(verdict.reason) if isinstance(verdict, Join) else None
+        if isinstance(verdict, Join):
+            self.report.details.append(verdict.detail)
+        self.report.joined += depends
+        self.report.shared += not depends
+        args: Any = fx.map_arg(node.args, self._joined)
+        kwargs: Any = fx.map_arg(node.kwargs, self._joined)
+        self._whole[node] = node
+        if not depends and all(self._whole.get(one) is one for one in node.all_input_nodes):
+            return
+        target = _FREE_STRIDES.get(node.target, node.target)
+        copied = self.graph.create_node("call_function", target, args, kwargs, node.name)
+        copied.meta = dict(node.meta)
+        copied.meta[ANNOTATION] = self._annotation(node.meta, "joined" if depends else "shared", self._reason)
+        self._new.append(copied)
+        if isinstance(target, compat.OpOverload) or target is operator.getitem:
+            copied.meta["val"] = self._fake(target, args, kwargs)
+        self._whole[node] = copied
+
+    def _check(self, node: fx.Node, half_node: fx.Node, out: Layout | tuple[Layout, ...], half: int) -> None:
+        """AssertionError when a half has another shape than its layout says: a rule is wrong.
+
+        Dtypes are not compared, as Inductor's own patterns leave outdated ones on the unsplit nodes.
+        """
+        whole, part = node.meta.get("val"), half_node.meta.get("val")
+        layouts = out if isinstance(out, tuple) else (out,)
+        wholes = whole if isinstance(whole, list | tuple) else (whole,)
+        parts = part if isinstance(part, list | tuple) else (part,)
+        for layout, a, b in zip(layouts, wholes, parts, strict=True):
+            if not isinstance(layout, Rows) or not isinstance(a, torch.Tensor):
+                continue
+            expected: list[Size] = list(a.shape)
+            if layout.outer is not None:
+                expected[layout.outer] = 1
+            expected[layout.dim] = self.sizes.units[half] * layout.per_unit
+            wrong = any(compat.statically_known_true(x != y) for x, y in zip(expected, b.shape, strict=True))
+            assert not wrong, f"{node.name}: half {half + 1} is {list(b.shape)}, not {expected}"
+
+    # Operands
+
+    def _for_half(self, structure: Any, half: int, slices: Mapping[fx.Node, Slice]) -> Any:
+        if isinstance(structure, fx.Node):
+            return self._half(structure, half, slices)
+        if isinstance(structure, HalfSize):
+            return self.sizes.rows(half, structure.per_unit)
+        if isinstance(structure, HalfIndex):
+            return structure.first + half
+        if isinstance(structure, HalfCall):
+            args, kwargs = (self._for_half(one, half, slices) for one in (structure.args, structure.kwargs))
+            return self._call(structure.target, args, kwargs, _PARTS[half])
+        if isinstance(structure, slice):
+            return fx.map_arg(structure, lambda one: self._half(one, half, slices))
+        if isinstance(structure, Mapping):
+            return {key: self._for_half(one, half, slices) for key, one in structure.items()}
+        if isinstance(structure, list | tuple):
+            return type(structure)(self._for_half(one, half, slices) for one in structure)
+        return structure
+
+    def _half(self, node: fx.Node, half: int, slices: Mapping[fx.Node, Slice]) -> Any:
+        if node in self._halves:
+            return self._halves[node][half]
+        layout = self.analysis.axis.inputs.get(node)
+        how = slices.get(node) if layout is None else Slice(layout)
+        return self._whole[node] if how is None else self._slice(self._whole[node], how)[half]
+
+    def _joined(self, node: fx.Node, part: Part = "joined") -> Any:
+        if node not in self._whole:
+            self._whole[node] = self._join(node, part)
+        return self._whole[node]
+
+    # What rules may use to build a half
+
+    @property
+    def units(self) -> tuple[Any, Any, Any]:
+        first, second = self.sizes.units
+        return self.sizes.argument(first), self.sizes.argument(second), self.sizes.argument(self.analysis.axis.size)
+
+    def rows(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        return self._half(operand, half, {operand: Slice(rows)})
+
+    def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
+        return self.rows(operand, half, rows) if half == 0 else self._joined(operand, 2)
+
+    def whole(self, operand: fx.Node) -> fx.Node:
+        return self._joined(operand)
+
+    def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        part: Part = "shared" if half is None else _PARTS[half]
+        for one in pytree.arg_tree_leaves(*args, **kwargs):
+            replaced = isinstance(one, fx.Node) and (one in self._halves or self._whole.get(one, one) is not one)
+            assert not replaced, f"{one} is read by a half, and goes"
+        return self._call(target, args, kwargs, part, meta={} if half is None else self._like.meta)
+
+    def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self._made_once:
+            self._made_once[key] = make()
+        return self._made_once[key]
+
+    def _slice(self, node: fx.Node, how: Slice) -> tuple[fx.Node, fx.Node]:
+        """The rows of each half of a whole value."""
+        key = (node, repr(how))
+        if key not in self._sliced:
+            self.report.slices += 1
+            rows = how.rows
+            base = node
+            if how.shape is not None:
+                rank = len(node.meta["val"].shape)
+                for _ in range(len(how.shape) - rank):
+                    base = self._shape_call(aten.unsqueeze.default, (base, 0))
+                base = self._shape_call(aten.expand.default, (base, self._arguments(how.shape)))
+            base = self._folded(base, rows)
+            if self.sizes.opaque:
+                self._sliced[key] = self._views(base, rows)
+                return self._sliced[key]
+            middle = self.sizes.rows(0, rows.per_unit)
+            made = [
+                self._call(aten.slice.Tensor, (base, rows.dim, *bounds), {}, part, role="slice")
+                for part, bounds in zip(_PARTS, ((0, middle), (middle, _END)), strict=True)
+            ]
+            self._sliced[key] = (made[0], made[1])
+        return self._sliced[key]
+
+    def _views(self, node: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
+        """What slices are, where a slice would have to compare sizes of which too little is known.
+
+        Inductor counts from where an input begins, and gives what it computes by itself memory of its own, a view too. So
+        strides and offset are the graph's only of what begins its memory and is row-major, or of an input.
+        """
+        whole: torch.Tensor = node.meta["val"]
+        strided = node.op != "placeholder" and not has_default_strides(whole)
+        if strided or not same_size(whole.storage_offset(), 0):
+            node = self._shape_call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
+            whole = node.meta["val"]
+        strides = self._arguments(whole.stride())
+        made = []
+        for half, begin in ((0, 0), (1, self.sizes.units[0] * rows.per_unit * whole.stride(rows.dim))):
+            shape = self._arguments(whole.shape)
+            shape[rows.dim] = self.sizes.rows(half, rows.per_unit)
+            offset = self.sizes.argument(whole.storage_offset() + begin)
+            made.append(
+                self._call(aten.as_strided.default, (node, shape, strides, offset), {}, _PARTS[half], role="slice")
+            )
+        return made[0], made[1]
+
+    def _join(self, node: fx.Node, part: Part) -> fx.Node:
+        layout = self.analysis.layouts[node]
+        assert isinstance(layout, Rows) and layout.order is None, f"{node.name} can't be joined: {layout}"
+        self.report.cats += 1
+        halves = list(self._halves[node])
+        joined = self._call(aten.cat.default, (halves, layout.dim), {}, part, role="cat")
+        if self.sizes.opaque:
+            joined = self._of_known_size(joined, layout, part)
+        return self._unfolded(joined, layout, tuple(node.meta["val"].shape))
+
+    def _of_known_size(self, node: fx.Node, rows: Rows, part: Part) -> fx.Node:
+        """Halves put together, as a value of the size that their sum is, though the compiler doesn't know that."""
+        shape: list[Size] = list(node.meta["val"].shape)
+        shape[rows.dim] = rows.per_unit * self.analysis.axis.size
+        assert has_default_strides(node.meta["val"]), f"{node.name} is not contiguous: {node.meta['val'].stride()}"
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        return self._call(
+            aten.as_strided.default, (node, self._arguments(shape), self._arguments(strides), 0), {}, part, role="cat"
+        )
+
+    def _folded(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """``[batch, ..., seq, ...]`` as ``[1, ..., batch * seq, ...]``."""
+        if rows.outer is None:
+            return node
+        shape = list(node.meta["val"].shape)
+        if not _adjacent(shape, rows):
+            order = [dim for dim in range(len(shape)) if dim != rows.outer]
+            order.insert(rows.dim - 1, rows.outer)
+            node = self._shape_call(aten.permute.default, (node, order))
+        shape[rows.dim] = shape[rows.outer] * shape[rows.dim]
+        shape[rows.outer] = 1
+        return self._shape_call(aten.reshape.default, (node, self._arguments(shape)))
+
+    def _unfolded(self, node: fx.Node, rows: Rows, shape: tuple[Size, ...]) -> fx.Node:
+        """The inverse, to a value of ``shape``."""
+        if rows.outer is None:
+            return node
+        if _adjacent(shape, rows):
+            return self._shape_call(aten.reshape.default, (node, self._arguments(shape)))
+        apart = [size for dim, size in enumerate(shape) if dim != rows.outer]
+        apart.insert(rows.dim - 1, shape[rows.outer])
+        node = self._shape_call(aten.reshape.default, (node, self._arguments(apart)))
+        order = [dim for dim in range(len(shape)) if dim != rows.dim - 1]
+        order.insert(rows.outer, rows.dim - 1)
+        return self._shape_call(aten.permute.default, (node, order))
+
+    def _arguments(self, shape: Sequence[Size]) -> list[Any]:
+        return [self.sizes.argument(size) for size in shape]
+
+    # New nodes
+
+    def _shape_call(self, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+        return self._call(target, args, kwargs, "joined", role="layout")
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        part: Part,
+        *,
+        meta: Mapping[str, Any] | None = None,
+        role: str | None = None,
+    ) -> fx.Node:
+        node = self.graph.call_function(target, args, dict(kwargs))
+        self._new.append(node)
+        node.meta = {key: self._like.meta[key] for key in _KEPT_META if key in self._like.meta}
+        reason = self._reason if part == "joined" else None
+        node.meta[ANNOTATION] = self._annotation(meta or {}, part, reason)
+        if role is not None:
+            node.meta[ANNOTATION]["role"] = role
+        node.meta["val"] = self._fake(target, args, kwargs)
+        return node
+
+    _reason: str | None = None
+
+    def _annotation(self, meta: Mapping[str, Any], part: Part, reason: str | None) -> dict[str, Any]:
+        noted = {**meta.get(ANNOTATION, {}), "split": part}
+        return noted if reason is None else {**noted, "reason": reason}
+
+    def _fake(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fakes, named = fx.map_arg((args, dict(kwargs)), lambda one: one.meta["val"])
+        with compat.tracing_fake_mode(self.fake_mode):
+            return target(*fakes, **named)
+
+
+def _adjacent(shape: Sequence[Size], rows: Rows) -> bool:
+    """Whether nothing lies between the dims of the batch and of the sequence."""
+    assert rows.outer is not None
+    return same_size(math.prod(shape[rows.outer + 1 : rows.dim]), 1)

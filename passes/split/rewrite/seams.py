@@ -1,0 +1,72 @@
+"""Halves that go from one of a host's graphs to the next, which is split as this one is.
+
+    before:  start2 | wait2 | return cat(leave_layers(hidden1, residual1), leave_layers(hidden2, residual2))
+    after:   start2 | return leave_halves(hidden2, residual2, ..., hidden1, residual1)
+
+So nothing is put together that the next graph takes apart. The last call of half 2 is waited for there, behind the attention of
+half 1: each graph begins and ends as a layer does in the middle of a model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx as fx
+
+from tw_compile.graph.predicates import aten, is_call
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves, leave_layers
+from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.split.analysis.parts import half_of
+from tw_compile.passes.split.schedule.dependences import argument
+
+
+def mend_seams(graph: fx.Graph) -> None:
+    """Let the halves of a graph that :func:`split_tokens` has split enter and leave it as they are.
+
+    Raises:
+        ValueError: It leaves something else than two halves, or does not wait once for the second one.
+    """
+    enters = [node for node in graph.nodes if is_call(node, enter_layers)]
+    leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
+    if not enters or not leaves:
+        return  # at the ends of a model; what comes before the first layers of a kind leaves all tokens
+    if set(leaves) != {1, 2}:
+        raise ValueError(f"graph: expected one that leaves two halves, got {list(leaves)}")
+    results = list(leaves[2].args[:2])
+    waits = [node for node in graph.nodes if is_call(node, ops.wait_) and list(node.args[:2]) == results]
+    if len(waits) != 1:
+        raise ValueError(f"graph: expected one wait for what half 2 leaves, got {len(waits)}")
+    slot = (argument(waits[0], "group_name"), argument(waits[0], "slot"))
+    _leave(graph, leaves[1], leaves[2], waits[0], slot)
+    for enter in [node for node in enters if half_of(node) == 2]:
+        _arrive(graph, enter, slot)
+
+
+def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot: tuple[str, int]) -> None:
+    """Leave both halves instead of what joins them, and do not wait for the second one."""
+    replaced = [first, second]
+    joined = second
+    while not any(user.op == "output" for user in joined.users):
+        (joined,) = joined.users
+        replaced.append(joined)
+    tokens = joined.args[1][0] if is_call(joined, aten.as_strided.default) else joined.meta["val"].shape[0]  # type: ignore[index]
+    halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], argument(first, "sharded"), tokens)
+    with graph.inserting_before(graph.output_node()):
+        left = graph.call_function(leave_halves, halves)
+    left.meta["val"] = joined.meta["val"]
+    left.meta[ANNOTATION] = {**wait.meta[ANNOTATION], "role": "leave"}
+    joined.replace_all_uses_with(left)
+    for node in (*reversed(replaced), wait):
+        graph.erase_node(node)
+
+
+def _arrive(graph: fx.Graph, enter: fx.Node, slot: tuple[str, int]) -> None:
+    """Wait for what the graph before has in flight, before anything reads its results."""
+    results: dict[Any, fx.Node] = {user.args[1]: user for user in enter.users}
+    if set(results) != {0, 1}:
+        raise ValueError(f"graph: expected readers of both results of {enter.name}, got {sorted(results)}")
+    with graph.inserting_after(max(results.values())):
+        node = graph.call_function(arrive_, (results[0], results[1], [], *slot))
+    node.meta["val"] = None
+    node.meta[ANNOTATION] = {**enter.meta.get(ANNOTATION, {}), "role": "wait", "site": None}

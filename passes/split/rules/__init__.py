@@ -1,0 +1,1 @@
+"""How each operator treats the token axis, by operator."""

@@ -1,0 +1,121 @@
+"""Token rules of collectives and of the fused operators."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile.graph.predicates import is_call, same_size
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.passes.fusion.forms import VLLM
+from tw_compile.passes.reasons import JoinReason
+from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
+from tw_compile.passes.split.rules.registry import Call, token_rule
+
+_c10d = torch.ops._c10d_functional
+
+
+@token_rule(_c10d.all_reduce.default, VLLM, enters=True)
+def _all_reduce(call: Call) -> Verdict:
+    """Any elementwise reduction. Rows in the order of a sort could differ between ranks.
+
+    vLLM's is ready when it returns, and nothing of the other half can hide it.
+    """
+    message = call.args[0]
+    rows = call.entered(message)
+    if rows is None or rows.order is not None:
+        return call.join(JoinReason.ROUTING_NOT_UNDONE)
+    return RowWise(rows, call.slice_of(message, rows))
+
+
+@token_rule(ops.start, enters=True)
+def _start(call: Call) -> Verdict:
+    return _fused(call, "x", whole=())
+
+
+@token_rule(ops.mm_start, enters=True)
+def _mm_start(call: Call) -> Verdict:
+    return _fused(call, "a", whole=("b",))
+
+
+def _fused(call: Call, message: str, whole: tuple[str, ...]) -> Verdict:
+    """Rows are summed and normalised on their own, but a sharded residual is shared out by the rows of its half.
+
+    So the rank's rows of a half are read by the same half of the next site, and by nothing else. Each half has its own slot,
+    as both may be in flight.
+    """
+    given = call.argument(message)
+    rows = call.entered(given)
+    if rows is None or not _of_tokens(rows):
+        return call.join(JoinReason.ROUTING_NOT_UNDONE)
+    for name in (*whole, "bias", "weight", "hidden_scale", "eps_tensor"):
+        if call.layout(call.argument(name)) is not None:
+            return call.join(JoinReason.OPERANDS_DISAGREE, f"{name} varies with the token")
+    slices = call.slice_of(given, rows)
+    residual = call.argument("residual")
+    if call.argument("residual_sharded"):
+        layout = call.layout(residual)
+        if (
+            not isinstance(layout, Local)
+            or layout.role != "shard"
+            or not same_size(layout.rows.per_unit, rows.per_unit)
+        ):
+            return call.join(JoinReason.RESIDUAL_SHARDS, "the residual's rows were shared out for the whole")
+    elif residual is not None:
+        there = call.rows(residual)
+        if there is None:
+            if call.layout(residual) is not None or not call.fits(residual, rows):
+                return call.join(JoinReason.OPERANDS_DISAGREE, "residual")
+            slices[residual] = Slice(rows)
+        elif not there.same_as(rows):
+            return call.join(JoinReason.OPERANDS_DISAGREE, "residual")
+    args, kwargs = call.with_arguments(slot=HalfIndex(call.argument("slot")))
+    whole_residual = call.argument("residual_out") == "replicated"
+    out: tuple[Rows | Local, ...] = (rows, rows if whole_residual else Local("shard", call.node, rows))
+    return RowWise(out, slices, args, kwargs)
+
+
+@token_rule(enter_layers)
+def _enter_layers(call: Call) -> Verdict:
+    """Each half from its rows of what stands for them, see ``seams.py``; a sharded residual is of its half, as a start's."""
+    rows = call.rows(call.argument("left"))
+    if rows is None or not _of_tokens(rows):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    sharded = call.argument("rows_dtype") is not None
+    return RowWise((rows, Local("shard", call.node, rows) if sharded else rows))
+
+
+@token_rule(leave_layers)
+def _leave_layers(call: Call) -> Verdict:
+    """A graph that has not entered so is not one of several alike: the next one may have other halves."""
+    if not any(is_call(node, enter_layers) for node in call.node.graph.nodes):
+        return call.join(JoinReason.LEFT_WHOLE)
+    hidden, residual = call.rows(call.argument("hidden")), call.layout(call.argument("residual"))
+    of_half = residual.rows if isinstance(residual, Local) and residual.role == "shard" else residual
+    if hidden is None or not _of_tokens(hidden) or not isinstance(of_half, Rows) or not of_half.same_as(hidden):
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    return RowWise(hidden)
+
+
+def _of_tokens(rows: Rows) -> bool:
+    return rows.dim == 0 and rows.outer is None and rows.order is None
+
+
+@token_rule(ops.wait_)
+def _wait(call: Call) -> Verdict:
+    """Completes a half's call, and keeps alive what that half has handed to it."""
+    hidden: Any = call.args[0]
+    begun = hidden.args[0] if is_call(hidden, operator.getitem) else None
+    verdict = call.verdict_of(begun) if isinstance(begun, fx.Node) else None
+    operands = call.node.all_input_nodes
+    if verdict is None or call.rows(hidden) is None:
+        return call.join(JoinReason.RESIDUAL_SHARDS)
+    for one in operands:
+        call.layout(one)
+    slices = {one: verdict.slices[one] for one in operands if one in verdict.slices}
+    args, kwargs = call.with_arguments(slot=HalfIndex(call.argument("slot")))
+    return RowWise(None, slices, args, kwargs)

@@ -1,0 +1,180 @@
+"""The registry of token rules: what an operator does with the token axis of its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import same_size
+from tw_compile.passes.reasons import JoinReason
+from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
+
+if TYPE_CHECKING:
+    from tw_compile.passes.split.analysis.token_axis import TokenAxis
+
+Rule = Callable[["Call"], Verdict]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """``enters``: the operator may begin to be split on an operand that is whole but depends on the tokens."""
+
+    rule: Rule
+    enters: bool
+
+
+_rules: dict[Any, Registered] = {}
+
+
+def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
+    """Declare what operators do with the token axis.
+
+    ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
+    the library of higher-order operators is ``higher_order``.
+    The rule gets a :class:`Call` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every operand
+    that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that treats
+    the rows of its first argument, ``[tokens, hidden]``, independently::
+
+        @token_rule(torch.ops.mylib.fused_experts.default)
+        def _fused_experts(call: Call) -> RowWise | Join:
+            return call.row_wise_over(0, dim=0)
+    """
+
+    def register(rule: Rule) -> Rule:
+        for target in targets:
+            _rules[target] = Registered(rule, enters)
+        return rule
+
+    return register
+
+
+def registered(target: Any) -> Registered | None:
+    """The rule of an operator; None when it has none."""
+    if target in _rules:
+        return _rules[target]
+    if compat.is_higher_order(target):
+        return _rules.get(f"higher_order::{target.name()}")
+    if not isinstance(target, compat.OpOverload):
+        return None
+    named = _rules.get(target.name().partition(".")[0])
+    return _rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
+
+
+_POINTWISE = "pointwise"
+"""The name of the rule for all operators that torch tags as pointwise."""
+
+
+def _is_pointwise(target: compat.OpOverload) -> bool:
+    return (
+        torch.Tag.pointwise in target.tags
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        and not target._schema.is_mutable
+    )
+
+
+@dataclass
+class Call:
+    """One node as its rule sees it."""
+
+    node: fx.Node
+    axis: TokenAxis
+    _layouts: Mapping[fx.Node, Any]
+    _token_dependent: set[fx.Node]
+    verdict_of: Callable[[fx.Node], RowWise | None]
+    """What was said of an earlier node, None if it is not split."""
+    join_attention: bool = False
+    """Whether attention that would be cut into prefix and suffix is to join."""
+    considered: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def units(self) -> Size:
+        return self.axis.size
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return self.node.args
+
+    def argument(self, name: str) -> Any:
+        """An argument by its name in the operator's schema, with the schema's default."""
+        for index, declared in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+            if declared.name == name:
+                if not declared.kwarg_only and index < len(self.node.args):
+                    return self.node.args[index]
+                return self.node.kwargs.get(name, declared.default_value)
+        raise ValueError(f"name: {self.node.target} has no argument {name!r}")
+
+    def with_arguments(self, **changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The node's arguments with some replaced, by name."""
+        args, kwargs = list(self.node.args), dict(self.node.kwargs)
+        for index, declared in enumerate(self.node.target._schema.arguments):  # type: ignore[union-attr]
+            if declared.name in changes:
+                if not declared.kwarg_only and index < len(args):
+                    args[index] = changes[declared.name]
+                else:
+                    kwargs[declared.name] = changes[declared.name]
+        return tuple(args), kwargs
+
+    def layout(self, operand: Any) -> Layout:
+        if not isinstance(operand, fx.Node):
+            return None
+        self.considered.add(operand)
+        found = self._layouts.get(operand)
+        return found if isinstance(found, Rows | Local) else None
+
+    def rows(self, operand: Any) -> Rows | None:
+        """The layout of an operand that is split in slices; None if it is whole. For a :class:`Local`, call ``layout``."""
+        found = self.layout(operand)
+        if isinstance(found, Local):
+            self.considered.discard(operand)
+            return None
+        return found
+
+    def shape(self, operand: Any) -> tuple[Size, ...]:
+        return tuple(operand.meta["val"].shape)
+
+    def entered(self, operand: Any) -> Rows | None:
+        """The rows of an operand; for a whole one that depends on tokens, the rows that its shape suggests.
+
+        Slicing a whole value is right along any dim. So the shape needs no proof, it only has to be useful.
+        """
+        if self.layout(operand) is not None or operand not in self._token_dependent:
+            return self.rows(operand)
+        return (
+            self.axis.rows_of_shape(self.shape(operand)) if isinstance(operand.meta.get("val"), torch.Tensor) else None
+        )
+
+    def slice_of(self, operand: Any, rows: Rows) -> dict[fx.Node, Slice]:
+        """What ``RowWise.slices`` needs for an operand that is read as ``rows``: nothing if it is split already."""
+        return {} if self.layout(operand) is not None else {operand: Slice(rows)}
+
+    def fits(self, operand: Any, rows: Rows) -> bool:
+        """Whether a whole operand has the sizes of ``rows``, so that it can be sliced like them."""
+        if rows.order is not None:
+            return False
+        shape = self.shape(operand)
+        if rows.outer is None:
+            return rows.dim < len(shape) and same_size(shape[rows.dim], rows.per_unit * self.units)
+        return max(rows.dim, rows.outer) < len(shape) and same_size(shape[rows.outer] * shape[rows.dim], self.units)
+
+    def row_wise_over(self, index: int, dim: int, out: int = 0) -> Verdict:
+        """Row-wise over ``dim`` of argument ``index`` alone; the result has the tokens in its dim ``out``."""
+        operand = self.node.args[index]
+        rows = self.rows(operand)
+        if rows is None or rows.dim != dim or rows.outer is not None:
+            return self.join(JoinReason.OPERANDS_DISAGREE, f"expected tokens in dim {dim} of argument {index}")
+        return RowWise(replace(rows, dim=out))
+
+    def join(self, reason: JoinReason, detail: str = "") -> Join:
+        what = f"{self.node.name} ({self.node.target})"
+        return Join(reason, f"{what}: {detail}" if detail else what)
+
+
+def pointwise_rule(rule: Rule) -> Rule:
+    """Declare the rule of all operators that torch tags as pointwise and that have no rule of their own."""
+    _rules[_POINTWISE] = Registered(rule, False)
+    return rule

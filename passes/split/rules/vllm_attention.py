@@ -1,0 +1,90 @@
+"""The token rule of vLLM's attention, which finds a step's requests and the cache of keys and values by its layer's name.
+
+    unsplit:  update = unified_kv_cache_update(k, v, layer); out = unified_attention_with_output(q, k, v, out, layer, update)
+    half 1:   out1, written1 = vllm_attention_half(q1, k1, v1, layer, begin=0)
+    half 2:   out2, written2 = vllm_attention_half(q2, k2, v2, layer, begin=first, after=[written1])
+
+Each half writes its own keys and values, then attends to what is in the cache: half 2's come behind those of half 1, which
+``after`` says. The operator is of ``hosts/vllm/attention.py``, and there only if the host says that halves are possible.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx as fx
+
+from tw_compile.graph.predicates import is_call, operator_name
+from tw_compile.passes.fusion.forms import Functionalised, functionalised
+from tw_compile.passes.reasons import JoinReason
+from tw_compile.passes.split.analysis.layout import HalfBuilder, Local, Rows, RowWise, Verdict
+from tw_compile.passes.split.rules.registry import Call, token_rule
+
+_ATTENTION = "vllm::unified_attention_with_output"
+HALF = "tw_compile::vllm_attention_half"
+_UPDATE = "vllm::unified_kv_cache_update"
+_UPDATED = "vllm_kv_cache"
+
+
+def vllm_attention(node: fx.Node) -> Functionalised | None:
+    """The arguments of vLLM's attention by name, if ``node`` is that."""
+    form = functionalised(node)
+    return form if form is not None and form.name == _ATTENTION else None
+
+
+@token_rule(_UPDATE)
+def _update(call: Call) -> Verdict:
+    """What it returns says that it ran, to the attention that follows: each half updates with its attention."""
+    rows, values = (call.rows(one) for one in call.args[:2])
+    if call.join_attention:
+        return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens")
+    if rows is None or values is None or not _by_token(rows) or not values.same_as(rows):
+        return call.join(JoinReason.ATTENTION, "keys and values without a row for each token")
+    return RowWise(Local(_UPDATED, call.node, rows))
+
+
+def attend(call: Call, attention: Functionalised) -> Verdict:
+    """Of a call through ``auto_functionalized``: ``[tokens, heads, head_dim]``, requests one behind the other."""
+    given = attention.arguments
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    rows = call.rows(query)
+    if call.join_attention:
+        return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens")
+    if any(given.get(name) is not None for name in ("output_scale", "output_block_scale")):
+        return call.join(JoinReason.ATTENTION_KERNEL, "its result is quantised")
+    if rows is None or not _by_token(rows):
+        return call.join(JoinReason.ATTENTION, "queries without a row for each token")
+    others = [call.rows(one) for one in (key, value)]
+    if any(one is None or not one.same_as(rows) for one in others):
+        return call.join(JoinReason.ATTENTION, "keys or values are not those of the queries' tokens")
+    update = given.get("kv_cache_dummy_dep")
+    if update is not None and not _updates(call, update, (key, value, given["layer_name"])):
+        return call.join(JoinReason.ATTENTION, f"{update} is no update with these keys and values alone")
+    results = call.node.meta["val"]
+    place = next((index for index, one in enumerate(results) if isinstance(one, torch.Tensor)), None)
+    if place is None or any(not is_call(user, operator.getitem) or user.args[1] != place for user in call.node.users):
+        return call.join(JoinReason.ATTENTION, "more than the attention's output is read")
+    output, written = results[place], list[fx.Node]()
+
+    def build(builder: HalfBuilder, half: int) -> fx.Node:
+        target = torch.ops.tw_compile.vllm_attention_half.default
+        operands = [builder.rows(one, half, rows) for one in (query, key, value)]
+        begin = 0 if half == 0 else builder.units[0]
+        options = (begin, output.shape[-1], output.dtype, update is not None, list(written))
+        made = builder.call(half, target, *operands, given["layer_name"], *options)
+        written.append(builder.call(half, operator.getitem, made, 1))
+        return builder.call(half, operator.getitem, made, 0)
+
+    return RowWise(tuple(rows if index == place else None for index in range(len(results))), build=build)
+
+
+def _by_token(rows: Rows) -> bool:
+    return rows.dim == 0 and rows.outer is None and rows.order is None and rows.per_unit == 1
+
+
+def _updates(call: Call, update: fx.Node, operands: tuple[fx.Node, ...]) -> bool:
+    """Whether ``update`` writes these keys and values of this layer, and tells nobody else."""
+    layout = call.layout(update)
+    known = isinstance(layout, Local) and layout.role == _UPDATED and operator_name(update) == _UPDATE
+    return known and update.args[:3] == operands and list(update.users) == [call.node]

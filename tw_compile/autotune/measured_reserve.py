@@ -1,0 +1,176 @@
+"""How many SMs a matmul should leave to a kernel beside it: measured on the device, once for each shape.
+
+cuBLASLt can be told how many SMs there are, but not which. It may choose clusters of two, four or eight SMs, and those need
+SMs of one group (GPC), of which the kernel beside it has taken some: planned for exactly the SMs that are left, a matmul may
+find no place for its last clusters and take a wave more. How many it should leave can't be computed from outside, so the few
+numbers that can make a difference are tried, beside a stand-in that takes the same SMs for the same time.
+
+Others may use the device or the host meanwhile: another process, a compiler's threads. That makes trials longer, and never
+shorter, so a number's time is that of its shortest trial, once a second one was as short. Where no two are, nothing is said
+to be measured. A wrong choice would stay, as what is compiled is kept, and all ranks would wait for the one that made it.
+What a trial without a matmul takes is no time of the matmul's: it would count once for each of several and once for them all
+as one.
+
+Calls come later than planned, too, where another rank is late. So among numbers as good as the best it is the one that is best
+beside a call that does not end: many matmuls lose nothing by leaving SMs that nobody takes, and a quarter to a half of their
+time by leaving none where some are taken. Grouped ones lose up to all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+
+from tw_compile import compat
+from tw_compile.autotune.hold_sms import hold_sms
+from tw_compile.kernels.collective.beside import cluster_size, side_stream
+from tw_compile.kernels.runtime.program import FULL_SHARED_MAJORS
+
+_MORE = (0, 4, 8, 12)
+"""SMs to leave beyond those that are taken."""
+_TRIALS = 4
+"""Of each number in a round."""
+_MOST_ROUNDS = 5
+_REPRODUCED, _CLOCK_US = 1.02, 1.0
+"""The two shortest trials of a number are no further apart, or no further than events tell, or another round is made."""
+_LEAD_US = 150.0
+"""The device waits for so long before each trial, while the host enqueues it."""
+_SETTLE_US = 4.0
+"""From the fork to the matmul, so that the stand-in finds its SMs first."""
+_BUSY_STEP_US = 10
+_EQUAL = 1.01
+"""Times no further apart are taken for equal."""
+_ENDLESS = 1.5
+"""A call that is beside all of a matmul is there for so many times its longest trial."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as far as a matmul's time depends on it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, device: torch.device, rows: int) -> torch.Tensor:
+        """Such a tensor, with random values: how much power a matmul takes depends on them.
+
+        Whole numbers are where groups of ``rows`` rows end, each of which is of any group.
+        """
+        if not self.dtype.is_floating_point:
+            of_group = torch.randint(self.shape[0], (rows,), generator=torch.Generator().manual_seed(0))
+            return of_group.bincount(minlength=self.shape[0]).cumsum(0).to(device, self.dtype)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device).normal_()
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """``sms`` to leave, and the microseconds that the matmul then takes beside the other kernel."""
+
+    sms: int
+    us: float
+
+
+Matmul = Callable[..., object]
+"""``(*operands, SMs to leave) -> result``"""
+
+
+def measured_reserve(
+    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: float
+) -> Reserve | None:
+    """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
+
+    ``matmul``: one of ``mm_leaving_sms.py``, of ``operands`` and that number; ``busy_us``: 0 if the kernel should have ended by
+    then. None where it can't be measured: no device in use, one that the stand-in is not for, one that others use all the time,
+    no memory for the operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    """
+    if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+        return None
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
+        return None
+    busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
+    return _measured(matmul, operands, device, ctas, busy)
+
+
+@cache
+def _measured(
+    matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int
+) -> Reserve | None:
+    with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
+        try:
+            tensors = [operand.make(device, operands[0].shape[0]) for operand in operands]
+            numbers = (0, *(ctas + more for more in _MORE))
+            for sms in numbers:
+                matmul(*tensors, sms)  # chooses and loads its kernel
+            nothing = shortest((0,), lambda sms: _time_beside(lambda: None, device, ctas, 0.0))
+            if nothing is None:
+                return None
+
+            def trial(sms: int, us: float) -> float:
+                busy = us + nothing[0] if us else 0.0  # the call begins so much before the matmul
+                return _time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
+
+            return choose(numbers, trial, busy_us)
+        except torch.cuda.OutOfMemoryError:
+            return None
+
+
+Trial = Callable[[int, float], float]
+"""``(SMs to leave, microseconds that the call is there) -> microseconds``"""
+
+
+def choose(numbers: Sequence[int], trial: Trial, busy_us: float) -> Reserve | None:
+    """The best of ``numbers`` beside a call of ``busy_us``; None where no times can be reproduced."""
+    times = shortest(numbers, lambda sms: trial(sms, busy_us))
+    if times is None:
+        return None
+    equal = as_good_as_the_best(times)
+    if len(equal) > 1:
+        endless = shortest(equal, lambda sms: trial(sms, _ENDLESS * max(times.values())))
+        equal = equal if endless is None else as_good_as_the_best(endless)
+    return Reserve(equal[0], times[equal[0]])
+
+
+def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int, float] | None:
+    """The shortest trial of each of ``numbers``; None where one has no second trial as short."""
+    trials: dict[int, list[float]] = {sms: [] for sms in numbers}
+    for _ in range(_MOST_ROUNDS):
+        for _ in range(_TRIALS):
+            for sms in numbers:  # in turns, so that what changes with time changes for all
+                trials[sms].append(trial(sms))
+        if all(_is_reproduced(found) for found in trials.values()):
+            return {sms: min(found) for sms, found in trials.items()}
+    return None
+
+
+def _is_reproduced(trials: list[float]) -> bool:
+    shortest, second = sorted(trials)[:2]
+    return shortest > 0.0 and second <= max(shortest * _REPRODUCED, shortest + _CLOCK_US)
+
+
+def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
+    """Numbers of SMs, the fewest first."""
+    limit = min(times.values()) * _EQUAL
+    return sorted(sms for sms, us in times.items() if us <= limit)
+
+
+def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
+    """Microseconds from the fork to the end of the matmul, which begins some later; 0 of ``busy_us``: nothing is beside it."""
+    current, side = torch.cuda.current_stream(device), side_stream(device, 0)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold_sms(current, 1, _LEAD_US)
+    begin.record(current)
+    side.wait_event(begin)
+    if busy_us:
+        hold_sms(side, ctas, busy_us, cluster_size(ctas, device))
+    hold_sms(current, 1, _SETTLE_US)
+    matmul()
+    end.record(current)
+    current.wait_stream(side)
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3

@@ -1,0 +1,1 @@
+"""What benchmarks, tuning and checks on GPUs share."""

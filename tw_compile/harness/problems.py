@@ -1,0 +1,239 @@
+"""Problems for checks on GPUs: inputs that differ by rank, the unfused way, and the error budget between them.
+
+The error against float64 (root mean square, overall and in the worst row, and maximum) may be at most 1.1 times that of the
+unfused way: the process group's all_reduce in the message's dtype, then residual add and norm as Hugging Face models do them.
+
+The group is NCCL's, or gloo's where ranks share GPUs: a ring too, whose hops each round the sum to the message's dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import FP8, FP8_MAX, NormSpec, Request, ResidualOut, row_range, rows_per_rank
+
+EPS = 1e-6
+ERROR_RATIO = 1.1
+BF16 = torch.bfloat16
+
+
+@dataclass
+class Context:
+    """What a check gets. ``expect`` records and goes on, so that no rank leaves the others alone in a collective.
+
+    ``counts`` go into the report of the run, beside the outcome. ``shortened_by``: see :meth:`calls`.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group_name: str
+    failures: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    shortened_by: int = 1
+
+    def expect(self, condition: bool, message: str) -> None:
+        if not condition and message not in self.failures:
+            self.failures.append(message)
+
+    def calls(self, count: int) -> int:
+        """How many calls a check makes that should make very many."""
+        return count // self.shortened_by
+
+    def generator(self, *seed: int) -> torch.Generator:
+        """The same stream of numbers on all ranks for equal seeds."""
+        return torch.Generator(self.device).manual_seed(sum(part * 7919**i for i, part in enumerate(seed)) % 2**31)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the operator. ``weight``: none, plain (float32 product), offset (Gemma), cast (Hugging Face Llama)."""
+
+    dtype: torch.dtype = BF16
+    residual: str = "full"
+    out: ResidualOut = "replicated"
+    bias: bool = False
+    weight: str = "cast"
+    weight_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None
+    hidden_scale: float | None = None  # float8 output
+
+    def norm(self) -> NormSpec:
+        cast = self.dtype if self.weight == "cast" else None
+        offset = 1.0 if self.weight == "offset" else 0.0
+        hidden_dtype = self.dtype if self.hidden_scale is None else FP8
+        return NormSpec(EPS, offset, cast, hidden_dtype, self.residual_dtype or self.dtype)
+
+
+@dataclass
+class Problem:
+    """Inputs of one call on this rank; ``residual`` is whole here, ``request`` slices it for sharded forms."""
+
+    form: Form
+    x: torch.Tensor
+    residual: torch.Tensor
+    bias: torch.Tensor
+    weight: torch.Tensor
+
+    def request(self, ctx: Context, group_name: str | None = None, slot: int = 0) -> Request:
+        form, residual = self.form, None
+        name = group_name or ctx.group_name
+        if form.residual == "full":
+            residual = self.residual
+        elif form.residual == "sharded":
+            group = compat.resolve_process_group(name)
+            tokens, hidden_size = self.x.shape
+            begin, end = row_range(tokens, group.size(), group.rank())
+            residual = self.residual.new_full((rows_per_rank(tokens, group.size()), hidden_size), float("nan"))
+            residual[: end - begin] = self.residual[begin:end]
+        return Request(
+            self.x,
+            residual,
+            self.bias if form.bias else None,
+            None if form.weight == "none" else self.weight,
+            form.norm(),
+            form.residual == "sharded",
+            form.out,
+            name,
+            slot,
+            None if form.hidden_scale is None else self.x.new_tensor([form.hidden_scale], dtype=torch.float32),
+        )
+
+    def rows(self, ctx: Context) -> slice:
+        """Which rows of ``h`` ``residual_out`` holds on this rank."""
+        tokens = len(self.x)
+        shard = row_range(tokens, ctx.world_size, ctx.rank)
+        return slice(*{"none": (0, 0), "sharded": shard, "replicated": (0, tokens)}[self.form.out])
+
+    def written(self, ctx: Context, residual: torch.Tensor) -> torch.Tensor:
+        """``residual_out`` without the rows of a shard past the last token, which nobody writes."""
+        rows = self.rows(ctx)
+        return residual[: rows.stop - rows.start]
+
+    def dequantised(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``hidden`` times its scale, in float32; unchanged where it has none."""
+        return hidden if self.form.hidden_scale is None else hidden.float() * self.form.hidden_scale
+
+
+def make_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Problem:
+    """Partial sums that differ by rank (also in scale); everything else equal on all ranks."""
+    shared = ctx.generator(tokens, hidden_size, seed)
+    own = ctx.generator(tokens, hidden_size, seed, ctx.rank + 1)
+    weight_dtype, residual_dtype = form.weight_dtype or form.dtype, form.residual_dtype or form.dtype
+
+    def normal(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=ctx.device).to(dtype)
+
+    return Problem(
+        form,
+        normal(own, form.dtype, tokens, hidden_size) * (0.5 + ctx.rank),
+        normal(shared, residual_dtype, tokens, hidden_size),
+        normal(shared, form.dtype, hidden_size),
+        normal(shared, weight_dtype, hidden_size),
+    )
+
+
+def exact(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, h)`` in float64."""
+    form, total = problem.form, problem.x.double()
+    dist.all_reduce(total)
+    norm = NormSpec(EPS, form.norm().weight_offset, None, torch.float64, torch.float64)
+    request = problem.request(ctx)
+    residual = problem.residual if form.residual != "none" else None
+    return add_rms_norm(total, residual, request.bias, request.weight, norm)
+
+
+def unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, h)`` by all_reduce and eager operators, each of which rounds to its dtype; float8 is quantised last."""
+    hidden, h = _unfused(ctx, problem)
+    return (hidden if problem.form.hidden_scale is None else quantised(hidden, problem.form.hidden_scale)), h
+
+
+def quantised(hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    """float8, saturating, as operators of its own do it."""
+    return (
+        (hidden.float() * hidden.new_tensor(scale, dtype=torch.float32).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    )
+
+
+def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    form, h = problem.form, problem.x.clone()
+    norm = form.norm()
+    dist.all_reduce(h)
+    request = problem.request(ctx)
+    if request.bias is not None:
+        h = h + request.bias
+    if form.residual != "none":
+        h = (problem.residual + h).to(norm.residual_dtype)
+    y = h.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
+    if request.weight is None:
+        return y.to(form.dtype), h
+    if form.weight == "cast":
+        return (request.weight * y.to(form.dtype)).to(form.dtype), h
+    return (y * (norm.weight_offset + request.weight.float())).to(form.dtype), h
+
+
+Results = tuple[torch.Tensor, torch.Tensor]
+"""``(hidden, residual_out)``, or for all rows ``(hidden, h)``."""
+
+
+def expect_right(
+    ctx: Context,
+    problem: Problem,
+    results: Results,
+    label: str,
+    want: Results | None = None,
+    base: Results | None = None,
+) -> None:
+    """``results`` of a call: within the error budget, and equal bits on all ranks.
+
+    ``want`` and ``base`` are :func:`exact` and :func:`unfused`, which are computed where they are not given.
+    """
+    (hidden, residual), form = results, problem.form
+    want_hidden, want_h = want or exact(ctx, problem)
+    base_hidden, base_h = base or unfused(ctx, problem)
+    expect_within_budget(
+        ctx, f"hidden {label}", problem.dequantised(hidden), problem.dequantised(base_hidden), want_hidden
+    )
+    expect_same_on_all_ranks(ctx, f"hidden {label}", hidden)
+    if form.out == "none":
+        ctx.expect(residual.shape == (0, hidden.shape[1]), f"residual {label}: {tuple(residual.shape)}")
+        return
+    rows = problem.rows(ctx)
+    expect_within_budget(ctx, f"residual {label}", problem.written(ctx, residual), base_h[rows], want_h[rows])
+    if form.out == "replicated":
+        expect_same_on_all_ranks(ctx, f"residual {label}", residual)
+
+
+def expect_within_budget(ctx: Context, name: str, got: torch.Tensor, base: torch.Tensor, want: torch.Tensor) -> None:
+    """``got`` is as near to ``want`` (float64) as the unfused ``base``: overall, in the worst row, in the worst element.
+
+    Slack: 4 float32 ulps for the root mean squares, 1 ulp of the result's dtype for the element.
+    """
+    if want.numel() == 0:
+        return
+    ctx.expect(bool(got.isfinite().all()), f"{name}: not finite")
+    rows, base_rows = ((value.double() - want).square().mean(-1).sqrt() for value in (got, base))
+    slack = 4 * torch.finfo(torch.float32).eps * float(want.square().mean().sqrt())
+    for what, error, base_error in (
+        ("rms", rows.square().mean().sqrt(), base_rows.square().mean().sqrt()),
+        ("worst row's rms", rows.max(), base_rows.max()),
+    ):
+        within = float(error) <= ERROR_RATIO * float(base_error) + slack
+        ctx.expect(within, f"{name}: {what} error {float(error):.3e}, unfused {float(base_error):.3e}")
+    top, base_top = (float((value.double() - want).abs().max()) for value in (got, base))
+    ulp = torch.finfo(got.dtype).eps * float(want.abs().max())
+    ctx.expect(top <= ERROR_RATIO * base_top + ulp, f"{name}: max error {top:.3e}, unfused {base_top:.3e}")
+
+
+def expect_same_on_all_ranks(ctx: Context, name: str, tensor: torch.Tensor) -> None:
+    bits = tensor.contiguous().view(torch.uint8)
+    other = bits.clone()
+    dist.broadcast(other, 0)
+    ctx.expect(torch.equal(other, bits), f"{name}: differs from rank 0")

@@ -1,0 +1,1 @@
+"""Hosts: what compiles a model and calls the passes."""

@@ -1,0 +1,70 @@
+"""Long steps in vLLM's one artifact of a model (``VLLM_USE_MEGA_AOT_ARTIFACT``, which is on by default from torch 2.12 on).
+
+With it vLLM's compiler manager keeps nothing. Torch's ahead-of-time compilation saves what the backend returned, and asks its
+class how. So that is a class of ours: it saves vLLM's function as vLLM does, and the compiled parts of long steps beside it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.compilation.caching import SerializableCallable, StandaloneCompiledArtifacts, VllmSerializableFunction
+from vllm.compilation.piecewise_backend import PiecewiseBackend
+
+from tw_compile import compat
+from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
+
+
+class WithLongSteps(SerializableCallable):
+    """``function``, which runs ``steps`` with ``parts``, to be saved with all of them; what is loaded is vLLM's again."""
+
+    def __init__(self, function: VllmSerializableFunction, steps: Steps, parts: Parts) -> None:
+        self._function = function
+        self._steps = steps
+        self._parts = parts
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: WithLongSteps) -> bytes:
+        store = StandaloneCompiledArtifacts()
+        taken: dict[int, bytes] = {}
+        for ends, compiled in fn._parts.items():
+            for name, part in compiled.items():
+                if id(part) not in taken:
+                    taken[id(part)] = _bytes_of(part)
+                store.insert(name, _key(ends), taken[id(part)])
+        whole = VllmSerializableFunction.serialize_compile_artifacts(fn._function)
+        return pickle.dumps((whole, fn._steps, tuple(fn._parts), store))
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> VllmSerializableFunction:
+        whole, steps, ranges, store = pickle.loads(data)
+        function = VllmSerializableFunction.deserialize_compile_artifacts(whole)
+        with compat.functorch_config(function.aot_autograd_config):
+            store.load_all()
+        parts = {
+            ends: {name: _loaded(store.get_loaded(name, _key(ends)), name in steps.bare) for name in steps.names}
+            for ends in ranges
+        }
+        function.optimized_call = dispatch(steps, parts, function.optimized_call)
+        return function
+
+
+def _key(ends: tuple[int, int]) -> str:
+    return f"{ends[0]}-{ends[1]}"  # a store of vLLM's has names and keys joined by "_"
+
+
+def _bytes_of(part: Callable[..., Any]) -> bytes:
+    """As vLLM's backend for pieces makes them, which reads nothing of itself but what is here."""
+    entry = SimpleNamespace(compiled=True, runnable=part)
+    return PiecewiseBackend.to_bytes(SimpleNamespace(range_entries={"part": entry}))["part"]
+
+
+def _loaded(part: Callable[..., Any], bare: bool) -> Callable[..., Any]:
+    """What was compiled returns a tuple when it is loaded, also where it did not (``bare``)."""
+    return (lambda *arguments: part(*arguments)[0]) if bare else part

@@ -1,0 +1,179 @@
+"""vLLM's attention for one half of a step's tokens, without the runner's help.
+
+    half 1:  write k1, v1 to the cache; attend with q1, each request's keys ending where the half does
+    half 2:  write k2, v2 to the cache; attend with q2, to all of each request's keys
+
+The runner makes one set of metadata a step. For FlashAttention that of a half follows from it by arithmetic on the GPU: its
+kernels take requests without queries, count keys per request, and align causal masks to the last key. It is computed once a
+step for all layers. Other backends plan on the host, with what only the runner has, so their attention stays whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from vllm.forward_context import ForwardContext, get_forward_context
+from vllm.model_executor.layers.attention.attention import Attention, get_attention_context
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_register_custom_op
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
+
+from tw_compile.kernels.runtime.operator import callable_directly, library
+from tw_compile.passes.reasons import WholeAttention
+
+_PLANNED_FOR_ALL = {
+    "use_cascade": False,
+    "common_prefix_len": 0,
+    "cu_prefix_query_lens": None,
+    "prefix_kv_lens": None,
+    "suffix_kv_lens": None,
+    "scheduler_metadata": None,
+    "prefix_scheduler_metadata": None,
+}
+"""What vLLM has worked out for all tokens, and the kernel then works out itself. A shared prefix is read by each request."""
+_SAME_FOR_HALVES = {"block_table", "max_seq_len", "causal", "max_num_splits"}
+_OF_A_HALF = {"num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping"}
+_ATTENTION_TYPE = AttentionType.DECODER
+_UNUSED: dict[str, tuple[Any, ...]] = {
+    "max_dcp_context_kv_len": (None, 0),
+    "dcp_context_kv_lens": (None,),
+    "num_decode_reqs": (0,),
+    "num_prefill_reqs": (0,),
+    "num_decode_tokens": (0,),
+    "num_prefill_tokens": (0,),
+    "mm_prefix_range_tensor": (None,),
+    "mm_prefix_query_range_tensor": (None,),
+    "rswa_prefix_lens": (None,),
+    "rswa_window": (None,),
+    "rswa_window_tensor": (None,),
+}
+"""What must have one of these values: contexts over several ranks, prefixes that see later tokens, windows behind a prefix.
+Versions of vLLM have some of these, and not all of what is planned for all tokens."""
+
+
+def whole_attention(layers: Iterable[Any]) -> tuple[WholeAttention, str] | None:
+    """Why attention of these layers is not split, whatever the engine, by name and in words."""
+    unknown = {one.name for one in fields(FlashAttentionMetadata)} - known_fields()
+    if unknown:
+        detail = f"FlashAttention's has fields that are not known: {', '.join(sorted(unknown))}"
+        return WholeAttention.ATTENTION_METADATA, detail
+    impls = [one.impl for one in layers if isinstance(one, Attention)]
+    others = [one for one in impls if not isinstance(one, FlashAttentionImpl) or one.attn_type != _ATTENTION_TYPE]
+    if others or not impls:
+        names = ", ".join(sorted({type(one).__name__ for one in others})) or "none"
+        detail = f"{len(others)} of {len(impls)} layers are not causal FlashAttention: {names}"
+        return WholeAttention.ATTENTION_BACKEND, detail
+    return None
+
+
+def known_fields() -> set[str]:
+    """Of ``FlashAttentionMetadata``."""
+    return {*_PLANNED_FOR_ALL, *_SAME_FOR_HALVES, *_OF_A_HALF, *_UNUSED}
+
+
+def half_of(metadata: FlashAttentionMetadata, begin: int, tokens: int) -> FlashAttentionMetadata:
+    """The metadata of tokens ``begin`` to ``begin + tokens`` of a step, all of whose requests it keeps.
+
+    A request that lies elsewhere has no queries; one that is cut has, in half 1, as many keys as its last query there sees.
+
+    Raises:
+        RuntimeError: The step is not causal, or not of one rank's keys alone.
+    """
+    _check(metadata)
+    end = min(begin + tokens, metadata.num_actual_tokens)
+    begin = min(begin, end)
+    bounds = metadata.query_start_loc
+    later = (bounds[1:] - bounds[:-1].clamp(min=end)).clamp(min=0)
+    return replace(
+        metadata,
+        num_actual_tokens=end - begin,
+        max_query_len=min(metadata.max_query_len, end - begin),
+        query_start_loc=bounds.clamp(begin, end) - begin,
+        seq_lens=metadata.seq_lens - later,
+        slot_mapping=metadata.slot_mapping[begin:end],
+        **{name: value for name, value in _PLANNED_FOR_ALL.items() if hasattr(metadata, name)},
+    )
+
+
+def _check(metadata: FlashAttentionMetadata) -> None:
+    if not isinstance(metadata, FlashAttentionMetadata):
+        raise RuntimeError(f"metadata: expected FlashAttentionMetadata, got {type(metadata).__name__}")
+    if metadata.causal is not True:
+        raise RuntimeError(f"metadata.causal: expected True, got {metadata.causal}")
+    for name, expected in _UNUSED.items():
+        given = getattr(metadata, name, expected[0])
+        if not any(given is one or (isinstance(given, int) and given == one) for one in expected):
+            raise RuntimeError(f"metadata.{name}: expected {expected[-1]}, got {given}")
+
+
+class _Step:
+    """The halves' metadata of the step that is running, by what they are of; layers of one kind share them."""
+
+    def __init__(self) -> None:
+        self._context: weakref.ref[ForwardContext] | None = None
+        self._halves: dict[tuple[int, int, int], tuple[Any, Any]] = {}
+
+    def half(self, metadata: Any, begin: int, tokens: int) -> Any:
+        context = get_forward_context()
+        if self._context is None or self._context() is not context:
+            self._context, self._halves = weakref.ref(context), {}
+        key = (id(metadata), begin, tokens)
+        if key not in self._halves:
+            self._halves[key] = metadata, half_of(metadata, begin, tokens)
+        return self._halves[key][1]
+
+
+_step = _Step()
+
+
+def _attend_half(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer_name: LayerNameType,
+    begin: int,
+    value_head_dim: int,
+    dtype: torch.dtype,
+    write: bool,
+    after: list[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of tokens from ``begin`` on, ``[tokens, heads, head_dim]``, and what says that they are in the cache.
+
+    Args:
+        write: Whether the layer has a cache of its own, for ``key`` and ``value``.
+        after: What the calls of earlier tokens have said.
+    """
+    metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
+    tokens, heads, _ = query.shape
+    own = None if slots is None or not write else slots[begin : begin + tokens]
+    if own is not None and own.numel():
+        layer.impl.do_kv_cache_update(layer, key, value, cache, own)
+    output = query.new_empty((tokens, heads, value_head_dim), dtype=dtype)
+    half = None if metadata is None else _step.half(metadata, begin, tokens)
+    if half is None or half.num_actual_tokens:
+        layer.impl.forward(layer, query, key, value, cache, half, output=output)
+    return output, query.new_empty(0)
+
+
+def _attend_half_fake(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer_name: LayerNameType,
+    begin: int,
+    value_head_dim: int,
+    dtype: torch.dtype,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, _ = query.shape
+    return query.new_empty((tokens, heads, value_head_dim), dtype=dtype), query.new_empty(0)
+
+
+direct_register_custom_op(
+    "vllm_attention_half", _attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=library
+)
+callable_directly(torch.ops.tw_compile.vllm_attention_half.default, _attend_half)

@@ -1,0 +1,112 @@
+"""What ``tw-compile doctor --vllm`` shows: whether vLLM would use the passes here, and what they would do. Imports no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from typing import Any
+
+from tw_compile.config import Config
+from tw_compile.environment import ENABLE
+from tw_compile.gating import vllm as dispatch
+from tw_compile.gating.facts import Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
+from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
+
+Report = dict[str, Any]
+
+PLUGIN = "tw_compile"
+WORLD_SIZES = (2, 4, 8)
+# Of the example that ranges are shown for: Llama-70B's, and vLLM's default number of tokens.
+MODEL, HIDDEN_SIZE, MAX_TOKENS = "llama-3.3-70b", 8192, 8192
+_TESTED = "0.24.0"
+
+
+def examine(
+    environment: Mapping[str, str], capability: tuple[int, int] | None, device_name: str | None = None
+) -> Report:
+    """The effective configuration for the device of ``capability``; ValueError for a wrong variable or thresholds file."""
+    version = installed_version()
+    asked = asked_options(None, environment)
+    config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
+    choices = plan.gates(config, capability)
+    profile = None if device_name is None else profile_of_device(device_name)
+    engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
+    return {
+        "installed": version,
+        "dispatch": host_of(version or _TESTED),
+        "plugin": _plugin(environment),
+        "enabled": _enabled(environment, asked is not None),
+        "settings": asdict(choices[0].settings),
+        "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
+    }
+
+
+def installed_version() -> str | None:
+    """That of vLLM, without importing it."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plugin(environment: Mapping[str, str]) -> str:
+    found = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in found:
+        return "not registered: tw_compile is not installed as a package in this environment"
+    allowed = environment.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        return f"not loaded: VLLM_PLUGINS={allowed} leaves out {PLUGIN}"
+    return "registered"
+
+
+def _enabled(environment: Mapping[str, str], asked: bool) -> str:
+    if switched_off(environment):
+        return f"no, {ENABLE}=0, whatever --additional-config says"
+    if asked:
+        return f"yes, {ENABLE}=1"
+    return f"no; {ENABLE}=1 or --additional-config '{{\"tw_compile\": {{}}}}' switches it on"
+
+
+def _group(
+    engine: plan.Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    capability: tuple[int, int] | None,
+    profile: DeviceProfile | None,
+) -> Report:
+    world_size = engine.tensor_parallel_size
+    settings: Settings = choices[0].settings
+    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == "vllm-0.33" else dispatch.FLASHINFER_LIMITS
+    default = limits.get(capability, {}).get(world_size) if capability else None
+    ends = plan.range_endpoints(engine, config, choices)
+    groups = _groups_of_layers(engine, config, default)
+    inside = "from_tokens" in groups
+    first = groups["from_tokens"] if inside else 1 + (default or 0) // plan.row_bytes_of(engine)
+    split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
+    ranges, split = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside)
+    return {
+        "world_size": world_size,
+        "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
+        "groups_of_layers": groups,
+        "split": split,
+        "flashinfer_fusion_bytes": plan.flashinfer_fusion_limit(capability, world_size, settings, default),
+        "flashinfer_fusion_bytes_of_vllm": default,
+        "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
+    }
+
+
+def _layer(world_size: int) -> LayerShape:
+    from tw_compile.models.config import load_config, tensor_parallel_plan  # brings transformers along
+
+    model = load_config(MODEL)
+    return layer_shape(model, tensor_parallel_plan(model), world_size, merged=True)
+
+
+def _groups_of_layers(engine: plan.Engine, config: Any, flashinfer_bytes: int | None) -> Report:
+    """For the example's engine without CUDA graphs; FlashInfer may be taken to be there or not."""
+    first = engine.long_from(config, flashinfer_bytes)
+    return {"from_tokens": first} if isinstance(first, int) else {"reason": first[0], "detail": first[1]}

@@ -1,0 +1,58 @@
+"""Reads a ``VllmConfig``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from vllm import envs
+from vllm.config import CompilationMode
+from vllm.platforms import current_platform
+
+from tw_compile.config import Config
+from tw_compile.hosts.vllm.plan import Engine
+from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, load_profile, profile_of_device
+
+logger = logging.getLogger("tw_compile")
+
+
+def engine_of(config: Any) -> Engine:
+    """What matters of a ``VllmConfig`` with a model."""
+    model, compilation, parallel = config.model_config, config.compilation_config, config.parallel_config
+    inductor = compilation.backend in ("", "inductor") and not model.enforce_eager
+    graphs = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.name != "NONE"
+    return Engine(
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        hidden_size=model.get_hidden_size(),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+        compiled=inductor and compilation.mode == CompilationMode.VLLM_COMPILE,
+        batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
+        lora=config.lora_config is not None,
+        dual_batch_overlap=parallel.use_ubatching,
+        state_space=model.is_hybrid or model.is_attention_free,
+        context_parallel=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        kv_transfer=config.kv_transfer_config is not None,
+        prefix_lm=bool(getattr(model, "is_mm_prefix_lm", False)),
+        speculative=config.speculative_config is not None,
+        captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
+        one_graph=bool(compilation.use_inductor_graph_partition),
+    )
+
+
+def layer_of(engine: Any) -> LayerShape | None:
+    """The layer of the model on one rank; None where the planner does not describe such layers."""
+    try:
+        model = engine.model_config.hf_text_config
+        return layer_shape(model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True)
+    except ValueError as error:
+        logger.debug("no plan for the ranges of a split: %s", error)
+        return None
+
+
+def profile_of(config: Config) -> DeviceProfile | None:
+    """Of the device, as the workers will have it; vLLM asks for the device's name without a CUDA context."""
+    if config.device_profile != "auto":
+        return load_profile(config.device_profile)
+    return profile_of_device(current_platform.get_device_name()) if current_platform.is_cuda() else None

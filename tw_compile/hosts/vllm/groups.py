@@ -1,0 +1,187 @@
+"""The graph of a whole model, cut between groups of layers.
+
+    head:   ids -> embedding, norm            -> hidden, residual
+    group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
+
+A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
+as many layers are the same graph, but for first ones that are of another kind (dense ones before those with experts), which are
+put to the head. If all others are, that graph is compiled once, and what goes from one to the next stays as it is
+(``kernels/runtime/seam.py``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.split_module import split_module
+
+from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+
+_ALL_REDUCE = "vllm::all_reduce"
+_ATTENTION = ("vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output")
+_ADD_NORM = "vllm_ir::fused_add_rms_norm"
+_NORMS = ("vllm_ir::rms_norm", _ADD_NORM)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Calls of the parts of a graph; ``seamed``: all but the first are the same, and leave what they make by a seam."""
+
+    module: fx.GraphModule
+    seamed: bool
+
+
+def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
+    """``graph``, which is not changed, in groups of up to ``most_layers`` layers; None where no layers are found."""
+    norms = _borders(graph.graph)
+    if len(norms) < 3:
+        return None
+    borders = [*norms[0 : -1 : group_size(len(norms) - 1, most_layers)], norms[-1]]
+    found = _cut(graph, borders, seams=True)
+    if found is not None:
+        identities = [_identity(group.graph) for _, group in [*found.named_children()][1:]]  # type: ignore[arg-type]
+        alike = len([*itertools.takewhile(identities[-1].__eq__, reversed(identities))])
+        if alike == len(identities):
+            return Cut(found, True)
+        if alike > len(identities) // 2:
+            found = _cut(graph, borders[-alike - 1 :], seams=True)
+            assert found is not None, "seams that were there with more borders"
+            return Cut(found, True)
+    found = _cut(graph, borders, seams=False)
+    assert found is not None
+    return Cut(found, False)
+
+
+def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphModule | None:
+    """Behind each of ``norms``; None where there can't be seams."""
+    renamed: dict[fx.Node, fx.Node] = {}
+    copied = fx.Graph()
+    copied.output(copied.graph_copy(graph.graph, renamed))
+    ends = [renamed[norm] for norm in norms]
+    if seams:
+        sewn = [_sew(copied, norm) for norm in ends]
+        if not all(sewn):
+            return None
+        ends = [one for one in sewn if one is not None]
+    part, number = dict[fx.Node, int](), 0
+    for node in copied.nodes:
+        within = node.args[0] if node.target is operator.getitem else None
+        part[node] = part[within] if isinstance(within, fx.Node) and within in ends else number
+        number += node in ends
+    options = inspect.signature(split_module).parameters
+    tuples: dict[str, Any] = {"tuple_return": True} if "tuple_return" in options else {}
+    root: Any = None  # of no use to it, and given as None by vLLM
+    return split_module(fx.GraphModule(graph, copied), root, part.__getitem__, keep_original_order=True, **tuples)
+
+
+def group_size(layers: int, most: int) -> int:
+    """As many layers as allowed, or at least half as many where all groups are then alike."""
+    alike = next(size for size in range(min(most, layers), 0, -1) if layers % size == 0)
+    return alike if 2 * alike >= min(most, layers) else most
+
+
+def _borders(graph: fx.Graph) -> list[fx.Node]:
+    """The last norm before the first layer, then that at the end of each layer."""
+    found: list[fx.Node] = []
+    norm: fx.Node | None = None
+    shape: torch.Size | None = None
+    for node in graph.nodes:
+        name = _name(node)
+        if name == _ALL_REDUCE:
+            norm, shape = None, _shape(node)
+        elif name in _NORMS and _shape(node) == shape:
+            norm = node
+        elif name in _ATTENTION and norm is not None:
+            found.append(norm)
+            norm = None
+    return found if norm is None else [*found, norm]
+
+
+def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
+    """Leave what ``norm`` makes, and enter with it right behind; the node that leaves, None where that isn't all there is.
+
+    At the end of the graph that is what it returns.
+    """
+    hidden, residual = _results(graph, norm)
+    like, other = (one.meta.get("example_value") for one in (hidden, residual))
+    group_names = {_group_name(node) for node in graph.nodes if _name(node) == _ALL_REDUCE}
+    if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
+        return None
+    if (like.dtype, like.shape) != (other.dtype, other.shape):
+        return None
+    last = max(norm, hidden, residual)
+    after = [node for node in graph.nodes if node > last and not {hidden, residual}.isdisjoint(node.all_input_nodes)]
+    at_the_end = [node for node in after if node.op == "output"]
+    if at_the_end and (after != at_the_end or after[0].args != ((hidden,),)):
+        return None
+    (group_name,) = group_names
+    with graph.inserting_after(last):
+        leave = graph.call_function(leave_layers, (hidden, residual, group_name))
+    with like.fake_mode:
+        leave.meta["example_value"] = torch.empty_like(like)
+    if at_the_end:
+        after[0].args = ((leave,),)
+        return leave
+    with graph.inserting_after(leave):
+        enter = graph.call_function(enter_layers, (leave, group_name))
+    with like.fake_mode:
+        enter.meta["example_value"] = (torch.empty_like(like), torch.empty_like(like))
+    for index, one in ((1, residual), (0, hidden)):
+        with graph.inserting_after(enter):
+            result = graph.call_function(operator.getitem, (enter, index))
+        result.meta["example_value"] = enter.meta["example_value"][index]
+        for node in after:
+            node.replace_input_with(one, result)
+    return leave
+
+
+def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The hidden states that ``norm`` makes, and the residual that stays beside them."""
+    if _name(norm) != _ADD_NORM:
+        residual = norm.args[0]
+        assert isinstance(residual, fx.Node)
+        return norm, residual
+    results = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
+    for index in sorted({0, 1} - set(results)):
+        with graph.inserting_after(max((norm, *results.values()))):
+            results[index] = graph.call_function(operator.getitem, (norm, index))
+        results[index].meta["example_value"] = norm.meta["example_value"][index]
+    return results[0], results[1]
+
+
+def _identity(part: fx.Graph) -> str:
+    """The same for parts that compute the same of their arguments."""
+    places = {node: f"%{place}" for place, node in enumerate(part.nodes)}
+    lines = []
+    for node in part.nodes:
+        value = node.meta.get("example_value")
+        shape = (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+        given = fx.map_arg((node.args, node.kwargs), places.__getitem__)
+        lines.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {given} {shape}")
+    return "\n".join(lines)
+
+
+def _group_name(all_reduce: fx.Node) -> Any:
+    return all_reduce.kwargs.get("group_name", all_reduce.args[1] if len(all_reduce.args) > 1 else None)
+
+
+def _shape(node: fx.Node) -> torch.Size | None:
+    """Of the value, or of the first of several."""
+    value = node.meta.get("example_value")
+    first = value[0] if isinstance(value, tuple) else value
+    return first.shape if isinstance(first, torch.Tensor) else None
+
+
+def _name(node: fx.Node) -> str:
+    """``library::operator`` of a call, as Dynamo has it: of all overloads, or of one."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else ""

@@ -1,0 +1,182 @@
+"""The pass for vLLM's compiler. It imports vLLM, and registers what compiled code needs: the operators, and vLLM's group names.
+
+Processes that load compiled code without compiling get here all the same, by unpickling the pass in the engine's configuration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+import torch.fx as fx
+from vllm import __version__ as vllm_version
+from vllm.compilation.passes.inductor_pass import InductorPass, get_pass_context
+from vllm.distributed import parallel_state
+from vllm.forward_context import get_forward_context, is_forward_context_available
+
+from tw_compile import compat, report
+from tw_compile.config import Config
+from tw_compile.gating.current import current_gate
+from tw_compile.gating.facts import Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.hosts.vllm import attention as halves
+from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.long_steps import add_long_steps
+from tw_compile.hosts.vllm.options import vllm_config
+from tw_compile.hosts.vllm.plan import Engine, observed
+from tw_compile.passes.reasons import HostAttention, HostRefusal
+from tw_compile.passes.split import HostGraph, vllm_attention
+from tw_compile.pipeline import TWCompilePass
+
+logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
+
+_STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2")
+
+
+class VllmPass(InductorPass):
+    """The passes in the slot ``post_grad_custom_post_pass`` of vLLM's ``inductor_compile_config``.
+
+    vLLM compiles each distinct piece of the model once per range of token counts, and this is a function of the piece, the
+    range, the configuration and the gate, nothing else. The state is plain: it is copied, pickled and sent to workers.
+
+    Args:
+        config: What the passes may do.
+        before: What the user had put into the slot; it runs first, for the ranges that it wants.
+        engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
+        long_ranges: Of token counts, for which groups of layers are compiled and not only pieces.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        before: InductorPass | None = None,
+        engine: Engine | None = None,
+        long_ranges: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.config = config
+        self.before = before
+        self.engine = engine
+        self.long_ranges = long_ranges
+
+    def __call__(self, graph: fx.Graph) -> None:
+        compile_range = get_pass_context().compile_range
+        if self.before is not None and self.before.is_applicable_for_range(compile_range):
+            self.before(graph)
+        counts = (compile_range.start, compile_range.end)
+        captured = 0 if self.engine is None else self.engine.captured_tokens
+        host = HostGraph(counts, self._attention(graph, compile_range.start), plan.SPLIT_HOST_US, captured)
+        pieces = host.attention is HostAttention.ELSEWHERE
+        passes = TWCompilePass(replace(self.config, split="off") if pieces and self.long_ranges else self.config)
+        refused = _refusal(graph, self.engine)
+        result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
+        result.tokens = host.counts
+        result.fused_by_host = sum(_is_flashinfer_fusion(node) for node in graph.nodes)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            _log(result)
+
+    def uuid(self) -> str:
+        """As that of :class:`TWCompilePass`, as text: vLLM hashes JSON. It is part of the engine's and of vLLM's AOT keys."""
+        parts = [
+            TWCompilePass(self.config).identity(self._gate()),
+            vllm_version,
+            repr(self.engine),
+            repr(self.long_ranges),
+        ]
+        if self.before is not None:
+            parts.append(repr(self.before.uuid()))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
+        """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
+        if not any(vllm_attention(node) for node in graph.nodes):
+            return HostAttention.ELSEWHERE
+        if not self.config.vllm_layer_groups or self.engine is None:
+            return HostAttention.ONCE
+        layers = get_forward_context().no_compile_layers.values() if is_forward_context_available() else ()
+        refused = self.engine.whole_attention(least_tokens) or halves.whole_attention(layers)
+        if refused is None:
+            return HostAttention.HALVES
+        logger.info("tw_compile: attention of %d tokens and more is not split, %s: %s", least_tokens, *refused)
+        return HostAttention.ONCE
+
+    def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
+        """``function``, which vLLM made of ``graph``, with another way for long steps."""
+        if not self.long_ranges or backend.is_encoder:
+            return function
+        layers = self.config.vllm_layer_groups
+        return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
+
+    def _gate(self) -> Gate:
+        return current_gate(self.config, _observed)
+
+    def __repr__(self) -> str:
+        return f"VllmPass({self.config}, before={self.before!r}, engine={self.engine!r})"
+
+
+def default_pass() -> VllmPass:
+    """The pass with default options; one object, so that copies and pickles of it are it."""
+    global _default
+    if _default is None:
+        _default = VllmPass(vllm_config({}, vllm_version, disable_custom_all_reduce=False))
+    return _default
+
+
+_default: VllmPass | None = None
+
+
+def _observed(settings: Settings) -> Settings:
+    group = parallel_state._TP
+    return settings if group is None else observed(settings, group.device_communicator)
+
+
+def _refusal(graph: fx.Graph, engine: Engine | None) -> tuple[HostRefusal, str] | None:
+    """Why the graph stays as it is: by the engine's configuration where that is known, or by an operator."""
+    refused = None if engine is None else engine.refusal()
+    if refused is not None:
+        return refused
+    for node in graph.nodes:
+        name = _called(node)
+        if name.startswith("vllm::") and any(word in name for word in _STATE_SPACE):
+            return HostRefusal.STATE_SPACE, f"the piece calls {name}"
+        if name.startswith("vllm::lora"):
+            return HostRefusal.LORA, f"the piece calls {name}"
+    return None
+
+
+def _called(node: fx.Node) -> str:
+    """The operator that a node calls, also through ``auto_functionalized``."""
+    target = node.args[0] if compat.is_higher_order(node.target) and node.args else node.target
+    return target._schema.name if isinstance(target, compat.OpOverload) else ""
+
+
+def _is_flashinfer_fusion(node: fx.Node) -> bool:
+    return _called(node) == "vllm::flashinfer_trtllm_fused_allreduce_norm"
+
+
+def _log(result: report.GraphReport) -> None:
+    if not result.sites and not result.fused_by_host:
+        return
+    counts = result.counts
+    tokens = "-".join(map(str, result.tokens or ()))
+    taken = f", {result.fused_by_host} fused by FlashInfer" if result.fused_by_host else ""
+    halves = f", {_halves(result.split)}" if result.split is not None else ""
+    message = "tw_compile: a piece for %s tokens, %d of %d all_reduces fused%s%s %s"
+    logger.info(message, tokens, counts["fused"], counts["all_reduce"], taken, halves, result.refusals or "")
+
+
+def _halves(split: report.Split) -> str:
+    return f"not split: {split.reason}" if split.mode == "off" else f"split {split.sizes[0]} + {split.sizes[1]} of s"
+
+
+def _resolve_group(name: str) -> dist.ProcessGroup | None:
+    """The device group of vLLM's coordinator ``name``, as ``tp:0``: its number among torch's groups may change."""
+    found = parallel_state._groups.get(name)
+    coordinator = None if found is None else found()
+    return None if coordinator is None else coordinator.device_group
+
+
+compat.add_group_resolver(_resolve_group)

@@ -1,0 +1,98 @@
+"""Steps of more tokens than vLLM captures in CUDA graphs: run by groups of layers, and not by pieces that end at attention.
+
+vLLM cuts a model at its attention so that the rest can be captured. Where nothing is captured that only keeps sums over the
+ranks from what they could hide behind. So its graph is cut a second time (``groups.py``) and compiled for long steps, by
+vLLM's own compiler manager, with its caches, passes and settings; all other steps run what vLLM made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile.hosts.vllm import groups
+from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
+
+logger = logging.getLogger("vllm.tw_compile")
+
+Ranges = tuple[tuple[int, int], ...]
+"""First and last token count of each."""
+
+
+def add_long_steps(
+    backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any, ranges: Ranges, layers: int
+) -> Any:
+    """``function``, which ``backend`` made of ``graph``, running steps of ``ranges`` in groups of up to ``layers`` layers.
+
+    Where vLLM saves all that it has compiled with ``function``, that is another object, which saves these groups, too.
+    """
+    from vllm import envs  # not at the top: without vLLM there are no groups, but all else works
+    from vllm.compilation.codegen import generate_execution_code
+
+    counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
+    cut = groups.cut(graph, layers) if counts else None
+    if cut is None:
+        logger.info("tw_compile: no groups of layers: the graph has no layers that are known as such")
+        return function
+    begun = time.perf_counter()
+    compile_part = _Compiler(backend, cut.module)
+    first, last = ranges[0][0], ranges[-1][1]
+    head, *rest = compile_part.names
+    compiled_head = compile_part(head, first, last)
+    parts: Parts = {}
+    for low, high in ranges:
+        distinct = rest[:1] if cut.seamed else rest  # seams join what was compiled to the same
+        compiled = [compile_part(name, low, high) for name in distinct]
+        parts[low, high] = dict(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
+        parts[low, high][head] = compiled_head
+    backend.compiler_manager.save_to_file()
+    whole = fx.GraphModule(cut.module, cut.module.graph)
+    whole.__dict__.update(parts[ranges[0]])  # graphs would become part of the code
+    bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
+    code, names, constants = generate_execution_code(whole)
+    steps = Steps(code, names, constants, bare, counts[0], cut.seamed)
+    result = function
+    if envs.VLLM_USE_MEGA_AOT_ARTIFACT:
+        from tw_compile.hosts.vllm.artifact import WithLongSteps
+
+        result = WithLongSteps(function, steps, parts)
+    function.optimized_call = dispatch(steps, parts, function.optimized_call)
+    ends, took = ", ".join(str(high) for _, high in ranges), time.perf_counter() - begun
+    message = "tw_compile: steps of %d tokens and more run by %d groups of layers, ranges end at %s, compiled in %.1f s"
+    logger.info(message, first, len(rest), ends, took)
+    return result
+
+
+def _returns_tuple(part: Any) -> bool:
+    (output,) = part.graph.find_nodes(op="output")
+    return isinstance(output.args[0], tuple | list)
+
+
+class _Compiler:
+    """vLLM's compiler for the parts of a graph, by their ``names``; it finds what it has compiled at an earlier start."""
+
+    def __init__(self, backend: Any, cut: fx.GraphModule) -> None:
+        self._backend = backend
+        self._parts: dict[str, Any] = dict(cut.named_children())
+        self.names = list(self._parts)
+
+    def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
+        """The part ``name`` for ``low`` to ``high`` tokens."""
+        from vllm.config.utils import Range
+
+        part = self._parts[name]
+        return self._backend.compiler_manager.compile(
+            part,
+            [node.meta["example_value"] for node in part.graph.find_nodes(op="placeholder")],
+            self._backend.inductor_config,
+            self._backend.compilation_config,
+            compile_range=Range(start=low, end=high),
+            graph_index=len(self._backend.piecewise_graphs) + self.names.index(name),  # behind those of the pieces
+            num_graphs=0,  # none is the last one, at which it would log a time
+        )

@@ -1,0 +1,288 @@
+"""What the passes will do in a vLLM engine, as far as its configuration says: refusals, compile ranges, FlashInfer's share.
+
+Evaluated where the engine is configured, which is before any process has a GPU: whether there is NVLink multicast is not known
+there. The workers know, and decide for each range by the gate of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tw_compile.config import Config
+from tw_compile.gating import vllm as dispatch
+from tw_compile.gating.current import own_gate
+from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.passes.reasons import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
+from tw_compile.planning.ranges import Part, Ranges
+
+SPLIT_HOST_US = 1800.0
+"""What it takes the host to launch a split layer by groups of layers, on the slower rank of a slow machine: 57 ms a step of 32.
+
+Elsewhere it is less, down to half; ``benchmarks/results/2026-11-22-2xh200-vllm-power-and-host-llama-3.1-8b-tp2.txt``, 507d97b.
+"""
+
+MOST_SHORT_TOKENS = 512
+"""Steps of up to so many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What matters of a vLLM configuration.
+
+    ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``; up to ``captured_tokens`` tokens
+    there may be CUDA graphs.
+    """
+
+    tensor_parallel_size: int
+    hidden_size: int
+    dtype: str
+    max_tokens: int
+    compiled: bool = True
+    batch_invariant: bool = False
+    lora: bool = False
+    dual_batch_overlap: bool = False
+    state_space: bool = False
+    context_parallel: bool = False
+    kv_transfer: bool = False
+    prefix_lm: bool = False
+    speculative: bool = False
+    captured_tokens: int = 0
+    one_graph: bool = False
+
+    def refusal(self) -> tuple[HostRefusal, str] | None:
+        """Why nothing is done in this engine, by name and in words."""
+        reasons = (
+            (self.tensor_parallel_size == 1, HostRefusal.TENSOR_PARALLEL_SIZE_1, "there is nothing to communicate"),
+            (
+                not self.compiled,
+                HostRefusal.NOT_COMPILED,
+                "no compilation by Inductor: mode, backend, or eager execution",
+            ),
+            (self.batch_invariant, HostRefusal.BATCH_INVARIANT, "VLLM_BATCH_INVARIANT fixes the order of sums"),
+            (self.lora, HostRefusal.LORA, "adapters have not been tried with fused operators"),
+            (self.dual_batch_overlap, HostRefusal.DUAL_BATCH_OVERLAP, "two threads would share one slot of a kernel"),
+            (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
+        )
+        return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+
+    def long_from(self, config: Config, flashinfer_bytes: int | None) -> int | tuple[GroupRefusal, str]:
+        """From how many tokens on steps run by groups of layers; or why none do, by name and in words.
+
+        Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
+        vLLM fuses by itself.
+        """
+        at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_SHORT_TOKENS)
+        asked = config.fuse and config.vllm_layer_groups > 0
+        none_longer = f"steps have at most {self.max_tokens} tokens, those of up to {at_most} are run otherwise"
+        reasons = (
+            (not asked, GroupRefusal.NOT_ASKED_FOR, "vllm_layer_groups is 0, or nothing is fused"),
+            (self.one_graph, GroupRefusal.ONE_GRAPH, "use_inductor_graph_partition is on"),
+            (self.speculative, GroupRefusal.SPECULATIVE, "a draft's model is compiled beside the model"),
+            (at_most + 1 >= self.max_tokens, GroupRefusal.NO_LONG_STEPS, none_longer),
+        )
+        refused = next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+        return refused or at_most + 1
+
+    def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
+        """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""
+        graphs = least_tokens is not None and least_tokens <= self.captured_tokens
+        reasons = (
+            (self.context_parallel, WholeAttention.CONTEXT_PARALLEL, "each rank has a part of the keys"),
+            (self.kv_transfer, WholeAttention.KV_TRANSFER, "a connector waits for whole layers"),
+            (self.prefix_lm, WholeAttention.PREFIX_LM, "tokens of images see later ones"),
+            (self.speculative, WholeAttention.SPECULATIVE, "a draft's steps have metadata of their own making"),
+            (graphs, WholeAttention.CUDA_GRAPHS, f"graphs are captured for up to {self.captured_tokens} tokens"),
+        )
+        return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
+
+
+def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...]:
+    """The gate of each kind of node that the workers may find: with NVLink multicast and without.
+
+    Raises:
+        ValueError: A thresholds file, or an environment variable, is wrong.
+    """
+    if capability is None:
+        return (own_gate(config, Node(None, False)),)
+    return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
+
+
+def split_planner(
+    profile: DeviceProfile, layer: LayerShape, engine: Engine, config: Config, choices: tuple[Gate, ...], inside: bool
+) -> Ranges:
+    """Plans for ranges of token counts, as the passes make them when they compile a range.
+
+    ``inside``: whether attention is in the graphs, and not between them. A graph is split if something in it is fused, which is
+    so if any of ``choices`` says so.
+    """
+    layer = replace(layer, attention=replace(layer.attention, kernel=VLLM_KERNEL))
+
+    @functools.cache
+    def planned(tokens: int, first: int | None, attention: str) -> Plan:
+        host_us = 0.0 if tokens <= engine.captured_tokens else SPLIT_HOST_US
+        leave = config.split_gemm_sms == "auto"
+        return plan_layer(
+            profile, layer, tokens, first=first, attention=attention, gemms_leave_sms=leave, host_us=host_us
+        )
+
+    def plan(tokens: int, first: int | None, least: int) -> Plan:
+        whole = not inside or engine.whole_attention(least) is not None
+        return planned(tokens, first, Mode.JOIN if whole else "auto")
+
+    def may_split(low: int, high: int) -> bool:
+        return any(_is_fused(engine, config, gate, low, high) for gate in choices)
+
+    return Ranges(plan, layer.world_size, may_split=may_split)
+
+
+def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
+    """Whether sums of the graph for ``low`` to ``high`` tokens are fused."""
+    row_bytes, world_size = row_bytes_of(engine), engine.tensor_parallel_size
+    if not config.fuse or high * row_bytes < config.fuse_min_bytes:
+        return False
+    if config.fuse_max_bytes is not None and low * row_bytes > config.fuse_max_bytes:
+        return False
+    if config.transport != "auto":
+        return True
+    return gate.decide_range((low, high), row_bytes, world_size=world_size, dtype=engine.dtype).fused
+
+
+def planned_ranges(
+    engine: Engine,
+    config: Config,
+    choices: tuple[Gate, ...],
+    first: int,
+    ends: list[int],
+    split_for: tuple[DeviceProfile | None, LayerShape | None],
+    inside: bool,
+) -> tuple[tuple[tuple[int, int], ...], str]:
+    """Ranges of steps of ``first`` tokens and more, and in words which of these steps are split, or why none is.
+
+    They end at ``ends`` and, for the split, at two more at most. ``split_for``: None for what the planner doesn't know.
+    """
+    ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
+    profile, layer = split_for
+    if config.split != "auto":
+        return ranges, f"split {config.split}"
+    if first >= engine.max_tokens:
+        return ranges, f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
+    if profile is None:
+        return ranges, "split auto: none, no profile says what the device takes for a layer"
+    if layer is None:
+        further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
+        ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
+        return ranges, "split auto: by each range's plan, the model's layers are read off its graph"
+    planner = split_planner(profile, layer, engine, config, choices, inside)
+    parts = planner.cut(first, engine.max_tokens, (high for _, high in ranges))
+    split = [part for part in parts if part.split is not None]
+    surely = all(_is_fused(engine, config, gate, part.low, part.high) for part in split for gate in choices)
+    steps = _split_steps(planner, parts) + ("" if surely else ", where they are fused")
+    return tuple((part.low, part.high) for part in parts), f"split auto: {steps}"
+
+
+def _split_steps(planner: Ranges, parts: tuple[Part, ...]) -> str:
+    split: list[tuple[int, int]] = []
+    for part in parts:
+        if part.split is not None:
+            follows = bool(split) and split[-1][1] + 1 == part.low
+            low = split.pop()[0] if follows else part.low
+            split.append((low, part.high))
+    if split:
+        return f"steps of {' and '.join(f'{low} to {high}' for low, high in split)} tokens"
+    longest = parts[-1].high
+    plan = planner.at(longest)
+    slower = f", at {longest} {plan.reason}" if plan.off is Off.HOST_SLOWER else ""
+    return f"none of up to {longest} tokens pays{slower}"
+
+
+def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
+    """The last token count of every stretch of sizes that are fused alike, below ``max_tokens``.
+
+    An option that names the first half has a range from where the second is half as long. For what is split otherwise see
+    :func:`ranges_of_split`. None of these holds one size alone, whose GEMMs vLLM would have tuned.
+    """
+    row_bytes = row_bytes_of(engine)
+    ends: set[int] = set()
+    if config.transport == "auto":
+        for gate in choices:
+            stretches = gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+            for before, after in itertools.pairwise(stretches):
+                if before.fused != after.fused:
+                    ends.add(after.nbytes // row_bytes - 1)
+    if config.fuse_min_bytes:
+        ends.add((config.fuse_min_bytes - 1) // row_bytes)
+    if config.fuse_max_bytes is not None:
+        ends.add(config.fuse_max_bytes // row_bytes)
+    if config.split_tokens is not None:
+        begin = config.split_tokens * 3 // 2
+        if begin < engine.max_tokens:
+            ends.add(begin - 1)
+    return sorted(end for end in ends if 1 < end < engine.max_tokens)
+
+
+def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int, int], ...]:
+    """First and last token count of each stretch from ``first`` on; none has one size alone."""
+    within = [end for end in ends if first < end < max_tokens - 1]
+    return tuple(zip([first, *(end + 1 for end in within)], [*within, max_tokens], strict=True))
+
+
+def row_bytes_of(engine: Engine) -> int:
+    return engine.hidden_size * DTYPE_BYTES[engine.dtype]
+
+
+def flashinfer_fusion_limit(
+    capability: tuple[int, int] | None, world_size: int, settings: Settings, limit: int | None
+) -> int | None:
+    """Up to how many bytes vLLM's own fusion, by FlashInfer, is the faster one; ``limit`` is what vLLM has, None: unfused.
+
+    Above the size from which an unfused all_reduce is multimem or NCCL's symmetric kernels, those are faster: vLLM issue 44079
+    and the rule of its pull request 44080.
+    """
+    if limit is None or capability is None:
+        return limit
+    if settings.use_nccl_symm_mem and world_size >= dispatch.NCCL_SYMMETRIC_MIN_WORLD_SIZE:
+        if world_size > dispatch.NCCL_SYMMETRIC_ALWAYS_ABOVE_WORLD_SIZE:
+            return 0
+        if world_size in dispatch.NCCL_SYMMETRIC_SKIPS:
+            limit = min(limit, dispatch.NCCL_SYMMETRIC_SKIPS[world_size][1])
+    if settings.use_symm_mem and world_size in dispatch.MULTIMEM_WORLD_SIZES.get(capability, ()):
+        limit = min(limit, dispatch.CUSTOM_LIMITS[capability][world_size])
+    return limit
+
+
+def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
+    """One entry per stretch of sizes: from which token count, unfused backend, decision, source."""
+    row_bytes = row_bytes_of(engine)
+    return [
+        {
+            "from_tokens": one.nbytes // row_bytes,
+            "from_bytes": one.nbytes,
+            "fused": one.fused,
+            "backend": str(one.backend),
+            "entry": one.entry,
+            "source": one.source,
+        }
+        for one in gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+    ]
+
+
+def observed(settings: Settings, communicator: Any) -> Settings:
+    """``settings`` as vLLM's communicator of the group really is: what could not be set up is not what would run."""
+    if not hasattr(communicator, "ca_comm"):  # not vLLM's for CUDA
+        return settings
+
+    def active(name: str) -> bool:
+        found = getattr(communicator, name, None)
+        return found is not None and not getattr(found, "disabled", False)
+
+    return replace(
+        settings,
+        disable_custom_all_reduce=not active("ca_comm"),
+        use_symm_mem=active("symm_mem_comm"),
+        use_flashinfer=settings.use_flashinfer and active("fi_ar_comm"),
+    )

@@ -1,0 +1,204 @@
+"""The entry point of ``vllm.general_plugins``: puts the pass and its compile ranges into every engine configuration.
+
+vLLM has no hook for that, so ``VllmConfig.__post_init__`` is wrapped. Where nobody asked for the passes the wrapper does
+nothing, but tells a pass that the user has named which engine it is in. What it changes are fields that users may set
+themselves, and that are part of vLLM's cache keys. ``VllmBackend.__call__`` is wrapped, too, to see graphs before they are cut.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+from tw_compile import environment
+from tw_compile.config import Config
+from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
+from tw_compile.passes.reasons import HostRefusal
+
+logger = logging.getLogger("vllm.tw_compile")
+_MIB = 2**20
+
+
+def register() -> None:
+    """vLLM calls this once in every process."""
+    if switched_off(os.environ):
+        return
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__post_init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def post_init(self: Any) -> None:
+        options = asked_options(self.additional_config, os.environ)
+        if options is None:
+            original(self)
+            try:
+                _tell(self)
+            except Exception as error:
+                _failed(error)
+            return
+        config = _config_of(self, options)
+        compilation = self.compilation_config
+        before = compilation.pass_config.fi_allreduce_fusion_max_size_mb
+        try:
+            _limit_flashinfer(self, config)
+        except Exception as error:
+            compilation.pass_config.fi_allreduce_fusion_max_size_mb = before
+            _failed(error)
+        original(self)
+        _install(self, config)
+
+    VllmConfig.__post_init__ = post_init
+    _wrap_backend()
+
+
+def _wrap_backend() -> None:
+    """Let the pass see the graph that vLLM has split into pieces, and give what came of it another way."""
+    from vllm.compilation.backends import VllmBackend
+
+    original = VllmBackend.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, graph: Any, example_inputs: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        compilation = self.vllm_config.compilation_config
+        inside = compilation.inductor_compile_config.get(current_platform.pass_key)
+        function = original(self, graph, example_inputs)
+        try:
+            if hasattr(inside, "behind_split"):
+                return inside.behind_split(self, graph, example_inputs, function)
+        except Exception as error:
+            _failed(error, "vLLM's graph", inside.config.strict)
+        return function
+
+    VllmBackend.__call__ = call
+
+
+def _config_of(engine: Any, options: dict[str, Any]) -> Config:
+    """What is wrong with options, or with files that they name, is the user's to know: it raises, and vLLM does not start."""
+    from vllm import __version__
+
+    config = vllm_config(options, __version__, engine.parallel_config.disable_custom_all_reduce)
+    plan.gates(config, None)
+    return config
+
+
+def _limit_flashinfer(engine: Any, config: Config) -> None:
+    """Leave FlashInfer's fusion the sizes at which it is faster; before vLLM computes its ranges from them."""
+    limits = engine.compilation_config.pass_config
+    if engine.model_config is None or limits.fi_allreduce_fusion_max_size_mb is not None:
+        return
+    world_size, capability = engine.parallel_config.tensor_parallel_size, _capability()
+    settings = plan.gates(config, capability)[0].settings
+    wanted = limits.fuse_allreduce_rms  # None: vLLM decides, and says yes where FlashInfer is installed
+    if not (settings.flashinfer_installed if wanted is None else wanted):
+        return
+    known = limits.flashinfer_max_size(world_size)
+    limit = plan.flashinfer_fusion_limit(capability, world_size, settings, known)
+    if limit is not None and limit != known:
+        limits.fi_allreduce_fusion_max_size_mb = limit / _MIB
+        logger.info("tw_compile: FlashInfer's fusion up to %d bytes instead of %d (vLLM issue 44079)", limit, known)
+
+
+def _tell(engine: Any) -> None:
+    """Let a pass that is in the slot without the plugin's doing know the engine, for its refusals."""
+    from vllm.platforms import current_platform
+
+    slot = engine.compilation_config.inductor_compile_config
+    named = slot.get(current_platform.pass_key)
+    if named is None or engine.model_config is None:
+        return
+    from tw_compile.hosts.vllm.engine import engine_of
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
+
+    if isinstance(named, VllmPass):
+        slot[current_platform.pass_key] = VllmPass(named.config, named.before, engine_of(engine))
+
+
+def _install(engine: Any, config: Config) -> None:
+    """Put the pass into its slot and the ends of its ranges beside vLLM's; on an exception everything is as it was."""
+    compilation = engine.compilation_config
+    slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
+    had = dict(slot)
+    try:
+        line = _put(engine, config)
+    except Exception as error:
+        slot.clear()
+        slot.update(had)
+        compilation.compile_ranges_endpoints = ends
+        _failed(error)
+    else:
+        logger.info("tw_compile: %s", line)
+
+
+def _put(engine: Any, config: Config) -> str:
+    """Do it, and say in one line what was done, or why not."""
+    from vllm.compilation.passes.inductor_pass import InductorPass
+    from vllm.platforms import current_platform
+
+    from tw_compile.hosts.vllm.engine import engine_of, layer_of, profile_of
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
+
+    if engine.model_config is None:
+        return "off, there is no model"
+    facts = engine_of(engine)
+    refused = facts.refusal()
+    if refused is not None:
+        return f"off, {refused[0]}: {refused[1]}"
+    compilation = engine.compilation_config
+    slot = compilation.inductor_compile_config
+    users = slot.get(current_platform.pass_key)
+    if users is not None and not isinstance(users, InductorPass):
+        holds = f"{current_platform.pass_key} holds {type(users).__name__}, which is no InductorPass"
+        return f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
+    if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
+        users = users.before
+    choices = plan.gates(config, _capability())
+    limits = compilation.pass_config
+    flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
+    long_from = facts.long_from(config, flashinfer)
+    inside = isinstance(long_from, int) or (facts.one_graph and config.vllm_layer_groups > 0)  # attention, in halves
+    split_for = (profile_of(config), layer_of(engine)) if config.split == "auto" else (None, None)
+    ends = plan.range_endpoints(facts, config, choices)
+    long_ranges: tuple[tuple[int, int], ...] = ()
+    if isinstance(long_from, int):
+        long_ranges, split = plan.planned_ranges(facts, config, choices, long_from, ends, split_for, inside)
+        ends = [end for end in ends if end < long_from - 1]
+        last = ", ".join(str(end) for _, end in long_ranges)
+        groups = f"from {long_from} tokens on by groups of layers in ranges that end at {last}"
+    else:
+        first = 1 + (flashinfer or 0) // plan.row_bytes_of(facts)
+        theirs = [end for end in compilation.compile_ranges_endpoints or () if end < facts.max_tokens]
+        short_ranges, split = plan.planned_ranges(
+            facts, config, choices, first, sorted({*ends, *theirs}), split_for, inside
+        )
+        ends = sorted({*ends, *(end for _, end in short_ranges)})
+        groups = "no groups of layers, {}: {}".format(*long_from)
+    slot[current_platform.pass_key] = VllmPass(config, users, facts, long_ranges)
+    compilation.compile_ranges_endpoints = sorted({*(compilation.compile_ranges_endpoints or ()), *ends})
+    chained = f", after {type(users).__name__}" if users is not None else ""
+    tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))
+    ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
+    return (
+        f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
+        f"thresholds for {tables}; token ranges end at {ranges}; {groups}; {split}"
+    )
+
+
+def _capability() -> tuple[int, int] | None:
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    return None if found is None else (found.major, found.minor)
+
+
+def _failed(error: Exception, what: str = "vLLM's configuration", strict: bool = False) -> None:
+    if strict or environment.strict():
+        raise error
+    logger.warning("tw_compile left %s as it was: %s: %s", what, type(error).__name__, error)
