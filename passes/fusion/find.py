@@ -105,6 +105,8 @@ class FusionSite:
         made, message = value(node), value(self.all_reduce.partial)
         if not is_call(node, aten.mm.default) or made is None or message is None:
             return None
+        if any(value(factor) is None for factor in node.all_input_nodes):
+            return None  # the operator could not be traced
         return node if same_size(made.shape[1], message.shape[-1]) else None
 
     def replaced(self) -> set[fx.Node]:
@@ -442,6 +444,8 @@ def _repeatable(node: fx.Node) -> bool:
     """Whether computing the node a second time gives the same value and does nothing else."""
     namespace = getattr(node.target, "namespace", None)
     known = node.op == "call_function" and namespace in ("aten", "prims")
+    if node.meta.get("unbacked_bindings"):
+        return False  # a second `.item()` would be another number to the compiler
     return known and not node.is_impure() and not draws_random_numbers(node)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.fx as fx
 from graph_builder import GraphBuilder, aten, prims
 from torch import nn
 
 from tw_compile import collect_reports, make_backend
 from tw_compile.config import Config
+from tw_compile.graph.predicates import draws_random_numbers
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
 from tw_compile.passes.reasons import Refusal
 from tw_compile.passes.split.schedule.dependences import predecessors
@@ -87,4 +89,54 @@ def test_seeds_are_drawn_in_their_order() -> None:
     b = GraphBuilder(fake=True)
     (first, numbers), (second, more) = seeded(b), seeded(b)
     b.finish(numbers, more)
+    assert first in predecessors(b.graph, [])[second]
+
+
+def test_a_number_that_is_read_from_a_tensor_is_not_read_twice() -> None:
+    """A second ``item()`` would bind another symbol."""
+    b = GraphBuilder(fake=True)
+    y = b.scale(b.all_reduce(b.input(5, H)))
+    factor = b.call(aten.mul.Tensor, b.input(H), 2.0)
+    factor.meta["unbacked_bindings"] = {"u0": ()}
+    b.call(aten.mul.Tensor, factor, 3.0)
+    (site,) = find_sites(b.output(b.call(aten.mul.Tensor, y, factor)).graph)
+    assert isinstance(site, RefusedSite) and site.refused.reason is Refusal.WEIGHT_NOT_PROVABLE
+
+
+def test_a_matmul_whose_factor_is_unknown_is_not_absorbed() -> None:
+    b = GraphBuilder(fake=True)
+    weight = b.input(H, H)
+    y = b.scale(b.all_reduce(b.call(aten.mm.default, b.input(5, H), weight)))
+    graph = b.output(y).graph
+    (site,) = find_sites(graph)
+    assert isinstance(site, FusionSite) and site.gemm is not None
+    del weight.meta["val"]
+    (site,) = find_sites(graph)
+    assert isinstance(site, FusionSite) and site.gemm is None
+
+
+def functionalised_draw(b: GraphBuilder) -> fx.Node:
+    """``bernoulli_`` as a functional graph has it."""
+    called = torch.ops.higher_order.auto_functionalized
+    node = b.graph.call_function(called, (aten.bernoulli_.float,), {"self": b.input(H), "p": 0.5})
+    node.meta["val"] = (None, node.kwargs["self"].meta["val"])
+    return node
+
+
+def draw_in_a_subgraph(b: GraphBuilder) -> fx.Node:
+    """A subgraph that draws."""
+    inner = fx.Graph()
+    inner.output((inner.call_function(aten.rand.default, ([H],)),))
+    fx.GraphModule(nn.Module(), b.graph).add_module("draws", fx.GraphModule(nn.Module(), inner))
+    subgraph = b.graph.get_attr("draws")
+    return b.graph.call_function(torch.ops.higher_order.invoke_subgraph, (subgraph, "draws"))
+
+
+@pytest.mark.parametrize("draw", [functionalised_draw, draw_in_a_subgraph])
+def test_draws_of_higher_order_operators_keep_their_order(draw: Callable[[GraphBuilder], fx.Node]) -> None:
+    b = GraphBuilder(fake=True)
+    first = b.graph.call_function(aten.rand.default, ([H],))
+    second = draw(b)
+    b.finish(first, second)
+    assert draws_random_numbers(second)
     assert first in predecessors(b.graph, [])[second]

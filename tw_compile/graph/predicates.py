@@ -40,8 +40,25 @@ def operator_name(node: fx.Node) -> str:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether computing the node twice gives two different values. ``fx.Node.is_impure`` is False for these operators."""
-    return isinstance(node.target, compat.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether computing the node twice gives two different values. ``fx.Node.is_impure`` is False for these operators.
+
+    An operator that a higher-order one calls counts, as ``auto_functionalized(bernoulli_, ...)``, and so does its subgraph.
+    """
+    operators = [called for called in (node.target, *node.args) if isinstance(called, compat.OpOverload)]
+    if any(torch.Tag.nondeterministic_seeded in called.tags for called in operators):
+        return True
+    return any(draws_random_numbers(inner) for graph in _subgraphs(node) for inner in graph.nodes)
+
+
+def _subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
+    """The graphs that a higher-order operator may run."""
+    owner = node.graph.owning_module
+    if owner is None or not compat.is_higher_order(node.target):
+        return
+    for source in node.all_input_nodes:
+        module = getattr(owner, str(source.target), None) if source.op == "get_attr" else None
+        if isinstance(module, fx.GraphModule):
+            yield module.graph
 
 
 def value(node: fx.Node) -> torch.Tensor | None:

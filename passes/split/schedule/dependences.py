@@ -142,8 +142,8 @@ def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Nod
                 reads[memory].append(node)
         # wait_tensor counts as a side effect, but what it is for is in its data. Draws stay in order, so that each gives the
         # numbers that it gives in the unsplit graph.
-        effects = node.is_impure() or draws_random_numbers(node)
-        if node.op == "call_function" and not writes and effects and node not in waits:
+        effects = draws_random_numbers(node) or (node.is_impure() and not writes)
+        if node.op == "call_function" and effects and node not in waits:
             if effect is not None:
                 before[node].append(effect)
             effect = node
