@@ -1,0 +1,143 @@
+"""Draw which part of the package imports which: ``python docs/draw_imports.py [--check]``.
+
+A part is a folder, or a module that lies beside the folders. Its layer is one above the highest layer it imports, so every
+arrow points down. Parts that import each other have no layer: they are an error, and the script names them. Imports inside
+functions count. Imports for type checkers alone do not, as they never run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "tw_compile"
+SPLIT_UP = ("kernels", "passes", "hosts")
+"""Folders whose own folders are parts."""
+PAGE = ROOT / "docs" / "imports.md"
+HEAD = """# Which part imports which
+
+This page is written by `python docs/draw_imports.py`. A part may import the parts below it, and no other.
+A test fails when two parts import each other.
+"""
+
+Graph = dict[str, set[str]]
+
+
+def part_of(module: str) -> str:
+    """The part that a module belongs to: ``tw_compile.kernels.gemm.joint_mm`` is of ``kernels.gemm``."""
+    names = module.split(".")[1:] or ["tw_compile"]
+    depth = 2 if names[0] in SPLIT_UP and len(names) > 1 else 1
+    if depth == 2 and not (ROOT / PACKAGE / names[0] / names[1]).is_dir():
+        return names[0]
+    return ".".join(names[:depth])
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name."""
+    result = {}
+    for folder in sorted({ROOT / PACKAGE, *(ROOT / PACKAGE / name for name in ("passes", "kernels", "configs"))}):
+        for path in folder.rglob("*.py"):
+            names = path.relative_to(ROOT).with_suffix("").parts
+            result[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
+    return result
+
+
+def imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[str]:
+    """Modules of the package that a module imports when it runs."""
+    if isinstance(tree, ast.If) and isinstance(tree.test, ast.Name) and tree.test.id == "TYPE_CHECKING":
+        for child in tree.orelse:
+            yield from imported(child, known)
+        return
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names if alias.name.split(".")[0] == PACKAGE)
+    elif isinstance(tree, ast.ImportFrom) and (tree.module or "").split(".")[0] == PACKAGE:
+        for alias in tree.names:
+            inner = f"{tree.module}.{alias.name}"
+            yield inner if inner in known else str(tree.module)
+    for child in ast.iter_child_nodes(tree):
+        yield from imported(child, known)
+
+
+def arrows() -> Graph:
+    """For each part, the parts that it imports."""
+    known = modules()
+    graph: Graph = {part_of(name): set() for name in known}
+    for name, path in known.items():
+        for target in imported(ast.parse(path.read_text()), known):
+            if part_of(target) != part_of(name):
+                graph[part_of(name)].add(part_of(target))
+    return graph
+
+
+def layers(graph: Graph) -> tuple[list[list[str]], set[str]]:
+    """Parts from the lowest layer up, and those that have no layer because they import each other."""
+    placed: list[list[str]] = []
+    left = dict(graph)
+    while left:
+        ready = sorted(part for part, targets in left.items() if not targets & left.keys())
+        if not ready:
+            return placed, set(left)
+        placed.append(ready)
+        for part in ready:
+            del left[part]
+    return placed, set()
+
+
+def cycles(graph: Graph, among: set[str]) -> list[tuple[str, str]]:
+    """Arrows among parts that import each other, directly or by way of others."""
+
+    def reaches(part: str) -> set[str]:
+        seen: set[str] = set()
+        pending = [part]
+        while pending:
+            for target in graph[pending.pop()] & among - seen:
+                seen.add(target)
+                pending.append(target)
+        return seen
+
+    return sorted((part, target) for part in among for target in graph[part] & among if part in reaches(target))
+
+
+def page(graph: Graph, placed: list[list[str]]) -> str:
+    """Markdown with one drawing; an arrow that follows from two others is left out."""
+    below: dict[str, set[str]] = {}
+    for layer in placed:
+        for part in layer:
+            below[part] = set().union(graph[part], *(below[target] for target in graph[part]))
+    lines = ["```mermaid", "flowchart TB"]
+    for index, layer in reversed(list(enumerate(placed))):
+        names = "; ".join(f'{part.replace(".", "_")}["{part}"]' for part in layer)
+        lines += [f"  subgraph layer{index}[ ]", f"    {names}", "  end"]
+    for part, targets in sorted(graph.items()):
+        for target in sorted(targets):
+            if not any(target in below[other] for other in targets - {target}):
+                lines.append(f"  {part.replace('.', '_')} --> {target.replace('.', '_')}")
+    return "\n".join([HEAD, *lines, "```", ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Draw which part of the package imports which.")
+    parser.add_argument("--check", action="store_true", help="only compare the page with the code")
+    check = parser.parse_args().check
+    graph = arrows()
+    placed, left = layers(graph)
+    for part, target in cycles(graph, left):
+        print(f"{part} imports {target}, which imports it in turn", file=sys.stderr)
+    if left:
+        return 1
+    text = page(graph, placed)
+    if check:
+        if PAGE.read_text() != text:
+            print("docs/imports.md: expected what the code has, run python docs/draw_imports.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
