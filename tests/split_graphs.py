@@ -16,7 +16,7 @@ from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import NormSpec
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
-from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
+from tw_compile.passes.split import SplitChoice, SplitReport, choose_split, split_tokens
 from tw_compile.passes.split.schedule.budgets import Budgets
 from tw_compile.passes.split.schedule.windows import Schedule, schedule
 from tw_compile.pipeline import TWCompilePass
@@ -171,7 +171,7 @@ def split_and_planned(
         family, 3, 21, dtype=torch.bfloat16, **({} if config is None else {"config": config}), **fields
     )
     choice = choose_split(graph, options, profile)
-    assert isinstance(choice, Choice) and choice.plan is not None
+    assert isinstance(choice, SplitChoice) and choice.plan is not None
     report = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
     assert isinstance(report, SplitReport)
     return graph, Budgets(choice.plan, profile)

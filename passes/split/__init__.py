@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tw_compile.passes.split.analysis.choose import Choice, HostGraph, NotSplit, choose_split, choose_split_of_host
+from tw_compile.passes.split.analysis.choose import HostGraph, NotSplit, SplitChoice, choose_split, choose_split_of_host
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import (
     HalfCall,
@@ -19,15 +19,15 @@ from tw_compile.passes.split.analysis.profile import current_profile
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 from tw_compile.passes.split.rules.vllm_attention import vllm_attention
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
-from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, Window, schedule
+from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, ScheduledWindow, schedule
 
 __all__ = [
     "Analysis",
-    "Call",
-    "Choice",
+    "OperatorCall",
+    "SplitChoice",
     "Exposed",
     "Exposure",
     "GraphLayer",
@@ -46,7 +46,7 @@ __all__ = [
     "SplitReport",
     "TokenAxis",
     "Verdict",
-    "Window",
+    "ScheduledWindow",
     "analyse",
     "choose_split",
     "choose_split_of_host",

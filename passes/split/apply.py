@@ -17,7 +17,7 @@ from tw_compile.passes.split.rewrite.duplicate import split_tokens
 from tw_compile.passes.split.rewrite.seams import mend_seams
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule.lock import lock_order
-from tw_compile.passes.split.schedule.windows import Window, schedule
+from tw_compile.passes.split.schedule.windows import ScheduledWindow, schedule
 from tw_compile.planning import DeviceProfile
 from tw_compile.planning import Window as PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split
@@ -95,7 +95,7 @@ def _overlap(graph: fx.Graph, budgets: Budgets, config: Config, piece: bool) -> 
 
 
 def _window(
-    window: Window, sms: int, leaving: tuple[tuple[str, int], ...], planned: PlannedWindow | None
+    window: ScheduledWindow, sms: int, leaving: tuple[tuple[str, int], ...], planned: PlannedWindow | None
 ) -> OverlapWindow:
     return OverlapWindow(
         kind=window.kind,

@@ -19,7 +19,7 @@ from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split import SplitReport, Window, find_token_axis, split_tokens
+from tw_compile.passes.split import ScheduledWindow, SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.peephole.grouped import use_small_groups
@@ -357,7 +357,7 @@ def test_a_split_that_an_option_names_is_planned_for_and_goes_between_requests_w
 def test_window_that_the_plan_does_not_have_gets_enough_for_the_shortest() -> None:
     _, budgets = planned()
     budgets = with_windows(budgets, attention={"ctas": 8}, mlp={"ctas": 24})
-    assert budgets.overlap_sms(Window(0, "epilogue", 1, ((0, 2),), 3)) == 24
+    assert budgets.overlap_sms(ScheduledWindow(0, "epilogue", 1, ((0, 2),), 3)) == 24
 
 
 def test_calls_beside_other_work_keep_residuals_in_the_models_dtype() -> None:

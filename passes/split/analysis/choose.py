@@ -27,7 +27,7 @@ _LOOKED_AT = 2**14
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none.
 
     ``attention_once``: a host's attention can't be split, whatever the plan.
@@ -115,7 +115,7 @@ class _Planner:
         return plan.sizes[0] if self.axis.unit == "token" else plan.sizes[0] * self.batch // plan.tokens
 
 
-def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
+def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> SplitChoice | NotSplit:
     """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
 
     Args:
@@ -142,7 +142,7 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
 
 def choose_split_of_host(
     graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph
-) -> Choice | NotSplit:
+) -> SplitChoice | NotSplit:
     """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
 
     Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
@@ -163,12 +163,12 @@ def choose_split_of_host(
         reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
         return NotSplit(reason, (unknown or joins)[0].detail)
     choice = _choose_of_host(graph, axis, config, profile, host)
-    return replace(choice, attention_once=once) if isinstance(choice, Choice) else choice
+    return replace(choice, attention_once=once) if isinstance(choice, SplitChoice) else choice
 
 
 def _choose_of_host(
     graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None, host: HostGraph
-) -> Choice | NotSplit:
+) -> SplitChoice | NotSplit:
     if config.split_tokens is not None:
         return _as_asked(graph, axis, config, profile, host)
     planners = _planners(graph, [axis], config, profile, host)
@@ -222,7 +222,7 @@ def _as_asked(
     config: Config,
     profile: DeviceProfile | None,
     host: HostGraph | None = None,
-) -> Choice | NotSplit:
+) -> SplitChoice | NotSplit:
     """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
 
     The plan is for the largest number of tokens, where that is symbolic.
@@ -236,14 +236,16 @@ def _as_asked(
         if not same_size(axis.batch, 1):
             return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
         planners = _planners(graph, [axis], config, profile, host)
-        return Choice(axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first))
+        return SplitChoice(
+            axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first)
+        )
     if first >= tokens:
         return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
     requests, units = None if host else _requests(graph, axis), first
     if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
         axis, units = requests, first * axis.batch // tokens
     planners = _planners(graph, [axis], config, profile, host)
-    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
+    return SplitChoice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
 
 
 def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:
@@ -255,18 +257,18 @@ def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:
     return "auto" if axis.unit == "token" else Mode.SPLIT
 
 
-def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
+def _planned(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
     """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
     plans = [(planner, planner.plan(tokens)) for planner in planners]
     chosen = [one for one in plans if one[1].mode is not Mode.OFF]
     if chosen:
         near = min(plan.us for _, plan in chosen) * (1.0 + RESOLUTION)
         planner, plan = next(one for one in chosen if one[1].us <= near)
-        return Choice(planner.axis, planner.first(plan), plan)
+        return SplitChoice(planner.axis, planner.first(plan), plan)
     return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
 
 
-def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
+def _planned_range(planner: _Planner, low: int, high: int | None) -> SplitChoice | NotSplit:
     """One graph for ``low`` to ``high`` tokens is split if that pays at some counts and costs nothing at the others."""
     if planner.axis.unit == "token" and planner.batch != 1:
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
@@ -277,7 +279,7 @@ def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | No
     found = ranges.split(low, high)
     if found is not None:
         paying = [plan for plan in found.plans if plan.mode is not Mode.OFF]
-        return Choice(planner.axis, found.first, paying[len(paying) // 2])
+        return SplitChoice(planner.axis, found.first, paying[len(paying) // 2])
     plans = [ranges.at(tokens, least=low) for tokens in ranges.counts(low, high)]
     off = [plan for plan in plans if plan.mode is Mode.OFF]
     if len(off) == len(plans):

@@ -17,7 +17,7 @@ from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, R
 if TYPE_CHECKING:
     from tw_compile.passes.split.analysis.token_axis import TokenAxis
 
-Rule = Callable[["Call"], Verdict]
+Rule = Callable[["OperatorCall"], Verdict]
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
 
     ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
     the library of higher-order operators is ``higher_order``.
-    The rule gets a :class:`Call` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every operand
-    that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that treats
-    the rows of its first argument, ``[tokens, hidden]``, independently::
+    The rule gets an :class:`OperatorCall` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every
+    operand that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that
+    treats the rows of its first argument, ``[tokens, hidden]``, independently::
 
         @token_rule(torch.ops.mylib.fused_experts.default)
-        def _fused_experts(call: Call) -> RowWise | Join:
+        def _fused_experts(call: OperatorCall) -> RowWise | Join:
             return call.row_wise_over(0, dim=0)
     """
 
@@ -78,7 +78,7 @@ def _is_pointwise(target: compat.OpOverload) -> bool:
 
 
 @dataclass
-class Call:
+class OperatorCall:
     """One node as its rule sees it."""
 
     node: fx.Node

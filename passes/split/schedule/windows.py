@@ -41,7 +41,7 @@ class Exposure(StrEnum):
 
 
 @dataclass(frozen=True)
-class Window:
+class ScheduledWindow:
     """Operators that run one after another while the same calls are in flight.
 
     ``computes`` is the half that they belong to; ``joined`` if they read both halves or belong to both, ``shared`` if they
@@ -73,7 +73,7 @@ class Schedule:
     ``reserved`` has for each window the SMs of the fused calls that it hides. ``parts`` knows the graph's operators.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[ScheduledWindow, ...]
     calls: int
     exposed: tuple[Exposed, ...]
     reserved: tuple[int, ...]
@@ -85,7 +85,7 @@ class Schedule:
         return dict(Counter(str(one.reason) for one in self.exposed).most_common())
 
 
-OverlapSMs = int | Callable[[Window], int]
+OverlapSMs = int | Callable[[ScheduledWindow], int]
 
 
 def schedule(
@@ -223,10 +223,10 @@ class _Timeline:
 
     def __init__(self, order: list[fx.Node], calls: list[CommunicationCall], parts: Parts, aside: set[fx.Node]) -> None:
         self._aside = aside
-        self.windows: list[Window] = []
+        self.windows: list[ScheduledWindow] = []
         self.hides: list[tuple[CommunicationCall, ...]] = []
         self.window_of: dict[fx.Node, int] = {}
-        self.hidden_by: dict[CommunicationCall, Window] = {}
+        self.hidden_by: dict[CommunicationCall, ScheduledWindow] = {}
         self.exposed: list[Exposed] = []
         self.most_in_flight = 0
         self._started = False
@@ -274,7 +274,7 @@ class _Timeline:
         whose: Part = "shared" if not halves else halves.pop() if len(halves) == 1 else "joined"
         beside = tuple((_site(call), half_of(call.start)) for call in self._in_flight)
         kind = self._parts.kind_of(self._nodes) if self._started else "prologue"
-        window = Window(len(self.windows), kind, whose, beside, len(self._nodes))
+        window = ScheduledWindow(len(self.windows), kind, whose, beside, len(self._nodes))
         self.windows.append(window)
         self.hides.append(tuple(call for call in self._in_flight if _other(half_of(call.start)) in every))
         for call in self.hides[-1]:
