@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx as fx
@@ -20,6 +21,7 @@ from tw_compile.kernels.collective.transport import (
     group_facts,
     prefer_transport,
 )
+from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
@@ -34,8 +36,11 @@ FLOAT8 = "float8_e4m3fn"
 GATED_FASTER_UNFUSED = "faster_unfused"
 
 
-TokenRange = tuple[int, int | None]
-"""The smallest and the largest token count (inclusive; None: unbounded)."""
+@dataclass(frozen=True)
+class FusionDecisions:
+    """What was decided about each all_reduce of a graph, in graph order."""
+
+    sites: tuple[Site, ...]
 
 
 def fuse_all_reduce_rms_norm(
@@ -62,7 +67,7 @@ def fuse_all_reduce_rms_norm(
     # A site's residual may come from one whose all_reduce was issued later, but whose sum is made earlier.
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
-    rewriter = Rewriter(graph, compat.graph_fake_mode(graph))
+    rewriter = Rewriter(graph)
     layouts = plan_layouts(
         [site for _, site, *_ in fused], [transport for _, _, transport, _ in fused], find_seam(graph)
     )
@@ -76,6 +81,21 @@ def fuse_all_reduce_rms_norm(
     return decided
 
 
+def _fuse(graph: fx.Graph, context: Context) -> Outcome:
+    decided = FusionDecisions(tuple(fuse_all_reduce_rms_norm(graph, context.config, context.gate, context.tokens)))
+    context.keep(decided)
+    counts = Counter[str](site.decision for site in decided.sites)
+    return Outcome(bool(counts["fused"]), counts)
+
+
+FUSE = Pass("fuse_all_reduce_rms_norm", _fuse, transaction="fusion", rolls_back=True)
+
+
+def gated_sites(graph: fx.Graph, detail: str) -> list[Site]:
+    """What to report where the pass is switched off: every all_reduce stays."""
+    return _left_sites(graph, "gated", GATED_OFF, detail)
+
+
 def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
     """What to report when the rewrite raised: every all_reduce stays."""
     return refused_sites(graph, Refusal.REWRITE_FAILED, detail)
@@ -83,9 +103,13 @@ def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
 
 def refused_sites(graph: fx.Graph, reason: Refusal | HostRefusal, detail: str) -> list[Site]:
     """Every all_reduce of the graph, refused for one reason."""
+    return _left_sites(graph, "refused", reason, detail)
+
+
+def _left_sites(graph: fx.Graph, decision: Decision, reason: str, detail: str) -> list[Site]:
     nodes = [node for node in graph.nodes if read_all_reduce(node) is not None]
     return [
-        Site(index, layer_of(node), "all_reduce", "refused", reason, None, None, detail, node.name)
+        Site(index, layer_of(node), "all_reduce", decision, reason, None, None, detail, node.name)
         for index, node in enumerate(nodes)
     ]
 

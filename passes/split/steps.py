@@ -1,110 +1,177 @@
-"""The pass: choose a split, carry it out, order the halves so that they overlap, and say what became of it."""
+"""The passes of the token split, in order: choose a split, carry it out, order both parts so that they overlap, keep the order.
+
+They are one transaction: if one of them fails, the graph is as fusing has left it. What they hand to each other is in the
+context: a :class:`SplitChoice`, a :class:`SplitReport`, a :class:`Schedule`, a :class:`Reserved` and a :class:`Lock`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.fx as fx
 
-from tw_compile import compat
-from tw_compile.config import Config
-from tw_compile.graph.copy import copy_of, restore
-from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, SplitRefused
-from tw_compile.passes.split.analysis.choose import HostGraph, NotSplit, choose_split, choose_split_of_host
+from tw_compile.passes.contract import Context, InductorNeed, Outcome, Pass
+from tw_compile.passes.fusion.forms import read_all_reduce
+from tw_compile.passes.fusion.fuse import FusionDecisions
+from tw_compile.passes.reasons import SplitRefused
+from tw_compile.passes.split.analysis.choose import NotSplit, SplitChoice, choose_split, choose_split_of_host
+from tw_compile.passes.split.analysis.token_axis import analyse
 from tw_compile.passes.split.peephole.expert_keys import narrow_expert_keys
 from tw_compile.passes.split.peephole.grouped import use_small_groups
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
 from tw_compile.passes.split.peephole.residual import narrow_residuals
 from tw_compile.passes.split.rewrite.duplicate import split_tokens
 from tw_compile.passes.split.rewrite.seams import mend_seams
-from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
+from tw_compile.passes.split.schedule.budgets import Budgets, Leaving, reserve_sms
+from tw_compile.passes.split.schedule.dependences import find_calls
 from tw_compile.passes.split.schedule.lock import lock_order
-from tw_compile.passes.split.schedule.windows import ScheduledWindow, schedule
-from tw_compile.planning import DeviceProfile
-from tw_compile.planning import Window as PlannedWindow
-from tw_compile.report import Overlap, OverlapWindow, Split
+from tw_compile.passes.split.schedule.windows import Schedule, schedule
+
+TRANSACTION = "split"
 
 
-def split_graph(
-    graph: fx.Graph,
-    config: Config,
-    profile: DeviceProfile | None,
-    host: HostGraph | None = None,
-) -> Split:
-    """Split ``graph`` in place, as ``config.split`` has it, which is not ``off``.
+@dataclass(frozen=True)
+class Reserved:
+    """The SMs that GEMMs leave, by window."""
 
-    A refusal, or an exception, leaves the graph as it was. Nothing may read the graph afterwards: operators may be in subgraphs
-    that keep their order.
+    leaving: Leaving
 
-    Args:
-        host: What the graph's host says of it; None for torch.compile.
-    """
-    device_profile = "" if profile is None else profile.name
+
+@dataclass(frozen=True)
+class InSlot:
+    """How many calls leave their results in the slot's memory."""
+
+    calls: int
+
+
+def is_wanted(graph: fx.Graph, context: Context) -> bool:
+    """Whether option ``split`` asks for a split of ``graph``; ``auto`` only where something is summed over ranks."""
+    if context.config.split_tokens is not None:
+        return True
+    if context.config.split != "auto":
+        return False
+    decided = context.kept(FusionDecisions)
+    if decided is not None:
+        return bool(decided.sites)
+    return any(read_all_reduce(node) is not None for node in graph.nodes)
+
+
+def _choose(graph: fx.Graph, context: Context) -> Outcome:
+    if not is_wanted(graph, context):
+        return Outcome(False, refused="nothing asks for a split of this graph")
+    given = graph, context.config, context.profile
     choice = (
-        choose_split(graph, config, profile) if host is None else choose_split_of_host(graph, config, profile, host)
+        choose_split(*given, context.analysis)
+        if context.host is None
+        else choose_split_of_host(*given, context.host, context.analysis)
     )
-    if isinstance(choice, NotSplit):
-        return Split(config.split, "off", choice.reason, choice.detail, device_profile=device_profile, plan=choice.plan)
-    before = copy_of(graph)
-    try:
-        result = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
-        if isinstance(result, SplitRefused):
-            return Split(
-                config.split, "off", result.reason, result.detail, device_profile=device_profile, plan=choice.plan
-            )
-        mend_seams(graph)
-        use_small_groups(graph)
-        narrow_expert_keys(graph)
-        piece = host is not None and host.attention is HostAttention.ELSEWHERE
-        overlap = _overlap(graph, Budgets(choice.plan, profile), config, piece)
-    except Exception:
-        restore(graph, before)
-        raise
-    compat.leave_out_combo_kernels()
-    compat.tune_for_examples()
-    return Split(
-        asked=config.split,
-        mode="join" if ATTENTION_JOINS & set(result.joins) else "split",
-        unit=result.unit,
-        sizes=tuple(int(size) if size.isdecimal() else size for size in (result.first, result.second)),
-        duplicated=result.duplicated,
-        shared=result.shared,
-        joined=result.joined,
-        slices=result.slices,
-        cats=result.cats,
-        joins=result.joins,
-        join_details=tuple(result.details),
-        device_profile=device_profile,
-        plan=choice.plan,
-        overlap=overlap,
-    )
+    context.keep(choice)
+    return Outcome(False, refused=f"{choice.reason}: {choice.detail}" if isinstance(choice, NotSplit) else "")
 
 
-def _overlap(graph: fx.Graph, budgets: Budgets, config: Config, piece: bool) -> Overlap:
-    """Put the operators of a split graph into the order of the weave, give windows what the plan says, and keep it so."""
-    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, piece)
+def _split(graph: fx.Graph, context: Context) -> Outcome:
+    choice = context.needed(SplitChoice)
+    analysis = context.analysis(analyse, graph, choice.axis, join_attention=choice.join_attention)
+    result = split_tokens(
+        graph, choice.first, axis=choice.axis, join_attention=choice.join_attention, analysis=analysis
+    )
+    if isinstance(result, SplitRefused):
+        context.keep(NotSplit(result.reason, result.detail, choice.plan))
+        return Outcome(False, refused=f"{result.reason}: {result.detail}")
+    context.keep(result)
+    counts = {name: getattr(result, name) for name in ("duplicated", "joined", "shared", "slices", "cats")}
+    return Outcome(True, counts)
+
+
+def _mend(graph: fx.Graph, context: Context) -> Outcome:
+    return Outcome(mend_seams(graph))
+
+
+def _use_small_groups(graph: fx.Graph, context: Context) -> Outcome:
+    return _counted("gemms", use_small_groups(graph))
+
+
+def _narrow_expert_keys(graph: fx.Graph, context: Context) -> Outcome:
+    return _counted("sorts", narrow_expert_keys(graph))
+
+
+def _schedule(graph: fx.Graph, context: Context) -> Outcome:
+    budgets = _budgets(context)
+    is_piece = context.host is not None and context.host.is_piece
+    calls = context.analysis(find_calls, graph)
+    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, is_piece, calls)
+    context.keep(woven)
     if isinstance(woven, SplitRefused):
-        return Overlap(refused=f"{woven.reason}: {woven.detail}")
-    narrow_residuals(graph)
-    in_slot = leave_results_in_slots(graph)
-    leaving = reserve_sms(graph, woven, budgets) if config.split_gemm_sms == "auto" else {}
-    lock = lock_order(graph)
-    windows = tuple(
-        _window(window, sms, leaving.get(window.index, ()), budgets.planned(window))
-        for window, sms in zip(woven.windows, woven.reserved, strict=True)
-    )
-    return Overlap(woven.calls, windows, woven.exposures, lock.loose, in_slot=in_slot)
+        return Outcome(False, refused=f"{woven.reason}: {woven.detail}")
+    return Outcome(True, {"calls": woven.calls, "exposed": len(woven.exposed), "windows": len(woven.windows)})
 
 
-def _window(
-    window: ScheduledWindow, sms: int, leaving: tuple[tuple[str, int], ...], planned: PlannedWindow | None
-) -> OverlapWindow:
-    return OverlapWindow(
-        kind=window.kind,
-        computes=window.computes,
-        beside=window.beside,
-        operators=window.nodes,
-        overlap_sms=sms,
-        gemms_leaving_sms=leaving,
-        compute_us=None if planned is None else planned.compute_us,
-        communication_us=None if planned is None else planned.communication_us,
-        us=None if planned is None else planned.us,
-    )
+def _narrow_residuals(graph: fx.Graph, context: Context) -> Outcome:
+    return _counted("calls", narrow_residuals(graph))
+
+
+def _leave_in_slots(graph: fx.Graph, context: Context) -> Outcome:
+    in_slot = leave_results_in_slots(graph, context.analysis(find_calls, graph))
+    context.keep(InSlot(in_slot))
+    return _counted("calls", in_slot)
+
+
+def _reserve(graph: fx.Graph, context: Context) -> Outcome:
+    if context.config.split_gemm_sms != "auto":
+        return Outcome(False, refused=f"tw_compile.split_gemm_sms is {context.config.split_gemm_sms}")
+    leaving = reserve_sms(graph, context.needed(Schedule), _budgets(context))
+    context.keep(Reserved(leaving))
+    # Where nothing is left, matrices may still stand elsewhere, for GEMMs that were tried as one.
+    return Outcome(True, {"gemms": sum(map(len, leaving.values()))})
+
+
+def _lock(graph: fx.Graph, context: Context) -> Outcome:
+    lock = lock_order(graph, context.analysis(find_calls, graph))
+    context.keep(lock)
+    counts = {"kept": lock.kept, "ordered": lock.ordered, "cloned": lock.cloned, "loose": len(lock.loose)}
+    return Outcome(True, counts)
+
+
+def _budgets(context: Context) -> Budgets:
+    return Budgets(context.needed(SplitChoice).plan, context.profile)
+
+
+def _counted(what: str, number: int) -> Outcome:
+    """Of a pass that changes the graph where it counts something."""
+    return Outcome(bool(number), {what: number})
+
+
+_CHOICE, _TOKENS, _ORDER = "choose_split", "split_tokens", "schedule"
+_ALONE = "the parts would run one after the other, and nothing would be hidden"
+
+SPLIT: tuple[Pass, ...] = (
+    Pass(_CHOICE, _choose, TRANSACTION, indispensable="nothing says where to split", edits=False),
+    Pass(
+        _TOKENS,
+        _split,
+        TRANSACTION,
+        needs=(_CHOICE,),
+        indispensable="there is nothing to order",
+        inductor=(InductorNeed.NO_COMBO_KERNELS, InductorNeed.TUNE_FOR_EXAMPLES),
+    ),
+    Pass(
+        "mend_seams",
+        _mend,
+        TRANSACTION,
+        needs=(_TOKENS,),
+        indispensable="the next graph of a host would take apart what this one has put together",
+    ),
+    Pass("use_small_groups", _use_small_groups, TRANSACTION, needs=(_TOKENS,)),
+    Pass("narrow_expert_keys", _narrow_expert_keys, TRANSACTION, needs=(_TOKENS,)),
+    Pass(_ORDER, _schedule, TRANSACTION, needs=(_TOKENS,), indispensable=_ALONE, keeps=(find_calls,)),
+    Pass("narrow_residuals", _narrow_residuals, TRANSACTION, needs=(_ORDER,), keeps=(find_calls,)),
+    Pass("leave_results_in_slots", _leave_in_slots, TRANSACTION, needs=(_ORDER,), keeps=(find_calls,)),
+    Pass("reserve_sms", _reserve, TRANSACTION, needs=(_ORDER,), keeps=(find_calls,)),
+    Pass(
+        "lock_order",
+        _lock,
+        TRANSACTION,
+        needs=(_ORDER,),
+        indispensable="Inductor would undo the order, and give away memory that calls still read",
+    ),
+)

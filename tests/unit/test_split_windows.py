@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, woven
+from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, split_graph, woven
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -21,14 +21,13 @@ from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, grouped_mm
 from tw_compile.models import build_decoder, load_config
 from tw_compile.passes.split import ScheduledWindow, SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
-from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.peephole.grouped import use_small_groups
 from tw_compile.passes.split.peephole.residual import narrow_residuals
 from tw_compile.passes.split.rules import attention as rules_attention
+from tw_compile.passes.split.schedule import budgets as budgets_module
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, schedule
-from tw_compile.passes.split.schedule.windows import budgets as budgets_module
 from tw_compile.planning import load_profile
 from tw_compile.report import OverlapWindow, Split
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite

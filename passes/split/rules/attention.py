@@ -38,7 +38,7 @@ from tw_compile.kernels.attention.suffix import DTYPES, attention_suffix
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.causal_mask import objection_to
 from tw_compile.passes.split.analysis.layout import HalfBuilder, Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
 from tw_compile.planning.suffix import pays
 
 SDPA = (
@@ -48,6 +48,14 @@ SDPA = (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
     aten.scaled_dot_product_attention.default,
+)
+
+declare_attention(
+    *SDPA,
+    aten._efficient_attention_forward.default,
+    aten._flash_attention_forward.default,
+    attention_suffix,
+    "higher_order::flex_attention",
 )
 
 CAUSAL_FROM_BOTTOM_RIGHT = 2

@@ -10,7 +10,8 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import same_size
+from tw_compile.graph.predicates import operator_name, same_size
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
 
@@ -38,7 +39,7 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     the library of higher-order operators is ``higher_order``.
     The rule gets an :class:`OperatorCall` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every
     operand that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that
-    treats the rows of its first argument, ``[tokens, hidden]``, independently::
+    treats the rows of its first argument, ``[tokens, hidden]``, independently (for attention see :func:`declare_attention`)::
 
         @token_rule(torch.ops.mylib.fused_experts.default)
         def _fused_experts(call: OperatorCall) -> RowWise | Join:
@@ -51,6 +52,26 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+_attention: set[Any] = set()
+
+
+def declare_attention(*targets: Any) -> None:
+    """Say that operators are attention; ``targets`` as those of :func:`token_rule`. By this a layer's windows are named."""
+    _attention.update(targets)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node calls an operator that is declared to be attention, also through ``auto_functionalized``."""
+    form = functionalised(node)
+    if form is not None:
+        return form.name in _attention
+    if node.op != "call_function":
+        return False
+    if compat.is_higher_order(node.target):
+        return f"higher_order::{node.target.name()}" in _attention  # type: ignore[union-attr]
+    return node.target in _attention or operator_name(node) in _attention
 
 
 def registered(target: Any) -> Registered | None:

@@ -19,12 +19,14 @@ from tw_compile.graph.predicates import is_call, operator_name
 from tw_compile.passes.fusion.forms import Functionalised, functionalised
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfBuilder, Local, Rows, RowWise, Verdict
-from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
 
 _ATTENTION = "vllm::unified_attention_with_output"
 HALF = "tw_compile::vllm_attention_half"
 _UPDATE = "vllm::unified_kv_cache_update"
 _UPDATED = "vllm_kv_cache"
+
+declare_attention(_ATTENTION, HALF)
 
 
 def vllm_attention(node: fx.Node) -> Functionalised | None:

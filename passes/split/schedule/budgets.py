@@ -25,7 +25,7 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
     joint_mm_leaving_sms,
     mm_leaving_sms,
 )
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.peephole import joint
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, ScheduledWindow
 from tw_compile.planning import DeviceProfile, Plan
@@ -112,7 +112,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     waiting: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if woven.parts.gemm_of(node) is not None and _can_leave(node):
-            waiting.setdefault(node.meta[ANNOTATION]["window"], []).append(node)
+            waiting.setdefault(annotation(node)["window"], []).append(node)
     for index, gemms in waiting.items():
         window, sms = woven.windows[index], woven.reserved[index]
         planned = budgets.planned(window)
