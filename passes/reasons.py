@@ -145,6 +145,8 @@ class SplitRefusal(StrEnum):
     ATTENTION_NOT_MEASURED = "attention_not_measured"
     TRANSPORT_NOT_PLANNED = "transport_not_planned"
     FUSION_FAILED = "fusion_failed"
+    EARLIER_PASS_FAILED = "earlier_pass_failed"
+    SWITCHED_OFF = "switched_off"
     SPLIT_FAILED = "split_failed"
     NO_COMMUNICATION = "no_communication"
     CALL_WITHOUT_START = "call_without_start"

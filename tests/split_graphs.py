@@ -11,16 +11,20 @@ from families import FAMILIES
 from graph_builder import copy_of
 
 from tw_compile.config import Config
+from tw_compile.gating.current import current_gate
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import NormSpec
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
-from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
+from tw_compile.passes import manager
+from tw_compile.passes.contract import Context, HostGraph
+from tw_compile.passes.split import SPLIT, SplitChoice, SplitReport, choose_split, split_tokens, summarise
 from tw_compile.passes.split.schedule.budgets import Budgets
 from tw_compile.passes.split.schedule.windows import Schedule, schedule
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.planning import DeviceProfile
+from tw_compile.report import Split
 from tw_compile.testing.capture import capture_graphs
 
 WORLD_SIZE = 2
@@ -171,10 +175,19 @@ def split_and_planned(
         family, 3, 21, dtype=torch.bfloat16, **({} if config is None else {"config": config}), **fields
     )
     choice = choose_split(graph, options, profile)
-    assert isinstance(choice, Choice) and choice.plan is not None
+    assert isinstance(choice, SplitChoice) and choice.plan is not None
     report = split_tokens(graph, choice.first, axis=choice.axis, join_attention=choice.join_attention)
     assert isinstance(report, SplitReport)
     return graph, Budgets(choice.plan, profile)
+
+
+def split_graph(graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph | None = None) -> Split:
+    """Run the passes of the split alone over a graph, as the fusion pass leaves it."""
+    context = Context(config, current_gate(config), profile, host)
+    manager.run(graph, context, SPLIT)
+    split = summarise(context)
+    assert split is not None
+    return split
 
 
 def woven(graph: fx.Graph, budgets: Budgets) -> Schedule:

@@ -53,6 +53,8 @@ class Config:
             with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
+        disable_passes: Names of passes that are switched off (``tw_compile.passes.manager.ORDER``), a list or with commas
+            between. Switching off one that the token split is wrong without switches off all of the split.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:
@@ -73,6 +75,7 @@ class Config:
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"
+    disable_passes: tuple[str, ...] = ()
     strict: bool = dataclasses.field(default_factory=environment.strict)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,7 @@ class Config:
         self._check_type("thresholds", str, "auto, off or a file")
         self._check_type("device_profile", str, "auto, the name of a profile or a TOML file")
         self._check_split()
+        self._check_passes()
         self._check_count("vllm_layer_groups", "layers")
         self._check_count("fuse_min_bytes", "bytes")
         if self.fuse_max_bytes is not None:
@@ -113,6 +117,19 @@ class Config:
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
             raise ValueError(f"{OPTION_PREFIX}split: expected {wording}, got {self.split!r}")
+
+    def _check_passes(self) -> None:
+        value: Any = self.disable_passes
+        if isinstance(value, str):
+            value = [name.strip() for name in value.split(",") if name.strip()]
+        if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+            wording = "names of passes, as 'narrow_residuals,reserve_sms'"
+            raise TypeError(f"{OPTION_PREFIX}disable_passes: expected {wording}, got {value!r}")
+        object.__setattr__(self, "disable_passes", tuple(dict.fromkeys(value)))
+        if value:
+            from tw_compile.passes.manager import check_names  # which needs this module
+
+            check_names(value)
 
     @property
     def split_tokens(self) -> int | None:

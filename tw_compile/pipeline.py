@@ -15,9 +15,9 @@ from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.gate import Gate
 from tw_compile.kernels.runtime import operator
-from tw_compile.passes import fusion, split
+from tw_compile.passes import fusion, manager, split
+from tw_compile.passes.contract import Context, HostGraph, InductorNeed
 from tw_compile.passes.reasons import HostRefusal, SplitRefusal
-from tw_compile.planning import DeviceProfile
 
 logger = logging.getLogger("tw_compile")
 
@@ -52,31 +52,28 @@ class TWCompilePass(compat.CustomGraphPass):
             self.before(graph)
         self.rewrite(graph, current_gate(self.config))  # what is wrong with a user's file is the user's to know
 
-    def rewrite(self, graph: fx.Graph, gate: Gate, host: split.HostGraph | None = None) -> report.GraphReport:
+    def rewrite(self, graph: fx.Graph, gate: Gate, host: HostGraph | None = None) -> report.GraphReport:
         """Rewrite ``graph`` by ``gate`` and publish the report.
 
         Args:
-            host: For fusing its token counts, see :func:`fusion.fuse_all_reduce_rms_norm`; for splitting
-                :func:`split.split_graph`.
+            host: What the graph's host says of it; None for torch.compile.
         """
-        tokens = None if host is None else host.counts
-        result = report.GraphReport(tokens=tokens)
         begin = time.perf_counter()
-        profile = split.current_profile(self.config)
-        try:
-            result.sites = fusion.fuse_all_reduce_rms_norm(graph, self.config, gate, tokens)
-        except Exception as error:
-            if self.config.strict:
-                raise
-            result.warning = f"{type(error).__name__}: {error}"
-            result.sites = fusion.failed_sites(graph, result.warning)
-            logger.warning("tw_compile left a graph as it was: %s", result.warning, exc_info=True)
-        counts = result.counts
-        level = logging.INFO if counts["fused"] else logging.DEBUG
-        message = "tw_compile: %d of %d all_reduces fused %s"
-        logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
-        if self.config.split_tokens is not None or (self.config.split == "auto" and result.sites):
-            result.split = self._split(graph, profile, result, host)
+        context = Context(self.config, gate, split.current_profile(self.config), host)
+        if fusion.FUSE.name in self.config.disable_passes:
+            detail = f"tw_compile.disable_passes names {fusion.FUSE.name}"
+            context.keep(fusion.FusionDecisions(tuple(fusion.gated_sites(graph, detail))))
+        run = manager.run(graph, context)
+        result = report.GraphReport(
+            _sites(graph, context, run),
+            _split(graph, context, run),
+            warning=run.warning,
+            tokens=context.tokens,
+            passes=run.reports,
+        )
+        _log(result)
+        for need in sorted(run.inductor):
+            _TELL_INDUCTOR[need]()
         compat.lower_as_calls(operator.defined())
         result.seconds = time.perf_counter() - begin
         report.publish(result)
@@ -87,32 +84,6 @@ class TWCompilePass(compat.CustomGraphPass):
         result = report.GraphReport(fusion.refused_sites(graph, reason, detail))
         report.publish(result)
         return result
-
-    def _split(
-        self,
-        graph: fx.Graph,
-        profile: DeviceProfile | None,
-        result: report.GraphReport,
-        host: split.HostGraph | None,
-    ) -> report.Split:
-        """Split what fusing has left; the fused graph stays if that is refused or fails."""
-        asked = self.config.split
-        if result.warning:
-            done = report.Split(asked, "off", SplitRefusal.FUSION_FAILED, result.warning)
-        else:
-            try:
-                done = split.split_graph(graph, self.config, profile, host)
-            except Exception as error:
-                if self.config.strict:
-                    raise
-                result.warning = f"{type(error).__name__}: {error}"
-                done = report.Split(asked, "off", SplitRefusal.SPLIT_FAILED, result.warning)
-                logger.warning("tw_compile did not split a graph: %s", result.warning, exc_info=True)
-        if done.mode == "off":
-            logger.info("tw_compile: tokens not split, %s: %s", done.reason, done.detail)
-        else:
-            logger.info("tw_compile: %ss split %s + %s, joins %s", done.unit, *done.sizes, done.joins or "none")
-        return done
 
     def uuid(self) -> bytes | None:
         """Identifies everything the result depends on: sources, configuration, thresholds, device profile, groups, user's pass.
@@ -131,7 +102,54 @@ class TWCompilePass(compat.CustomGraphPass):
         """All that of :meth:`uuid` but the user's pass, as text."""
         profile = split.current_profile(self.config)
         groups = compat.process_group_facts()
-        return "\n".join([source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)])
+        own = [source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)]
+        return "\n".join([*own, manager.identity()])
+
+
+_TELL_INDUCTOR: dict[InductorNeed, Callable[[], None]] = {
+    InductorNeed.NO_COMBO_KERNELS: compat.leave_out_combo_kernels,
+    InductorNeed.TUNE_FOR_EXAMPLES: compat.tune_for_examples,
+}
+
+
+def _sites(graph: fx.Graph, context: Context, run: manager.Run) -> list[report.Site]:
+    decided = context.kept(fusion.FusionDecisions)
+    return fusion.failed_sites(graph, run.warning) if decided is None else list(decided.sites)
+
+
+def _split(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
+    """What became of the tokens; the fused graph stays where a split is refused or fails."""
+    if not split.is_wanted(graph, context):
+        return None
+    first = run.report_of(split.SPLIT[0].name)
+    assert first is not None
+    if run.failed is not None and run.failed.transaction == split.TRANSACTION:
+        return _not_split(context, SplitRefusal.SPLIT_FAILED, run.warning)
+    if first.outcome == "not_run":
+        by_fusion = run.failed is fusion.FUSE
+        reason = SplitRefusal.FUSION_FAILED if by_fusion else SplitRefusal.EARLIER_PASS_FAILED
+        return _not_split(context, reason, run.warning)
+    if first.outcome == "off":
+        return _not_split(context, SplitRefusal.SWITCHED_OFF, first.detail)
+    return split.summarise(context)
+
+
+def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Split:
+    return report.Split(context.config.split, "off", reason, detail)
+
+
+def _log(result: report.GraphReport) -> None:
+    counts = result.counts
+    level = logging.INFO if counts["fused"] else logging.DEBUG
+    message = "tw_compile: %d of %d all_reduces fused %s"
+    logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
+    done = result.split
+    if done is None:
+        return
+    if done.mode == "off":
+        logger.info("tw_compile: tokens not split, %s: %s", done.reason, done.detail)
+    else:
+        logger.info("tw_compile: %ss split %s + %s, joins %s", done.unit, *done.sizes, done.joins or "none")
 
 
 _digests: dict[tuple[Path, ...], str] = {}

@@ -140,9 +140,33 @@ class Split:
         return result
 
 
+PassOutcome = Literal["changed", "unchanged", "refused", "failed", "undone", "off", "not_run"]
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What became of one pass on one graph.
+
+    Attributes:
+        name: As ``tw_compile.disable_passes`` takes it.
+        outcome: ``changed`` or ``unchanged``, the graph, by a pass that ran. ``refused``: it does not do this graph.
+            ``failed``: it raised; ``undone``: it had changed the graph when another one of its transaction did. ``off``:
+            switched off. ``not_run``: what it needs was refused, or a pass before it has failed.
+        seconds: What it took; 0.0 if it did not run.
+        counts: What it counts, by name.
+        detail: Why, where it was refused, failed or did not run.
+    """
+
+    name: str
+    outcome: PassOutcome
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    detail: str = ""
+
+
 @dataclass
 class GraphReport:
-    """What the pipeline did to one graph; ``seconds`` is the time all passes took together.
+    """What the pipeline did to one graph; ``seconds`` is the time all passes took together, ``passes`` has each, in order.
 
     ``split`` is None where that option is off. ``tokens`` is the range of token counts (inclusive) that a host compiles the
     graph for, if it has such; ``fused_by_host`` counts fused operators of the host's own, whose all_reduces are not among
@@ -155,6 +179,7 @@ class GraphReport:
     warning: str = ""
     tokens: tuple[int, int | None] | None = None
     fused_by_host: int = 0
+    passes: list[PassReport] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -185,6 +210,7 @@ class GraphReport:
             "seconds": self.seconds,
             "tokens": self.tokens,
             "fused_by_host": self.fused_by_host,
+            "passes": [asdict(report) for report in self.passes],
         }
 
 

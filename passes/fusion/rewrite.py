@@ -17,7 +17,7 @@ all readers follow ``wait_``. Insertion only adds nodes and can be undone; the g
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,12 +32,7 @@ from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale
 from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
-
-ANNOTATION = "tw_compile"
-"""Key on ``node.meta`` of every node the passes add: ``{"site": int, "role": str, "stream": int}``.
-
-Stream 0 is the stream that the graph runs on. A start also has ``stream_dtype``: what the model keeps its residual in.
-"""
+from tw_compile.passes.nodes import Annotation, Inserter, annotate
 
 _FUSE_ONLY_SLOT = 0
 
@@ -52,15 +47,14 @@ class _Inserted:
     layout: ResidualLayout
 
 
-@dataclass
 class Rewriter:
     """Inserts operators for sites one by one, then commits all of them or none."""
 
-    graph: fx.Graph
-    fake_mode: Any
-    _new: list[fx.Node] = field(default_factory=list)
-    _done: dict[int, _Inserted] = field(default_factory=dict)
-    _sizes_known: dict[Any, fx.Node] = field(default_factory=dict)
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._inserter = Inserter(graph)
+        self._done: dict[int, _Inserted] = {}
+        self._sizes_known: dict[Any, fx.Node] = {}
 
     def insert(
         self, site: FusionSite, index: int, layout: ResidualLayout, transport: str, gemm: fx.Node | None = None
@@ -109,7 +103,7 @@ class Rewriter:
             ),
             "start",
         )
-        start.meta[ANNOTATION]["stream_dtype"] = h.dtype
+        annotate(start, stream_dtype=h.dtype)
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
         keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
@@ -150,32 +144,20 @@ class Rewriter:
         """Enter with the rows of ``residual`` that the rank owns."""
         (enter,) = residual.all_input_nodes
         _change_arguments(enter, (*enter.args[:2], residual.meta["val"].dtype))
-        with compat.tracing_fake_mode(self.fake_mode):
-            enter.meta["val"] = enter_layers(*fx.map_arg(enter.args, lambda node: node.meta["val"]))
+        enter.meta["val"] = self._inserter.fake(enter_layers, enter.args, {})
         residual.meta["val"] = enter.meta["val"][1]
 
     def roll_back(self) -> None:
         """Remove every inserted node; the graph is as it was."""
-        for node in reversed(self._new):
-            self.graph.erase_node(node)
-        self._new.clear()
+        self._inserter.roll_back()
         self._done.clear()
 
     def _call(self, target: Any, args: tuple[Any, ...], role: str, **kwargs: Any) -> fx.Node:
         with self.graph.inserting_after(self._last):
-            node = self.graph.call_function(target, args, kwargs)
-        self._new.append(node)
-        self._last = node
-        for key in ("nn_module_stack", "stack_trace", "seq_nr", "original_aten"):
-            if key in self._like.meta:
-                node.meta[key] = self._like.meta[key]
-        node.meta[ANNOTATION] = self._annotation(role)
-        fake_args = fx.map_arg(args, lambda n: n.meta["val"])
-        with compat.tracing_fake_mode(self.fake_mode):
-            node.meta["val"] = target(*fake_args, **kwargs)
-        return node
+            self._last = self._inserter.call(target, args, kwargs, like=self._like, noted=self._annotation(role))
+        return self._last
 
-    def _annotation(self, role: str) -> dict[str, Any]:
+    def _annotation(self, role: str) -> Annotation:
         return {"site": self._site_index, "role": role, "stream": 0}
 
     def _rows(self, node: fx.Node) -> fx.Node:
@@ -210,8 +192,8 @@ class Rewriter:
             with self.graph.inserting_after(self._last):
                 copies[node] = self.graph.node_copy(node, lambda arg: copies.get(arg, arg))
             self._last = copies[node]
-            self._new.append(self._last)
-            self._last.meta[ANNOTATION] = self._annotation("weight")
+            self._inserter.new.append(self._last)
+            annotate(self._last, **self._annotation("weight"))
         weight = site.norm.weight
         return None if weight is None else copies.get(weight, weight)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tw_compile.passes.split.analysis.choose import Choice, HostGraph, NotSplit, choose_split, choose_split_of_host
+from tw_compile.passes.contract import HostGraph
+from tw_compile.passes.split.analysis.choose import NotSplit, SplitChoice, choose_split, choose_split_of_host
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import (
     HalfCall,
@@ -17,17 +18,20 @@ from tw_compile.passes.split.analysis.layout import (
 )
 from tw_compile.passes.split.analysis.profile import current_profile
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
-from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
 from tw_compile.passes.split.rules.vllm_attention import vllm_attention
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
-from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, Window, schedule
+from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, ScheduledWindow, schedule
+from tw_compile.passes.split.steps import SPLIT, TRANSACTION, is_wanted
+from tw_compile.passes.split.summary import summarise
 
 __all__ = [
+    "SPLIT",
+    "TRANSACTION",
     "Analysis",
-    "Call",
-    "Choice",
+    "OperatorCall",
+    "SplitChoice",
     "Exposed",
     "Exposure",
     "GraphLayer",
@@ -46,18 +50,20 @@ __all__ = [
     "SplitReport",
     "TokenAxis",
     "Verdict",
-    "Window",
+    "ScheduledWindow",
     "analyse",
     "choose_split",
     "choose_split_of_host",
     "current_profile",
+    "declare_attention",
     "find_token_axis",
+    "is_wanted",
     "layer_of_graph",
     "layer_of_piece",
     "lock_order",
     "schedule",
-    "split_graph",
     "split_tokens",
+    "summarise",
     "token_rule",
     "vllm_attention",
 ]

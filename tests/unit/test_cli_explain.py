@@ -14,7 +14,7 @@ from tw_compile import Config
 from tw_compile.cli import explain
 from tw_compile.cli.app import app
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split.analysis.choose import Choice, NotSplit, choose_split
+from tw_compile.passes.split.analysis.choose import NotSplit, SplitChoice, choose_split
 from tw_compile.planning import load_profile
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 
@@ -44,7 +44,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, "layer_of_model", layer_with_flash)
 
 
-def chosen(tokens: int, named: str = "auto", model: str = MODEL) -> Choice | NotSplit:
+def chosen(tokens: int, named: str = "auto", model: str = MODEL) -> SplitChoice | NotSplit:
     """What the pass decides about one layer, as the fusion pass leaves it; ``auto`` is a process on an H200."""
     profile = load_profile("H200" if named == "auto" else named)
     with fake_process_group(4), fake_cuda():
@@ -61,9 +61,9 @@ def test_what_explain_says_is_what_the_pass_chooses(tokens: int, splits: bool, n
     choice = chosen(tokens, named)
     (message,) = explained(*ARGS, "--tokens", str(tokens), "--device-profile", named)
     split = message["split"]
-    assert isinstance(choice, Choice) is splits is bool(split["sizes"])
+    assert isinstance(choice, SplitChoice) is splits is bool(split["sizes"])
     assert choice.plan is not None
-    if isinstance(choice, Choice):
+    if isinstance(choice, SplitChoice):
         assert split["sizes"] == list(choice.plan.sizes) and split["sizes"][0] == choice.first
         assert (split["mode"], split["gain"]) == (choice.plan.mode, choice.plan.gain)
     else:

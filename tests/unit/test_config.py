@@ -31,6 +31,7 @@ def configs(draw: st.DrawFn) -> Config:
         split=draw(st.sampled_from(["off", "auto", "1", "512"])),
         split_gemm_sms=draw(st.sampled_from(["auto", "off"])),
         device_profile=draw(st.sampled_from(["auto", "H200", "mine.toml"])),
+        disable_passes=draw(st.sampled_from([(), ("lock_order",), ["reserve_sms", "schedule"], "schedule,mend_seams"])),
         strict=draw(st.booleans()),
     )
 
@@ -60,6 +61,7 @@ CHANGED: dict[str, Any] = {
     "split_gemm_sms": "off",
     "vllm_layer_groups": 0,
     "device_profile": "H200",
+    "disable_passes": ("reserve_sms",),
     "strict": True,
 }
 
@@ -112,6 +114,15 @@ def test_digest_changes_with_each_field() -> None:
         ({"split": "\u0665"}, ValueError, "tw_compile.split: expected off, auto or .*, got '\u0665'"),
         ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
+        ({"disable_passes": 3}, TypeError, "tw_compile.disable_passes: expected names of passes, as '.*', got 3"),
+        ({"disable_passes": [3]}, TypeError, r"tw_compile.disable_passes: expected names of passes, .* got \[3\]"),
+        (
+            {"disable_passes": "reserve_sm"},
+            ValueError,
+            "tw_compile.disable_passes: expected passes, of fuse_all_reduce_rms_norm, .*; got 'reserve_sm'; did you mean "
+            r"reserve_sms\?",
+        ),
+        ({"disable_passes": ["zzz"]}, ValueError, "tw_compile.disable_passes: expected passes, .*; got 'zzz'$"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),

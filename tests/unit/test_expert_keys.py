@@ -13,7 +13,7 @@ from graph_builder import GraphBuilder
 from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile.graph.predicates import aten
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotate
 from tw_compile.passes.split import SplitReport, split_tokens
 from tw_compile.passes.split.peephole.expert_keys import narrow_expert_keys
 from tw_compile.testing import fake_process_group
@@ -56,7 +56,7 @@ class Choices(GraphBuilder):
 
     def sort(self, entries: fx.Node, target: Any = aten.sort.default, **options: Any) -> fx.Node:
         sort = self.call(target, self.view(entries, 12), **options)
-        sort.meta[ANNOTATION] = {"split": 1}
+        annotate(sort, split=1)
         self.graph.output((self.call(operator.getitem, sort, 0), self.call(operator.getitem, sort, 1)))
         return sort
 

@@ -22,7 +22,7 @@ from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import Unit
 from tw_compile.passes.split.schedule.dependences import find_calls, predecessors
 from tw_compile.passes.split.schedule.lock import _is_copied_by_readers, has_own_kernel, lock_order
-from tw_compile.passes.split.schedule.windows import Exposure, Schedule, Window, computes, half_of, schedule
+from tw_compile.passes.split.schedule.windows import Exposure, Schedule, ScheduledWindow, computes, half_of, schedule
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_order, find_ops
 
@@ -254,9 +254,9 @@ def test_writes_stay_between_their_readers(pairs: Pairs) -> None:
 
 def test_a_call_that_nothing_hides_gets_all_the_sms() -> None:
     graph = split_graph("llama", "request")
-    asked: list[Window] = []
+    asked: list[ScheduledWindow] = []
 
-    def sms(window: Window) -> int:
+    def sms(window: ScheduledWindow) -> int:
         asked.append(window)
         return 8 + window.index
 

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split import Choice, SplitReport, choose_split, split_tokens
+from tw_compile.passes.split import SplitChoice, SplitReport, choose_split, split_tokens
 from tw_compile.passes.split.analysis.token_axis import Unit
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
@@ -125,7 +125,7 @@ def planned(graph: fx.Graph, profile: str | None, tokens: int) -> Budgets:
     if profile is None:
         return Budgets()
     choice = choose_split(graph, Config(split=str(tokens), device_profile=profile), load_profile(profile))
-    assert isinstance(choice, Choice) and choice.plan is not None
+    assert isinstance(choice, SplitChoice) and choice.plan is not None
     return Budgets(choice.plan, load_profile(profile))
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import HostAttention, SplitRefusal
-from tw_compile.passes.split import Choice
+from tw_compile.passes.split import SplitChoice
 from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.analysis.choose import NotSplit, _Planner
 from tw_compile.passes.split.analysis.layer import GraphLayer
@@ -89,14 +89,14 @@ def test_requests_stay_whole_unless_cutting_one_is_faster_than_can_be_told(
 ) -> None:
     planned(lambda tokens, first, cut: plan_of(2048 + 512 * cut, tokens, 100.0 * (1.0 - faster * cut)))
     choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
-    assert isinstance(choice, Choice) and choice.axis.unit == unit
+    assert isinstance(choice, SplitChoice) and choice.axis.unit == unit
     assert choice.first == {"request": 2, "token": 2560}[unit]
 
 
 def test_a_split_that_pays_is_taken_where_another_does_not(planned: Planned) -> None:
     planned(lambda tokens, first, cut: plan_of(2048, tokens, 100.0, None if cut else Off.NOT_FASTER))
     choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
-    assert isinstance(choice, Choice) and choice.axis.unit == "token"
+    assert isinstance(choice, SplitChoice) and choice.axis.unit == "token"
 
 
 def test_of_splits_that_do_not_pay_the_faster_one_says_why(planned: Planned) -> None:
@@ -145,7 +145,7 @@ def test_a_range_that_loses_at_some_counts_names_a_range_that_pays(planned: Plan
     assert refused.detail.endswith(
         "; 1024 to 8192 would be split: bound it, as by torch._dynamo.mark_dynamic(min=1024, max=8192)"
     )
-    assert isinstance(choose._planned_range(planner(), 1024, 8192), Choice)
+    assert isinstance(choose._planned_range(planner(), 1024, 8192), SplitChoice)
     of_host = choose._planned_range(replace(planner(), host=choose.HostGraph((2, 8192))), 2, 8192)
     assert isinstance(of_host, NotSplit) and of_host.detail.endswith("; 1024 to 8192 would be split")
 
@@ -199,18 +199,18 @@ def test_a_range_must_be_bounded_and_of_one_request_where_that_is_cut(
 ) -> None:
     planned(lambda tokens, first, cut: plan_of(first or tokens // 2, tokens, 100.0))
     result = choose._planned_range(planner(unit, batch), 4000 if high == 4096 else MOST_TOKENS - 8, high)
-    assert isinstance(result, Choice) is splits
-    assert isinstance(result, Choice) or result.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
+    assert isinstance(result, SplitChoice) is splits
+    assert isinstance(result, SplitChoice) or result.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
 
 
-Shared = Callable[[Callable[[int, float], float]], Choice | NotSplit]
+Shared = Callable[[Callable[[int, float], float]], SplitChoice | NotSplit]
 
 
 @pytest.fixture
 def shared(planned: Planned) -> Shared:
     """The choice for 2048 to 8192 tokens, by the time at each count of each share; unsplit it takes 1000."""
 
-    def choice(us: Callable[[int, float], float]) -> Choice | NotSplit:
+    def choice(us: Callable[[int, float], float]) -> SplitChoice | NotSplit:
         def plan(tokens: int, first: int | None, cut: bool) -> Plan:
             if first is None:
                 return plan_of(tokens // 2, tokens, 100.0)
@@ -223,8 +223,8 @@ def shared(planned: Planned) -> Shared:
     return choice
 
 
-def half_of(choice: Choice | NotSplit) -> str:
-    assert isinstance(choice, Choice) and isinstance(choice.first, FirstHalf) and choice.plan is not None
+def half_of(choice: SplitChoice | NotSplit) -> str:
+    assert isinstance(choice, SplitChoice) and isinstance(choice.first, FirstHalf) and choice.plan is not None
     assert (choice.plan.tokens, choice.plan.sizes[0]) == (4096, choice.first(4096))
     return str(choice.first)
 

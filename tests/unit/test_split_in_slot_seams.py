@@ -12,7 +12,7 @@ from graph_builder import GraphBuilder, aten
 
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotate
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
 from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.testing import fake_process_group, find_ops
@@ -37,7 +37,7 @@ class Halves(GraphBuilder):
 
     def enter(self, half: int) -> None:
         node = self.call(enter_layers, self.input(ROWS, WIDTH), GROUP)
-        node.meta[ANNOTATION] = {"split": half}
+        annotate(node, split=half)
         self.entered[half] = self._both(node)
         if half == 2:
             self.call(arrive_, *self.entered[half], [], GROUP, half)

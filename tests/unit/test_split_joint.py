@@ -18,13 +18,13 @@ from tw_compile import Config, compat
 from tw_compile.autotune.measured_reserve import Operand, Reserve
 from tw_compile.graph.predicates import aten, value
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
 from tw_compile.passes.split.peephole.joint import beside, join
 from tw_compile.passes.split.rules import attention as rules_attention
+from tw_compile.passes.split.schedule import budgets as budgets_module
 from tw_compile.passes.split.schedule.budgets import Budgets, joint_mm_of, reserve_sms
 from tw_compile.passes.split.schedule.lock import lock_order
-from tw_compile.passes.split.schedule.windows import budgets as budgets_module
 from tw_compile.planning import load_profile
 from tw_compile.planning.communication import elementwise_us
 from tw_compile.testing import fake_process_group
@@ -80,7 +80,7 @@ def test_queries_keys_and_values_are_one_gemm_and_gate_and_up_another_that_gates
     assert len(gated) == 4 and len(joint) in (3, 4)
     assert {len(node.args[1]) for node in joint} == {3}
     assert not find_ops(graph, "aten.exp")
-    assert all("window" in node.meta[ANNOTATION] for node in (*joint, *gated))
+    assert all("window" in annotation(node) for node in (*joint, *gated))
     for node in joint:
         results = [one.args[1] for one in node.users]
         assert sorted(results) == [0, 1, 2] and all(one.target is operator.getitem for one in node.users)

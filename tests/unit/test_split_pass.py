@@ -270,7 +270,7 @@ def test_a_layer_is_split_without_being_asked_for() -> None:
 
 
 def test_a_graph_without_sums_over_ranks_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tw_compile.pipeline.split.split_graph", lambda *given: pytest.fail("asked for a split"))
+    monkeypatch.setattr("tw_compile.passes.split.steps.choose_split", lambda *given: pytest.fail("asked for a split"))
     graph = fx.Graph()
     graph.output(graph.placeholder("x"))
     with collect_reports() as reports:
@@ -297,7 +297,7 @@ def compiled_passes(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Gr
     """Report, the fused graph, and the graph that the passes left."""
     fused = family_graph("llama", 1, 64)
     graph = copy_of(fused)
-    monkeypatch.setattr("tw_compile.pipeline.fusion.fuse_all_reduce_rms_norm", lambda *args: [])
+    monkeypatch.setattr("tw_compile.passes.fusion.fuse.fuse_all_reduce_rms_norm", lambda *args: [])
     with collect_reports() as reports:
         TWCompilePass(config)(graph)
     return reports[0], snapshot(fused), snapshot(graph)
@@ -345,7 +345,7 @@ def test_graph_that_could_not_be_fused_is_not_split(monkeypatch: pytest.MonkeyPa
     def fail(*args: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("tw_compile.pipeline.fusion.fuse_all_reduce_rms_norm", fail)
+    monkeypatch.setattr("tw_compile.passes.fusion.fuse.fuse_all_reduce_rms_norm", fail)
     before = snapshot(graph)
     with collect_reports() as reports:
         TWCompilePass(Config(split="20", strict=False))(graph)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from split_graphs import random_values, run_alone
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from tw_compile import Config, TWCompilePass, collect_reports
+from tw_compile import Config, TWCompilePass, collect_reports, pipeline
 from tw_compile.backend import make_backend
 from tw_compile.gating.current import current_gate
 from tw_compile.graph.copy import copy_of
@@ -24,8 +25,11 @@ from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.runtime.tokens_of_half import arguments_of, tokens_of_half
 from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.passes import manager
+from tw_compile.passes.contract import Context, HostGraph
+from tw_compile.passes.fusion import FusionDecisions
 from tw_compile.passes.reasons import SplitRefusal
-from tw_compile.passes.split import HostGraph, SplitReport, layer_of_piece, split_tokens
+from tw_compile.passes.split import SPLIT, SplitReport, current_profile, layer_of_piece, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.planning import Attention, Gemm
 from tw_compile.planning.halves import FirstHalf, constant_first_half, shares_of_range
@@ -142,17 +146,12 @@ def _seen(module: Any, args: Any, config: Config, tokens: tuple[int, int | None]
         guards = [] if symbol is None else symbol.node.shape_env.guards
         before = len(guards)
         with collect_reports() as reports:
-            TWCompilePass(Config(**{**vars(config), "split": "off"})).rewrite(
-                graph, current_gate(config), HostGraph(tokens)
-            )
-            found.fused = copy_of(graph)
-            passes = TWCompilePass(config)
-            result = reports[0]
-            if config.split != "off":
-                from tw_compile.passes import split
-
-                result.split = passes._split(graph, split.current_profile(config), result, HostGraph(tokens))
-        found.split, found.warning = result.split, result.warning
+            TWCompilePass(replace(config, split="off")).rewrite(graph, current_gate(config), HostGraph(tokens))
+        found.fused = copy_of(graph)
+        context = Context(config, current_gate(config), current_profile(config), HostGraph(tokens))
+        context.keep(FusionDecisions(tuple(reports[0].sites)))
+        run = manager.run(graph, context, SPLIT)
+        found.split, found.warning = pipeline._split(graph, context, run), run.warning
         found.guards = guards[before:]
         found.graph = copy_of(graph)
 
@@ -307,10 +306,10 @@ def test_pieces_that_are_refused_are_left_as_fused(given: dict[str, Any], reason
 def test_exception_behind_the_rewrite_restores_the_fused_piece(
     monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
 ) -> None:
-    def broken(graph: fx.Graph) -> None:
+    def broken(graph: fx.Graph, calls: object) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("tw_compile.passes.split.apply.lock_order", broken)
+    monkeypatch.setattr("tw_compile.passes.split.steps.lock_order", broken)
     seen = piece((8, 64), split="5", strict=False)
     assert seen.split is not None and (seen.split.mode, seen.split.reason) == ("off", SplitRefusal.SPLIT_FAILED)
     assert snapshot(seen.graph) == snapshot(seen.fused)

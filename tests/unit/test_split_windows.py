@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.fx as fx
-from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, woven
+from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, split_and_planned, split_graph, woven
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -19,16 +19,15 @@ from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
 from tw_compile.models import build_decoder, load_config
-from tw_compile.passes.split import SplitReport, Window, find_token_axis, split_tokens
+from tw_compile.passes.split import ScheduledWindow, SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
-from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.peephole.grouped import use_small_groups
 from tw_compile.passes.split.peephole.residual import narrow_residuals
 from tw_compile.passes.split.rules import attention as rules_attention
+from tw_compile.passes.split.schedule import budgets as budgets_module
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, schedule
-from tw_compile.passes.split.schedule.windows import budgets as budgets_module
 from tw_compile.planning import load_profile
 from tw_compile.report import OverlapWindow, Split
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
@@ -357,7 +356,7 @@ def test_a_split_that_an_option_names_is_planned_for_and_goes_between_requests_w
 def test_window_that_the_plan_does_not_have_gets_enough_for_the_shortest() -> None:
     _, budgets = planned()
     budgets = with_windows(budgets, attention={"ctas": 8}, mlp={"ctas": 24})
-    assert budgets.overlap_sms(Window(0, "epilogue", 1, ((0, 2),), 3)) == 24
+    assert budgets.overlap_sms(ScheduledWindow(0, "epilogue", 1, ((0, 2),), 3)) == 24
 
 
 def test_calls_beside_other_work_keep_residuals_in_the_models_dtype() -> None:

@@ -11,7 +11,7 @@ from graph_builder import GraphBuilder, aten
 from torch.library import Library
 
 from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
-from tw_compile.passes.split import Call, Join, Local, Rows, RowWise, analyse, find_token_axis, token_rule
+from tw_compile.passes.split import Join, Local, OperatorCall, Rows, RowWise, analyse, find_token_axis, token_rule
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis
 
 TOKENS = 6
@@ -193,7 +193,7 @@ def test_one_decorator_declares_an_operator(library: Library) -> None:
     assert layout() is None
 
     @token_rule("tw_compile_test_rules::experts")
-    def _experts(call: Call) -> RowWise | Join:
+    def _experts(call: OperatorCall) -> RowWise | Join:
         return call.row_wise_over(0, dim=0)
 
     assert layout() == Rows(0)
@@ -203,7 +203,7 @@ def test_an_operand_that_a_rule_forgets_joins(library: Library) -> None:
     experts = torch.ops.tw_compile_test_rules.experts.default
 
     @token_rule(experts)
-    def _experts(call: Call) -> RowWise | Join:
+    def _experts(call: OperatorCall) -> RowWise | Join:
         return call.row_wise_over(0, dim=0)
 
     b = GraphBuilder()

@@ -55,7 +55,7 @@ def cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def wide_residuals(monkeypatch: pytest.MonkeyPatch) -> None:
     """Residuals stay as the unsplit graph has them, so that results have the same bits."""
-    monkeypatch.setattr("tw_compile.passes.split.apply.narrow_residuals", lambda graph: 0)
+    monkeypatch.setattr("tw_compile.passes.split.steps.narrow_residuals", lambda graph: 0)
 
 
 @pytest.fixture

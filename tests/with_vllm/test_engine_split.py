@@ -182,10 +182,10 @@ def test_pieces_with_an_operator_without_rule_stay_fused(
 def test_an_exception_behind_the_rewrite_restores_the_fused_pieces(
     folder: Path, unsplit: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(graph: fx.Graph) -> None:
+    def broken(graph: fx.Graph, calls: object) -> None:
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("tw_compile.passes.split.apply.lock_order", broken)
+    monkeypatch.setattr("tw_compile.passes.split.steps.lock_order", broken)
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         outputs, reports = run(engine(folder, split="16", strict=False))
     assert decided(reports) == {(1, 23): ["too_few_tokens"] * 3, (24, 128): ["split_failed"] * 3}

@@ -279,6 +279,16 @@ def order_after(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     preserve_node_ordering(graph, {node: OrderedSet(tensors) for node, tensors in after.items()})
 
 
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add a text to torch's structured trace (``TORCH_TRACE``), which tlparse shows as a file of that name.
+
+    Without a trace this costs nothing: ``text`` is not called.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
 @contextlib.contextmanager
 def tracing_fake_mode(fake_mode: Any) -> Iterator[None]:
     """Run operators on fake tensors of ``fake_mode``; with None the tensors at hand are used as they are."""

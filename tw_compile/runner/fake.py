@@ -67,6 +67,7 @@ def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
         "sites": [asdict(site) for site in result.sites],
         "counts": result.counts,
         "splits": [result.split.as_dict()] if result.split else [],
+        "passes": [[asdict(done) for done in result.passes]],
         "seconds": {
             "build": inspection.build_seconds,
             "compile_to_passes": inspection.compile_seconds,

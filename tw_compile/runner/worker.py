@@ -108,6 +108,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "sites": [asdict(site) for site in fused.sites],
         "counts": counts,
         "splits": [report.split.as_dict() for report in fused.reports if report.split],
+        "passes": [[asdict(done) for done in report.passes] for report in fused.reports],
         "numerics": _numerics(
             spec, reference, eager, baseline.outputs, fused.outputs, promised=counts["fused"] == counts["all_reduce"]
         ),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes import nodes
 
 Target = Any
 """An operator overload, a function, or the name of one: ``all_reduce``, ``aten.add.Tensor``, ``getitem``."""
@@ -35,9 +36,12 @@ def assert_order(graph: fx.Graph, first: Target | fx.Node, second: Target | fx.N
     assert last < begin, f"{last_name} (position {last}) comes after {begin_name} (position {begin})"
 
 
-def annotation(node: fx.Node) -> dict[str, Any] | None:
-    """What the passes noted on a node that they added (``site``, ``role``, ...); None on all others."""
-    return node.meta.get(ANNOTATION)
+def annotation(node: fx.Node) -> Mapping[str, Any] | None:
+    """What the passes noted on a node, as a mapping (``site``, ``role``, ...); None where they noted nothing.
+
+    :class:`tw_compile.passes.nodes.Annotation` has all fields.
+    """
+    return nodes.annotation(node) if nodes.is_annotated(node) else None
 
 
 def assert_annotation(node: fx.Node, **expected: Any) -> None:

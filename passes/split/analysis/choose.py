@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch.fx as fx
 
@@ -12,6 +14,7 @@ from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.collective import ops
+from tw_compile.passes.contract import HostGraph
 from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import Join
@@ -21,13 +24,16 @@ from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_ha
 from tw_compile.planning.plan import RESOLUTION
 from tw_compile.planning.ranges import Ranges
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _SEVERAL = "several requests of unknown length are split between them, not inside of one"
 _LOOKED_AT = 2**14
 """Up to so many tokens it is said of a graph without a bound where a split would pay."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class SplitChoice:
     """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none.
 
     ``attention_once``: a host's attention can't be split, whatever the plan.
@@ -53,21 +59,25 @@ class NotSplit:
     plan: Plan | None = None
 
 
+class Analyser(Protocol):
+    """Computes ``analyse(*operands, **options)``, or has done so before: see :meth:`Context.analysis`."""
+
+    def __call__(self, analyse: Callable[P, T], *operands: P.args, **options: P.kwargs) -> T: ...
+
+
+def _compute(analyse: Callable[P, T], *operands: P.args, **options: P.kwargs) -> T:
+    return analyse(*operands, **options)
+
+
 @dataclass(frozen=True)
-class HostGraph:
-    """What a host says of a graph that it compiles.
+class _Question:
+    """What is to be split, and for whom; ``host`` is None for torch.compile."""
 
-    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
-    Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
-    """
-
-    counts: tuple[int, int | None]
-    attention: HostAttention = HostAttention.ELSEWHERE
-    host_us: float = 0.0
-    captured_tokens: int = 0
-
-    def launch_us(self, tokens: int) -> float:
-        return 0.0 if tokens <= self.captured_tokens else self.host_us
+    graph: fx.Graph
+    config: Config
+    profile: DeviceProfile | None
+    host: HostGraph | None
+    analysis: Analyser
 
 
 @dataclass(frozen=True)
@@ -115,24 +125,28 @@ class _Planner:
         return plan.sizes[0] if self.axis.unit == "token" else plan.sizes[0] * self.batch // plan.tokens
 
 
-def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None) -> Choice | NotSplit:
+def choose_split(
+    graph: fx.Graph, config: Config, profile: DeviceProfile | None, analysis: Analyser = _compute
+) -> SplitChoice | NotSplit:
     """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
 
     Args:
         profile: What ``auto`` plans for, see :func:`tw_compile.passes.split.current_profile`.
+        analysis: What analyses of the graph are computed by, or found in.
     """
+    question = _Question(graph, config, profile, None, analysis)
     if config.split_tokens is None and profile is None:  # first, as it takes no time to say
         return _no_profile()
     axis = find_token_axis(graph)
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
     if config.split_tokens is not None:
-        return _as_asked(graph, axis, config, profile)
+        return _as_asked(question, axis)
     axes = [axis]
     requests = _requests(graph, axis)
     if requests is not None:
         axes.insert(0, requests)
-    planners = _planners(graph, axes, config, profile)
+    planners = _planners(question, axes)
     if isinstance(planners, NotSplit):
         return planners
     if isinstance(axis.tokens, int):
@@ -141,8 +155,8 @@ def choose_split(graph: fx.Graph, config: Config, profile: DeviceProfile | None)
 
 
 def choose_split_of_host(
-    graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph
-) -> Choice | NotSplit:
+    graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph, analysis: Analyser = _compute
+) -> SplitChoice | NotSplit:
     """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
 
     Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
@@ -156,22 +170,20 @@ def choose_split_of_host(
     if isinstance(axis, SplitRefused):
         return NotSplit(axis.reason, axis.detail)
     once = host.attention is HostAttention.ONCE
-    verdicts = analyse(graph, axis, join_attention=once).verdicts.values()
+    verdicts = analysis(analyse, graph, axis, join_attention=once).verdicts.values()
     joins = [one for one in verdicts if isinstance(one, Join) and not (once and one.reason in ATTENTION_JOINS)]
     unknown = [one for one in joins if one.reason is JoinReason.UNKNOWN_OPERATOR]
     if joins:
         reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
         return NotSplit(reason, (unknown or joins)[0].detail)
-    choice = _choose_of_host(graph, axis, config, profile, host)
-    return replace(choice, attention_once=once) if isinstance(choice, Choice) else choice
+    choice = _choose_of_host(_Question(graph, config, profile, host, analysis), axis, host)
+    return replace(choice, attention_once=once) if isinstance(choice, SplitChoice) else choice
 
 
-def _choose_of_host(
-    graph: fx.Graph, axis: TokenAxis, config: Config, profile: DeviceProfile | None, host: HostGraph
-) -> Choice | NotSplit:
-    if config.split_tokens is not None:
-        return _as_asked(graph, axis, config, profile, host)
-    planners = _planners(graph, [axis], config, profile, host)
+def _choose_of_host(question: _Question, axis: TokenAxis, host: HostGraph) -> SplitChoice | NotSplit:
+    if question.config.split_tokens is not None:
+        return _as_asked(question, axis)
+    planners = _planners(question, [axis])
     if isinstance(planners, NotSplit):
         return planners
     return (
@@ -187,15 +199,14 @@ def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
     return found if isinstance(found, TokenAxis) else None
 
 
-def _planners(
-    graph: fx.Graph, axes: list[TokenAxis], config: Config, profile: DeviceProfile | None, host: HostGraph | None = None
-) -> list[_Planner] | NotSplit:
+def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | NotSplit:
     """One for each of the axes, which are of the same tokens."""
+    graph, config, profile, host = question.graph, question.config, question.profile, question.host
     if profile is None:
         return _no_profile()
     axis = axes[-1]
-    piece = host is not None and host.attention is HostAttention.ELSEWHERE
-    layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
+    is_piece = host is not None and host.is_piece
+    layer = layer_of_piece(graph, axis) if is_piece else layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
     attention = layer.shape.attention
@@ -209,25 +220,17 @@ def _planners(
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
-    attentions = [_attention(graph, one, host) for one in axes]
     return [
-        _Planner(one, axis.batch, profile, layer, kernel, attention, leave, host)
-        for one, attention in zip(axes, attentions, strict=True)
+        _Planner(each, axis.batch, profile, layer, kernel, _attention(question, each), leave, host) for each in axes
     ]
 
 
-def _as_asked(
-    graph: fx.Graph,
-    axis: TokenAxis,
-    config: Config,
-    profile: DeviceProfile | None,
-    host: HostGraph | None = None,
-) -> Choice | NotSplit:
+def _as_asked(question: _Question, axis: TokenAxis) -> SplitChoice | NotSplit:
     """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
 
     The plan is for the largest number of tokens, where that is symbolic.
     """
-    first, tokens = config.split_tokens, axis.tokens
+    first, tokens, host = question.config.split_tokens, axis.tokens, question.host
     assert first is not None
     if not isinstance(tokens, int):
         half = _constant_half(first, *(compat.size_bounds(tokens) if host is None else host.counts))
@@ -235,38 +238,40 @@ def _as_asked(
             return half
         if not same_size(axis.batch, 1):
             return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
-        planners = _planners(graph, [axis], config, profile, host)
-        return Choice(axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first))
+        planners = _planners(question, [axis])
+        return SplitChoice(
+            axis, half, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(half.high, first)
+        )
     if first >= tokens:
         return NotSplit(SplitRefusal.TOO_FEW_TOKENS, f"a first half of {first} leaves none of {tokens} tokens")
-    requests, units = None if host else _requests(graph, axis), first
+    requests, units = None if host else _requests(question.graph, axis), first
     if requests is not None and isinstance(axis.batch, int) and first * axis.batch % tokens == 0:
         axis, units = requests, first * axis.batch // tokens
-    planners = _planners(graph, [axis], config, profile, host)
-    return Choice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
+    planners = _planners(question, [axis])
+    return SplitChoice(axis, units, None if isinstance(planners, NotSplit) else planners[0].plan_anyway(tokens, first))
 
 
-def _attention(graph: fx.Graph, axis: TokenAxis, host: HostGraph | None) -> str:
+def _attention(question: _Question, axis: TokenAxis) -> str:
     """Which modes the planner may choose: where rules join attention, that; where a sequence is cut, the faster one."""
-    if host is not None and host.attention is not HostAttention.HALVES:
+    if question.host is not None and question.host.attention is not HostAttention.HALVES:
         return Mode.JOIN
-    if ATTENTION_JOINS & set(analyse(graph, axis).joins):
+    if ATTENTION_JOINS & set(question.analysis(analyse, question.graph, axis, join_attention=False).joins):
         return Mode.JOIN
     return "auto" if axis.unit == "token" else Mode.SPLIT
 
 
-def _planned(planners: list[_Planner], tokens: int) -> Choice | NotSplit:
+def _planned(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
     """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
     plans = [(planner, planner.plan(tokens)) for planner in planners]
     chosen = [one for one in plans if one[1].mode is not Mode.OFF]
     if chosen:
         near = min(plan.us for _, plan in chosen) * (1.0 + RESOLUTION)
         planner, plan = next(one for one in chosen if one[1].us <= near)
-        return Choice(planner.axis, planner.first(plan), plan)
+        return SplitChoice(planner.axis, planner.first(plan), plan)
     return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
 
 
-def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | NotSplit:
+def _planned_range(planner: _Planner, low: int, high: int | None) -> SplitChoice | NotSplit:
     """One graph for ``low`` to ``high`` tokens is split if that pays at some counts and costs nothing at the others."""
     if planner.axis.unit == "token" and planner.batch != 1:
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)
@@ -277,7 +282,7 @@ def _planned_range(planner: _Planner, low: int, high: int | None) -> Choice | No
     found = ranges.split(low, high)
     if found is not None:
         paying = [plan for plan in found.plans if plan.mode is not Mode.OFF]
-        return Choice(planner.axis, found.first, paying[len(paying) // 2])
+        return SplitChoice(planner.axis, found.first, paying[len(paying) // 2])
     plans = [ranges.at(tokens, least=low) for tokens in ranges.counts(low, high)]
     off = [plan for plan in plans if plan.mode is Mode.OFF]
     if len(off) == len(plans):

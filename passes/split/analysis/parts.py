@@ -2,7 +2,7 @@
 
 A part is what a half computes between two starts. One with an attention operator has projections before and behind it, any
 other with a GEMM is an MLP; so are the planner's windows named. What follows a half's last start is the epilogue. This decides
-what a window runs with and what it is called, never what is computed: attention is told by its name.
+what a window runs with and what it is called, never what is computed. Rules say which operators are attention.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Literal
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, value
+from tw_compile.graph.predicates import aten, is_call, operator_name, value
 from tw_compile.kernels.collective import ops
-from tw_compile.passes.fusion.forms import functionalised
-from tw_compile.passes.fusion.rewrite import ANNOTATION
-from tw_compile.passes.split.rewrite.duplicate import Part
+from tw_compile.kernels.gemm.mm_leaving_sms import grouped_mm_leaving_sms
+from tw_compile.passes.nodes import Part, annotation
+from tw_compile.passes.split.rules.registry import is_attention
 from tw_compile.passes.split.schedule.dependences import CommunicationCall, makes_view
 
 Kind = Literal["prologue", "attention", "qkv", "join", "o_proj", "mlp", "epilogue"]
@@ -28,9 +28,12 @@ then ``qkv`` and ``o_proj`` are the projections before and behind. ``prologue``:
 there is no GEMM, as with embeddings."""
 
 
+_GROUPED_GEMMS = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
+
+
 def half_of(node: fx.Node) -> Part:
     """Whose tokens an operator works on."""
-    return node.meta.get(ANNOTATION, {}).get("split", "shared")
+    return annotation(node).get("split", "shared")
 
 
 def computes(node: fx.Node) -> bool:
@@ -46,7 +49,7 @@ def is_plain_gemm(node: fx.Node) -> bool:
 
 
 def _is_grouped_gemm(node: fx.Node) -> bool:
-    return "grouped_mm" in str(node.target)
+    return node.target is grouped_mm_leaving_sms or operator_name(node) in _GROUPED_GEMMS
 
 
 @dataclass(eq=False)
@@ -91,7 +94,7 @@ class Parts:
             self._part[node] = part
             if part is None:
                 continue
-            if _is_attention(node):
+            if is_attention(node):
                 for one in [part] if half in (1, 2) else of_half.values():
                     one.has_attention = True
             elif not part.has_attention or part in o_proj:
@@ -103,7 +106,7 @@ class Parts:
 
     def kind_of(self, nodes: Sequence[fx.Node]) -> Kind:
         """The kind of a window of these operators, in their order, where a call has been started before."""
-        attention = [node for node in nodes if _is_attention(node)]
+        attention = [node for node in nodes if is_attention(node)]
         if attention:
             return "attention" if all(half_of(node) in (1, 2) for node in attention) else "join"
         own = [node for node in nodes if half_of(node) != "shared"] or nodes
@@ -122,8 +125,3 @@ class Parts:
         if part.has_attention:
             return "o_proj" if node in self._behind_attention else "qkv"
         return "down" if node is part.gemms[-1] else "gate_up"
-
-
-def _is_attention(node: fx.Node) -> bool:
-    form = functionalised(node)
-    return "attention" in (str(node.target) if form is None else form.name)

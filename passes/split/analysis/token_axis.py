@@ -20,7 +20,7 @@ from tw_compile.kernels.collective import ops
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Verdict
-from tw_compile.passes.split.rules.registry import Call, registered
+from tw_compile.passes.split.rules.registry import OperatorCall, registered
 
 Unit = Literal["token", "request"]
 
@@ -223,7 +223,7 @@ def _ask(node: fx.Node, analysis: Analysis, split: list[fx.Node], joined: set[fx
     rule = registered(node.target)
     if not split and (rule is None or not rule.enters or node not in analysis.token_dependent):
         return None
-    call = Call(
+    call = OperatorCall(
         node, analysis.axis, analysis.layouts, analysis.token_dependent, analysis.row_wise, analysis.join_attention
     )
     if node in joined:

@@ -14,7 +14,7 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, peel_views, value
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
 
 _DTYPES = ((256, torch.uint8), (32768, torch.int16))
@@ -33,10 +33,10 @@ def narrow_expert_keys(graph: fx.Graph) -> int:
         dtype = _dtype_of(keys)
         if dtype is None or half_of(sort) not in (1, 2):
             continue
-        wide, fake_mode = keys.meta["val"].dtype, compat.graph_fake_mode(graph)
+        wide = keys.meta["val"].dtype
         narrow = _cast(graph, keys, dtype, before=sort)
         sort.replace_input_with(keys, narrow)
-        with compat.tracing_fake_mode(fake_mode):
+        with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
             values, indices = sort.meta["val"]
             sort.meta["val"] = (values.to(dtype), indices)
         for result in [user for user in sort.users if user.args[1] == 0]:
@@ -63,9 +63,6 @@ def _dtype_of(keys: fx.Node) -> torch.dtype | None:
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, before: fx.Node) -> fx.Node:
+    convert = torch.ops.prims.convert_element_type.default
     with graph.inserting_before(before):
-        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (node, dtype))
-    cast.meta = {name: kept for name, kept in node.meta.items() if name in (ANNOTATION, "stack_trace")}
-    with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
-        cast.meta["val"] = node.meta["val"].to(dtype)
-    return cast
+        return Inserter(graph).call(convert, (node, dtype), like=node, noted=annotation(node))

@@ -9,13 +9,18 @@ from tw_compile.graph.predicates import aten
 from tw_compile.kernels.gemm.mm_leaving_sms import grouped_mm_leaving_sms
 
 
-def use_small_groups(graph: fx.Graph) -> None:
+def use_small_groups(graph: fx.Graph) -> int:
     """Compute the same by ``grouped_mm_leaving_sms``, leaving no SMs yet: a half has as many groups, with fewer rows each.
+
+    The result is the number of GEMMs that are now computed so.
 
     Not where Inductor tunes GEMMs, nor with what the operator does not do: a bias, another dtype.
     """
     if compat.tunes_gemms():
-        return
+        return 0
+    replaced = 0
     for node in graph.find_nodes(op="call_function", target=aten._grouped_mm.default):
         if len(node.args) == 3 and not node.kwargs:
             node.target, node.args = grouped_mm_leaving_sms, (*node.args, 0)
+            replaced += 1
+    return replaced

@@ -19,22 +19,22 @@ import torch.fx as fx
 from tw_compile.graph.predicates import is_call, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Inserter
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import half_of
-from tw_compile.passes.split.schedule.dependences import argument, find_calls, makes_view
+from tw_compile.passes.split.schedule.dependences import CommunicationCall, argument, find_calls, makes_view
 from tw_compile.passes.split.schedule.lock import has_own_kernel
 
 
-def leave_results_in_slots(graph: fx.Graph) -> int:
+def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | SplitRefused | None = None) -> int:
     """Have calls beside other work leave their results where that is proven to be right; the number of calls that now do.
 
-    Comes before the lock, which lets waits keep results of other calls.
+    Comes before the lock, which lets waits keep results of other calls. ``calls`` are those of the graph; None: found here.
 
     Raises:
         ValueError: The graph's calls can't be paired.
     """
-    calls = find_calls(graph)
+    calls = find_calls(graph) if calls is None else calls
     if isinstance(calls, SplitRefused):
         raise ValueError(f"graph: expected one with starts and waits in pairs, got {calls.reason}: {calls.detail}")
     place = {node: index for index, node in enumerate(graph.nodes)}
@@ -121,6 +121,6 @@ def _hold(graph: fx.Graph, results: list[fx.Node]) -> None:
     output = graph.output_node()
     outputs = [node for node in output.all_input_nodes if node.op != "placeholder" and value(node) is not None]
     with graph.inserting_before(output):
-        hold = graph.call_function(ops.hold_, (results, outputs))
-    hold.meta["val"] = None
-    hold.meta[ANNOTATION] = {"role": "hold", "stream": 0, "split": "shared"}
+        Inserter(graph).call(
+            ops.hold_, (results, outputs), noted={"role": "hold", "stream": 0, "split": "shared"}, result=None
+        )

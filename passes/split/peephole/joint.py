@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
 from tw_compile.kernels.gemm.joint_mm import can_add, can_multiply
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.schedule.dependences import makes_view
 from tw_compile.planning.joint_tiles import MOST_JOINT
 
@@ -149,11 +148,7 @@ def _factor(product: fx.Node) -> fx.Node:
     matmul: Any
     matmul, *where = product.args
     matrix, graph = _matrix(matmul), product.graph
-    part = graph.call_function(aten.slice.Tensor, (matrix, *where))
-    part.meta = {ANNOTATION: matmul.meta.get(ANNOTATION, {})}
-    with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
-        part.meta["val"] = aten.slice.Tensor(matrix.meta["val"], *where)
-    return part
+    return Inserter(graph).call(aten.slice.Tensor, (matrix, *where), like=matmul, noted=annotation(matmul))
 
 
 def _gated(nodes: Sequence[fx.Node]) -> tuple[fx.Node, fx.Node, fx.Node] | None:

@@ -14,7 +14,7 @@ import torch.fx as fx
 from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.runtime.seam import leave_halves
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.schedule.dependences import argument, place_of
 
 _READERS = (ops.start, ops.mm_start, ops.wait_, leave_halves)
@@ -29,7 +29,7 @@ def narrow_residuals(graph: fx.Graph) -> int:
     for node in graph.nodes:
         if not is_call(node, ops.start, ops.mm_start) or not argument(node, "overlap_sms"):
             continue
-        dtype = node.meta.get(ANNOTATION, {}).get("stream_dtype")
+        dtype = annotation(node).get("stream_dtype")
         kept = next((user for user in node.users if is_call(user, operator.getitem) and user.args[1] == 1), None)
         if argument(node, "residual_out") != "sharded" or dtype is None or kept is None:
             continue

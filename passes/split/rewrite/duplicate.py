@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.fx as fx
@@ -22,7 +22,7 @@ import torch.utils._pytree as pytree
 
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, has_default_strides, is_call, same_size, value
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Annotation, Inserter, Part, annotate, annotation
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.layout import (
     HalfBuilder,
@@ -48,9 +48,7 @@ _FREE_STRIDES: dict[Any, Any] = {
 """Halves and joined values need not have the strides for which a view was possible."""
 
 _READ_STRIDES = frozenset({aten.as_strided.default, aten.as_strided_scatter.default, aten.sym_stride.int})
-_KEPT_META = ("nn_module_stack", "stack_trace", "seq_nr", "original_aten")
 
-Part = Literal[1, 2, "joined", "shared"]
 _PARTS: tuple[Part, Part] = (1, 2)
 
 
@@ -82,6 +80,7 @@ def split_tokens(
     axis: TokenAxis | None = None,
     unit: Unit = "token",
     join_attention: bool = False,
+    analysis: Analysis | None = None,
 ) -> SplitReport | SplitRefused:
     """Split ``graph`` in place into a half of the first ``first`` units and one of the rest.
 
@@ -91,6 +90,7 @@ def split_tokens(
         axis: What is split; found by the messages that the ranks add up if None (:func:`find_token_axis`).
         unit: What ``axis`` None looks for.
         join_attention: Attention runs once also where it could be cut into prefix and suffix.
+        analysis: Of the graph along ``axis``, with ``join_attention``; computed if None.
 
     Raises:
         ValueError: ``first`` leaves one half without units, or is a node that comes too late. For symbolic sizes the comparison
@@ -102,7 +102,8 @@ def split_tokens(
             return found
         axis = found
     _check_first(graph, first, axis)
-    analysis = analyse(graph, axis, join_attention=join_attention)
+    if analysis is None:
+        analysis = analyse(graph, axis, join_attention=join_attention)
     refused = _refusal(graph, analysis)
     if refused is not None:
         return refused
@@ -168,13 +169,12 @@ class _Duplicator:
     def __init__(self, graph: fx.Graph, analysis: Analysis, first: First) -> None:
         self.graph = graph
         self.analysis = analysis
-        self.fake_mode = compat.graph_fake_mode(graph)
+        self.inserter = Inserter(graph)
         self.sizes = Sizes(graph, analysis.axis.size, first)
         self._halves: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
         self._whole: dict[fx.Node, Any] = {}
         self._sliced: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
         self._made_once: dict[Any, fx.Node] = {}
-        self._new: list[fx.Node] = []
         self._outputs: Any = None
         units = self.sizes.units
         sizes = (str(first), f"s-({first})") if isinstance(first, FirstHalf) else (str(units[0]), str(units[1]))
@@ -203,7 +203,7 @@ class _Duplicator:
     def commit(self) -> None:
         output = next(iter(reversed(self.graph.nodes)))
         output.args = (self._outputs,)
-        kept = {*self._new, *self.sizes.new}
+        kept = {*self.inserter.new, *self.sizes.inserter.new}
         for node in reversed(list(self.graph.nodes)):
             if node.op != "call_function":
                 continue
@@ -212,11 +212,11 @@ class _Duplicator:
             if replaced or not (node.users or node.is_impure()):
                 self.graph.erase_node(node)
             elif old:
-                node.meta[ANNOTATION] = self._annotation(node.meta, "shared", None)
+                annotate(node, split="shared")
 
     def roll_back(self) -> None:
-        for node in reversed([*self.sizes.new, *self._new]):
-            self.graph.erase_node(node)
+        self.inserter.roll_back()
+        self.sizes.inserter.roll_back()
 
     # One node
 
@@ -231,7 +231,7 @@ class _Duplicator:
                     self._for_half(args, half, verdict.slices),
                     self._for_half(kwargs, half, verdict.slices),
                     _PARTS[half],
-                    meta=node.meta,
+                    noted=annotation(node),
                 )
             )
             self._check(node, made[-1], verdict.out, half)
@@ -271,10 +271,10 @@ class _Duplicator:
         target = _FREE_STRIDES.get(node.target, node.target)
         copied = self.graph.create_node("call_function", target, args, kwargs, node.name)
         copied.meta = dict(node.meta)
-        copied.meta[ANNOTATION] = self._annotation(node.meta, "joined" if depends else "shared", self._reason)
-        self._new.append(copied)
+        annotate(copied, **self._note("joined" if depends else "shared", self._reason))
+        self.inserter.new.append(copied)
         if isinstance(target, compat.OpOverload) or target is operator.getitem:
-            copied.meta["val"] = self._fake(target, args, kwargs)
+            copied.meta["val"] = self.inserter.fake(target, args, kwargs)
         self._whole[node] = copied
 
     def _check(self, node: fx.Node, half_node: fx.Node, out: Layout | tuple[Layout, ...], half: int) -> None:
@@ -349,7 +349,7 @@ class _Duplicator:
         for one in pytree.arg_tree_leaves(*args, **kwargs):
             replaced = isinstance(one, fx.Node) and (one in self._halves or self._whole.get(one, one) is not one)
             assert not replaced, f"{one} is read by a half, and goes"
-        return self._call(target, args, kwargs, part, meta={} if half is None else self._like.meta)
+        return self._call(target, args, kwargs, part, noted={} if half is None else annotation(self._like))
 
     def once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
         if key not in self._made_once:
@@ -463,29 +463,18 @@ class _Duplicator:
         kwargs: Mapping[str, Any],
         part: Part,
         *,
-        meta: Mapping[str, Any] | None = None,
+        noted: Annotation | None = None,
         role: str | None = None,
     ) -> fx.Node:
-        node = self.graph.call_function(target, args, dict(kwargs))
-        self._new.append(node)
-        node.meta = {key: self._like.meta[key] for key in _KEPT_META if key in self._like.meta}
-        reason = self._reason if part == "joined" else None
-        node.meta[ANNOTATION] = self._annotation(meta or {}, part, reason)
+        note: Annotation = {**(noted or {}), **self._note(part, self._reason if part == "joined" else None)}
         if role is not None:
-            node.meta[ANNOTATION]["role"] = role
-        node.meta["val"] = self._fake(target, args, kwargs)
-        return node
+            note["role"] = role
+        return self.inserter.call(target, args, kwargs, like=self._like, noted=note)
 
     _reason: str | None = None
 
-    def _annotation(self, meta: Mapping[str, Any], part: Part, reason: str | None) -> dict[str, Any]:
-        noted = {**meta.get(ANNOTATION, {}), "split": part}
-        return noted if reason is None else {**noted, "reason": reason}
-
-    def _fake(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fakes, named = fx.map_arg((args, dict(kwargs)), lambda one: one.meta["val"])
-        with compat.tracing_fake_mode(self.fake_mode):
-            return target(*fakes, **named)
+    def _note(self, part: Part, reason: str | None) -> Annotation:
+        return {"split": part} if reason is None else {"split": part, "reason": reason}
 
 
 def _adjacent(shape: Sequence[Size], rows: Rows) -> bool:

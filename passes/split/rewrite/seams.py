@@ -16,13 +16,13 @@ import torch.fx as fx
 from tw_compile.graph.predicates import aten, is_call
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves, leave_layers
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
 from tw_compile.passes.split.schedule.dependences import argument
 
 
-def mend_seams(graph: fx.Graph) -> None:
-    """Let the halves of a graph that :func:`split_tokens` has split enter and leave it as they are.
+def mend_seams(graph: fx.Graph) -> bool:
+    """Let the halves of a graph that :func:`split_tokens` has split enter and leave it as they are; whether there are such.
 
     Raises:
         ValueError: It leaves something else than two halves, or does not wait once for the second one.
@@ -30,7 +30,7 @@ def mend_seams(graph: fx.Graph) -> None:
     enters = [node for node in graph.nodes if is_call(node, enter_layers)]
     leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
     if not enters or not leaves:
-        return  # at the ends of a model; what comes before the first layers of a kind leaves all tokens
+        return False  # at the ends of a model; what comes before the first layers of a kind leaves all tokens
     if set(leaves) != {1, 2}:
         raise ValueError(f"graph: expected one that leaves two halves, got {list(leaves)}")
     results = list(leaves[2].args[:2])
@@ -41,6 +41,7 @@ def mend_seams(graph: fx.Graph) -> None:
     _leave(graph, leaves[1], leaves[2], waits[0], slot)
     for enter in [node for node in enters if half_of(node) == 2]:
         _arrive(graph, enter, slot)
+    return True
 
 
 def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot: tuple[str, int]) -> None:
@@ -53,9 +54,9 @@ def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot
     tokens = joined.args[1][0] if is_call(joined, aten.as_strided.default) else joined.meta["val"].shape[0]  # type: ignore[index]
     halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], argument(first, "sharded"), tokens)
     with graph.inserting_before(graph.output_node()):
-        left = graph.call_function(leave_halves, halves)
-    left.meta["val"] = joined.meta["val"]
-    left.meta[ANNOTATION] = {**wait.meta[ANNOTATION], "role": "leave"}
+        left = Inserter(graph).call(
+            leave_halves, halves, noted={**annotation(wait), "role": "leave"}, result=joined.meta["val"]
+        )
     joined.replace_all_uses_with(left)
     for node in (*reversed(replaced), wait):
         graph.erase_node(node)
@@ -67,6 +68,5 @@ def _arrive(graph: fx.Graph, enter: fx.Node, slot: tuple[str, int]) -> None:
     if set(results) != {0, 1}:
         raise ValueError(f"graph: expected readers of both results of {enter.name}, got {sorted(results)}")
     with graph.inserting_after(max(results.values())):
-        node = graph.call_function(arrive_, (results[0], results[1], [], *slot))
-    node.meta["val"] = None
-    node.meta[ANNOTATION] = {**enter.meta.get(ANNOTATION, {}), "role": "wait", "site": None}
+        arguments: tuple[Any, ...] = (results[0], results[1], [], *slot)
+        Inserter(graph).call(arrive_, arguments, noted={**annotation(enter), "role": "wait", "site": None}, result=None)

@@ -12,6 +12,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, value
 from tw_compile.kernels.runtime.tokens_of_half import arguments_of, tokens_of_half
+from tw_compile.passes.nodes import Inserter
 from tw_compile.passes.split.analysis.layout import Size
 from tw_compile.planning.halves import FirstHalf
 
@@ -24,7 +25,7 @@ class Sizes:
 
     def __init__(self, graph: fx.Graph, total: Size, first: First) -> None:
         self.graph = graph
-        self.new: list[fx.Node] = []
+        self.inserter = Inserter(graph)
         self._placeholders = graph.find_nodes(op="placeholder")
         self._last = self._placeholders[-1]
         self._known: dict[Any, fx.Node] = {}
@@ -100,9 +101,5 @@ class Sizes:
 
     def _call(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
         with self.graph.inserting_after(self._last):
-            node = self.graph.call_function(target, args)
-        with compat.tracing_fake_mode(compat.graph_fake_mode(self.graph)):
-            node.meta["val"] = target(*fx.map_arg(args, lambda one: one.meta["val"]))
-        self._last = node
-        self.new.append(node)
-        return node
+            self._last = self.inserter.call(target, args)
+        return self._last

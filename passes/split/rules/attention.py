@@ -38,7 +38,7 @@ from tw_compile.kernels.attention.suffix import DTYPES, attention_suffix
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.causal_mask import objection_to
 from tw_compile.passes.split.analysis.layout import HalfBuilder, Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
 from tw_compile.planning.suffix import pays
 
 SDPA = (
@@ -50,6 +50,14 @@ SDPA = (
     aten.scaled_dot_product_attention.default,
 )
 
+declare_attention(
+    *SDPA,
+    aten._efficient_attention_forward.default,
+    aten._flash_attention_forward.default,
+    attention_suffix,
+    "higher_order::flex_attention",
+)
+
 CAUSAL_FROM_BOTTOM_RIGHT = 2
 """``custom_mask_type`` of ``aten._efficient_attention_forward``, as torch.nn.attention.bias.CausalVariant.LOWER_RIGHT."""
 
@@ -59,7 +67,7 @@ _TURNED = [0, 2, 1, 3]
 
 
 @token_rule(*SDPA)
-def _attention(call: Call) -> Verdict:
+def _attention(call: OperatorCall) -> Verdict:
     """``[batch, heads, seq, head_dim]``; requests do not see each other, within one tokens see those before them."""
     query = call.args[0]
     rows = call.rows(query)
@@ -78,11 +86,11 @@ def _attention(call: Call) -> Verdict:
 
 
 @token_rule("higher_order::flex_attention")
-def _flex_attention(call: Call) -> Verdict:
+def _flex_attention(call: OperatorCall) -> Verdict:
     return call.join(JoinReason.ATTENTION_MASK, "a block mask says what is seen by whole blocks")
 
 
-def _whole_requests(call: Call, rows: Rows) -> Verdict:
+def _whole_requests(call: OperatorCall, rows: Rows) -> Verdict:
     query, key, value = call.args[:3]
     slices: dict[fx.Node, Slice] = {}
     mask = _mask(call)
@@ -105,18 +113,18 @@ def _whole_requests(call: Call, rows: Rows) -> Verdict:
     return RowWise(tuple(layouts), slices)
 
 
-def _has_batch(call: Call, mask: fx.Node, rows: Rows) -> bool:
+def _has_batch(call: OperatorCall, mask: fx.Node, rows: Rows) -> bool:
     """Whether a mask differs between requests: it has the dim of the batch, and not just to be broadcast."""
     shape = call.shape(mask)
     return len(shape) == 4 and not same_size(shape[rows.dim], 1)
 
 
-def _mask(call: Call) -> Any:
+def _mask(call: OperatorCall) -> Any:
     names = {argument.name for argument in call.node.target._schema.arguments}  # type: ignore[union-attr]
     return next((call.argument(name) for name in _MASKS if name in names), None)
 
 
-def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
+def _prefix_and_suffix(call: OperatorCall, rows: Rows) -> Verdict:
     key, value = call.args[1:3]
     for one in (key, value):
         given = call.rows(one)
@@ -162,7 +170,7 @@ def _prefix_and_suffix(call: Call, rows: Rows) -> Verdict:
     return RowWise((rows, *(None,) * (len(results) - 1)) if several else rows, build=build)
 
 
-def _objection_to(call: Call, mask: fx.Node) -> str | None:
+def _objection_to(call: OperatorCall, mask: fx.Node) -> str | None:
     if call.argument("is_causal"):
         return "is given beside is_causal"
     # A mask that was split along its keys, as padding is, is put together again; it needs nothing of the halves' tokens.
@@ -193,10 +201,10 @@ class Suffix:
     request: int | None = None
 
 
-_AttendSuffix = Callable[[Call, HalfBuilder, Suffix], fx.Node]
+_AttendSuffix = Callable[[OperatorCall, HalfBuilder, Suffix], fx.Node]
 
 
-def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_suffix: _AttendSuffix) -> fx.Node:
+def _requests(call: OperatorCall, builder: HalfBuilder, half: int, rows: Rows, attend_suffix: _AttendSuffix) -> fx.Node:
     """Whole requests in one call, the part of the one that is cut in another.
 
     Operands and result are ``[1, heads, tokens of the half, head_dim]``.
@@ -240,7 +248,7 @@ def _requests(call: Call, builder: HalfBuilder, half: int, rows: Rows, attend_su
     return pieces[0] if len(pieces) == 1 else builder.call(half, aten.cat.default, pieces, 2)
 
 
-def _suffix_of(call: Call) -> _AttendSuffix | None:
+def _suffix_of(call: OperatorCall) -> _AttendSuffix | None:
     """How the attention of queries that are the last of their keys is computed; None where nothing is proven to."""
     target = call.node.target
     if _mask(call) is not None:
@@ -257,14 +265,18 @@ def _suffix_of(call: Call) -> _AttendSuffix | None:
     return None
 
 
-def _again(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any) -> fx.Node:
+def _again(
+    call: OperatorCall, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any
+) -> fx.Node:
     """The same operator on these operands."""
     key, value = others
     args, kwargs = call.with_arguments(query=query, key=key, value=value, **changes)
     return builder.call(half, call.node.target, *args, **kwargs)
 
 
-def _attend(call: Call, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any) -> fx.Node:
+def _attend(
+    call: OperatorCall, builder: HalfBuilder, half: int, query: fx.Node, others: Pair, **changes: Any
+) -> fx.Node:
     return _first(builder, half, _again(call, builder, half, query, others, **changes))
 
 
@@ -275,7 +287,7 @@ def _first(builder: HalfBuilder, half: int, made: fx.Node) -> fx.Node:
 
 
 def _attend_prefix(
-    call: Call, builder: HalfBuilder, query: fx.Node, others: Pair, requests: range | None, end: Any
+    call: OperatorCall, builder: HalfBuilder, query: fx.Node, others: Pair, requests: range | None, end: Any
 ) -> fx.Node:
     """The first tokens of a sequence, up to ``end``, in half 1; ``requests`` as for :func:`_mask_part`."""
     if _own_kernel_pays(call, query, ()):
@@ -283,7 +295,7 @@ def _attend_prefix(
     return _attend(call, builder, 0, query, others, **_mask_part(call, builder, requests, 0, end))
 
 
-def _own_kernel_pays(call: Call, query: fx.Node, earlier: Pair) -> bool:
+def _own_kernel_pays(call: OperatorCall, query: fx.Node, earlier: Pair) -> bool:
     """Whether queries, behind the tokens of ``earlier`` keys, are those of ``attention_suffix``.
 
     Of sizes that are not known their bounds decide.
@@ -299,18 +311,18 @@ def _own_kernel_pays(call: Call, query: fx.Node, earlier: Pair) -> bool:
     return pays(keys, head_dim, compat.statically_known_true)
 
 
-def _by_itself(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_itself(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     return _attend(call, builder, 1, suffix.query, suffix.seen())
 
 
-def _by_own_kernel_or_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_own_kernel_or_merging(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     earlier, own = suffix.parts()
     if _own_kernel_pays(call, suffix.query, earlier):
         return builder.call(1, attention_suffix, suffix.query, *own, *earlier, scale=call.argument("scale"))
     return _by_merging(call, builder, suffix)
 
 
-def _by_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_merging(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     """Attention to disjoint keys, put together in float32 by natural log-sum-exps, ``[batch, heads, queries, 1]``.
 
     The combination of blocks in FlashAttention-2 (Dao, 2023); torch's context parallelism does the same to results of cuDNN.
@@ -338,7 +350,7 @@ def _by_merging(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     return compute(aten.permute.default, rounded, _TURNED)
 
 
-def _by_inner_efficient(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_inner_efficient(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     """The inner operator takes ``[batch, seq, heads, head_dim]``."""
     turned = [builder.call(1, aten.permute.default, one, _TURNED) for one in (suffix.query, *suffix.seen())]
     made = builder.call(
@@ -357,14 +369,14 @@ def _by_inner_efficient(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.
     return builder.call(1, aten.permute.default, _first(builder, 1, made), _TURNED)
 
 
-def _by_mask(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_mask(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     sizes = (suffix.begin, suffix.queries, suffix.keys)
     key = ("suffix", call.node.target, suffix.query.meta["val"].dtype, sizes)
     mask = builder.once(key, lambda: _suffix_mask(call, builder, *sizes))
     return _attend(call, builder, 1, suffix.query, suffix.seen(), is_causal=False, attn_mask=mask)
 
 
-def _suffix_mask(call: Call, builder: HalfBuilder, begin: Any, queries: Any, keys: Any) -> fx.Node:
+def _suffix_mask(call: OperatorCall, builder: HalfBuilder, begin: Any, queries: Any, keys: Any) -> fx.Node:
     """``[queries, keys]``: 0, or minus infinity where the key is behind the query; for SDPA itself a bool."""
     like = call.args[0].meta["val"]
 
@@ -382,13 +394,15 @@ def _suffix_mask(call: Call, builder: HalfBuilder, begin: Any, queries: Any, key
     return builder.call(None, aten.where.self, seen, number(0.0), number(-math.inf))
 
 
-def _by_given_mask(call: Call, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def _by_given_mask(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     requests = None if suffix.request is None else range(suffix.request, suffix.request + 1)
     masked = _mask_part(call, builder, requests, suffix.begin, suffix.keys)
     return _attend(call, builder, 1, suffix.query, suffix.seen(), **masked)
 
 
-def _mask_part(call: Call, builder: HalfBuilder, requests: range | None, begin: Any, end: Any) -> dict[str, fx.Node]:
+def _mask_part(
+    call: OperatorCall, builder: HalfBuilder, requests: range | None, begin: Any, end: Any
+) -> dict[str, fx.Node]:
     """The argument that is the given mask, of queries from ``begin`` to before ``end``; empty where none is given.
 
     Keys from ``end`` on are left out, which the mask hides. ``requests`` None is all of them.

@@ -14,13 +14,13 @@ from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.forms import VLLM
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 _c10d = torch.ops._c10d_functional
 
 
 @token_rule(_c10d.all_reduce.default, VLLM, enters=True)
-def _all_reduce(call: Call) -> Verdict:
+def _all_reduce(call: OperatorCall) -> Verdict:
     """Any elementwise reduction. Rows in the order of a sort could differ between ranks.
 
     vLLM's is ready when it returns, and nothing of the other half can hide it.
@@ -33,16 +33,16 @@ def _all_reduce(call: Call) -> Verdict:
 
 
 @token_rule(ops.start, enters=True)
-def _start(call: Call) -> Verdict:
+def _start(call: OperatorCall) -> Verdict:
     return _fused(call, "x", whole=())
 
 
 @token_rule(ops.mm_start, enters=True)
-def _mm_start(call: Call) -> Verdict:
+def _mm_start(call: OperatorCall) -> Verdict:
     return _fused(call, "a", whole=("b",))
 
 
-def _fused(call: Call, message: str, whole: tuple[str, ...]) -> Verdict:
+def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
     """Rows are summed and normalised on their own, but a sharded residual is shared out by the rows of its half.
 
     So the rank's rows of a half are read by the same half of the next site, and by nothing else. Each half has its own slot,
@@ -80,7 +80,7 @@ def _fused(call: Call, message: str, whole: tuple[str, ...]) -> Verdict:
 
 
 @token_rule(enter_layers)
-def _enter_layers(call: Call) -> Verdict:
+def _enter_layers(call: OperatorCall) -> Verdict:
     """Each half from its rows of what stands for them, see ``seams.py``; a sharded residual is of its half, as a start's."""
     rows = call.rows(call.argument("left"))
     if rows is None or not _of_tokens(rows):
@@ -90,7 +90,7 @@ def _enter_layers(call: Call) -> Verdict:
 
 
 @token_rule(leave_layers)
-def _leave_layers(call: Call) -> Verdict:
+def _leave_layers(call: OperatorCall) -> Verdict:
     """A graph that has not entered so is not one of several alike: the next one may have other halves."""
     if not any(is_call(node, enter_layers) for node in call.node.graph.nodes):
         return call.join(JoinReason.LEFT_WHOLE)
@@ -106,7 +106,7 @@ def _of_tokens(rows: Rows) -> bool:
 
 
 @token_rule(ops.wait_)
-def _wait(call: Call) -> Verdict:
+def _wait(call: OperatorCall) -> Verdict:
     """Completes a half's call, and keeps alive what that half has handed to it."""
     hidden: Any = call.args[0]
     begun = hidden.args[0] if is_call(hidden, operator.getitem) else None

@@ -11,13 +11,13 @@ from tw_compile.graph.predicates import aten
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.rules.registry import Call, pointwise_rule, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, pointwise_rule, token_rule
 from tw_compile.passes.split.rules.shape import aligned_slice
 
 
 @token_rule(torch.ops.prims.convert_element_type.default)
 @pointwise_rule
-def pointwise(call: Call) -> Verdict:
+def pointwise(call: OperatorCall) -> Verdict:
     """Operands broadcast against each other; the tokens of all of them must end up in the same place."""
     out = call.node.meta["val"]
     if not isinstance(out, torch.Tensor):
@@ -67,7 +67,7 @@ def pointwise(call: Call) -> Verdict:
     aten.logsumexp.default,
     aten.linalg_vector_norm.default,
 )
-def _reduction(call: Call) -> Verdict:
+def _reduction(call: OperatorCall) -> Verdict:
     source = call.args[0]
     rows, rank = call.rows(source), len(call.shape(source))
     dims = call.argument("dim")
@@ -91,7 +91,7 @@ def _reduction(call: Call) -> Verdict:
     aten.logcumsumexp.default,
     "prims::prepare_softmax_online",
 )
-def along_one_dim(call: Call) -> Verdict:
+def along_one_dim(call: OperatorCall) -> Verdict:
     """Works along ``dim`` and keeps it."""
     source = call.args[0]
     rows = call.rows(source)
@@ -101,7 +101,7 @@ def along_one_dim(call: Call) -> Verdict:
 
 
 @token_rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
-def _norm(call: Call) -> Verdict:
+def _norm(call: OperatorCall) -> Verdict:
     source, normalized = call.args[:2]
     rows = call.rows(source)
     inner = len(call.shape(source)) - len(normalized)
@@ -110,20 +110,20 @@ def _norm(call: Call) -> Verdict:
     return _every_result(call, rows)
 
 
-def _every_result(call: Call, rows: Rows) -> RowWise:
+def _every_result(call: OperatorCall, rows: Rows) -> RowWise:
     results = call.node.meta["val"]
     return RowWise((rows,) * len(results) if isinstance(results, list | tuple) else rows)
 
 
 @token_rule(aten.mm.default, aten._int_mm.default, mm_leaving_sms, enters=True)
-def _mm(call: Call) -> Verdict:
+def _mm(call: OperatorCall) -> Verdict:
     a, b = call.args[:2]
     out = _product(call, a, b, entering=True)
     return call.join(JoinReason.CONTRACTS_TOKENS) if out is None else RowWise(*out)
 
 
 @token_rule(aten.addmm.default, addmm_leaving_sms, enters=True)
-def _addmm(call: Call) -> Verdict:
+def _addmm(call: OperatorCall) -> Verdict:
     bias, a, b = call.args[:3]
     out = _product(call, a, b, entering=True)
     if out is None:
@@ -132,7 +132,7 @@ def _addmm(call: Call) -> Verdict:
 
 
 @token_rule(aten._scaled_mm.default, enters=True)
-def _scaled_mm(call: Call) -> Verdict:
+def _scaled_mm(call: OperatorCall) -> Verdict:
     """A scale is one number, or one for each row or column."""
     a, b = call.args[:2]
     out = _product(call, a, b, entering=True)
@@ -153,7 +153,7 @@ def _scaled_mm(call: Call) -> Verdict:
     return RowWise(rows, slices)
 
 
-def _with_addend(call: Call, addend: Any, rows: Rows, slices: dict[fx.Node, Slice]) -> Verdict:
+def _with_addend(call: OperatorCall, addend: Any, rows: Rows, slices: dict[fx.Node, Slice]) -> Verdict:
     out = call.shape(call.node)
     given = call.rows(addend)
     if given is not None:
@@ -166,7 +166,7 @@ def _with_addend(call: Call, addend: Any, rows: Rows, slices: dict[fx.Node, Slic
     return RowWise(rows, slices if part is None else {**slices, addend: part})
 
 
-def _product(call: Call, a: Any, b: Any, *, entering: bool) -> tuple[Rows, dict[fx.Node, Slice]] | None:
+def _product(call: OperatorCall, a: Any, b: Any, *, entering: bool) -> tuple[Rows, dict[fx.Node, Slice]] | None:
     """Rows of ``a @ b`` for matrices, and what is sliced for them; None if tokens are contracted or paired with others."""
     left, right = call.rows(a), call.rows(b)
     if left is None and right is None and entering:
@@ -182,14 +182,14 @@ def _product(call: Call, a: Any, b: Any, *, entering: bool) -> tuple[Rows, dict[
 
 
 @token_rule(aten.bmm.default)
-def _bmm(call: Call) -> Verdict:
+def _bmm(call: OperatorCall) -> Verdict:
     a, b = call.args
     out = _batched_product(call, a, b)
     return call.join(JoinReason.CONTRACTS_TOKENS) if out is None else RowWise(*out)
 
 
 @token_rule(aten.baddbmm.default)
-def _baddbmm(call: Call) -> Verdict:
+def _baddbmm(call: OperatorCall) -> Verdict:
     addend, a, b = call.args
     out = _batched_product(call, a, b)
     if out is None:
@@ -197,7 +197,7 @@ def _baddbmm(call: Call) -> Verdict:
     return _with_addend(call, addend, out[0], out[1])
 
 
-def _batched_product(call: Call, a: Any, b: Any) -> tuple[Rows, dict[fx.Node, Slice]] | None:
+def _batched_product(call: OperatorCall, a: Any, b: Any) -> tuple[Rows, dict[fx.Node, Slice]] | None:
     left, right = call.rows(a), call.rows(b)
     if any(rows is not None and rows.outer is not None for rows in (left, right)):
         return None
@@ -218,7 +218,7 @@ def _batched_product(call: Call, a: Any, b: Any) -> tuple[Rows, dict[fx.Node, Sl
 
 
 @token_rule(aten.embedding.default)
-def _embedding(call: Call) -> Verdict:
+def _embedding(call: OperatorCall) -> Verdict:
     table, ids = call.args[:2]
     rows = call.rows(ids)
     if rows is None or call.layout(table) is not None:
@@ -227,7 +227,7 @@ def _embedding(call: Call) -> Verdict:
 
 
 @token_rule(aten.gather.default)
-def _gather(call: Call) -> Verdict:
+def _gather(call: OperatorCall) -> Verdict:
     source, dim, index = call.args[:3]
     return _along_dim_of_all(call, dim, [source, index])
 
@@ -235,12 +235,12 @@ def _gather(call: Call) -> Verdict:
 @token_rule(
     aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two, aten.scatter.reduce
 )
-def _scatter(call: Call) -> Verdict:
+def _scatter(call: OperatorCall) -> Verdict:
     target, dim, index, source = call.args[:4]
     return _along_dim_of_all(call, dim, [target, index, *([source] if isinstance(source, fx.Node) else [])])
 
 
-def _along_dim_of_all(call: Call, dim: Any, operands: list[Any]) -> Verdict:
+def _along_dim_of_all(call: OperatorCall, dim: Any, operands: list[Any]) -> Verdict:
     """Every operand has the tokens in the same dim, another one than ``dim``, and as many of them."""
     found = [rows for one in operands if (rows := call.rows(one)) is not None]
     if not found or not all(rows.same_as(found[0]) for rows in found):
@@ -254,7 +254,7 @@ def _along_dim_of_all(call: Call, dim: Any, operands: list[Any]) -> Verdict:
     return RowWise(rows, {one: Slice(rows) for one in whole})
 
 
-def lookup(call: Call) -> Verdict:
+def lookup(call: OperatorCall) -> Verdict:
     """``x[..., index, ...]`` with one tensor of indices."""
     source, indices = call.args[:2]
     places = [place for place, one in enumerate(indices) if one is not None]

@@ -10,14 +10,15 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import same_size
+from tw_compile.graph.predicates import operator_name, same_size
+from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
 
 if TYPE_CHECKING:
     from tw_compile.passes.split.analysis.token_axis import TokenAxis
 
-Rule = Callable[["Call"], Verdict]
+Rule = Callable[["OperatorCall"], Verdict]
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
 
     ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
     the library of higher-order operators is ``higher_order``.
-    The rule gets a :class:`Call` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every operand
-    that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that treats
-    the rows of its first argument, ``[tokens, hidden]``, independently::
+    The rule gets an :class:`OperatorCall` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every
+    operand that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that
+    treats the rows of its first argument, ``[tokens, hidden]``, independently (for attention see :func:`declare_attention`)::
 
         @token_rule(torch.ops.mylib.fused_experts.default)
-        def _fused_experts(call: Call) -> RowWise | Join:
+        def _fused_experts(call: OperatorCall) -> RowWise | Join:
             return call.row_wise_over(0, dim=0)
     """
 
@@ -51,6 +52,26 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+_attention: set[Any] = set()
+
+
+def declare_attention(*targets: Any) -> None:
+    """Say that operators are attention; ``targets`` as those of :func:`token_rule`. By this a layer's windows are named."""
+    _attention.update(targets)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether a node calls an operator that is declared to be attention, also through ``auto_functionalized``."""
+    form = functionalised(node)
+    if form is not None:
+        return form.name in _attention
+    if node.op != "call_function":
+        return False
+    if compat.is_higher_order(node.target):
+        return f"higher_order::{node.target.name()}" in _attention  # type: ignore[union-attr]
+    return node.target in _attention or operator_name(node) in _attention
 
 
 def registered(target: Any) -> Registered | None:
@@ -78,7 +99,7 @@ def _is_pointwise(target: compat.OpOverload) -> bool:
 
 
 @dataclass
-class Call:
+class OperatorCall:
     """One node as its rule sees it."""
 
     node: fx.Node

@@ -20,13 +20,13 @@ from tw_compile.graph.predicates import aten, is_call, peel_views, same_size
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfCall, HalfSize, Local, Rows, RowWise, Verdict
 from tw_compile.passes.split.rules.compute import along_one_dim, lookup, pointwise
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 _prims = torch.ops.prims
 
 
 @token_rule(aten.sort.default, aten.sort.stable)
-def _sort(call: Call) -> Verdict:
+def _sort(call: OperatorCall) -> Verdict:
     source = call.args[0]
     found = call.layout(source)
     if isinstance(found, Local):
@@ -40,7 +40,7 @@ def _sort(call: Call) -> Verdict:
 
 
 @token_rule(aten.div.Tensor_mode, aten.floor_divide.default)
-def _divide(call: Call) -> Verdict:
+def _divide(call: OperatorCall) -> Verdict:
     """The unit entry that a sorted entry belongs to."""
     source, divisor = call.args[:2]
     found = call.layout(source)
@@ -53,7 +53,7 @@ def _divide(call: Call) -> Verdict:
 
 
 @token_rule(aten.index.Tensor)
-def _index(call: Call) -> Verdict:
+def _index(call: OperatorCall) -> Verdict:
     source, indices = call.args
     by = call.layout(indices[0]) if len(indices) == 1 else None
     if not isinstance(by, Local):
@@ -71,7 +71,7 @@ def _index(call: Call) -> Verdict:
 
 
 @token_rule(aten.index_put_.default, aten.index_put.default)
-def _index_put(call: Call) -> Verdict:
+def _index_put(call: OperatorCall) -> Verdict:
     """``inverse[permutation] = 0, 1, 2, ...``: each half makes its own, of its own size."""
     target, indices, values = call.args[:3]
     by = call.layout(indices[0]) if len(indices) == 1 else None
@@ -95,7 +95,7 @@ def _index_put(call: Call) -> Verdict:
 
 
 @token_rule(aten.histc.default)
-def _histc(call: Call) -> Verdict:
+def _histc(call: OperatorCall) -> Verdict:
     """How many entries each expert has, if the bins are the experts."""
     keys = call.args[0]
     rows = call.rows(keys)
@@ -116,7 +116,7 @@ def _histc(call: Call) -> Verdict:
 
 
 @token_rule(aten.cumsum.default)
-def _cumsum(call: Call) -> Verdict:
+def _cumsum(call: OperatorCall) -> Verdict:
     found = call.layout(call.args[0])
     if isinstance(found, Local) and found.role == "group_sizes":
         return RowWise(replace(found, role="group_ends"))
@@ -124,7 +124,7 @@ def _cumsum(call: Call) -> Verdict:
 
 
 @token_rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
-def _grouped_mm(call: Call) -> Verdict:
+def _grouped_mm(call: OperatorCall) -> Verdict:
     """Row ``i`` is multiplied by the matrix of the group that ``i`` lies in."""
     node = call.node
     names = ("self", "mat2") if node.target is aten._grouped_mm.default else ("input", "weight")

@@ -13,13 +13,13 @@ import torch.fx as fx
 from tw_compile.graph.predicates import aten, same_size
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfSize, Join, Local, Rows, RowWise, Size, Slice, Verdict, reshaped
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 _c10d = torch.ops._c10d_functional
 
 
 @token_rule(operator.getitem)
-def _getitem(call: Call) -> Verdict:
+def _getitem(call: OperatorCall) -> Verdict:
     source, index = call.args
     call.considered.add(source)
     verdict = call.verdict_of(source)
@@ -36,20 +36,20 @@ def _getitem(call: Call) -> Verdict:
     aten._to_copy.default,
     _c10d.wait_tensor.default,
 )
-def _unchanged(call: Call) -> Verdict:
+def _unchanged(call: OperatorCall) -> Verdict:
     """The same rows in the same places. ``wait_tensor`` also hands on what a gather or a routing has made."""
     return RowWise(call.layout(call.args[0]))
 
 
 @token_rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
-def _like(call: Call) -> Verdict:
+def _like(call: OperatorCall) -> Verdict:
     """As many rows; but what is like a permutation is none."""
     rows = call.rows(call.args[0])
     return call.join(JoinReason.ROUTING_NOT_UNDONE) if rows is None else RowWise(rows)
 
 
 @token_rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-def _view(call: Call) -> Verdict:
+def _view(call: OperatorCall) -> Verdict:
     source = call.args[0]
     rows = call.rows(source)
     if rows is None:
@@ -66,14 +66,14 @@ def _view(call: Call) -> Verdict:
 
 
 @token_rule(aten.unsqueeze.default)
-def _unsqueeze(call: Call) -> Verdict:
+def _unsqueeze(call: OperatorCall) -> Verdict:
     source, dim = call.args
     place = dim % len(call.shape(call.node))
     return _renumbered(call, source, lambda old: old + (old >= place))
 
 
 @token_rule(aten.squeeze.dim, aten.squeeze.dims)
-def _squeeze(call: Call) -> Verdict:
+def _squeeze(call: OperatorCall) -> Verdict:
     source, dims = call.args
     shape = call.shape(source)
     given = [dims] if isinstance(dims, int) else dims
@@ -90,7 +90,7 @@ def _squeeze(call: Call) -> Verdict:
 
 
 @token_rule(aten.permute.default)
-def _permute(call: Call) -> Verdict:
+def _permute(call: OperatorCall) -> Verdict:
     source, order = call.args
     rank = len(call.shape(source))
     places = [dim % rank for dim in order]
@@ -98,19 +98,19 @@ def _permute(call: Call) -> Verdict:
 
 
 @token_rule(aten.transpose.int)
-def _transpose(call: Call) -> Verdict:
+def _transpose(call: OperatorCall) -> Verdict:
     source, *pair = call.args
     a, b = (dim % len(call.shape(source)) for dim in pair)
     return _renumbered(call, source, lambda old: {a: b, b: a}.get(old, old))
 
 
 @token_rule(aten.t.default)
-def _t(call: Call) -> Verdict:
+def _t(call: OperatorCall) -> Verdict:
     rank = len(call.shape(call.node))
     return _renumbered(call, call.args[0], lambda old: rank - 1 - old)
 
 
-def _renumbered(call: Call, source: Any, place: Callable[[int], int | None]) -> Verdict:
+def _renumbered(call: OperatorCall, source: Any, place: Callable[[int], int | None]) -> Verdict:
     rows = call.rows(source)
     if rows is None:
         return call.join(JoinReason.RESHAPES_TOKENS)
@@ -121,7 +121,7 @@ def _renumbered(call: Call, source: Any, place: Callable[[int], int | None]) -> 
 
 
 @token_rule(aten.expand.default)
-def _expand(call: Call) -> Verdict:
+def _expand(call: OperatorCall) -> Verdict:
     source, sizes = call.args[:2]
     rows = call.rows(source)
     if rows is None:
@@ -143,7 +143,7 @@ def _expand(call: Call) -> Verdict:
     aten.roll.default,
     aten.constant_pad_nd.default,
 )
-def _part_of_other_dims(call: Call) -> Verdict:
+def _part_of_other_dims(call: OperatorCall) -> Verdict:
     source = call.args[0]
     found = call.layout(source)
     if isinstance(found, Local):
@@ -154,7 +154,7 @@ def _part_of_other_dims(call: Call) -> Verdict:
     return RowWise((found,) * len(results) if isinstance(results, list | tuple) else found)
 
 
-def _dims_acted_on(call: Call, rank: int) -> set[int | None]:
+def _dims_acted_on(call: OperatorCall, rank: int) -> set[int | None]:
     target = call.node.target
     if target is aten.constant_pad_nd.default:
         return {rank - 1 - index for index in range((len(call.argument("pad")) + 1) // 2)}
@@ -164,7 +164,7 @@ def _dims_acted_on(call: Call, rank: int) -> set[int | None]:
     return {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)}
 
 
-def _split_by_rank(call: Call, source: Any, gathered: Local) -> Verdict:
+def _split_by_rank(call: OperatorCall, source: Any, gathered: Local) -> Verdict:
     """What the ranks have sent, taken apart again by rank."""
     rows, given = gathered.rows, call.shape(gathered.owner.args[0])
     size = call.argument("split_size") if call.node.target is aten.split.Tensor else None
@@ -176,7 +176,7 @@ def _split_by_rank(call: Call, source: Any, gathered: Local) -> Verdict:
 
 
 @token_rule(_c10d.all_gather_into_tensor.default)
-def _all_gather(call: Call) -> Verdict:
+def _all_gather(call: OperatorCall) -> Verdict:
     """All ranks' values one after the other along dim 0."""
     rows = call.rows(call.args[0])
     if rows is None or rows.order is not None:
@@ -185,7 +185,7 @@ def _all_gather(call: Call) -> Verdict:
 
 
 @token_rule(aten.select.int)
-def _select(call: Call) -> Verdict:
+def _select(call: OperatorCall) -> Verdict:
     source, dim = call.args[:2]
     rows, place = call.rows(source), dim % len(call.shape(source))
     if rows is None or place in (rows.dim, rows.outer):
@@ -194,7 +194,7 @@ def _select(call: Call) -> Verdict:
 
 
 @token_rule(aten.unbind.int)
-def _unbind(call: Call) -> Verdict:
+def _unbind(call: OperatorCall) -> Verdict:
     source = call.args[0]
     rows, place = call.rows(source), call.argument("dim") % len(call.shape(source))
     if rows is None or place in (rows.dim, rows.outer):
@@ -204,7 +204,7 @@ def _unbind(call: Call) -> Verdict:
 
 
 @token_rule(aten.cat.default)
-def _cat(call: Call) -> Verdict:
+def _cat(call: OperatorCall) -> Verdict:
     parts = call.args[0]
     place = call.argument("dim") % len(call.shape(call.node))
     common = alike(call, parts)
@@ -214,7 +214,7 @@ def _cat(call: Call) -> Verdict:
 
 
 @token_rule(aten.stack.default)
-def _stack(call: Call) -> Verdict:
+def _stack(call: OperatorCall) -> Verdict:
     place = call.argument("dim") % len(call.shape(call.node))
     common = alike(call, call.args[0])
     if common is None:
@@ -224,7 +224,7 @@ def _stack(call: Call) -> Verdict:
     return RowWise(rows.moved(rows.dim + (rows.dim >= place), outer), slices)
 
 
-def alike(call: Call, operands: Sequence[fx.Node]) -> tuple[Rows, dict[fx.Node, Slice]] | None:
+def alike(call: OperatorCall, operands: Sequence[fx.Node]) -> tuple[Rows, dict[fx.Node, Slice]] | None:
     """The rows that operands of equal shape (but for a dim without tokens) share, and which of them are to be sliced."""
     found = [rows for one in operands if (rows := call.rows(one)) is not None]
     if not found or not all(rows.same_as(found[0]) for rows in found):

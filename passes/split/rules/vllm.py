@@ -12,7 +12,7 @@ from tw_compile.graph.predicates import aten, is_call
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfCall, HalfSize, Rows, RowWise, Slice, Verdict
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 from tw_compile.passes.split.rules.vllm_attention import attend, vllm_attention
 
 
@@ -33,7 +33,7 @@ _ROW_WISE = {
 
 
 @token_rule("vllm_ir::rms_norm", "vllm_ir::fused_add_rms_norm")
-def _rms_norm(call: Call) -> Verdict:
+def _rms_norm(call: OperatorCall) -> Verdict:
     """Along the last dim; with a residual the results are hidden states and the new residual."""
     x, residual = call.args[0], call.args[1] if "fused_add" in call.node.target.name() else None  # type: ignore[union-attr]
     rows = call.rows(x)
@@ -50,7 +50,7 @@ def _rms_norm(call: Call) -> Verdict:
 
 
 @token_rule("higher_order::auto_functionalized")
-def _auto_functionalised(call: Call) -> Verdict:
+def _auto_functionalised(call: OperatorCall) -> Verdict:
     """Each half writes to results of its own: halves of one tensor would have to wait for each other."""
     attention = vllm_attention(call.node)
     if attention is not None:

@@ -19,12 +19,14 @@ from tw_compile.graph.predicates import is_call, operator_name
 from tw_compile.passes.fusion.forms import Functionalised, functionalised
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfBuilder, Local, Rows, RowWise, Verdict
-from tw_compile.passes.split.rules.registry import Call, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
 
 _ATTENTION = "vllm::unified_attention_with_output"
 HALF = "tw_compile::vllm_attention_half"
 _UPDATE = "vllm::unified_kv_cache_update"
 _UPDATED = "vllm_kv_cache"
+
+declare_attention(_ATTENTION, HALF)
 
 
 def vllm_attention(node: fx.Node) -> Functionalised | None:
@@ -34,7 +36,7 @@ def vllm_attention(node: fx.Node) -> Functionalised | None:
 
 
 @token_rule(_UPDATE)
-def _update(call: Call) -> Verdict:
+def _update(call: OperatorCall) -> Verdict:
     """What it returns says that it ran, to the attention that follows: each half updates with its attention."""
     rows, values = (call.rows(one) for one in call.args[:2])
     if call.join_attention:
@@ -44,7 +46,7 @@ def _update(call: Call) -> Verdict:
     return RowWise(Local(_UPDATED, call.node, rows))
 
 
-def attend(call: Call, attention: Functionalised) -> Verdict:
+def attend(call: OperatorCall, attention: Functionalised) -> Verdict:
     """Of a call through ``auto_functionalized``: ``[tokens, heads, head_dim]``, requests one behind the other."""
     given = attention.arguments
     query, key, value = (given[name] for name in ("query", "key", "value"))
@@ -83,7 +85,7 @@ def _by_token(rows: Rows) -> bool:
     return rows.dim == 0 and rows.outer is None and rows.order is None and rows.per_unit == 1
 
 
-def _updates(call: Call, update: fx.Node, operands: tuple[fx.Node, ...]) -> bool:
+def _updates(call: OperatorCall, update: fx.Node, operands: tuple[fx.Node, ...]) -> bool:
     """Whether ``update`` writes these keys and values of this layer, and tells nobody else."""
     layout = call.layout(update)
     known = isinstance(layout, Local) and layout.role == _UPDATED and operator_name(update) == _UPDATE

@@ -25,9 +25,9 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
     joint_mm_leaving_sms,
     mm_leaving_sms,
 )
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.peephole import joint
-from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, Window
+from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, ScheduledWindow
 from tw_compile.planning import DeviceProfile, Plan
 from tw_compile.planning import Window as PlannedWindow
 from tw_compile.planning.communication import elementwise_us
@@ -56,13 +56,13 @@ class Budgets:
         """Of all calls in flight: what the operators allow."""
         return None if self.profile is None else self.profile.sms // 2
 
-    def planned(self, window: Window) -> PlannedWindow | None:
+    def planned(self, window: ScheduledWindow) -> PlannedWindow | None:
         """The plan's window that a scheduled one is; None for those that its steady state does not have."""
         half = 2 if window.kind == "join" else window.computes
         windows = () if self.plan is None else self.plan.windows
         return next((one for one in windows if (one.computes, one.half) == (window.kind, half)), None)
 
-    def overlap_sms(self, window: Window) -> int:
+    def overlap_sms(self, window: ScheduledWindow) -> int:
         """SMs of a call that begins to travel in ``window``; where the plan has none, enough for the shortest window of it."""
         planned = self.planned(window)
         if planned is not None and planned.ctas:
@@ -75,7 +75,7 @@ class Budgets:
         """Whether GEMMs of one input may be computed by our own kernel."""
         return self.profile is not None and self.profile.gemm.own_gemms
 
-    def wants(self, window: Window) -> frozenset[str]:
+    def wants(self, window: ScheduledWindow) -> frozenset[str]:
         """The GEMMs, by the planner's names, that are better planned for the SMs that are left."""
         planned = self.planned(window)
         if planned is None or self.profile is None:
@@ -112,7 +112,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     waiting: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         if woven.parts.gemm_of(node) is not None and _can_leave(node):
-            waiting.setdefault(node.meta[ANNOTATION]["window"], []).append(node)
+            waiting.setdefault(annotation(node)["window"], []).append(node)
     for index, gemms in waiting.items():
         window, sms = woven.windows[index], woven.reserved[index]
         planned = budgets.planned(window)
@@ -135,7 +135,9 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
 class _Beside:
     """GEMMs of one window, in their order, while the call beside them has SMs."""
 
-    def __init__(self, sms: int, planned: PlannedWindow, budgets: Budgets, window: Window, measure: Measure) -> None:
+    def __init__(
+        self, sms: int, planned: PlannedWindow, budgets: Budgets, window: ScheduledWindow, measure: Measure
+    ) -> None:
         self._sms, self._planned, self._wants, self._measure = sms, planned, budgets.wants(window), measure
         self._profile = budgets.profile
         self._left_us = planned.communication_us

@@ -36,7 +36,7 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
     mm_leaving_sms,
 )
 from tw_compile.passes.fusion.forms import functionalised
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import computes, half_of
 from tw_compile.passes.split.rules.vllm_attention import HALF
@@ -81,15 +81,16 @@ class Lock:
     loose: tuple[str, ...]
 
 
-def lock_order(graph: fx.Graph) -> Lock:
+def lock_order(graph: fx.Graph, calls: list[CommunicationCall] | SplitRefused | None = None) -> Lock:
     """Add dependences to a scheduled graph so that its starts, matmuls and waits stay in their order.
 
-    Comes last: other passes would not know the operators that it puts into subgraphs.
+    Comes last: other passes would not know the operators that it puts into subgraphs. ``calls`` are those of the graph; None:
+    found here.
 
     Raises:
         ValueError: The graph's calls can't be paired, or it belongs to no module, which the subgraphs of ordered nodes need.
     """
-    calls = find_calls(graph)
+    calls = find_calls(graph) if calls is None else calls
     if isinstance(calls, SplitRefused):
         raise ValueError(f"graph: expected a scheduled one, got {calls.reason}: {calls.detail}")
     if graph.owning_module is None:
@@ -107,11 +108,13 @@ def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
             continue
         if _is_copied_by_readers(operand):
             with graph.inserting_before(call.start):
-                clone = graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
-            clone.meta = dict(call.start.meta)
-            clone.meta[ANNOTATION] = {**operand.meta.get(ANNOTATION, {}), "role": "clone"}
-            with compat.tracing_fake_mode(compat.graph_fake_mode(graph)):
-                clone.meta["val"] = tensor.clone(memory_format=torch.contiguous_format)
+                clone = Inserter(graph).call(
+                    aten.clone.default,
+                    (operand,),
+                    {"memory_format": torch.contiguous_format},
+                    like=call.start,
+                    noted={**annotation(operand), "role": "clone"},
+                )
             for reader in (call.start, call.wait):
                 reader.replace_input_with(operand, clone)
             operand = clone

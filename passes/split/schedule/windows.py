@@ -22,10 +22,9 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.collective import ops
-from tw_compile.passes.fusion.rewrite import ANNOTATION
+from tw_compile.passes.nodes import Part, annotate, annotation
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.parts import Kind, Parts, computes, half_of
-from tw_compile.passes.split.rewrite.duplicate import Part
 from tw_compile.passes.split.schedule.dependences import CommunicationCall, find_calls, predecessors, written_by
 from tw_compile.passes.split.schedule.lock import has_own_kernel
 
@@ -41,7 +40,7 @@ class Exposure(StrEnum):
 
 
 @dataclass(frozen=True)
-class Window:
+class ScheduledWindow:
     """Operators that run one after another while the same calls are in flight.
 
     ``computes`` is the half that they belong to; ``joined`` if they read both halves or belong to both, ``shared`` if they
@@ -73,7 +72,7 @@ class Schedule:
     ``reserved`` has for each window the SMs of the fused calls that it hides. ``parts`` knows the graph's operators.
     """
 
-    windows: tuple[Window, ...]
+    windows: tuple[ScheduledWindow, ...]
     calls: int
     exposed: tuple[Exposed, ...]
     reserved: tuple[int, ...]
@@ -85,11 +84,15 @@ class Schedule:
         return dict(Counter(str(one.reason) for one in self.exposed).most_common())
 
 
-OverlapSMs = int | Callable[[Window], int]
+OverlapSMs = int | Callable[[ScheduledWindow], int]
 
 
 def schedule(
-    graph: fx.Graph, overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS, most_sms: int | None = None, piece: bool = False
+    graph: fx.Graph,
+    overlap_sms: OverlapSMs = DEFAULT_OVERLAP_SMS,
+    most_sms: int | None = None,
+    piece: bool = False,
+    calls: list[CommunicationCall] | SplitRefused | None = None,
 ) -> Schedule | SplitRefused:
     """Reorder a graph that :func:`split_tokens` has split, and annotate its operators with ``window`` and ``stream``.
 
@@ -100,12 +103,13 @@ def schedule(
             in which it does. Calls that are exposed get 0: all that they want.
         most_sms: That all calls in flight may have together; None for what ``overlap_sms`` says.
         piece: The graph begins behind an attention operator and ends before one, see :class:`Parts`.
+        calls: Those of the graph; None: found here. They are the same ones, in the same order, in the scheduled graph.
 
     A refusal leaves the graph as it was, in an order that is right.
     """
     if isinstance(overlap_sms, int) and overlap_sms < 0:
         raise ValueError(f"overlap_sms: expected 0 or more, got {overlap_sms}")
-    calls = find_calls(graph)
+    calls = find_calls(graph) if calls is None else calls
     if isinstance(calls, SplitRefused):
         return calls
     if not calls:
@@ -118,7 +122,8 @@ def schedule(
     aside = {node for node in weaver.aside if not has_own_kernel(node)} if piece else set()
     timeline = _Timeline(order, calls, parts, aside)
     for node in order:
-        _annotate(node, timeline.window_of[node], node in timeline.communication)
+        stream = "communication" if node in timeline.communication else "compute"
+        annotate(node, window=timeline.window_of[node], stream=stream)
     given: dict[CommunicationCall, int] = {}
     entering = {
         call.slot: call for call in calls if call.enters
@@ -223,10 +228,10 @@ class _Timeline:
 
     def __init__(self, order: list[fx.Node], calls: list[CommunicationCall], parts: Parts, aside: set[fx.Node]) -> None:
         self._aside = aside
-        self.windows: list[Window] = []
+        self.windows: list[ScheduledWindow] = []
         self.hides: list[tuple[CommunicationCall, ...]] = []
         self.window_of: dict[fx.Node, int] = {}
-        self.hidden_by: dict[CommunicationCall, Window] = {}
+        self.hidden_by: dict[CommunicationCall, ScheduledWindow] = {}
         self.exposed: list[Exposed] = []
         self.most_in_flight = 0
         self._started = False
@@ -274,7 +279,7 @@ class _Timeline:
         whose: Part = "shared" if not halves else halves.pop() if len(halves) == 1 else "joined"
         beside = tuple((_site(call), half_of(call.start)) for call in self._in_flight)
         kind = self._parts.kind_of(self._nodes) if self._started else "prologue"
-        window = Window(len(self.windows), kind, whose, beside, len(self._nodes))
+        window = ScheduledWindow(len(self.windows), kind, whose, beside, len(self._nodes))
         self.windows.append(window)
         self.hides.append(tuple(call for call in self._in_flight if _other(half_of(call.start)) in every))
         for call in self.hides[-1]:
@@ -293,15 +298,10 @@ def _other(half: Part) -> Part | None:
 
 
 def _site(call: CommunicationCall) -> int | None:
-    return call.start.meta.get(ANNOTATION, {}).get("site")
+    return annotation(call.start).get("site")
 
 
 def _reorder(graph: fx.Graph, order: list[fx.Node]) -> None:
     output = next(iter(reversed(graph.nodes)))
     for node in order:
         output.prepend(node)
-
-
-def _annotate(node: fx.Node, window: int, communication: bool) -> None:
-    stream = "communication" if communication else "compute"
-    node.meta[ANNOTATION] = {**node.meta.get(ANNOTATION, {}), "window": window, "stream": stream}

@@ -1,0 +1,222 @@
+"""The order of all passes, and what runs them: it times and dumps each, leaves out what is switched off, undoes what fails."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.copy import copy_of, restore
+from tw_compile.graph.snapshot import snapshot
+from tw_compile.passes.contract import Context, InductorNeed, Pass
+from tw_compile.passes.fusion.fuse import FUSE
+from tw_compile.passes.split.steps import SPLIT
+from tw_compile.report import PassOutcome, PassReport
+
+logger = logging.getLogger("tw_compile")
+
+ORDER: tuple[Pass, ...] = (FUSE, *SPLIT)
+"""The project's own passes."""
+
+_DISABLE = "tw_compile.disable_passes"
+_RAN = ("changed", "unchanged")
+
+_order: list[Pass] = list(ORDER)
+_sources: dict[str, str] = {}
+"""Of registered passes, by name: what identifies their source."""
+
+
+def order() -> tuple[Pass, ...]:
+    """All passes in the order in which they run, registered ones included."""
+    return tuple(_order)
+
+
+def register(new: Pass, *, after: str | None = None, before: str | None = None) -> None:
+    """Put a pass of your own right behind, or right before, another one, for all graphs compiled from now on.
+
+    Its source file is part of the key of Inductor's caches. What comes behind ``lock_order`` finds operators in subgraphs.
+
+    Raises:
+        ValueError: The name is taken, the neighbour is unknown, or the place is inside of a transaction that is not its own.
+    """
+    if (after is None) == (before is None):
+        raise ValueError(f"register: expected one of after= and before=, got after={after!r}, before={before!r}")
+    neighbour = after if before is None else before
+    assert neighbour is not None
+    names = [each.name for each in _order]
+    if new.name in names:
+        raise ValueError(f"register: expected a new name, got {new.name!r}, which is a pass already")
+    _check_names("register", (neighbour, *new.needs))
+    place = names.index(neighbour) + (before is None)
+    around = {each.transaction for each in _order[max(place - 1, 0) : place + 1]}
+    if 0 < place < len(_order) and len(around) == 1 and "" not in around and new.transaction not in around:
+        raise ValueError(
+            f"register: expected a pass of the transaction {around.pop()!r}, inside of which its place is, "
+            f"got {new.name!r} of {new.transaction!r}"
+        )
+    _order.insert(place, new)
+    _sources[new.name] = _source_of(new)
+
+
+def unregister(name: str) -> None:
+    """Take out a pass that :func:`register` has put in.
+
+    Raises:
+        ValueError: There is none of this name.
+    """
+    if name not in _sources:
+        raise ValueError(f"unregister: expected one of {', '.join(_sources) or 'no'} registered passes, got {name!r}")
+    del _sources[name]
+    _order[:] = [each for each in _order if each.name != name]
+
+
+def identity() -> str:
+    """What identifies registered passes and their places; empty without any: the project's own are covered by its sources."""
+    return repr([(each.name, _sources.get(each.name, "")) for each in _order]) if _sources else ""
+
+
+def _source_of(new: Pass) -> str:
+    """The digest of the file that a pass is in; where there is none, what is equal to nothing."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(new.run))
+    except TypeError:
+        file = None
+    if file is None or not Path(file).is_file():
+        return uuid.uuid4().hex
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of passes that there are none of.
+
+    Raises:
+        ValueError: The message lists all passes, and suggests the nearest.
+    """
+    _check_names(_DISABLE, names)
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    known = [each.name for each in _order]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{what}: expected passes, of {', '.join(known)}; got {name!r}{hint}")
+
+
+@dataclass
+class Run:
+    """What became of one graph: a report for each pass, in order.
+
+    ``failed`` is the pass that raised ``error``, if one did; the graph is then as it was before its transaction. ``inductor``
+    is what the graph needs now.
+    """
+
+    reports: list[PassReport] = field(default_factory=list)
+    failed: Pass | None = None
+    error: Exception | None = None
+    inductor: set[InductorNeed] = field(default_factory=set)
+
+    @property
+    def warning(self) -> str:
+        return "" if self.error is None else f"{type(self.error).__name__}: {self.error}"
+
+    def report_of(self, name: str) -> PassReport | None:
+        return next((each for each in self.reports if each.name == name), None)
+
+
+def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None) -> Run:
+    """Run ``passes``, all of them if None, over ``graph``, which is changed in place.
+
+    A pass that raises is undone with its transaction, none runs behind it, and there is one warning. With ``config.strict`` the
+    exception goes on, when that is undone.
+    """
+    passes = order() if passes is None else passes
+    off = _switched_off(context.config.disable_passes, passes)
+    result = Run()
+    before: fx.Graph | None = None
+
+    def text() -> str:
+        return snapshot(graph)
+
+    for place, current in enumerate(passes):
+        if place and not _same_transaction(passes[place - 1], current):
+            before = None
+        outcome, why = _left_out(current, off, result)
+        if outcome is not None:
+            result.reports.append(PassReport(current.name, outcome, detail=why))
+            continue
+        if before is None and current.edits and not current.rolls_back:
+            before = copy_of(graph)
+        compat.trace_artifact(f"tw_compile_{current.name}_before", text)
+        begin = time.perf_counter()
+        try:
+            done = current.run(graph, context)
+        except Exception as error:
+            if before is not None:
+                restore(graph, before)
+            _note_failure(result, current, error, time.perf_counter() - begin, passes)
+            if context.config.strict:
+                raise
+            message = "tw_compile: %s failed and left a graph as it was: %s"
+            logger.warning(message, current.name, result.warning, exc_info=True)
+            continue
+        seconds = time.perf_counter() - begin
+        if done.changed:
+            context.forget(but=current.keeps)
+            result.inductor.update(current.inductor)
+        compat.trace_artifact(f"tw_compile_{current.name}_after", text)
+        outcome = "refused" if done.refused else "changed" if done.changed else "unchanged"
+        result.reports.append(PassReport(current.name, outcome, seconds, dict(done.counts), done.refused))
+    return result
+
+
+def _same_transaction(earlier: Pass, later: Pass) -> bool:
+    return bool(later.transaction) and earlier.transaction == later.transaction
+
+
+def _switched_off(names: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, str]:
+    """Why passes are switched off, by name: because they are named, or one that their transaction can't do without is."""
+    off = {name: f"{_DISABLE} names {name}" for name in names}
+    for missing in passes:
+        if missing.name in names and missing.indispensable:
+            why = f"{_DISABLE} names {missing.name}, without which {missing.indispensable}"
+            for other in passes:
+                if _same_transaction(missing, other):
+                    off.setdefault(other.name, why)
+    return off
+
+
+def _left_out(current: Pass, off: dict[str, str], result: Run) -> tuple[PassOutcome | None, str]:
+    """How the report calls it that a pass does not run, and why; None if it runs."""
+    if current.name in off:
+        return "off", off[current.name]
+    if result.failed is not None:
+        return "not_run", f"{result.failed.name} has failed"
+    for name in current.needs:
+        needed = result.report_of(name)
+        if needed is not None and needed.outcome not in _RAN:
+            return "not_run", f"it needs {name}: {needed.outcome}"
+    return None, ""
+
+
+def _note_failure(result: Run, failed: Pass, error: Exception, seconds: float, passes: Sequence[Pass]) -> None:
+    result.failed, result.error = failed, error
+    undone = {each.name for each in passes if _same_transaction(failed, each)}
+    result.reports = [
+        replace(each, outcome="undone") if each.name in undone and each.outcome == "changed" else each
+        for each in result.reports
+    ]
+    kept = [each for each in passes if each.name not in undone]
+    changed = {each.name for each in result.reports if each.outcome == "changed"}
+    result.inductor = {need for each in kept if each.name in changed for need in each.inductor}
+    result.reports.append(PassReport(failed.name, "failed", seconds, detail=result.warning))
