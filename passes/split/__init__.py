@@ -20,7 +20,6 @@ from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, ana
 from tw_compile.passes.split.apply import split_graph
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
 from tw_compile.passes.split.rules.registry import Call, token_rule
-from tw_compile.passes.split.rules.vllm_attention import vllm_attention
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
 from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, Window, schedule
 
@@ -59,5 +58,4 @@ __all__ = [
     "split_graph",
     "split_tokens",
     "token_rule",
-    "vllm_attention",
 ]

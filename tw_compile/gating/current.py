@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.agree import agreed, first_value
 from tw_compile.config import Config
-from tw_compile.gating.facts import Node, Settings
+from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
 
@@ -42,14 +42,13 @@ def _observed_gate(config: Config, observe: Callable[[Settings], Settings]) -> G
 
 def own_gate(config: Config, node: Node) -> Gate:
     """What this process would do if it were alone."""
-    settings = Settings.from_environment(
-        config.host,
-        os.environ,
-        backend=config.all_reduce_backend,
-        one_shot_max_bytes=compat.one_shot_all_reduce_bytes(),
-        disable_custom_all_reduce=config.disable_custom_all_reduce,
-        flashinfer_installed=importlib.util.find_spec("flashinfer") is not None,
+    facts = HostFacts(
+        config.all_reduce_backend,
+        compat.one_shot_all_reduce_bytes(),
+        config.disable_custom_all_reduce,
+        installed=lambda package: importlib.util.find_spec(package) is not None,
     )
+    settings = Settings.from_environment(config.host, os.environ, facts)
     return Gate(node, settings, tables_of(threshold_layers(config.thresholds, node.device_class), node.device_class))
 
 

@@ -16,7 +16,7 @@ from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, JoinReason
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import Join
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, analyse, find_token_axis
-from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+from tw_compile.planning import FLASH3, DeviceProfile, Mode, Plan, plan_layer
 from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
 from tw_compile.planning.plan import RESOLUTION
 from tw_compile.planning.ranges import Ranges
@@ -59,12 +59,14 @@ class HostGraph:
 
     ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
     Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
+    ``attention_kernel`` is what device profiles call the kernel of attention that is elsewhere.
     """
 
     counts: tuple[int, int | None]
     attention: HostAttention = HostAttention.ELSEWHERE
     host_us: float = 0.0
     captured_tokens: int = 0
+    attention_kernel: str = FLASH3
 
     def launch_us(self, tokens: int) -> float:
         return 0.0 if tokens <= self.captured_tokens else self.host_us
@@ -194,8 +196,10 @@ def _planners(
     if profile is None:
         return _no_profile()
     axis = axes[-1]
-    piece = host is not None and host.attention is HostAttention.ELSEWHERE
-    layer = layer_of_piece(graph, axis) if piece else layer_of_graph(graph, axis)
+    if host is not None and host.attention is HostAttention.ELSEWHERE:
+        layer = layer_of_piece(graph, axis, host.attention_kernel)
+    else:
+        layer = layer_of_graph(graph, axis)
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
     attention = layer.shape.attention

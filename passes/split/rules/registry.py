@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.graph.predicates import same_size
+from tw_compile.passes.operators import operator_named, take_rule_modules
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
 
@@ -35,7 +37,9 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     """Declare what operators do with the token axis.
 
     ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
-    the library of higher-order operators is ``higher_order``.
+    the library of higher-order operators is ``higher_order``. A class of :mod:`tw_compile.passes.operators` stands for all
+    operators that hosts declare as that. An operator that writes to arguments has its rule asked about the
+    ``auto_functionalized`` node that calls it.
     The rule gets a :class:`Call` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every operand
     that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that treats
     the rows of its first argument, ``[tokens, hidden]``, independently::
@@ -61,8 +65,21 @@ def registered(target: Any) -> Registered | None:
         return _rules.get(f"higher_order::{target.name()}")
     if not isinstance(target, compat.OpOverload):
         return None
-    named = _rules.get(target.name().partition(".")[0])
+    named = registered_name(target.name().partition(".")[0], writes=False)
     return _rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
+
+
+def registered_name(name: str, writes: bool) -> Registered | None:
+    """The rule of the operator ``library::operator``: its own, else that of what a host has declared it to be.
+
+    ``writes``: whether it is called through ``auto_functionalized``; what is declared to be called otherwise has no rule then.
+    """
+    for module in take_rule_modules():
+        importlib.import_module(module)
+    operator = operator_named(name)
+    if operator is None:
+        return _rules.get(name)
+    return None if operator.writes != writes else _rules.get(name) or _rules.get(type(operator))
 
 
 _POINTWISE = "pointwise"

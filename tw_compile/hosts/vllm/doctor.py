@@ -9,11 +9,10 @@ from typing import Any
 
 from tw_compile.config import Config
 from tw_compile.environment import ENABLE
-from tw_compile.gating import vllm as dispatch
-from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
+from tw_compile.hosts.vllm.settings import NEWEST
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
 Report = dict[str, Any]
@@ -79,8 +78,8 @@ def _group(
     profile: DeviceProfile | None,
 ) -> Report:
     world_size = engine.tensor_parallel_size
-    settings: Settings = choices[0].settings
-    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == "vllm-0.33" else dispatch.FLASHINFER_LIMITS
+    settings = plan.settings_of(choices[0])
+    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == NEWEST else dispatch.FLASHINFER_LIMITS
     default = limits.get(capability, {}).get(world_size) if capability else None
     ends = plan.range_endpoints(engine, config, choices)
     groups = _groups_of_layers(engine, config, default)
