@@ -20,7 +20,7 @@ import torch.fx as fx
 from tw_compile.config import Config
 from tw_compile.gating import Gate
 from tw_compile.passes.reasons import HostAttention
-from tw_compile.planning import DeviceProfile
+from tw_compile.planning import FLASH3, DeviceProfile
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,12 +44,14 @@ class HostGraph:
 
     ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
     Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
+    ``attention_kernel`` is what device profiles call the kernel of attention that is elsewhere.
     """
 
     counts: TokenRange
     attention: HostAttention = HostAttention.ELSEWHERE
     host_us: float = 0.0
     captured_tokens: int = 0
+    attention_kernel: str = FLASH3
 
     def launch_us(self, tokens: int) -> float:
         return 0.0 if tokens <= self.captured_tokens else self.host_us

@@ -48,18 +48,6 @@ class QuantRefusal(StrEnum):
     PRECISION_CASTS_KEPT = "precision_casts_kept"
 
 
-class HostRefusal(StrEnum):
-    """Why nothing is done in a whole vLLM engine, or in a piece of its model. Stable names, as those of :class:`Refusal`."""
-
-    TENSOR_PARALLEL_SIZE_1 = "tensor_parallel_size_1"
-    NOT_COMPILED = "not_compiled"
-    BATCH_INVARIANT = "batch_invariant"
-    LORA = "lora"
-    DUAL_BATCH_OVERLAP = "dual_batch_overlap"
-    STATE_SPACE = "state_space"
-    SLOT_TAKEN = "slot_taken"
-
-
 @dataclass(frozen=True)
 class Refused:
     """A refusal and the words that explain it for this one site."""
@@ -97,27 +85,6 @@ class JoinReason(StrEnum):
 
 ATTENTION_JOINS = frozenset(reason for reason in JoinReason if reason.startswith("attention"))
 """Attention itself runs once: as the plan has it, or because of its mask, its kernel, or a cut in one of several requests."""
-
-
-class WholeAttention(StrEnum):
-    """Why vLLM's attention is not split. Stable names, as those of refusals."""
-
-    ATTENTION_BACKEND = "attention_backend"
-    ATTENTION_METADATA = "attention_metadata"
-    CONTEXT_PARALLEL = "context_parallel"
-    CUDA_GRAPHS = "cuda_graphs"
-    KV_TRANSFER = "kv_transfer"
-    PREFIX_LM = "prefix_lm"
-    SPECULATIVE = "speculative"
-
-
-class GroupRefusal(StrEnum):
-    """Why vLLM's long steps don't run by groups of layers. Stable names, as those of refusals."""
-
-    ONE_GRAPH = "one_graph"
-    SPECULATIVE = "speculative"
-    NO_LONG_STEPS = "no_long_steps"
-    NOT_ASKED_FOR = "not_asked_for"
 
 
 class HostAttention(StrEnum):
@@ -161,3 +128,18 @@ class SplitRefused:
 
     reason: SplitRefusal
     detail: str
+
+
+_host_refusals: list[type[StrEnum]] = []
+
+
+def declare_refusals(names: type[StrEnum]) -> None:
+    """Make names known for which a host has its graphs left as they are; they are as stable as those of :class:`Refusal`."""
+    if names not in _host_refusals:
+        _host_refusals.append(names)
+
+
+def refusals() -> tuple[StrEnum, ...]:
+    """Every name for which an all_reduce may be left as it is: those of the passes, then those of hosts."""
+    of_hosts = [name for names in _host_refusals for name in names]
+    return (*Refusal, *of_hosts)

@@ -6,8 +6,9 @@ replaces it by one fused operator. Importing this package imports neither Triton
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
+
+from tw_compile.hosts.vllm.named_pass import vllm_pass  # the import registers all hosts
 
 __version__ = "0.1.0"
 
@@ -44,35 +45,3 @@ def __getattr__(name: str) -> Any:
 
         return getattr(importlib.import_module(_EXPORTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-class _VllmPass:
-    """Stands for the :class:`tw_compile.hosts.vllm.inductor_pass.VllmPass` with default options; a copy of it is that.
-
-    vLLM's ``inductor_passes`` takes an InductorPass by name out of this module's ``__dict__``, where ``__getattr__`` above is
-    not asked, and does so before it loads plugins. The real object can't be there yet: its class is derived from vLLM's.
-    """
-
-    @staticmethod
-    def _real() -> Any:
-        from tw_compile.hosts.vllm.inductor_pass import default_pass
-
-        return default_pass()
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._real()) if "vllm.compilation.passes.inductor_pass" in sys.modules else _VllmPass
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._real(), name)
-
-    def __call__(self, graph: Any) -> None:
-        self._real()(graph)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _VllmPass._real, ()
-
-
-vllm_pass = _VllmPass()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tw_compile import environment
-from tw_compile.gating.facts import BACKENDS, HOSTS
+from tw_compile.gating.facts import BACKENDS
+from tw_compile.gating.hosts import DEFAULT_HOST, host_names
 
 OPTION_PREFIX = "tw_compile."
 _MOST_DIGITS = 9
@@ -42,15 +43,16 @@ class Config:
             ``never`` regard neither.
         thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
             sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
-        host: Whose all_reduce the fused operator is compared with: ``pytorch``, ``vllm-0.20``, ``vllm-0.24``, ``vllm-0.33``.
+        host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
+            :func:`tw_compile.gating.host_names`.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
-        disable_custom_all_reduce: vLLM's setting of that name.
+        disable_custom_all_reduce: A host that has an all_reduce of its own does not use it, as a setting of that name says.
         split: Whether the tokens of a graph are split into two halves: ``auto`` (where the planner says that it is faster),
             ``off``, or the number of tokens in the first half, as ``512``.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
-        vllm_layer_groups: In vLLM, for steps that are too long for CUDA graphs: up to so many layers are compiled as one graph,
-            with attention in it, instead of pieces that end at attention; 0: not.
+        vllm_layer_groups: For vLLM alone, in steps too long for CUDA graphs: up to so many layers are compiled
+            as one graph, with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
         disable_passes: Names of passes that are switched off (``tw_compile.passes.manager.ORDER``), a list or with commas
@@ -68,7 +70,7 @@ class Config:
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
     thresholds: str = "auto"
-    host: str = "pytorch"
+    host: str = DEFAULT_HOST
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
     split: str = "auto"
@@ -84,7 +86,7 @@ class Config:
         self._check_choice("transport", _TRANSPORTS)
         self._check_choice("absorb_mm", _ABSORB_MM)
         self._check_choice("split_gemm_sms", _SPLIT_GEMM_SMS)
-        self._check_choice("host", HOSTS)
+        self._check_choice("host", host_names())
         self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
         self._check_type("thresholds", str, "auto, off or a file")
         self._check_type("device_profile", str, "auto, the name of a profile or a TOML file")

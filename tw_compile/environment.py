@@ -19,7 +19,7 @@ _MOST = 2**31 - 1
 
 
 def enabled(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """What ``TW_COMPILE`` tells vLLM: to use the passes, or not to; None where it is unset."""
+    """What ``TW_COMPILE`` tells a host with a plugin: to use the passes, or not to; None where it is unset."""
     return _switch(environment, ENABLE)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 
 import torch.fx as fx
@@ -17,7 +18,7 @@ from tw_compile.gating.gate import Gate
 from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, manager, split
 from tw_compile.passes.contract import Context, HostGraph, InductorNeed
-from tw_compile.passes.reasons import HostRefusal, SplitRefusal
+from tw_compile.passes.reasons import SplitRefusal, refusals
 
 logger = logging.getLogger("tw_compile")
 
@@ -79,8 +80,14 @@ class TWCompilePass(compat.CustomGraphPass):
         report.publish(result)
         return result
 
-    def refuse(self, graph: fx.Graph, reason: HostRefusal, detail: str) -> report.GraphReport:
-        """Leave ``graph`` as it is, and report that."""
+    def refuse(self, graph: fx.Graph, reason: StrEnum, detail: str) -> report.GraphReport:
+        """Leave ``graph`` as it is, and report that.
+
+        Raises:
+            ValueError: The reason is none of :func:`tw_compile.passes.reasons.refusals`.
+        """
+        if reason not in refusals():
+            raise ValueError(f"reason: expected one of {', '.join(refusals())}, got {reason!r}")
         result = report.GraphReport(fusion.refused_sites(graph, reason, detail))
         report.publish(result)
         return result

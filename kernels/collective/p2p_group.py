@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can read and write each other's memory, and agreement between ranks about such facts.
+"""Whether the ranks of a group can read and write each other's memory.
 
 Everything here is collective, waits on the host, and runs at the first use of a group only.
 """
@@ -11,33 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.agree import common_obstacle, gather
 
 T = TypeVar("T")
 
 _NATIVE_ATOMIC_SUPPORTED = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _PROBE_BYTES = 4096
-
-
-def agree(group: dist.ProcessGroup, obstacle: str | None, fact: object = None) -> str | None:
-    """The first obstacle that any rank has, the same on all ranks; None when no rank has one and all facts are equal.
-
-    Also a host barrier: no rank returns before every rank has called.
-    """
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (obstacle, fact), group=group)
-    for rank, (reason, _) in enumerate(answers):
-        if reason is not None:
-            return f"rank {rank}: {reason}"
-    for rank, (_, other) in enumerate(answers):
-        if other != answers[0][1]:
-            return f"ranks disagree: rank 0 has {answers[0][1]}, rank {rank} has {other}"
-    return None
 
 
 def outside_pools(device: torch.device, function: Callable[[], T]) -> T:
@@ -133,12 +118,11 @@ def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None
     """Why the group cannot use P2P kernels, or None; the same answer on every rank. Collective."""
     own = torch.cuda.current_device() if device.index is None else device.index
     visible = device_uuids()
-    facts: list[Any] = [None] * group.size()
-    dist.all_gather_object(facts, RankFacts(_host_id(), visible[own]), group=group)
+    facts = gather(RankFacts(_host_id(), visible[own]), group)
     try:
         obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, _native_atomics)
         if obstacle is None:
             compat.symm_mem_empty(_PROBE_BYTES, device)
     except (RuntimeError, OSError) as error:
         obstacle = f"symmetric memory is not available: {error}"
-    return agree(group, obstacle)
+    return common_obstacle(group, obstacle)

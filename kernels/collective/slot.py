@@ -13,7 +13,7 @@ import torch.distributed as dist
 import triton
 
 from tw_compile import compat
-from tw_compile.kernels.collective.p2p_group import agree
+from tw_compile.agree import common_obstacle
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
         tensors = {name: compat.symm_mem_empty(size, state.device) for name, size in sizes.items()}
     except RuntimeError as error:
         obstacle = f"symmetric memory: cannot allocate {sum(sizes.values())} bytes: {error}"
-    obstacle = agree(state.group, obstacle, sizes)
+    obstacle = common_obstacle(state.group, obstacle, sizes)
     if obstacle is None:
         try:
             for name, tensor in tensors.items():
@@ -145,12 +145,12 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
         status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
         # The agreement is the barrier after which peers may write here: what was filled in must be in memory before it.
         torch.cuda.synchronize(state.device)
-        obstacle = agree(state.group, obstacle, offsets)
+        obstacle = common_obstacle(state.group, obstacle, offsets)
     if obstacle is not None:
         state.give_up(obstacle)
         return None
     if state.multimem:
-        state.multimem = agree(state.group, None if has_multicast else "no multicast address") is None
+        state.multimem = common_obstacle(state.group, None if has_multicast else "no multicast address") is None
     if index not in state.slots:
         state.slots[index] = Slot(made.pop("pads"), epochs, status)
     slot = state.slots[index]

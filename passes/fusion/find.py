@@ -2,7 +2,7 @@
 
     partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> RMSNorm -> hidden
 
-Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.fusion.forms`.
+Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.operators`.
 Where ``hidden`` is only quantised to float8, that may be done on the way: :mod:`tw_compile.passes.fusion.quant`.
 
 Nothing here edits the graph: the result is a list of :class:`FusionSite` and :class:`RefusedSite`, one per all_reduce, in

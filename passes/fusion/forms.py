@@ -1,13 +1,10 @@
-"""The operators that say "all_reduce", PyTorch's and hosts', and what a functionalised call of a host's operator calls.
-
-Known by name, so that a host need not be imported for its graphs to be read.
-"""
+"""Calls of operators that hosts have declared (:mod:`tw_compile.passes.operators`), as the passes read them off a graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.fx as fx
@@ -15,9 +12,8 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import operator_name, value
+from tw_compile.passes.operators import AllReduceOperator, Argument, Kind, declared_as
 
-FUNCTIONAL = "_c10d_functional::all_reduce"
-VLLM = "vllm::all_reduce"
 _WAIT = "_c10d_functional::wait_tensor"
 
 
@@ -47,25 +43,22 @@ class AllReduce:
         return tensor.numel() * tensor.dtype.itemsize
 
 
-def _functional(node: fx.Node) -> AllReduce:
-    """``all_reduce(input, reduce_op, group_name)`` and ``wait_tensor``."""
-    wait = next((user for user in node.users if operator_name(user) == _WAIT), None)
-    return AllReduce(node, wait, node.args[0], node.args[2], node.args[1])  # type: ignore[arg-type]
-
-
-def _vllm(node: fx.Node) -> AllReduce:
-    """``all_reduce(tensor, group_name)``: out of place, ready when it returns; the group is a name of vLLM's, as ``tp:0``."""
-    group_name = node.args[1] if len(node.args) > 1 else node.kwargs.get("group_name")
-    return AllReduce(node, node, node.args[0], group_name)  # type: ignore[arg-type]
-
-
-_FORMS: dict[str, Callable[[fx.Node], AllReduce]] = {FUNCTIONAL: _functional, VLLM: _vllm}
-
-
 def read_all_reduce(node: fx.Node) -> AllReduce | None:
     """What ``node`` reduces; None if it is no all_reduce."""
-    form = _FORMS.get(operator_name(node))
-    return None if form is None else form(node)
+    operator = declared_as(AllReduceOperator, operator_name(node))
+    if operator is None:
+        return None
+    wait: fx.Node | None = node
+    if operator.waited_for:
+        wait = next((user for user in node.users if operator_name(user) == _WAIT), None)
+    reduce_op = "sum" if operator.reduce_op is None else _given(node, operator.reduce_op)
+    return AllReduce(node, wait, node.args[0], _given(node, operator.group_name), reduce_op)  # type: ignore[arg-type]
+
+
+def _given(node: fx.Node, name: str) -> Any:
+    """What an operator is given for the argument ``name`` of its schema; None where it is given none."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False)).get(name, node.kwargs.get(name))
 
 
 def all_reduce_of(wait: fx.Node) -> AllReduce | None:
@@ -88,3 +81,23 @@ def functionalised(node: fx.Node) -> Functionalised | None:
         return None
     called = node.args[0]
     return Functionalised(called._schema.name, node.kwargs) if isinstance(called, compat.OpOverload) else None
+
+
+@dataclass(frozen=True)
+class HostCall(Generic[Kind]):
+    """A call of an operator that a host has declared, with its arguments by place, or by name if it writes to some."""
+
+    operator: Kind
+    node: fx.Node
+    arguments: Mapping[Argument, Any]
+
+
+def host_call(node: fx.Node, kind: type[Kind]) -> HostCall[Kind] | None:
+    """The call that ``node`` is, if it is of a declared operator of this kind."""
+    form = functionalised(node)
+    operator = declared_as(kind, operator_name(node) if form is None else form.name)
+    if operator is None or operator.writes != (form is not None):
+        return None
+    arguments: dict[Argument, Any] = {}
+    arguments.update(enumerate(node.args) if form is None else form.arguments)
+    return HostCall(operator, node, arguments)

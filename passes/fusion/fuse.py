@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 import torch.fx as fx
@@ -26,7 +27,7 @@ from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, Ref
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
-from tw_compile.passes.reasons import HostRefusal, QuantRefused, Refusal
+from tw_compile.passes.reasons import QuantRefused, Refusal
 from tw_compile.report import Decision, Producer, Site
 
 GATED_BELOW = "below_fuse_min_bytes"
@@ -101,7 +102,7 @@ def failed_sites(graph: fx.Graph, detail: str) -> list[Site]:
     return refused_sites(graph, Refusal.REWRITE_FAILED, detail)
 
 
-def refused_sites(graph: fx.Graph, reason: Refusal | HostRefusal, detail: str) -> list[Site]:
+def refused_sites(graph: fx.Graph, reason: StrEnum, detail: str) -> list[Site]:
     """Every all_reduce of the graph, refused for one reason."""
     return _left_sites(graph, "refused", reason, detail)
 

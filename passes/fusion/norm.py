@@ -5,22 +5,14 @@
 Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
 offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
 
-vLLM has operators for it, which are read by their names:
-
-    vllm_ir::rms_norm(x, weight, eps, variance_size)
-    vllm_ir::fused_add_rms_norm(x, residual, weight, eps, variance_size) -> (hidden, x + residual)
-    _C::rms_norm_static_fp8_quant(hidden!, input, weight, scale, epsilon)
-    _C::fused_add_rms_norm_static_fp8_quant(hidden!, input, residual!, weight, scale, epsilon)
-
-The last two quantise the result as well (see :mod:`tw_compile.passes.fusion.quant`).
+Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.NormOperator`). Some add the
+residual first, and some quantise the result as well (see :mod:`tw_compile.passes.fusion.quant`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.fx as fx
@@ -33,19 +25,15 @@ from tw_compile.graph.predicates import (
     is_cast,
     is_float8,
     is_lossless_cast,
-    operator_name,
     other_operand,
     same_size,
     value,
     views_and_casts_of,
 )
-from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.fusion.forms import HostCall, host_call
+from tw_compile.passes.operators import NormOperator
 from tw_compile.passes.reasons import Refusal, Refused
 
-_IR_NORM = "vllm_ir::rms_norm"
-_IR_ADD_NORM = "vllm_ir::fused_add_rms_norm"
-_QUANTISING_NORM = "_C::rms_norm_static_fp8_quant"
-_QUANTISING_ADD_NORM = "_C::fused_add_rms_norm_static_fp8_quant"
 _LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
 
 
@@ -86,16 +74,12 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
         for user in source.users:
             if is_call(user, *_LAYER_NORM_OPS) or _subtracts_mean(user, source):
                 refusal = refusal or Refused(Refusal.LAYER_NORM, f"{user.name} centres the values: LayerNorm")
-            if operator_name(user) == _IR_NORM and user.args[0] is source:
-                refusal = refusal or _check_ir(user, source, user.args[1:])
-                if refusal is None:
-                    return _ir_match(user, (user,), user.args[1:])
-            called = functionalised(user)
-            if called is not None and called.name == _QUANTISING_NORM and called.arguments["input"] is source:
-                found = _quantising_match(user, source, called.arguments)
-                refusal = refusal or (found if isinstance(found, Refused) else None)
-                if refusal is None:
-                    return found
+            called = host_call(user, NormOperator)
+            if called is not None and called.operator.residual is None and _rows_of(called) is source:
+                match = _match_of_operator(called, source)
+                if refusal is None and isinstance(match, NormMatch):
+                    return match
+                refusal = refusal or (match if isinstance(match, Refused) else None)
             if not _is_square(user, source):
                 continue
             result = _match_from_square(user, set(same_values))
@@ -107,40 +91,37 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
 
 def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMatch] | Refused | None:
     """What an operator that adds and normalises adds to ``current``, and the norm; None if ``node`` is no such operator."""
-    called = functionalised(node)
-    if called is not None and called.name == _QUANTISING_ADD_NORM:
-        given = (called.arguments["input"], called.arguments["residual"])
-        other = given[1] if given[0] is current else given[0]
-        if current not in given or other is current:
-            return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} does not add something else to {current.name}")
-        match = _quantising_match(node, current, called.arguments)
-        return match if isinstance(match, Refused) else (other, match)
-    if operator_name(node) != _IR_ADD_NORM:
+    called = host_call(node, NormOperator)
+    if called is None or called.operator.residual is None:
         return None
-    other = other_operand(node, current)
-    if not isinstance(other, fx.Node):
-        return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} adds {current.name} to itself")
-    refused = _check_ir(node, current, node.args[2:])
+    summands = (_rows_of(called), called.arguments.get(called.operator.residual))
+    other = summands[1] if summands[0] is current else summands[0]
+    if current not in summands or other is current or not isinstance(other, fx.Node):
+        return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} does not add something else to {current.name}")
+    match = _match_of_operator(called, current)
+    return match if isinstance(match, Refused) else (other, match)
+
+
+def _rows_of(called: HostCall[NormOperator]) -> object:
+    return called.arguments.get(called.operator.rows)
+
+
+def _match_of_operator(called: HostCall[NormOperator], rows: fx.Node) -> NormMatch | Refused:
+    """The norm that an operator of a host is; ``rows`` is what it normalises, or a summand of that."""
+    node, norm = called.node, called.operator
+    refused = _check_arguments(called, rows)
     if refused is not None:
         return refused
-    parts = _parts(node, 0, 1)
+    if norm.residual is None and not norm.writes:
+        return _as_match(called, node, (node,))
+    first = 1 if norm.writes else 0  # what is written follows the operator's own result, which is None
+    parts = _parts(node, first, first + 1)
     if isinstance(parts, Refused):
         return parts
     hidden, added = parts
-    match = _ir_match(hidden, _without_none(node, added, hidden), node.args[2:])
-    return other, replace(match, operator=node, added=added)
-
-
-def _quantising_match(node: fx.Node, rows: fx.Node, arguments: Mapping[str, Any]) -> NormMatch | Refused:
-    """Of vLLM's operators that normalise and quantise: what they write follows their own result, which is None."""
-    options = (arguments["weight"], arguments["epsilon"])
-    parts = _check_ir(node, rows, options) or _parts(node, 1, 2)
-    if isinstance(parts, Refused):
-        return parts
-    hidden, added = parts
-    match = _ir_match(hidden, _without_none(node, added, hidden), options)
-    adds = "residual" in arguments
-    return replace(match, operator=node if adds else None, added=added, quant_scale=arguments["scale"])
+    match = _as_match(called, hidden, _without_none(node, added, hidden))
+    scale = None if norm.scale is None else called.arguments[norm.scale]
+    return replace(match, operator=None if norm.residual is None else node, added=added, quant_scale=scale)
 
 
 def _parts(node: fx.Node, hidden: int, added: int) -> tuple[fx.Node, fx.Node | None] | Refused:
@@ -160,12 +141,13 @@ def _without_none(*nodes: fx.Node | None) -> tuple[fx.Node, ...]:
     return tuple(node for node in nodes if node is not None)
 
 
-def _check_ir(node: fx.Node, rows: fx.Node, options: tuple[Any, ...]) -> Refused | None:
-    """Of ``weight, eps, variance_size``: what the fused operator can't do."""
-    if len(options) < 2 or (node.kwargs and functionalised(node) is None):
+def _check_arguments(called: HostCall[NormOperator], rows: fx.Node) -> Refused | None:
+    """What of the operator's arguments the fused operator can't do."""
+    node, norm, arguments = called.node, called.operator, called.arguments
+    if norm.weight not in arguments or norm.eps not in arguments or (node.kwargs and not norm.writes):
         return Refused(Refusal.NO_RMS_NORM, f"{node.name} is called with keywords, which compiled graphs don't do")
-    weight, eps, *variance_size = options
-    if variance_size not in ([], [None]):
+    weight, eps = arguments[norm.weight], arguments[norm.eps]
+    if norm.variance_size is not None and arguments.get(norm.variance_size) is not None:
         return Refused(Refusal.MEAN_DIM, f"{node.name} averages over a part of the hidden dim")
     if not isinstance(eps, int | float):
         return Refused(Refusal.EPS_NOT_CONSTANT, f"{node.name} has an eps that is not a constant")
@@ -175,9 +157,9 @@ def _check_ir(node: fx.Node, rows: fx.Node, options: tuple[Any, ...]) -> Refused
     return None if verdict is True else verdict
 
 
-def _ir_match(output: fx.Node, interior: tuple[fx.Node, ...], options: tuple[Any, ...]) -> NormMatch:
+def _as_match(called: HostCall[NormOperator], output: fx.Node, interior: tuple[fx.Node, ...]) -> NormMatch:
     """The operators normalise in float32 and cast to the weight's dtype before they multiply by it."""
-    weight, eps = options[:2]
+    weight, eps = called.arguments[called.operator.weight], called.arguments[called.operator.eps]
     factor = None if weight is None else value(weight)
     cast = None if factor is None or factor.dtype == torch.float32 else factor.dtype
     return NormMatch(output, interior, float(eps), weight, cast_before_weight=cast)

@@ -6,9 +6,7 @@ The scale is a number, or a float32 tensor of one element that the graph is give
 between wider types on the way are roundings that the fused operator does without. A cast without a clamp saturates, as it does
 in the code that Inductor makes for GPUs (eager PyTorch says NaN from 464 on).
 
-vLLM's operator for it is read by its name:
-
-    _C::static_scaled_fp8_quant(result!, input, scale, group_shape)
+Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.QuantOperator`).
 """
 
 from __future__ import annotations
@@ -34,10 +32,10 @@ from tw_compile.graph.predicates import (
     value,
 )
 from tw_compile.kernels.collective.spec import FP8, FP8_MAX, SUPPORTED_DTYPES
-from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.fusion.forms import host_call
+from tw_compile.passes.operators import QuantOperator
 from tw_compile.passes.reasons import QuantRefusal, QuantRefused
 
-_VLLM_QUANT = "_C::static_scaled_fp8_quant"
 _MIN_CAPABILITY = (8, 9)
 _NORMAL = torch.finfo(torch.float32).smallest_normal
 
@@ -189,17 +187,17 @@ def _limits(node: fx.Node, current: fx.Node) -> set[tuple[str, float | None]] | 
 
 
 def _read_operator(node: fx.Node, source: fx.Node) -> _Branch | None:
-    called = functionalised(node)
-    if called is None or called.name != _VLLM_QUANT or called.arguments.get("input") is not source:
+    called = host_call(node, QuantOperator)
+    if called is None or called.arguments.get(called.operator.rows) is not source:
         return None
     if not all(is_call(user, operator.getitem) and user.args[1] == 1 for user in node.users):
         return None
     problem = None
-    shape = called.arguments.get("group_shape")
+    shape = called.arguments.get(called.operator.group_shape)
     if shape is not None and list(shape) != [-1, -1]:
         problem = QuantRefused(QuantRefusal.SCALE_NOT_PER_TENSOR, f"{node.name} has scales for groups of {list(shape)}")
     results = tuple(node.users)
-    return _Branch(called.arguments["scale"], False, results, (node, *results), problem)
+    return _Branch(called.arguments[called.operator.scale], False, results, (node, *results), problem)
 
 
 def _prove(branches: list[_Branch], place: Place) -> Quantisation | QuantRefused:

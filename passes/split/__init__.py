@@ -20,7 +20,6 @@ from tw_compile.passes.split.analysis.profile import current_profile
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
 from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
-from tw_compile.passes.split.rules.vllm_attention import vllm_attention
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
 from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, ScheduledWindow, schedule
 from tw_compile.passes.split.steps import SPLIT, TRANSACTION, is_wanted
@@ -65,5 +64,4 @@ __all__ = [
     "split_tokens",
     "summarise",
     "token_rule",
-    "vllm_attention",
 ]

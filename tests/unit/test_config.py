@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tw_compile import Config
-from tw_compile.gating import BACKENDS, HOSTS
+from tw_compile.gating import BACKENDS, host_names
 
 SIZES = st.integers(0, 1 << 40)
 
@@ -25,7 +25,7 @@ def configs(draw: st.DrawFn) -> Config:
         fuse_max_bytes=draw(st.sampled_from([None, high])),
         absorb_mm=draw(st.sampled_from(["auto", "always", "never"])),
         thresholds=draw(st.sampled_from(["auto", "off", "mine.toml"])),
-        host=draw(st.sampled_from(HOSTS)),
+        host=draw(st.sampled_from(host_names())),
         all_reduce_backend=draw(st.sampled_from(["auto", *BACKENDS])),
         disable_custom_all_reduce=draw(st.booleans()),
         split=draw(st.sampled_from(["off", "auto", "1", "512"])),

@@ -19,49 +19,61 @@ from tw_compile import Config, TWCompilePass
 from tw_compile.gating import (
     ANY,
     BACKENDS,
-    HOSTS,
     Entry,
     Gate,
+    HostFacts,
     Node,
     Settings,
     Source,
     Table,
     active_backend,
     current,
+    host_names,
     table_text,
     tables_of,
     threshold_layers,
 )
 from tw_compile.gating.current import agreed_gate, own_gate
+from tw_compile.hosts.vllm.settings import NAMES, VllmSettings
 from tw_compile.testing import count_ops, fake_process_group, rewrite
 
 KIB, MIB = 2**10, 2**20
 SM90 = Node((9, 0), True)
 FACTS = st.tuples(
     st.builds(Node, st.sampled_from([None, (8, 0), (9, 0), (10, 0), (10, 3), (10, 7)]), st.booleans()),
-    st.builds(
-        Settings,
-        host=st.sampled_from(HOSTS),
-        backend=st.sampled_from(["auto", *BACKENDS]),
-        one_shot_max_bytes=st.sampled_from([0, 131072]),
-        disable_custom_all_reduce=st.booleans(),
-        use_symm_mem=st.booleans(),
-        use_nccl_symm_mem=st.booleans(),
-        use_flashinfer=st.booleans(),
-        flashinfer_backend=st.sampled_from(["auto", "mnnvl", "trtllm"]),
+    st.one_of(
+        st.builds(
+            Settings,
+            backend=st.sampled_from(["auto", *BACKENDS]),
+            one_shot_max_bytes=st.sampled_from([0, 131072]),
+        ),
+        st.builds(
+            VllmSettings,
+            host=st.sampled_from(NAMES),
+            backend=st.sampled_from(["auto", *BACKENDS]),
+            disable_custom_all_reduce=st.booleans(),
+            use_symm_mem=st.booleans(),
+            use_nccl_symm_mem=st.booleans(),
+            use_flashinfer=st.booleans(),
+            flashinfer_backend=st.sampled_from(["auto", "mnnvl", "trtllm"]),
+        ),
     ),
 )
+
+
+def settings_of(host: str = "vllm-0.24", **more: Any) -> Settings:
+    return (VllmSettings if host in NAMES else Settings)(host, **more)
 
 
 def backend(
     nbytes: int, world_size: int = 8, node: Node = SM90, dtype: str = "bfloat16", hosts: int = 1, **more: Any
 ) -> str:
-    chosen = Settings(**{"host": "vllm-0.24", **more})
+    chosen = settings_of(**more)
     return str(active_backend(node, chosen, world_size=world_size, dtype=dtype, nbytes=nbytes, hosts=hosts).backend)
 
 
 def gate(node: Node = SM90, **more: Any) -> Gate:
-    chosen = Settings(**{"host": "vllm-0.24", **more})
+    chosen = settings_of(**more)
     layers = threshold_layers("auto", node.device_class, {"XDG_CONFIG_HOME": "/nonexistent"})
     return Gate(node, chosen, tables_of(layers, node.device_class))
 
@@ -250,9 +262,11 @@ def test_devices_have_a_class(capability: tuple[int, int] | None, multicast: boo
 
 def test_settings_come_from_the_environment() -> None:
     names = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_USE_NCCL_SYMM_MEM": "1", "VLLM_ALLREDUCE_USE_FLASHINFER": "1"}
-    assert Settings.from_environment("vllm-0.24", {}) == Settings("vllm-0.24")
-    assert Settings.from_environment("vllm-0.33", {}).use_flashinfer
+    assert Settings.from_environment("vllm-0.24", {}) == VllmSettings("vllm-0.24")
+    newest = Settings.from_environment("vllm-0.33", {})
+    assert isinstance(newest, VllmSettings) and newest.use_flashinfer
     chosen = Settings.from_environment("vllm-0.24", names | {"VLLM_FLASHINFER_ALLREDUCE_BACKEND": "mnnvl"})
+    assert isinstance(chosen, VllmSettings)
     assert (chosen.use_symm_mem, chosen.use_nccl_symm_mem, chosen.use_flashinfer) == (False, True, True)
     assert chosen.flashinfer_backend == "mnnvl"
     for name in (*names, "VLLM_FLASHINFER_ALLREDUCE_BACKEND"):
@@ -260,11 +274,15 @@ def test_settings_come_from_the_environment() -> None:
             Settings.from_environment("vllm-0.24", {name: "maybe"})
     other = Settings.from_environment("pytorch", {"VLLM_ALLREDUCE_USE_SYMM_MEM": "maybe"})
     assert other == Settings("pytorch")
-    assert Settings.from_environment("pytorch", {}, one_shot_max_bytes=9).one_shot_max_bytes == 9
-    more = {"backend": "nccl", "disable_custom_all_reduce": True, "flashinfer_installed": False}
-    assert Settings.from_environment("vllm-0.24", {}, **more) == Settings("vllm-0.24", **more)  # type: ignore[arg-type]
+    assert Settings.from_environment("pytorch", {}, HostFacts(one_shot_max_bytes=9)).one_shot_max_bytes == 9
+    facts = HostFacts("nccl", disable_custom_all_reduce=True, installed=lambda package: package != "flashinfer")
+    assert Settings.from_environment("vllm-0.24", {}, facts) == VllmSettings(
+        "vllm-0.24", "nccl", disable_custom_all_reduce=True, flashinfer_installed=False
+    )
     with pytest.raises(ValueError, match=r"host: expected one of pytorch, .*, got 'tgi'"):
         Settings("tgi")
+    with pytest.raises(TypeError, match=r"host: expected VllmSettings for vllm-0\.24, got Settings"):
+        Settings("vllm-0.24")
 
 
 @pytest.mark.parametrize(("hidden", "tokens"), [(2048, 64), (4096, 32), (7168, 18)])
@@ -295,7 +313,7 @@ def test_the_crossover_follows_the_active_backend() -> None:
     assert not fused(256 * KIB, backend="multimem") and fused(256 * KIB - 1, backend="multimem")
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", host_names())
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_nodes_without_multicast_fuse_everything_as_before(host: str, world_size: int) -> None:
     node = Node((9, 0), False)

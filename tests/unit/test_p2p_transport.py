@@ -15,7 +15,7 @@ import torch
 from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot, takes_multimem
 from tw_compile.kernels.collective import slot
-from tw_compile.kernels.collective.p2p_group import RankFacts, agree, outside_pools, peer_obstacle
+from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
 from tw_compile.kernels.collective.selection import Insist, Selector, Step
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import (
@@ -75,22 +75,6 @@ def test_peers_are_looked_up_by_uuid() -> None:
     assert asked == [(2, 1)]
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ([(None, 1), (None, 1)], None),
-        ([(None, 1), ("broken", 1)], "rank 1: broken"),
-        ([(None, 1), (None, 2)], "ranks disagree: rank 0 has 1, rank 1 has 2"),
-    ],
-)
-def test_agree(monkeypatch: pytest.MonkeyPatch, answers: list[Any], expected: str | None) -> None:
-    def gather(into: list[Any], own: Any, group: Any) -> None:
-        into[:] = answers
-
-    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    assert agree(SimpleNamespace(size=lambda: 2), None, 1) == expected
-
-
 def test_outside_pools_passes_results_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device", lambda device: torch.inference_mode(False))
     with torch.inference_mode():
@@ -111,7 +95,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
     monkeypatch.setattr(
         slot,
-        "agree",
+        "common_obstacle",
         lambda group, obstacle, fact=None: obstacle or (control.agreement.pop(0) if control.agreement else None),
     )
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.full((size,), 1, dtype=torch.uint8))
@@ -147,7 +131,7 @@ def test_ranks_agree_on_sizes_and_then_on_offsets_when_all_that_was_filled_in_is
     host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[Any] = []
-    monkeypatch.setattr(slot, "agree", lambda group, obstacle, fact=None: log.append(fact))
+    monkeypatch.setattr(slot, "common_obstacle", lambda group, obstacle, fact=None: log.append(fact))
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: log.append("synchronize"))
     pads = host.transport._slot(host.state, 0, {"x": 10}).pads
     assert log == [{"x": 32 * MIB, "pads": pads.capacity}, "synchronize", {"x": 0, "pads": 0}]
@@ -405,7 +389,7 @@ def test_which_groups_want_multicast(
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(p2p, "agree", lambda group, obstacle, fact: None)
+    monkeypatch.setattr(p2p, "common_obstacle", lambda group, obstacle, fact: None)
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: None)
     assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
 
@@ -419,7 +403,7 @@ def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(p2p, "steps_for", lambda name, ranks: steps)
     monkeypatch.setattr(p2p, "group_obstacle", lambda group, device: None)
-    monkeypatch.setattr(p2p, "agree", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree")
+    monkeypatch.setattr(p2p, "common_obstacle", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree")
     monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         state = p2p.P2PTransport()._state("g", torch.device("cuda", 0))

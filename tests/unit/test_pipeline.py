@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline
-from tw_compile.passes.reasons import HostRefusal
+from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.planning import load_profile
 from tw_compile.testing import count_ops, fake_process_group, snapshot
 

@@ -386,10 +386,10 @@ def test_ranks_plan_for_the_profile_of_the_first(
     config = Config(split="auto", device_profile="H100")
     store = dist.HashStore()
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
-    monkeypatch.setattr("tw_compile.passes.split.analysis.profile.compat.default_store", lambda: store)
+    monkeypatch.setattr("tw_compile.agree.compat.default_store", lambda: store)
     found = []
     for name in ("H200", "H100"):
-        monkeypatch.setattr(profile, "_agreed", {})
+        monkeypatch.setattr("tw_compile.agree._values", {})
         monkeypatch.setattr(profile, "_own", lambda config, name=name: load_profile(name))
         found.append(profile.current_profile(config))
     assert [one.name for one in found if one] == ["H200", "H200"]

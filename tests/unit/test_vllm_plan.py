@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from tw_compile.config import Config
-from tw_compile.gating.facts import Settings
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.doctor import examine
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
+from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.passes.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.planning import LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
 
 KIB, MIB = 2**10, 2**20
@@ -263,7 +263,7 @@ def test_ranges_of_long_steps_cover_them_and_none_has_one_size() -> None:
 
 def test_the_band_of_issue_44079_is_left_to_multimem() -> None:
     """vLLM fuses up to 512 KiB; unfused it would be custom below 256 KiB and multimem, the faster one, from there."""
-    settings = Settings("vllm-0.24")
+    settings = VllmSettings("vllm-0.24")
     limit = plan.flashinfer_fusion_limit((9, 0), 8, settings, 512 * KIB)
     assert limit == 256 * KIB
     multicast = plan.gates(VLLM, (9, 0))[0]
@@ -296,18 +296,18 @@ def test_flashinfer_keeps_its_other_sizes(
     limit: int | None,
     expected: int | None,
 ) -> None:
-    settings = replace(Settings("vllm-0.24"), **changes)
+    settings = replace(VllmSettings("vllm-0.24"), **changes)
     assert plan.flashinfer_fusion_limit(capability, world_size, settings, limit) == expected
 
 
 def test_the_workers_settings_are_what_could_be_set_up() -> None:
     on, off = SimpleNamespace(disabled=False), SimpleNamespace(disabled=True)
-    settings = Settings("vllm-0.24", use_flashinfer=True)
+    settings = VllmSettings("vllm-0.24", use_flashinfer=True)
     all_on = SimpleNamespace(ca_comm=on, symm_mem_comm=on, fi_ar_comm=on)
     assert plan.observed(settings, all_on) == settings
     none_on = plan.observed(settings, SimpleNamespace(ca_comm=None, symm_mem_comm=off, fi_ar_comm=None))
     assert (none_on.disable_custom_all_reduce, none_on.use_symm_mem, none_on.use_flashinfer) == (True, False, False)
-    assert not plan.observed(Settings("vllm-0.24"), all_on).use_flashinfer
+    assert not plan.observed(VllmSettings("vllm-0.24"), all_on).use_flashinfer
     assert plan.observed(settings, SimpleNamespace()) == settings
 
 

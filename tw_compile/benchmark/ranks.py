@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.agree import first_obstacle, gather
 from tw_compile.harness.problems import Context
 from tw_compile.runner.group import host_group, meet, process_group
 from tw_compile.runner.launch import Progress, report_to_parent
@@ -35,9 +36,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``, by rank."""
-        values: list[Any] = [None] * self.ctx.world_size
-        dist.all_gather_object(values, value, group=self.control)
-        return values
+        return gather(value, self.control)
 
     def barrier(self) -> None:
         """On the host: no rank returns before all have called."""
@@ -48,7 +47,7 @@ class Ranks:
         obstacles = self.gather(obstacle)
         if len(set(obstacles)) == 1:
             return obstacles[0]
-        return next(f"rank {rank}: {text}" for rank, text in enumerate(obstacles) if text is not None)
+        return first_obstacle(obstacles)
 
     def together(self, work: Callable[[], T]) -> T:
         """``work()`` on every rank; when it raises on one, :class:`UnavailableError` on all.

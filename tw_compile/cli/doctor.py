@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,64 +24,40 @@ VllmOption = Annotated[bool, typer.Option("--vllm", help="What vLLM would do wit
 @common.one_line_errors
 def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
     """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing."""
+    from tw_compile.hosts.vllm import doctor as of_vllm
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
     try:
         report = examine()
         if vllm:
-            report["vllm"] = _examine_vllm(report)
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report))
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
     if vllm:
-        print_vllm(console, report["vllm"])
+        _print_sections(console, of_vllm.sections(report["vllm"]))
     else:
         _print(console, report)
     common.write_json(report, json_file)
 
 
-def _examine_vllm(report: Report) -> Report:
-    from tw_compile.hosts.vllm.doctor import examine
-
+def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
+    """Compute capability and name; None without a GPU."""
     if not report["gpus"]:
-        return examine(os.environ, None)
+        return None, None
     gpu = report["gpus"][0]
-    return examine(os.environ, (int(gpu["capability"][:-1]), int(gpu["capability"][-1])), gpu["name"])
+    return (int(gpu["capability"][:-1]), int(gpu["capability"][-1])), gpu["name"]
 
 
-def print_vllm(console: Console, report: Report) -> None:
-    _pairs(
-        console,
-        "vLLM",
-        {
-            "installed": report["installed"] or "no: what follows is what it would do",
-            "dispatch": report["dispatch"],
-            "plugin": report["plugin"],
-            "enabled": report["enabled"],
-        },
-    )
-    _pairs(console, "its all_reduces, by environment", report["settings"])
-    for group in report["groups"]:
-        console.print(f"\n[bold]{group['world_size']} ranks[/bold], hidden 8192, bf16")
-        ends = ", ".join(map(str, group["ranges_end_at"])) or "none"
-        console.print(f"token ranges added, ending at: {ends}", markup=False)
-        layers = group["groups_of_layers"]
-        first = (
-            f"steps of {layers['from_tokens']} tokens and more"
-            if "from_tokens" in layers
-            else f"no, {layers['detail']}"
-        )
-        console.print(f"by groups of layers, where no CUDA graphs are captured: {first}", markup=False, soft_wrap=True)
-        console.print(group["split"], markup=False, soft_wrap=True)
-        limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
-        if default is not None:
-            of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"
-            console.print(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})", markup=False)
-        for device_class, stretches in group["thresholds"].items():
-            for one in stretches:
-                decided = f"{'fused' if one['fused'] else 'left'}, unfused {one['backend']}"
-                line = f"{device_class}: from {one['from_tokens']} tokens {decided}: {one['entry']}; {one['source']}"
-                console.print(line, markup=False, soft_wrap=True)
+def _print_sections(console: Console, sections: Iterable[tuple[str, str, dict[str, Any] | list[str]]]) -> None:
+    """Each has a title, what stands beside it, and values by name or lines."""
+    for title, beside, content in sections:
+        if isinstance(content, dict):
+            _pairs(console, title, content)
+            continue
+        console.print(f"\n[bold]{title}[/bold]{beside}")
+        for line in content:
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def _print(console: Console, report: Report) -> None:

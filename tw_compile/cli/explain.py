@@ -11,10 +11,12 @@ import typer
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
 from tw_compile.cli.plan import layer_of_model, named_profile
-from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HOSTS, Node, Settings
+from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
+from tw_compile.gating.hosts import DEFAULT_HOST, host_names
 from tw_compile.gating.layers import tables_of, threshold_layers
 from tw_compile.gating.table import size
+from tw_compile.hosts import host_named
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer, profile_of_device
 from tw_compile.runner.spec import UsageError
 
@@ -42,13 +44,13 @@ def explain(
     tokens: Annotated[str, typer.Option(metavar="N,N,...", help="Token counts.")] = "1,16,64,256,1024,4096",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPE_BYTES))] = "bfloat16",
     host: Annotated[
-        str, typer.Option(metavar="|".join(HOSTS), help="Whose all_reduce; its environment variables count.")
-    ] = "pytorch",
+        str, typer.Option(metavar="|".join(host_names()), help="Whose all_reduce; its environment variables count.")
+    ] = DEFAULT_HOST,
     backend: Annotated[
         str, typer.Option(metavar="auto|" + "|".join(BACKENDS), help="What an unfused all_reduce uses.")
     ] = "auto",
     disable_custom_all_reduce: Annotated[
-        bool, typer.Option("--disable-custom-all-reduce", help="vLLM's option of that name.")
+        bool, typer.Option("--disable-custom-all-reduce", help="The host's option of that name, where it has one.")
     ] = False,
     thresholds: Annotated[
         str, typer.Option(metavar="auto|off|FILE", help="As the option tw_compile.thresholds.")
@@ -67,7 +69,7 @@ def explain(
     With --model also what the planner makes of each number of tokens, as one sequence, where --split auto asks it.
     """
     common.one_of("--dtype", dtype, tuple(DTYPE_BYTES))
-    common.one_of("--host", host, HOSTS)
+    common.one_of("--host", host, host_names())
     common.one_of("--backend", backend, ("auto", *BACKENDS))
     common.positive("--hidden", hidden)
     counts = common.numbers("--tokens", tokens)
@@ -77,9 +79,8 @@ def explain(
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     try:
-        settings = Settings.from_environment(
-            host, os.environ, backend=backend, disable_custom_all_reduce=disable_custom_all_reduce
-        )
+        facts = HostFacts(backend, disable_custom_all_reduce=disable_custom_all_reduce)
+        settings = Settings.from_environment(host, os.environ, facts)
         gate = Gate(node, settings, tables_of(threshold_layers(thresholds, node.device_class), node.device_class))
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -161,7 +162,7 @@ def _split(
     def not_planned(reason: str, detail: str, mode: str = Mode.OFF) -> dict[str, Any]:
         return {"mode": mode, "reason": reason, "detail": detail, "sizes": [], "gain": None, "plan": None}
 
-    if host != "pytorch":
+    if host_named(host).compiles_ranges:
         return not_planned("", f"graphs of {host} are for ranges of token counts, not for one", UNKNOWN)
     if any(layer.attention.windows):
         detail = "sliding windows come as masks, whose kernel only the graph tells: tw-compile inspect --split auto"

@@ -4,18 +4,20 @@ Nothing here imports torch but :mod:`tw_compile.gating.current`, which asks the 
 """
 
 from tw_compile.gating.backend import active_backend
-from tw_compile.gating.facts import BACKENDS, HOSTS, Backend, Node, Settings
+from tw_compile.gating.facts import BACKENDS, Backend, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate, Verdict
+from tw_compile.gating.hosts import Dispatch, add_dispatch, host_names
 from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file, user_folder
 from tw_compile.gating.table import ANY, Entry, Source, Table, read_table, table_text
 
 __all__ = [
     "ANY",
     "BACKENDS",
-    "HOSTS",
     "Backend",
+    "Dispatch",
     "Entry",
     "Gate",
+    "HostFacts",
     "Layer",
     "Node",
     "Settings",
@@ -23,6 +25,8 @@ __all__ = [
     "Table",
     "Verdict",
     "active_backend",
+    "add_dispatch",
+    "host_names",
     "read_table",
     "table_text",
     "tables_of",

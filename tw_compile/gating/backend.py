@@ -1,13 +1,9 @@
-"""Which all_reduce would run if a message were not fused: a pure function of what all ranks know.
-
-For plain PyTorch that is NCCL (or Inductor's one-shot kernel, where that is switched on). vLLM has several; its rules and size
-tables are in :mod:`tw_compile.gating.vllm`.
-"""
+"""Which all_reduce would run if a message were not fused: a pure function, each host's own, of what all ranks know."""
 
 from __future__ import annotations
 
-from tw_compile.gating import vllm
 from tw_compile.gating.facts import Active, Backend, Node, Settings
+from tw_compile.gating.hosts import dispatch_of
 
 
 def active_backend(
@@ -19,17 +15,9 @@ def active_backend(
     """
     if settings.backend != "auto":
         return Active(Backend(settings.backend), "requested")
-    if settings.host == "pytorch":
-        if nbytes <= settings.one_shot_max_bytes and hosts == 1:
-            return Active(Backend.SYMM_MEM_ONE_SHOT, f"Inductor's, up to {settings.one_shot_max_bytes} bytes")
-        return Active(Backend.NCCL, "torch.distributed")
-    return vllm.active_backend(node, settings, world_size, dtype, nbytes, hosts)
+    return dispatch_of(settings.host).active(node, settings, world_size, dtype, nbytes, hosts)
 
 
 def backend_bounds(settings: Settings) -> set[int]:
     """Every number of bytes at which :func:`active_backend` may change its answer."""
-    if settings.backend != "auto":
-        return set()
-    if settings.host == "pytorch":
-        return {settings.one_shot_max_bytes}
-    return vllm.bounds()
+    return set() if settings.backend != "auto" else dispatch_of(settings.host).bounds(settings)

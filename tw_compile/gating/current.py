@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import logging
 import os
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.agree import agreed, first_value
 from tw_compile.config import Config
-from tw_compile.gating.facts import Node, Settings
+from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
 
 logger = logging.getLogger("tw_compile")
-
-_agreed: dict[str, tuple[object, Gate]] = {}
-
-Agreed = TypeVar("Agreed")
 
 
 def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambda settings: settings) -> Gate:
@@ -38,15 +32,7 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     """
     if not torch.cuda.is_initialized():
         return own_gate(config, Node(None, False))
-    agrees = dist.is_initialized() and dist.get_backend() != "fake"
-    if not agrees:
-        return _observed_gate(config, observe)
-    world, key = dist.group.WORLD, config.digest()
-    known = _agreed.get(key)
-    if known is None or known[0] is not world:
-        known = (world, agreed_gate(_observed_gate(config, observe), compat.default_store(), key))
-        _agreed[key] = known
-    return known[1]
+    return agreed(f"gate/{config.digest()}", lambda: _observed_gate(config, observe), agreed_gate)
 
 
 def _observed_gate(config: Config, observe: Callable[[Settings], Settings]) -> Gate:
@@ -56,14 +42,13 @@ def _observed_gate(config: Config, observe: Callable[[Settings], Settings]) -> G
 
 def own_gate(config: Config, node: Node) -> Gate:
     """What this process would do if it were alone."""
-    settings = Settings.from_environment(
-        config.host,
-        os.environ,
-        backend=config.all_reduce_backend,
-        one_shot_max_bytes=compat.one_shot_all_reduce_bytes(),
-        disable_custom_all_reduce=config.disable_custom_all_reduce,
-        flashinfer_installed=importlib.util.find_spec("flashinfer") is not None,
+    facts = HostFacts(
+        config.all_reduce_backend,
+        compat.one_shot_all_reduce_bytes(),
+        config.disable_custom_all_reduce,
+        installed=lambda package: importlib.util.find_spec(package) is not None,
     )
+    settings = Settings.from_environment(config.host, os.environ, facts)
     return Gate(node, settings, tables_of(threshold_layers(config.thresholds, node.device_class), node.device_class))
 
 
@@ -74,7 +59,7 @@ def current_node() -> Node:
 
 def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
     """The gate of the rank that came here first: user files, variables and devices may differ from host to host."""
-    gate = agreed(own, store, f"gate/{key}")
+    gate = first_value(own, store, key)
     if gate != own:
         logger.warning(
             "tw_compile: thresholds, device or settings differ between ranks; all use those of the rank that came first "
@@ -83,13 +68,3 @@ def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
             ", ".join(table.file for table in gate.tables),
         )
     return gate
-
-
-def agreed(own: Agreed, store: dist.Store, key: str) -> Agreed:
-    """The value of the rank that came here first with ``key``.
-
-    Through the store and not by a collective, since ranks need not compile the same number of times: caches are theirs.
-    """
-    text = base64.b64encode(pickle.dumps(own)).decode()
-    first: Agreed = pickle.loads(base64.b64decode(store.compare_set(f"tw_compile/{key}", "", text)))
-    return first

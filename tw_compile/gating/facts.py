@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-HOSTS = ("pytorch", "vllm-0.20", "vllm-0.24", "vllm-0.33")
-FLASHINFER_BACKENDS = ("auto", "mnnvl", "trtllm")
+from tw_compile.gating.hosts import DEFAULT_HOST, dispatch_of
+
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -50,73 +50,54 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """What the program that runs the model has been told about its all_reduces.
+class HostFacts:
+    """What the settings of a host depend on beside its environment variables.
 
     Attributes:
-        host: Whose dispatch it is, one of ``HOSTS``.
-        backend: ``auto`` follows that dispatch, else the name of a backend that is taken for granted.
-        one_shot_max_bytes: PyTorch: the largest message that Inductor gives to its one-shot kernel; 0 if it never does.
-        disable_custom_all_reduce, use_symm_mem, use_nccl_symm_mem, use_flashinfer, flashinfer_backend: vLLM's settings.
-        flashinfer_installed: vLLM: whether FlashInfer can be imported.
-
-    Raises:
-        ValueError: A name is unknown.
+        backend: See :class:`Settings`.
+        one_shot_max_bytes: See :class:`Settings`.
+        disable_custom_all_reduce: Whether a host that has an all_reduce of its own is told not to use it.
+        installed: Whether a Python package can be imported.
     """
 
-    host: str = "pytorch"
     backend: str = "auto"
     one_shot_max_bytes: int = 0
     disable_custom_all_reduce: bool = False
-    use_symm_mem: bool = True
-    use_nccl_symm_mem: bool = False
-    use_flashinfer: bool = False
-    flashinfer_backend: str = "auto"
-    flashinfer_installed: bool = True
+    installed: Callable[[str], bool] = lambda package: True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the program that runs the model has been told about its all_reduces. Hosts that are told more derive a class.
+
+    Attributes:
+        host: Whose dispatch it is, one of :func:`tw_compile.gating.hosts.host_names`.
+        backend: ``auto`` follows that dispatch, else the name of a backend that is taken for granted.
+        one_shot_max_bytes: The largest message that Inductor gives to its one-shot kernel; 0 if it never does.
+
+    Raises:
+        ValueError: A name is unknown.
+        TypeError: Settings of that host are of another class.
+    """
+
+    host: str = DEFAULT_HOST
+    backend: str = "auto"
+    one_shot_max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("host", HOSTS),
-            ("backend", ("auto", *BACKENDS)),
-            ("flashinfer_backend", FLASHINFER_BACKENDS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        expected = dispatch_of(self.host).settings
+        if type(self) is not expected:
+            raise TypeError(f"host: expected {expected.__name__} for {self.host}, got {type(self).__name__}")
+        if self.backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend: expected one of {', '.join(('auto', *BACKENDS))}, got {self.backend!r}")
 
     @classmethod
-    def from_environment(
-        cls,
-        host: str,
-        environment: Mapping[str, str],
-        *,
-        backend: str = "auto",
-        one_shot_max_bytes: int = 0,
-        disable_custom_all_reduce: bool = False,
-        flashinfer_installed: bool = True,
-    ) -> Settings:
+    def from_environment(cls, host: str, environment: Mapping[str, str], facts: HostFacts | None = None) -> Settings:
         """The settings of ``host`` as its environment variables have them; ValueError names the variable.
 
         What belongs to another host is not read.
         """
-        if host == "pytorch":
-            return cls(host, backend, one_shot_max_bytes)
-        flashinfer_backend = environment.get("VLLM_FLASHINFER_ALLREDUCE_BACKEND", "auto")
-        if flashinfer_backend not in FLASHINFER_BACKENDS:
-            choices = ", ".join(FLASHINFER_BACKENDS)
-            raise ValueError(
-                f"VLLM_FLASHINFER_ALLREDUCE_BACKEND: expected one of {choices}, got {flashinfer_backend!r}"
-            )
-        return cls(
-            host,
-            backend,
-            one_shot_max_bytes,
-            disable_custom_all_reduce,
-            _switch(environment, "VLLM_ALLREDUCE_USE_SYMM_MEM", True),
-            _switch(environment, "VLLM_USE_NCCL_SYMM_MEM", False),
-            _switch(environment, "VLLM_ALLREDUCE_USE_FLASHINFER", host == "vllm-0.33"),
-            flashinfer_backend,
-            flashinfer_installed,
-        )
+        return dispatch_of(host).read(host, environment, facts or HostFacts())
 
 
 @dataclass(frozen=True)
@@ -125,12 +106,3 @@ class Active:
 
     backend: Backend
     why: str
-
-
-def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
-    value = environment.get(name)
-    if value is None:
-        return default
-    if value not in ("0", "1"):
-        raise ValueError(f"{name}: expected '0' or '1', got {value!r}")
-    return value == "1"

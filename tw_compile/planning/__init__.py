@@ -5,12 +5,12 @@ from __future__ import annotations
 from tw_compile.planning.device import DeviceProfile, load_profile, profile_names, profile_of_device
 from tw_compile.planning.evidence import Evidence
 from tw_compile.planning.gemm import Gemm
-from tw_compile.planning.layer import VLLM_KERNEL, Attention, LayerShape, layer_shape, masked_kernel
+from tw_compile.planning.layer import FLASH3, Attention, LayerShape, layer_shape, masked_kernel
 from tw_compile.planning.plan import Mode, Off, Plan, evidence, plan_layer
 from tw_compile.planning.windows import GemmPlan, Window
 
 __all__ = [
-    "VLLM_KERNEL",
+    "FLASH3",
     "Attention",
     "DeviceProfile",
     "Evidence",

@@ -18,8 +18,8 @@ SUFFIX = {"cudnn": MERGED}
 """What computes a suffix, whose queries see keys before its own, as the split's attention rule has it: another kernel, or
 ``MERGED``: two calls of the same, for keys before and own ones, and a merge by log-sum-exp. Other kernels do it themselves.
 Where a kernel of our own pays (``planning/suffix.py``), it computes both parts of a cut sequence."""
-VLLM_KERNEL = "flash3"
-"""FlashAttention 3, which vLLM takes on Hopper; a suffix is one call of it."""
+FLASH3 = "flash3"
+"""FlashAttention 3, over a cache of keys and values; a suffix is one call of it."""
 _ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
 
 

@@ -96,7 +96,7 @@ class Ranges:
         """``low`` to ``high`` in ranges that end at ``ends``, which are given, and at ``most`` more.
 
         These are where splitting begins or ends to pay. Of all choices the one that saves the most time, added up over all
-        counts, or one with fewer cuts that saves nearly as much. No cut leaves a range with one size alone, whose GEMMs vLLM
+        counts, or one with fewer cuts that saves nearly as much. No cut leaves a range with one size alone, whose GEMMs a host
         would have tuned.
         """
         given = sorted({end for end in ends if low <= end < high})

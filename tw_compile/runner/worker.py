@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
+from tw_compile.agree import gather
 from tw_compile.kernels.collective.transport import reserved_bytes
 from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
@@ -102,7 +103,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "dtype": spec.dtype,
         "tokens": list(spec.tokens),
         "mode": spec.mode,
-        "hosts": len(set(_all_gather(platform.node()))),
+        "hosts": len(set(gather(platform.node()))),
         "graphs": len(fused.reports),
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),
         "sites": [asdict(site) for site in fused.sites],
@@ -128,13 +129,13 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
 
 def _memory(baseline: Compiled, fused: Compiled) -> dict[str, Any]:
     """Peaks by token count; slots belong to the process, and have grown to what all token counts need."""
-    slots = max(_all_gather(reserved_bytes()))
+    slots = max(gather(reserved_bytes()))
     return {"peak_bytes": {"baseline": baseline.peak_bytes, "tw_compile": fused.peak_bytes}, "slot_bytes": slots}
 
 
 def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
     """The share of the rank that took longest, and what every rank measured."""
-    ranks: list[Hidden] = _all_gather(hidden)
+    ranks: list[Hidden] = gather(hidden)
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].span_us)
     return {
         "files": [str(trace_of_rank(file, rank)) for rank in range(len(ranks))],
@@ -222,7 +223,7 @@ def _compile_and_run(
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
         if one.is_cuda:
-            result.peak_bytes.append(max(_all_gather(_peak_bytes(model, one))))
+            result.peak_bytes.append(max(gather(_peak_bytes(model, one))))
             progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, one))
             outputs = _run(model, one)
@@ -286,13 +287,13 @@ def _numerics(
         row: dict[str, Any] = {"tokens": tokens}
         for position, name in enumerate(OUTPUT_NAMES):
             runs = [outputs[index][position] for outputs in (fused, eager, baseline) if index < len(outputs)]
-            ranks = _all_gather([relative_error(run, reference[index][position]) for run in runs])
+            ranks = gather([relative_error(run, reference[index][position]) for run in runs])
             error, unfused_error, *inductor_error = map(_largest, zip(*ranks, strict=True))
             comparisons[name].append(Comparison(error, unfused_error))
             row[name] = comparisons[name][-1].as_dict() | {
                 "inductor_error": finite(inductor_error[0]) if inductor_error else None
             }
-        row["bitwise_equal_across_ranks"] = len(set(_all_gather(digest(fused[index])))) == 1
+        row["bitwise_equal_across_ranks"] = len(set(gather(digest(fused[index])))) == 1
         table.append(row)
     identical = all(row["bitwise_equal_across_ranks"] for row in table)
     within = all(one.passed for entries in comparisons.values() for one in entries)
@@ -310,14 +311,8 @@ def _largest(errors: Iterable[float]) -> float:
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
-def _all_gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _slowest(seconds: float) -> float:
-    return max(_all_gather(seconds))
+    return max(gather(seconds))
 
 
 def _synchronise(device: torch.device) -> None:

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.agree import common_obstacle
 from tw_compile.environment import spin_limit
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.beside import start_beside
 from tw_compile.kernels.collective.cuda_variant import variant_of
 from tw_compile.kernels.collective.known import MOST_FORMS, Known
-from tw_compile.kernels.collective.p2p_group import agree, group_obstacle, outside_pools
+from tw_compile.kernels.collective.p2p_group import group_obstacle, outside_pools
 from tw_compile.kernels.collective.selection import Insist, Selector, steps_for
 from tw_compile.kernels.collective.slot import GroupState, Slot, grow
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
@@ -168,7 +169,7 @@ class P2PTransport(Transport):
             selector = Insist(self.algorithm) if self.algorithm else Selector(steps)
             state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), selector, multimem)
             obstacle = outside_pools(device, lambda: group_obstacle(group, device))
-            obstacle = obstacle or outside_pools(device, lambda: agree(group, None, (device_name, steps)))
+            obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))
             if obstacle is not None:
                 state.give_up(obstacle)
             self._states[group_name, device] = state

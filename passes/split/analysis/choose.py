@@ -206,7 +206,11 @@ def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | No
         return _no_profile()
     axis = axes[-1]
     is_piece = host is not None and host.is_piece
-    layer = layer_of_piece(graph, axis) if is_piece else layer_of_graph(graph, axis)
+    layer = (
+        layer_of_piece(graph, axis, host.attention_kernel)
+        if host is not None and is_piece
+        else layer_of_graph(graph, axis)
+    )
     if isinstance(layer, SplitRefused):
         return NotSplit(layer.reason, layer.detail)
     attention = layer.shape.attention

@@ -20,12 +20,13 @@ from tw_compile.graph.predicates import aten, is_call, same_size, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
+from tw_compile.passes.fusion.forms import host_call
+from tw_compile.passes.operators import AttentionOperator
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.rules.attention import SDPA
 from tw_compile.passes.split.rules.registry import registered
-from tw_compile.passes.split.rules.vllm_attention import vllm_attention
-from tw_compile.planning import VLLM_KERNEL, Attention, Gemm, LayerShape, masked_kernel
+from tw_compile.planning import FLASH3, Attention, Gemm, LayerShape, masked_kernel
 
 _c10d = torch.ops._c10d_functional
 
@@ -82,12 +83,12 @@ def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefuse
         return SplitRefused(error.reason, str(error))
 
 
-def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
+def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str = FLASH3) -> GraphLayer | SplitRefused:
     """The layer that a model repeats, by a piece of it from behind one attention to before the next.
 
         o_proj GEMM | sum | gate, up GEMMs, down GEMM | sum | q, k, v GEMMs
 
-    The heads are those of the input ``[tokens, heads, head_dim]`` that o_proj reads.
+    The heads are those of the input ``[tokens, heads, head_dim]`` that o_proj reads, and ``kernel`` is that of the attention.
     """
     try:
         parts, sums, rest = _parts(graph, axis)
@@ -95,7 +96,7 @@ def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefuse
             raise _NotRecognisedError(f"{len(parts)} sums behind GEMMs, then {len(rest.gemms)} GEMMs: no whole layer")
         first, second = parts
         hidden_size, world_size, transport = _checked_sums([first, second, rest], [*sums, None])
-        first.attention = _attention_before(axis, first)
+        first.attention = _attention_before(axis, first, kernel)
         first.gemms, first.before_attention = [*rest.gemms, *first.gemms], len(rest.gemms)
         qkv, attention, o_proj = _attention_part(first, hidden_size)
         shape = LayerShape(world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
@@ -104,15 +105,14 @@ def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefuse
         return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
 
 
-def _attention_before(axis: TokenAxis, part: _Part) -> Attention:
+def _attention_before(axis: TokenAxis, part: _Part, kernel: str) -> Attention:
     """The attention whose result a part begins with."""
     depth = part.gemms[0].depth
     for node in axis.inputs:
         shape = _shape(node)
         if len(shape) == 3 and same_size(shape[1] * shape[2], depth):
-            return Attention(
-                _number(shape[1], node), _number(shape[1], node), _number(shape[2], node), kernel=VLLM_KERNEL
-            )
+            heads, head_dim = _number(shape[1], node), _number(shape[2], node)
+            return Attention(heads, heads, head_dim, kernel=kernel)
     raise _NotRecognisedError(
         f"no input [tokens, heads, head_dim] has the {depth} columns that {part.gemms[0].name} reads"
     )
@@ -196,11 +196,11 @@ def _attention(node: fx.Node, axis: TokenAxis) -> Attention | None:
     """Heads of the query; the planner finds those of keys and values by the columns of their projections."""
     if is_call(node, *SDPA):
         return _sdpa(node, axis)
-    form = vllm_attention(node)
-    if form is None:
+    called = host_call(node, AttentionOperator)
+    if called is None:
         return None
-    heads, head_dim = (_number(size, node) for size in _shape(form.arguments["query"])[1:])
-    return Attention(heads, heads, head_dim, kernel=VLLM_KERNEL)
+    heads, head_dim = (_number(size, node) for size in _shape(called.arguments[called.operator.query])[1:])
+    return Attention(heads, heads, head_dim, kernel=called.operator.kernel)
 
 
 def _sdpa(node: fx.Node, axis: TokenAxis) -> Attention:

@@ -7,14 +7,11 @@ import logging
 import torch
 import torch.distributed as dist
 
-from tw_compile import compat
+from tw_compile.agree import agreed, first_value
 from tw_compile.config import OPTION_PREFIX, Config
-from tw_compile.gating.current import agreed
 from tw_compile.planning import DeviceProfile, load_profile, profile_of_device
 
 logger = logging.getLogger("tw_compile")
-
-_agreed: dict[str, tuple[object, DeviceProfile | None]] = {}
 
 
 def current_profile(config: Config) -> DeviceProfile | None:
@@ -27,17 +24,14 @@ def current_profile(config: Config) -> DeviceProfile | None:
     """
     if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
         return None
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return _own(config)
-    world, key = dist.group.WORLD, config.digest()
-    known = _agreed.get(key)
-    if known is None or known[0] is not world:
-        own = _own(config)
-        known = (world, agreed(own, compat.default_store(), f"device_profile/{key}"))
-        _agreed[key] = known
-        if known[1] != own:
-            logger.warning("tw_compile: device profiles differ between ranks; all use that of the rank that came first")
-    return known[1]
+    return agreed(f"device_profile/{config.digest()}", lambda: _own(config), _agreed_profile)
+
+
+def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> DeviceProfile | None:
+    profile = first_value(own, store, key)
+    if profile != own:
+        logger.warning("tw_compile: device profiles differ between ranks; all use that of the rank that came first")
+    return profile
 
 
 def _own(config: Config) -> DeviceProfile | None:

@@ -1,5 +1,5 @@
-"""How each operator treats the token axis, by operator: importing the package registers all rules."""
+"""How each operator treats the token axis, by operator. Importing the package registers the rules of all modules here."""
 
-from tw_compile.passes.split.rules import attention, comm, compute, routing, shape, vllm
+from tw_compile.passes.split.rules import attention, comm, compute, functionalised, norm, routing, shape
 
-__all__ = ["attention", "comm", "compute", "routing", "shape", "vllm"]
+__all__ = ["attention", "comm", "compute", "functionalised", "norm", "routing", "shape"]

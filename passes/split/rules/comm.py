@@ -5,25 +5,22 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
-from tw_compile.passes.fusion.forms import VLLM
+from tw_compile.passes.operators import AllReduceOperator
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
-_c10d = torch.ops._c10d_functional
 
-
-@token_rule(_c10d.all_reduce.default, VLLM, enters=True)
+@token_rule(AllReduceOperator, enters=True)
 def _all_reduce(call: OperatorCall) -> Verdict:
     """Any elementwise reduction. Rows in the order of a sort could differ between ranks.
 
-    vLLM's is ready when it returns, and nothing of the other half can hide it.
+    Nothing of the other half can hide one whose result is ready when the operator returns.
     """
     message = call.args[0]
     rows = call.entered(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,13 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import operator_name, same_size
 from tw_compile.passes.fusion.forms import functionalised
+from tw_compile.passes.operators import (
+    AttentionOperator,
+    declared_as,
+    is_attention_half,
+    operator_named,
+    take_rule_modules,
+)
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
 
@@ -36,7 +44,9 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     """Declare what operators do with the token axis.
 
     ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
-    the library of higher-order operators is ``higher_order``.
+    the library of higher-order operators is ``higher_order``. A class of :mod:`tw_compile.passes.operators` stands for all
+    operators that hosts declare as that. An operator that writes to arguments has its rule asked about the
+    ``auto_functionalized`` node that calls it.
     The rule gets an :class:`OperatorCall` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every
     operand that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that
     treats the rows of its first argument, ``[tokens, hidden]``, independently (for attention see :func:`declare_attention`)::
@@ -65,13 +75,16 @@ def declare_attention(*targets: Any) -> None:
 def is_attention(node: fx.Node) -> bool:
     """Whether a node calls an operator that is declared to be attention, also through ``auto_functionalized``."""
     form = functionalised(node)
+    name = operator_name(node) if form is None else form.name
+    if declared_as(AttentionOperator, name) is not None or is_attention_half(name):
+        return True
     if form is not None:
         return form.name in _attention
     if node.op != "call_function":
         return False
     if compat.is_higher_order(node.target):
         return f"higher_order::{node.target.name()}" in _attention  # type: ignore[union-attr]
-    return node.target in _attention or operator_name(node) in _attention
+    return node.target in _attention or name in _attention
 
 
 def registered(target: Any) -> Registered | None:
@@ -82,8 +95,21 @@ def registered(target: Any) -> Registered | None:
         return _rules.get(f"higher_order::{target.name()}")
     if not isinstance(target, compat.OpOverload):
         return None
-    named = _rules.get(target.name().partition(".")[0])
+    named = registered_name(target.name().partition(".")[0], writes=False)
     return _rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
+
+
+def registered_name(name: str, writes: bool) -> Registered | None:
+    """The rule of the operator ``library::operator``: its own, else that of what a host has declared it to be.
+
+    ``writes``: whether it is called through ``auto_functionalized``; what is declared to be called otherwise has no rule then.
+    """
+    for module in take_rule_modules():
+        importlib.import_module(module)
+    operator = operator_named(name)
+    if operator is None:
+        return _rules.get(name)
+    return None if operator.writes != writes else _rules.get(name) or _rules.get(type(operator))
 
 
 _POINTWISE = "pointwise"

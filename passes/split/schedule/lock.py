@@ -37,9 +37,9 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
 )
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.nodes import Inserter, annotation
+from tw_compile.passes.operators import is_attention_half
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import computes, half_of
-from tw_compile.passes.split.rules.vllm_attention import HALF
 from tw_compile.passes.split.schedule.dependences import (
     CommunicationCall,
     argument,
@@ -157,7 +157,7 @@ def has_own_kernel(node: fx.Node) -> bool:
     if compat.is_higher_order(node.target):
         return True
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in flop_registry or packet in _OWN_KERNELS or operator_name(node) == HALF
+    return packet in flop_registry or packet in _OWN_KERNELS or is_attention_half(operator_name(node))
 
 
 class _Locker:

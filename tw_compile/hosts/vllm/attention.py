@@ -22,8 +22,8 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name, direct_re
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 
+from tw_compile.hosts.vllm.reasons import WholeAttention
 from tw_compile.kernels.runtime.operator import callable_directly, library
-from tw_compile.passes.reasons import WholeAttention
 
 _PLANNED_FOR_ALL = {
     "use_cascade": False,

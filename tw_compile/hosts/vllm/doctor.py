@@ -9,11 +9,10 @@ from typing import Any
 
 from tw_compile.config import Config
 from tw_compile.environment import ENABLE
-from tw_compile.gating import vllm as dispatch
-from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
+from tw_compile.hosts.vllm.settings import NEWEST
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
 Report = dict[str, Any]
@@ -43,6 +42,47 @@ def examine(
         "settings": asdict(choices[0].settings),
         "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
     }
+
+
+def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]]:
+    """The report to be read: each section has a title, what stands beside it, and values by name or lines."""
+    vllm = {
+        "installed": report["installed"] or "no: what follows is what it would do",
+        "dispatch": report["dispatch"],
+        "plugin": report["plugin"],
+        "enabled": report["enabled"],
+    }
+    first: list[tuple[str, str, dict[str, Any] | list[str]]] = [
+        ("vLLM", "", vllm),
+        ("its all_reduces, by environment", "", report["settings"]),
+    ]
+    groups = [
+        (f"{group['world_size']} ranks", f", hidden {HIDDEN_SIZE}, bf16", _lines(group)) for group in report["groups"]
+    ]
+    return [*first, *groups]
+
+
+def _lines(group: Report) -> list[str]:
+    ends = ", ".join(map(str, group["ranges_end_at"])) or "none"
+    layers = group["groups_of_layers"]
+    first = (
+        f"steps of {layers['from_tokens']} tokens and more" if "from_tokens" in layers else f"no, {layers['detail']}"
+    )
+    lines = [
+        f"token ranges added, ending at: {ends}",
+        f"by groups of layers, where no CUDA graphs are captured: {first}",
+        group["split"],
+    ]
+    limit, default = group["flashinfer_fusion_bytes"], group["flashinfer_fusion_bytes_of_vllm"]
+    if default is not None:
+        of_vllm = "as in vLLM" if limit == default else f"vLLM has {default}"
+        lines.append(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})")
+    for device_class, stretches in group["thresholds"].items():
+        for stretch in stretches:
+            decided = f"{'fused' if stretch['fused'] else 'left'}, unfused {stretch['backend']}"
+            where = f"{device_class}: from {stretch['from_tokens']} tokens {decided}"
+            lines.append(f"{where}: {stretch['entry']}; {stretch['source']}")
+    return lines
 
 
 def installed_version() -> str | None:
@@ -79,8 +119,8 @@ def _group(
     profile: DeviceProfile | None,
 ) -> Report:
     world_size = engine.tensor_parallel_size
-    settings: Settings = choices[0].settings
-    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == "vllm-0.33" else dispatch.FLASHINFER_LIMITS
+    settings = plan.settings_of(choices[0])
+    limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == NEWEST else dispatch.FLASHINFER_LIMITS
     default = limits.get(capability, {}).get(world_size) if capability else None
     ends = plan.range_endpoints(engine, config, choices)
     groups = _groups_of_layers(engine, config, default)

@@ -22,12 +22,11 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
+from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, NORM
 from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 
-_ALL_REDUCE = "vllm::all_reduce"
-_ATTENTION = ("vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output")
-_ADD_NORM = "vllm_ir::fused_add_rms_norm"
-_NORMS = ("vllm_ir::rms_norm", _ADD_NORM)
+_ATTENTION = (ATTENTION.name, "vllm::unified_mla_attention_with_output")
+_NORMS = (NORM.name, ADD_NORM.name)
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
     shape: torch.Size | None = None
     for node in graph.nodes:
         name = _name(node)
-        if name == _ALL_REDUCE:
+        if name == ALL_REDUCE.name:
             norm, shape = None, _shape(node)
         elif name in _NORMS and _shape(node) == shape:
             norm = node
@@ -111,7 +110,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     """
     hidden, residual = _results(graph, norm)
     like, other = (one.meta.get("example_value") for one in (hidden, residual))
-    group_names = {_group_name(node) for node in graph.nodes if _name(node) == _ALL_REDUCE}
+    group_names = {_group_name(node) for node in graph.nodes if _name(node) == ALL_REDUCE.name}
     if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
     if (like.dtype, like.shape) != (other.dtype, other.shape):
@@ -144,7 +143,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
 
 def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The hidden states that ``norm`` makes, and the residual that stays beside them."""
-    if _name(norm) != _ADD_NORM:
+    if _name(norm) != ADD_NORM.name:
         residual = norm.args[0]
         assert isinstance(residual, fx.Node)
         return norm, residual

@@ -26,10 +26,14 @@ from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import attention as halves
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.long_steps import add_long_steps
+from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
-from tw_compile.passes.reasons import HostAttention, HostRefusal
-from tw_compile.passes.split import HostGraph, vllm_attention
+from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.passes.fusion.forms import host_call
+from tw_compile.passes.operators import AttentionOperator
+from tw_compile.passes.reasons import HostAttention
+from tw_compile.passes.split import HostGraph
 from tw_compile.pipeline import TWCompilePass
 
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
@@ -68,7 +72,8 @@ class VllmPass(InductorPass):
             self.before(graph)
         counts = (compile_range.start, compile_range.end)
         captured = 0 if self.engine is None else self.engine.captured_tokens
-        host = HostGraph(counts, self._attention(graph, compile_range.start), plan.SPLIT_HOST_US, captured)
+        attention = self._attention(graph, compile_range.start)
+        host = HostGraph(counts, attention, plan.SPLIT_HOST_US, captured, ATTENTION.kernel)
         pieces = host.attention is HostAttention.ELSEWHERE
         passes = TWCompilePass(replace(self.config, split="off") if pieces and self.long_ranges else self.config)
         refused = _refusal(graph, self.engine)
@@ -92,7 +97,7 @@ class VllmPass(InductorPass):
 
     def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
         """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
-        if not any(vllm_attention(node) for node in graph.nodes):
+        if not any(host_call(node, AttentionOperator) for node in graph.nodes):
             return HostAttention.ELSEWHERE
         if not self.config.vllm_layer_groups or self.engine is None:
             return HostAttention.ONCE

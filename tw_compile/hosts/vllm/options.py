@@ -7,7 +7,7 @@ from typing import Any
 
 from tw_compile.config import Config
 from tw_compile.environment import enabled
-from tw_compile.gating.facts import HOSTS
+from tw_compile.hosts.vllm.settings import NAMES
 
 KEY = "tw_compile"
 """Of vLLM's ``additional_config``."""
@@ -56,9 +56,8 @@ def vllm_config(options: Mapping[str, Any], version: str, disable_custom_all_red
 def host_of(version: str) -> str:
     """The newest of the dispatches we know that is not newer than vLLM ``version``; the oldest for older ones."""
     minor = _minor(version)
-    known = [host for host in HOSTS if host.startswith("vllm-")]
-    fitting = [host for host in known if minor is None or _minor(host.removeprefix("vllm-")) <= minor]  # type: ignore[operator]
-    return fitting[-1] if fitting else known[0]
+    fitting = [host for host in NAMES if minor is None or _minor(host.removeprefix("vllm-")) <= minor]  # type: ignore[operator]
+    return fitting[-1] if fitting else NAMES[0]
 
 
 def _minor(version: str) -> tuple[int, int] | None:

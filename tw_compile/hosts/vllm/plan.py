@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tw_compile.config import Config
-from tw_compile.gating import vllm as dispatch
 from tw_compile.gating.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.passes.reasons import GroupRefusal, HostRefusal, WholeAttention
-from tw_compile.planning import VLLM_KERNEL, DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
+from tw_compile.hosts.vllm import dispatch
+from tw_compile.hosts.vllm.operators import ATTENTION
+from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
+from tw_compile.hosts.vllm.settings import VllmSettings
+from tw_compile.planning import DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
 from tw_compile.planning.ranges import Part, Ranges
 
 SPLIT_HOST_US = 1800.0
@@ -112,6 +114,12 @@ def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...
     return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
 
 
+def settings_of(gate: Gate) -> VllmSettings:
+    """Those of a gate for vLLM, which :func:`tw_compile.hosts.vllm.options.vllm_config` asks for."""
+    assert isinstance(gate.settings, VllmSettings), gate.settings
+    return gate.settings
+
+
 def split_planner(
     profile: DeviceProfile, layer: LayerShape, engine: Engine, config: Config, choices: tuple[Gate, ...], inside: bool
 ) -> Ranges:
@@ -120,7 +128,7 @@ def split_planner(
     ``inside``: whether attention is in the graphs, and not between them. A graph is split if something in it is fused, which is
     so if any of ``choices`` says so.
     """
-    layer = replace(layer, attention=replace(layer.attention, kernel=VLLM_KERNEL))
+    layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
 
     @functools.cache
     def planned(tokens: int, first: int | None, attention: str) -> Plan:
@@ -236,7 +244,7 @@ def row_bytes_of(engine: Engine) -> int:
 
 
 def flashinfer_fusion_limit(
-    capability: tuple[int, int] | None, world_size: int, settings: Settings, limit: int | None
+    capability: tuple[int, int] | None, world_size: int, settings: VllmSettings, limit: int | None
 ) -> int | None:
     """Up to how many bytes vLLM's own fusion, by FlashInfer, is the faster one; ``limit`` is what vLLM has, None: unfused.
 
@@ -273,7 +281,7 @@ def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
 
 def observed(settings: Settings, communicator: Any) -> Settings:
     """``settings`` as vLLM's communicator of the group really is: what could not be set up is not what would run."""
-    if not hasattr(communicator, "ca_comm"):  # not vLLM's for CUDA
+    if not isinstance(settings, VllmSettings) or not hasattr(communicator, "ca_comm"):  # it is not vLLM's for CUDA
         return settings
 
     def active(name: str) -> bool:

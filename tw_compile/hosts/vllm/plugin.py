@@ -16,7 +16,7 @@ from tw_compile import environment
 from tw_compile.config import Config
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
-from tw_compile.passes.reasons import HostRefusal
+from tw_compile.hosts.vllm.reasons import HostRefusal
 
 logger = logging.getLogger("vllm.tw_compile")
 _MIB = 2**20
@@ -95,7 +95,7 @@ def _limit_flashinfer(engine: Any, config: Config) -> None:
     if engine.model_config is None or limits.fi_allreduce_fusion_max_size_mb is not None:
         return
     world_size, capability = engine.parallel_config.tensor_parallel_size, _capability()
-    settings = plan.gates(config, capability)[0].settings
+    settings = plan.settings_of(plan.gates(config, capability)[0])
     wanted = limits.fuse_allreduce_rms  # None: vLLM decides, and says yes where FlashInfer is installed
     if not (settings.flashinfer_installed if wanted is None else wanted):
         return

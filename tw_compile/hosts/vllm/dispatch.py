@@ -7,7 +7,8 @@ custom_all_reduce, symm_mem, flashinfer_all_reduce}.py`` and ``compilation/passe
 
 from __future__ import annotations
 
-from tw_compile.gating.facts import Active, Backend, Node, Settings
+from tw_compile.gating.facts import Active, Backend, Node
+from tw_compile.hosts.vllm.settings import NEWEST, VllmSettings
 
 _KIB, _MIB = 2**10, 2**20
 
@@ -53,11 +54,11 @@ MNNVL_LIMITS_033: dict[tuple[Capability, int, int], int] = {
 }
 
 
-def active_backend(node: Node, settings: Settings, world_size: int, dtype: str, nbytes: int, hosts: int) -> Active:
-    """See :func:`tw_compile.gating.backend.active_backend`."""
+def active_backend(node: Node, settings: VllmSettings, world_size: int, dtype: str, nbytes: int, hosts: int) -> Active:
+    """See :class:`tw_compile.gating.hosts.Dispatch`."""
     flashinfer = _flashinfer(node, settings, world_size, nbytes, hosts)
     nccl_symmetric = _nccl_symmetric(settings, world_size, nbytes)
-    first = (flashinfer, nccl_symmetric) if settings.host == "vllm-0.33" else (nccl_symmetric, flashinfer)
+    first = (flashinfer, nccl_symmetric) if settings.host == NEWEST else (nccl_symmetric, flashinfer)
     rest = (
         _custom(node, settings, world_size, nbytes, hosts),
         _symm_mem(node, settings, world_size, dtype, nbytes, hosts),
@@ -66,20 +67,20 @@ def active_backend(node: Node, settings: Settings, world_size: int, dtype: str, 
     return taken or Active(Backend.NCCL, f"{settings.host}: no faster backend takes it")
 
 
-def bounds() -> set[int]:
-    """Every size at which an answer may change."""
+def bounds(settings: VllmSettings) -> set[int]:
+    """Every size at which an answer may change, in any version and with any settings."""
     tables = (CUSTOM_LIMITS, SYMM_MEM_LIMITS, FLASHINFER_LIMITS, FLASHINFER_LIMITS_033)
     limits = {limit for table in tables for row in table.values() for limit in row.values()}
     skips = {limit for span in NCCL_SYMMETRIC_SKIPS.values() for limit in span}
     return limits | skips | set(MNNVL_LIMITS_033.values()) | {CUSTOM_LIMIT}
 
 
-def _capability(node: Node, settings: Settings) -> Capability | None:
+def _capability(node: Node, settings: VllmSettings) -> Capability | None:
     """The row of the size tables; from 0.33 sm107 has those of sm103."""
-    return (10, 3) if node.capability == (10, 7) and settings.host == "vllm-0.33" else node.capability
+    return (10, 3) if node.capability == (10, 7) and settings.host == NEWEST else node.capability
 
 
-def _symm_mem_limit(node: Node, settings: Settings, world_size: int, hosts: int) -> int | None:
+def _symm_mem_limit(node: Node, settings: VllmSettings, world_size: int, hosts: int) -> int | None:
     """The size of torch's symmetric buffer, None where vLLM has none."""
     capability = _capability(node, settings)
     if not settings.use_symm_mem or not node.multicast or hosts > 1 or capability not in SYMM_MEM_LIMITS:
@@ -87,11 +88,13 @@ def _symm_mem_limit(node: Node, settings: Settings, world_size: int, hosts: int)
     return SYMM_MEM_LIMITS[capability].get(world_size)
 
 
-def _symm_mem(node: Node, settings: Settings, world_size: int, dtype: str, nbytes: int, hosts: int) -> Active | None:
+def _symm_mem(
+    node: Node, settings: VllmSettings, world_size: int, dtype: str, nbytes: int, hosts: int
+) -> Active | None:
     limit = _symm_mem_limit(node, settings, world_size, hosts)
     if limit is None or dtype != "bfloat16" or nbytes % 4:
         return None
-    if nbytes > limit or (nbytes == limit and settings.host != "vllm-0.33"):
+    if nbytes > limit or (nbytes == limit and settings.host != NEWEST):
         return None
     capability = _capability(node, settings)
     assert capability is not None
@@ -100,7 +103,7 @@ def _symm_mem(node: Node, settings: Settings, world_size: int, dtype: str, nbyte
     return Active(backend, f"{settings.host}: VLLM_ALLREDUCE_USE_SYMM_MEM, buffer of {limit} bytes")
 
 
-def _custom(node: Node, settings: Settings, world_size: int, nbytes: int, hosts: int) -> Active | None:
+def _custom(node: Node, settings: VllmSettings, world_size: int, nbytes: int, hosts: int) -> Active | None:
     if settings.disable_custom_all_reduce or hosts > 1 or world_size not in CUSTOM_WORLD_SIZES or nbytes % 16:
         return None
     limit = CUSTOM_LIMIT
@@ -111,7 +114,7 @@ def _custom(node: Node, settings: Settings, world_size: int, nbytes: int, hosts:
     return Active(Backend.CUSTOM, f"{settings.host}: below {limit} bytes") if nbytes < limit else None
 
 
-def _nccl_symmetric(settings: Settings, world_size: int, nbytes: int) -> Active | None:
+def _nccl_symmetric(settings: VllmSettings, world_size: int, nbytes: int) -> Active | None:
     if not settings.use_nccl_symm_mem or world_size < NCCL_SYMMETRIC_MIN_WORLD_SIZE:
         return None
     skip = NCCL_SYMMETRIC_SKIPS.get(world_size)
@@ -122,10 +125,10 @@ def _nccl_symmetric(settings: Settings, world_size: int, nbytes: int) -> Active 
     return Active(Backend.NCCL_SYMMETRIC, f"{settings.host}: VLLM_USE_NCCL_SYMM_MEM, {rule}") if takes else None
 
 
-def _flashinfer(node: Node, settings: Settings, world_size: int, nbytes: int, hosts: int) -> Active | None:
+def _flashinfer(node: Node, settings: VllmSettings, world_size: int, nbytes: int, hosts: int) -> Active | None:
     if not settings.use_flashinfer or not settings.flashinfer_installed or node.capability is None:
         return None
-    new = settings.host == "vllm-0.33"
+    new = settings.host == NEWEST
     limit = (FLASHINFER_LIMITS_033 if new else FLASHINFER_LIMITS).get(node.capability, {}).get(world_size)
     if limit is None:
         return None

@@ -5,7 +5,7 @@
     half 2:   out2, written2 = vllm_attention_half(q2, k2, v2, layer, begin=first, after=[written1])
 
 Each half writes its own keys and values, then attends to what is in the cache: half 2's come behind those of half 1, which
-``after`` says. The operator is of ``hosts/vllm/attention.py``, and there only if the host says that halves are possible.
+``after`` says. The operator is that of ``attention.py``, and there only if the host says that halves are possible.
 """
 
 from __future__ import annotations
@@ -16,23 +16,15 @@ import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, operator_name
-from tw_compile.passes.fusion.forms import Functionalised, functionalised
+from tw_compile.hosts.vllm.operators import ATTENTION
+from tw_compile.passes.fusion.forms import host_call
+from tw_compile.passes.operators import AttentionOperator
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfBuilder, Local, Rows, RowWise, Verdict
-from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
-_ATTENTION = "vllm::unified_attention_with_output"
-HALF = "tw_compile::vllm_attention_half"
 _UPDATE = "vllm::unified_kv_cache_update"
 _UPDATED = "vllm_kv_cache"
-
-declare_attention(_ATTENTION, HALF)
-
-
-def vllm_attention(node: fx.Node) -> Functionalised | None:
-    """The arguments of vLLM's attention by name, if ``node`` is that."""
-    form = functionalised(node)
-    return form if form is not None and form.name == _ATTENTION else None
 
 
 @token_rule(_UPDATE)
@@ -46,8 +38,11 @@ def _update(call: OperatorCall) -> Verdict:
     return RowWise(Local(_UPDATED, call.node, rows))
 
 
-def attend(call: OperatorCall, attention: Functionalised) -> Verdict:
-    """Of a call through ``auto_functionalized``: ``[tokens, heads, head_dim]``, requests one behind the other."""
+@token_rule(ATTENTION.name)
+def _attend(call: OperatorCall) -> Verdict:
+    """``[tokens, heads, head_dim]``, requests one behind the other."""
+    attention = host_call(call.node, AttentionOperator)
+    assert attention is not None, "a rule of a declared operator"
     given = attention.arguments
     query, key, value = (given[name] for name in ("query", "key", "value"))
     rows = call.rows(query)

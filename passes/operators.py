@@ -1,0 +1,151 @@
+"""Operators of hosts that the passes know by name: what each of them computes, as data that a host declares.
+
+Graphs are read by these names. So no host is imported for it, and this module imports no torch either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+Argument = int | str
+"""By its place in a call. If the operator writes to arguments, by its name, as graphs then name all of them."""
+
+
+@dataclass(frozen=True)
+class AllReduceOperator:
+    """Sums its first argument over the ranks of a group.
+
+    Attributes:
+        name: ``library::operator``, as in all classes here.
+        group_name: The name of the argument that holds the group's name.
+        reduce_op: The name of the argument that says what is done instead of adding; None: it only adds.
+        waited_for: Its result holds the sum only behind ``wait_tensor``; otherwise it is ready when the operator returns.
+    """
+
+    writes: ClassVar[bool] = False
+
+    name: str
+    group_name: str = "group_name"
+    reduce_op: str | None = None
+    waited_for: bool = False
+
+
+@dataclass(frozen=True)
+class NormOperator:
+    """An RMSNorm over the last dim. It computes in float32 and casts to the weight's dtype before it multiplies by the weight.
+
+    Attributes:
+        rows, weight, eps: Arguments; the weight may be None in a call.
+        residual: The argument that is added to ``rows`` first. Results are then the normalised values and the sum.
+        variance_size: The argument that says over how many columns it averages, None being all; None: it has no such argument.
+        scale: The argument that the normalised values are divided by before they are rounded to float8.
+        writes: It writes its results to arguments, so graphs have it in ``auto_functionalized``, behind its own result, None.
+    """
+
+    name: str
+    rows: Argument
+    weight: Argument
+    eps: Argument
+    residual: Argument | None = None
+    variance_size: Argument | None = None
+    scale: Argument | None = None
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class QuantOperator:
+    """Divides ``rows`` by the one number in ``scale`` and rounds to float8. It writes its one result to an argument.
+
+    ``group_shape``: the argument that says how many rows and columns share a scale; None and ``[-1, -1]`` are all of them.
+    """
+
+    writes: ClassVar[bool] = True
+
+    name: str
+    rows: str
+    scale: str
+    group_shape: str
+
+
+@dataclass(frozen=True)
+class RowWiseOperator:
+    """Writes to arguments, and treats each row of dim 0 independently, so that it may run once for each half of the tokens.
+
+    Attributes:
+        reads: Arguments with one row for each token; it may write to them, too.
+        results: Arguments that are new tensors with one row for each token, and are written all over.
+    """
+
+    writes: ClassVar[bool] = True
+
+    name: str
+    reads: tuple[str, ...]
+    results: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AttentionOperator:
+    """Causal attention of requests one behind the other, ``[tokens, heads, head_dim]``. It writes its result to an argument.
+
+    Attributes:
+        query: The argument that holds the queries.
+        half: The operator that does it for one half of the tokens.
+        kernel: What device profiles call its kernel.
+    """
+
+    writes: ClassVar[bool] = True
+
+    name: str
+    query: str
+    half: str
+    kernel: str
+
+
+Operator = AllReduceOperator | NormOperator | QuantOperator | RowWiseOperator | AttentionOperator
+Kind = TypeVar("Kind", AllReduceOperator, NormOperator, QuantOperator, RowWiseOperator, AttentionOperator)
+
+_operators: dict[str, Operator] = {}
+_attention_halves: set[str] = set()
+_rule_modules: list[str] = []
+
+
+def declare(*operators: Operator) -> None:
+    """Make operators known to the passes.
+
+    Raises:
+        ValueError: A name is known already, as something else.
+    """
+    for operator in operators:
+        if _operators.get(operator.name, operator) != operator:
+            known = _operators[operator.name]
+            raise ValueError(f"operators: expected a name that is not in use, got {operator.name!r}, which is {known}")
+    _operators.update({operator.name: operator for operator in operators})
+    _attention_halves.update(operator.half for operator in operators if isinstance(operator, AttentionOperator))
+
+
+def operator_named(name: str) -> Operator | None:
+    """What is known of the operator ``name``, of whatever kind; None if it was not declared."""
+    return _operators.get(name)
+
+
+def declared_as(kind: type[Kind], name: str) -> Kind | None:
+    """What is known of the operator ``name`` if it is of this kind."""
+    operator = _operators.get(name)
+    return operator if isinstance(operator, kind) else None
+
+
+def is_attention_half(name: str) -> bool:
+    """Whether ``name`` is that of an operator that does declared attention for one half of the tokens."""
+    return name in _attention_halves
+
+
+def declare_rules(module: str) -> None:
+    """Name a module that has further token rules; it is imported when the first rule is asked for, as it may need torch."""
+    _rule_modules.append(module)
+
+
+def take_rule_modules() -> list[str]:
+    """The modules that were named since the last call."""
+    modules, _rule_modules[:] = _rule_modules[:], []
+    return modules

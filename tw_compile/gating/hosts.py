@@ -1,0 +1,57 @@
+"""The hosts whose dispatch of an unfused all_reduce is known, by name. Hosts put themselves here; none is imported for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tw_compile.gating.facts import Active, HostFacts, Node, Settings
+
+DEFAULT_HOST = "pytorch"
+"""What compiles a model where nothing else is said to."""
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What a host does with an all_reduce that is not fused. All are pure functions, as ranks must come to the same.
+
+    Attributes:
+        settings: The class of what the host has been told about its all_reduces.
+        read: From the host's name, environment variables and what the process is like to ``settings``. It reads none but the
+            host's own variables, and raises a ValueError that names one that is wrong.
+        active: From node, ``settings``, world size, dtype, bytes of a rank's message and number of hosts to the backend.
+        bounds: Every number of bytes at which ``active`` may change its answer.
+    """
+
+    settings: type[Settings]
+    read: Callable[[str, Mapping[str, str], HostFacts], Settings]
+    active: Callable[[Node, Any, int, str, int, int], Active]
+    bounds: Callable[[Any], set[int]]
+
+
+_dispatches: dict[str, Dispatch] = {}
+
+
+def add_dispatch(name: str, dispatch: Dispatch) -> None:
+    """Make the host ``name`` known.
+
+    Raises:
+        ValueError: Another host has that name.
+    """
+    if _dispatches.get(name, dispatch) != dispatch:
+        raise ValueError(f"name: expected one that no other host has, got {name!r}")
+    _dispatches[name] = dispatch
+
+
+def host_names() -> tuple[str, ...]:
+    """All hosts that are known, in the order in which they became so."""
+    return tuple(_dispatches)
+
+
+def dispatch_of(host: str) -> Dispatch:
+    """The dispatch of a host that is known; ValueError for another."""
+    if host not in _dispatches:
+        raise ValueError(f"host: expected one of {', '.join(host_names())}, got {host!r}")
+    return _dispatches[host]

@@ -1,0 +1,39 @@
+"""The hosts that are known, and how one becomes known to the passes and the gate, which import no host."""
+
+from __future__ import annotations
+
+from tw_compile.gating.hosts import add_dispatch, host_names
+from tw_compile.hosts.contract import Host
+from tw_compile.passes.operators import declare, declare_rules
+from tw_compile.passes.reasons import declare_refusals
+
+_hosts: list[Host] = []
+
+
+def register(host: Host) -> None:
+    """Tell the passes of the host's operators, rules and refusals, and the gate of its dispatch. Twice is as good as once.
+
+    Raises:
+        ValueError: One of its names, or the name of an operator, is taken by something else; nothing is registered then.
+    """
+    if host in _hosts:
+        return
+    taken = [name for name in host.names if name in host_names()]
+    if taken:
+        raise ValueError(f"names: expected some that no other host has, got {', '.join(taken)}")
+    declare(*host.operators)
+    for name in host.names:
+        add_dispatch(name, host.dispatch)
+    if host.refusals is not None:
+        declare_refusals(host.refusals)
+    if host.rules:
+        declare_rules(host.rules)
+    _hosts.append(host)
+
+
+def host_named(name: str) -> Host:
+    """The host that option ``host`` calls ``name``; ValueError for a name that none has."""
+    for host in _hosts:
+        if name in host.names:
+            return host
+    raise ValueError(f"host: expected one of {', '.join(host_names())}, got {name!r}")

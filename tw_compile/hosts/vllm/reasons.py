@@ -1,0 +1,38 @@
+"""Why vLLM does without the passes, or a part of what they do. The names are stable: reports, JSON and tests use them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class HostRefusal(StrEnum):
+    """Why nothing is done in a whole engine, or in a piece of its model."""
+
+    TENSOR_PARALLEL_SIZE_1 = "tensor_parallel_size_1"
+    NOT_COMPILED = "not_compiled"
+    BATCH_INVARIANT = "batch_invariant"
+    LORA = "lora"
+    DUAL_BATCH_OVERLAP = "dual_batch_overlap"
+    STATE_SPACE = "state_space"
+    SLOT_TAKEN = "slot_taken"
+
+
+class WholeAttention(StrEnum):
+    """Why attention is not split."""
+
+    ATTENTION_BACKEND = "attention_backend"
+    ATTENTION_METADATA = "attention_metadata"
+    CONTEXT_PARALLEL = "context_parallel"
+    CUDA_GRAPHS = "cuda_graphs"
+    KV_TRANSFER = "kv_transfer"
+    PREFIX_LM = "prefix_lm"
+    SPECULATIVE = "speculative"
+
+
+class GroupRefusal(StrEnum):
+    """Why long steps don't run by groups of layers."""
+
+    ONE_GRAPH = "one_graph"
+    SPECULATIVE = "speculative"
+    NO_LONG_STEPS = "no_long_steps"
+    NOT_ASKED_FOR = "not_asked_for"
