@@ -24,7 +24,7 @@ class Backend(StrEnum):
     FLASHINFER = "flashinfer"
 
 
-BACKENDS = tuple(str(one) for one in Backend)
+BACKENDS = tuple(str(backend) for backend in Backend)
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Node:
     @classmethod
     def parse(cls, device: str, multicast: bool) -> Node:
         """``"sm90"`` or ``"generic"``; ValueError for anything else."""
-        found = re.fullmatch(r"sm([0-9]{1,3})([0-9])", device)
-        if found is None and device != "generic":
+        match = re.fullmatch(r"sm([0-9]{1,3})([0-9])", device)
+        if match is None and device != "generic":
             raise ValueError(f"device: expected sm90, sm100, sm103, another sm<number>, or generic, got {device!r}")
-        return cls(None if found is None else (int(found[1]), int(found[2])), multicast)
+        return cls(None if match is None else (int(match[1]), int(match[2])), multicast)
 
     @property
     def device_class(self) -> str:

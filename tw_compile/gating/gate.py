@@ -72,7 +72,7 @@ class Gate:
             self.node, self.settings, world_size=world_size, dtype=dtype, nbytes=nbytes, hosts=hosts
         )
         table, ranges = self._ranges(world_size, active.backend)
-        entry = ranges[bisect_right([one.from_bytes for one in ranges], nbytes) - 1]
+        entry = ranges[bisect_right([entry.from_bytes for entry in ranges], nbytes) - 1]
         return Verdict(
             nbytes,
             active.backend,
@@ -95,23 +95,23 @@ class Gate:
             self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
             for count in self._counts(tokens, row_bytes)
         ]
-        fused = [one for one in verdicts if one.fused]
+        fused = [verdict for verdict in verdicts if verdict.fused]
         if len(fused) == len(verdicts):
             return replace(verdicts[0], note="so are all token counts of the graph")
         if not fused:
             return replace(verdicts[0], note="as are all token counts of the graph")
-        left = next(one for one in verdicts if not one.fused)
+        left = next(verdict for verdict in verdicts if not verdict.fused)
         note = f"one graph for all token counts: also where it would be left, e.g. {left.reason}"
         return replace(fused[0], note=note)
 
     def crossovers(self, row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> list[Verdict]:
         """The first size of every stretch of sizes with one backend and one range, for whole rows."""
-        found: list[Verdict] = []
+        firsts: list[Verdict] = []
         for count in self._counts((1, None), row_bytes):
             verdict = self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
-            if not found or (found[-1].backend, found[-1].entry) != (verdict.backend, verdict.entry):
-                found.append(verdict)
-        return found
+            if not firsts or (firsts[-1].backend, firsts[-1].entry) != (verdict.backend, verdict.entry):
+                firsts.append(verdict)
+        return firsts
 
     def entries(self, world_size: int, backend: str) -> tuple[Entry, ...]:
         """The ranges that count for a world size and backend; they go up in bytes and cover all sizes."""

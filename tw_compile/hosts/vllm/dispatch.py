@@ -63,7 +63,7 @@ def active_backend(node: Node, settings: VllmSettings, world_size: int, dtype: s
         _custom(node, settings, world_size, nbytes, hosts),
         _symm_mem(node, settings, world_size, dtype, nbytes, hosts),
     )
-    taken = next((one for one in (*first, *rest) if one is not None), None)
+    taken = next((active for active in (*first, *rest) if active is not None), None)
     return taken or Active(Backend.NCCL, f"{settings.host}: no faster backend takes it")
 
 

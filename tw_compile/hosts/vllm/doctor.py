@@ -94,8 +94,8 @@ def installed_version() -> str | None:
 
 
 def _plugin(environment: Mapping[str, str]) -> str:
-    found = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
-    if PLUGIN not in found:
+    plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    if PLUGIN not in plugins:
         return "not registered: tw_compile is not installed as a package in this environment"
     allowed = environment.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):

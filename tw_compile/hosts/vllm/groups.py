@@ -43,19 +43,19 @@ def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
     if len(norms) < 3:
         return None
     borders = [*norms[0 : -1 : group_size(len(norms) - 1, most_layers)], norms[-1]]
-    found = _cut(graph, borders, seams=True)
-    if found is not None:
-        identities = [_identity(group.graph) for _, group in [*found.named_children()][1:]]  # type: ignore[arg-type]
+    module = _cut(graph, borders, seams=True)
+    if module is not None:
+        identities = [_identity(group.graph) for _, group in [*module.named_children()][1:]]  # type: ignore[arg-type]
         alike = len([*itertools.takewhile(identities[-1].__eq__, reversed(identities))])
         if alike == len(identities):
-            return Cut(found, True)
+            return Cut(module, True)
         if alike > len(identities) // 2:
-            found = _cut(graph, borders[-alike - 1 :], seams=True)
-            assert found is not None, "seams that were there with more borders"
-            return Cut(found, True)
-    found = _cut(graph, borders, seams=False)
-    assert found is not None
-    return Cut(found, False)
+            module = _cut(graph, borders[-alike - 1 :], seams=True)
+            assert module is not None, "seams that were there with more borders"
+            return Cut(module, True)
+    module = _cut(graph, borders, seams=False)
+    assert module is not None
+    return Cut(module, False)
 
 
 def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphModule | None:
@@ -68,7 +68,7 @@ def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphMo
         sewn = [_sew(copied, norm) for norm in ends]
         if not all(sewn):
             return None
-        ends = [one for one in sewn if one is not None]
+        ends = [node for node in sewn if node is not None]
     part, number = dict[fx.Node, int](), 0
     for node in copied.nodes:
         within = node.args[0] if node.target is operator.getitem else None
@@ -88,7 +88,7 @@ def group_size(layers: int, most: int) -> int:
 
 def _borders(graph: fx.Graph) -> list[fx.Node]:
     """The last norm before the first layer, then that at the end of each layer."""
-    found: list[fx.Node] = []
+    borders: list[fx.Node] = []
     norm: fx.Node | None = None
     shape: torch.Size | None = None
     for node in graph.nodes:
@@ -98,9 +98,9 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
         elif name in _NORMS and _shape(node) == shape:
             norm = node
         elif name in _ATTENTION and norm is not None:
-            found.append(norm)
+            borders.append(norm)
             norm = None
-    return found if norm is None else [*found, norm]
+    return borders if norm is None else [*borders, norm]
 
 
 def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
@@ -109,7 +109,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     At the end of the graph that is what it returns.
     """
     hidden, residual = _results(graph, norm)
-    like, other = (one.meta.get("example_value") for one in (hidden, residual))
+    like, other = (node.meta.get("example_value") for node in (hidden, residual))
     group_names = {_group_name(node) for node in graph.nodes if _name(node) == ALL_REDUCE.name}
     if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
@@ -132,12 +132,12 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
         enter = graph.call_function(enter_layers, (leave, group_name))
     with like.fake_mode:
         enter.meta["example_value"] = (torch.empty_like(like), torch.empty_like(like))
-    for index, one in ((1, residual), (0, hidden)):
+    for index, made in ((1, residual), (0, hidden)):
         with graph.inserting_after(enter):
             result = graph.call_function(operator.getitem, (enter, index))
         result.meta["example_value"] = enter.meta["example_value"][index]
         for node in after:
-            node.replace_input_with(one, result)
+            node.replace_input_with(made, result)
     return leave
 
 

@@ -268,14 +268,14 @@ def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
     row_bytes = row_bytes_of(engine)
     return [
         {
-            "from_tokens": one.nbytes // row_bytes,
-            "from_bytes": one.nbytes,
-            "fused": one.fused,
-            "backend": str(one.backend),
-            "entry": one.entry,
-            "source": one.source,
+            "from_tokens": verdict.nbytes // row_bytes,
+            "from_bytes": verdict.nbytes,
+            "fused": verdict.fused,
+            "backend": str(verdict.backend),
+            "entry": verdict.entry,
+            "source": verdict.source,
         }
-        for one in gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
+        for verdict in gate.crossovers(row_bytes, world_size=engine.tensor_parallel_size, dtype=engine.dtype)
     ]
 
 
@@ -285,8 +285,8 @@ def observed(settings: Settings, communicator: Any) -> Settings:
         return settings
 
     def active(name: str) -> bool:
-        found = getattr(communicator, name, None)
-        return found is not None and not getattr(found, "disabled", False)
+        backend = getattr(communicator, name, None)
+        return backend is not None and not getattr(backend, "disabled", False)
 
     return replace(
         settings,

@@ -30,7 +30,7 @@ _UPDATED = "vllm_kv_cache"
 @token_rule(_UPDATE)
 def _update(call: OperatorCall) -> Verdict:
     """What it returns says that it ran, to the attention that follows: each half updates with its attention."""
-    rows, values = (call.rows(one) for one in call.args[:2])
+    rows, values = (call.rows(operand) for operand in call.args[:2])
     if call.join_attention:
         return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens")
     if rows is None or values is None or not _by_token(rows) or not values.same_as(rows):
@@ -52,21 +52,21 @@ def _attend(call: OperatorCall) -> Verdict:
         return call.join(JoinReason.ATTENTION_KERNEL, "its result is quantised")
     if rows is None or not _by_token(rows):
         return call.join(JoinReason.ATTENTION, "queries without a row for each token")
-    others = [call.rows(one) for one in (key, value)]
-    if any(one is None or not one.same_as(rows) for one in others):
+    layouts = [call.rows(operand) for operand in (key, value)]
+    if any(layout is None or not layout.same_as(rows) for layout in layouts):
         return call.join(JoinReason.ATTENTION, "keys or values are not those of the queries' tokens")
     update = given.get("kv_cache_dummy_dep")
     if update is not None and not _updates(call, update, (key, value, given["layer_name"])):
         return call.join(JoinReason.ATTENTION, f"{update} is no update with these keys and values alone")
     results = call.node.meta["val"]
-    place = next((index for index, one in enumerate(results) if isinstance(one, torch.Tensor)), None)
+    place = next((index for index, result in enumerate(results) if isinstance(result, torch.Tensor)), None)
     if place is None or any(not is_call(user, operator.getitem) or user.args[1] != place for user in call.node.users):
         return call.join(JoinReason.ATTENTION, "more than the attention's output is read")
     output, written = results[place], list[fx.Node]()
 
     def build(builder: HalfBuilder, half: int) -> fx.Node:
         target = torch.ops.tw_compile.vllm_attention_half.default
-        operands = [builder.rows(one, half, rows) for one in (query, key, value)]
+        operands = [builder.rows(operand, half, rows) for operand in (query, key, value)]
         begin = 0 if half == 0 else builder.units[0]
         options = (begin, output.shape[-1], output.dtype, update is not None, list(written))
         made = builder.call(half, target, *operands, given["layer_name"], *options)
