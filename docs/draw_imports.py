@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = "tw_compile"
 SPLIT_UP = ("kernels", "passes", "hosts")
-"""Folders whose own folders are parts."""
+"""Folders whose own folders and modules are parts."""
 PAGE = ROOT / "docs" / "imports.md"
 HEAD = """# Which part imports which
 
@@ -30,10 +30,7 @@ Graph = dict[str, set[str]]
 def part_of(module: str) -> str:
     """The part that a module belongs to: ``tw_compile.kernels.gemm.joint_mm`` is of ``kernels.gemm``."""
     names = module.split(".")[1:] or ["tw_compile"]
-    depth = 2 if names[0] in SPLIT_UP and len(names) > 1 else 1
-    if depth == 2 and not (ROOT / PACKAGE / names[0] / names[1]).is_dir():
-        return names[0]
-    return ".".join(names[:depth])
+    return ".".join(names[: 2 if names[0] in SPLIT_UP else 1])
 
 
 def modules() -> dict[str, Path]:

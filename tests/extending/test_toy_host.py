@@ -59,6 +59,7 @@ def toy_host() -> Iterator[None]:
         (hosts_registry, "_hosts"),
         (rules_registry, "_rules"),
     )
+    rules_registry.registered_name("toy::norm", writes=False)  # loads other hosts' rules, which are there afterwards, too
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("toy", "FRAGMENT") as toy:
         for module, name in registries:
             patch.setattr(module, name, getattr(module, name).copy())
