@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.collective import transport
+from tw_compile.kernels.collective import seam, transport
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
-from tw_compile.kernels.runtime import seam
 
 
 class OneRank(transport.Transport):

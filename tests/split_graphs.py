@@ -11,7 +11,7 @@ from families import FAMILIES
 from graph_builder import copy_of
 
 from tw_compile.config import Config
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import NormSpec

@@ -38,9 +38,9 @@ def make_backend(config: Config) -> Callable[..., Any]:
 
     Raises:
         TypeError: ``config`` is something else.
+        ValueError: ``config.disable_passes`` names what no pass is called.
     """
-    if not isinstance(config, Config):
-        raise TypeError(f"config: expected a tw_compile.Config, got {config!r}")
+    TWCompilePass(config)
 
     def backend(
         gm: fx.GraphModule,

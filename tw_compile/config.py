@@ -55,8 +55,9 @@ class Config:
             as one graph, with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
             (``tw_compile.planning``), whatever the device and the transport are.
-        disable_passes: Names of passes that are switched off (``tw_compile.passes.manager.ORDER``), a list or with commas
-            between. Switching off one that the token split is wrong without switches off all of the split.
+        disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
+            refuses names that no pass has. Switching off one that the token split is wrong without switches off all of
+            the split.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:
@@ -128,10 +129,6 @@ class Config:
             wording = "names of passes, as 'narrow_residuals,reserve_sms'"
             raise TypeError(f"{OPTION_PREFIX}disable_passes: expected {wording}, got {value!r}")
         object.__setattr__(self, "disable_passes", tuple(dict.fromkeys(value)))
-        if value:
-            from tw_compile.passes.manager import check_names  # which needs this module
-
-            check_names(value)
 
     @property
     def split_tokens(self) -> int | None:

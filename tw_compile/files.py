@@ -5,7 +5,9 @@ What is no regular file is refused: reading a FIFO would wait for ever.
 
 from __future__ import annotations
 
+import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -34,6 +36,22 @@ def read_if_there(path: Path | None, what: str) -> str | None:
     except OSError as error:
         raise ValueError(f"{what}: expected a file that can be read, got {str(path)!r} ({error})") from error
     return read_text(path, what)
+
+
+def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Where ``tw-compile tune`` writes what it measured; it need not exist. None without a home."""
+    if folder := environment.get("XDG_CONFIG_HOME"):
+        return Path(folder, "tw_compile")
+    try:
+        return Path.home() / ".config" / "tw_compile"
+    except RuntimeError:
+        return None
+
+
+def user_file(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The file called ``name`` in the user's config folder, which need not exist; None without a home."""
+    folder = user_folder(environment)
+    return None if folder is None else folder / name
 
 
 def _is_there(path: Path) -> bool:

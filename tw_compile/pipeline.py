@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate, current_profile
 from tw_compile.gating.gate import Gate
 from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, manager, split
@@ -38,6 +38,7 @@ class TWCompilePass(compat.CustomGraphPass):
 
     Raises:
         TypeError: An argument is something else.
+        ValueError: ``config.disable_passes`` names what no pass is called.
     """
 
     def __init__(self, config: Config | None = None, *, before: Callable[[fx.Graph], object] | None = None) -> None:
@@ -47,6 +48,7 @@ class TWCompilePass(compat.CustomGraphPass):
             raise TypeError(f"config: expected a tw_compile.Config, got {config!r}")
         if before is not None and not callable(before):
             raise TypeError(f"before: expected a pass, which is called with a graph, got {before!r}")
+        manager.check_names(self.config.disable_passes)
 
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
@@ -60,7 +62,7 @@ class TWCompilePass(compat.CustomGraphPass):
             host: What the graph's host says of it; None for torch.compile.
         """
         begin = time.perf_counter()
-        context = Context(self.config, gate, split.current_profile(self.config), host)
+        context = Context(self.config, gate, current_profile(self.config), host)
         if fusion.FUSE.name in self.config.disable_passes:
             detail = f"tw_compile.disable_passes names {fusion.FUSE.name}"
             context.keep(fusion.FusionDecisions(tuple(fusion.gated_sites(graph, detail))))
@@ -107,7 +109,7 @@ class TWCompilePass(compat.CustomGraphPass):
 
     def identity(self, gate: Gate) -> str:
         """All that of :meth:`uuid` but the user's pass, as text."""
-        profile = split.current_profile(self.config)
+        profile = current_profile(self.config)
         groups = compat.process_group_facts()
         own = [source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)]
         return "\n".join([*own, manager.identity()])

@@ -27,8 +27,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from tw_compile.files import read_if_there
-from tw_compile.gating.layers import user_file
+from tw_compile.files import read_if_there, user_file
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
@@ -168,7 +167,7 @@ def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
 
 def user_table() -> dict[str, tuple[Step, ...]]:
     """The steps of the user's own file by device; empty where there is no file."""
-    file = user_file(name=USER_FILE)
+    file = user_file(USER_FILE)
     text = read_if_there(file, "kernels")
     return {} if text is None else dict([steps_of(text, str(file))])
 

@@ -6,7 +6,7 @@ are kept in float32: that costs no communication and saves a rounding at every s
 output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"); if nothing
 does, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
 
-A residual that one graph leaves to the next (``kernels/runtime/seam.py``) stays sharded, too, if it is so on both sides.
+A residual that one graph leaves to the next (``kernels/collective/seam.py``) stays sharded, too, if it is so on both sides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tw_compile.graph.predicates import (
     value,
     views_and_casts_of,
 )
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import ResidualOut
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite
 
 

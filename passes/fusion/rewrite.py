@@ -26,8 +26,8 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import FP8
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale

@@ -16,7 +16,6 @@ from tw_compile.passes.split.analysis.layout import (
     Slice,
     Verdict,
 )
-from tw_compile.passes.split.analysis.profile import current_profile
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
 from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
@@ -53,7 +52,6 @@ __all__ = [
     "analyse",
     "choose_split",
     "choose_split_of_host",
-    "current_profile",
     "declare_attention",
     "find_token_axis",
     "is_wanted",

@@ -12,10 +12,10 @@ import torch.distributed._functional_collectives as funcol
 import torch.fx as fx
 
 from tw_compile import Config, TWCompilePass, collect_reports
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate
 from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers, leave_off
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers, leave_off
 from tw_compile.passes.reasons import HostAttention
 from tw_compile.passes.split import HostGraph
 from tw_compile.testing import GlooRanks

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.cli.app import app
+from tw_compile.current import own_gate
 from tw_compile.gating import Node, Settings, active_backend, host_names
 from tw_compile.gating import hosts as gating_hosts
-from tw_compile.gating.current import own_gate
 from tw_compile.graph.predicates import operator_name
 from tw_compile.hosts import Host, host_named, register
 from tw_compile.hosts import registry as hosts_registry
@@ -59,7 +59,9 @@ def toy_host() -> Iterator[None]:
         (hosts_registry, "_hosts"),
         (rules_registry, "_rules"),
     )
-    rules_registry.registered_name("toy::norm", writes=False)  # loads other hosts' rules, which are there afterwards, too
+    rules_registry.registered_name(
+        "toy::norm", writes=False
+    )  # loads other hosts' rules, which are there afterwards, too
     with pytest.MonkeyPatch.context() as patch, torch.library._scoped_library("toy", "FRAGMENT") as toy:
         for module, name in registries:
             patch.setattr(module, name, getattr(module, name).copy())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile import Config
+from tw_compile import Config, TWCompilePass, make_backend
 from tw_compile.gating import BACKENDS, host_names
 
 SIZES = st.integers(0, 1 << 40)
@@ -116,13 +117,6 @@ def test_digest_changes_with_each_field() -> None:
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
         ({"disable_passes": 3}, TypeError, "tw_compile.disable_passes: expected names of passes, as '.*', got 3"),
         ({"disable_passes": [3]}, TypeError, r"tw_compile.disable_passes: expected names of passes, .* got \[3\]"),
-        (
-            {"disable_passes": "reserve_sm"},
-            ValueError,
-            "tw_compile.disable_passes: expected passes, of fuse_all_reduce_rms_norm, .*; got 'reserve_sm'; did you mean "
-            r"reserve_sms\?",
-        ),
-        ({"disable_passes": ["zzz"]}, ValueError, "tw_compile.disable_passes: expected passes, .*; got 'zzz'$"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),
         ({"fuse_min_bytes": True}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got True"),
         ({"fuse_max_bytes": "1"}, TypeError, "tw_compile.fuse_max_bytes: expected a number of bytes, got '1'"),
@@ -138,6 +132,26 @@ def test_digest_changes_with_each_field() -> None:
 def test_bad_values_name_their_key(values: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Config.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            "reserve_sm",
+            "tw_compile.disable_passes: expected passes, of fuse_all_reduce_rms_norm, .*; got 'reserve_sm'; did you mean "
+            r"reserve_sms\?",
+        ),
+        (["zzz"], "tw_compile.disable_passes: expected passes, .*; got 'zzz'$"),
+    ],
+)
+@pytest.mark.parametrize("use", [make_backend, TWCompilePass])
+def test_a_name_that_no_pass_has_is_refused_before_anything_is_compiled(
+    use: Callable[[Config], object], names: Any, message: str
+) -> None:
+    config = Config.from_mapping({"disable_passes": names})
+    with pytest.raises(ValueError, match=message):
+        use(config)
 
 
 def test_the_first_half_may_have_a_number_of_nine_digits() -> None:

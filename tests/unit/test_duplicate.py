@@ -14,7 +14,7 @@ from graph_builder import GraphBuilder, aten, copy_of, metadata, propagated_meta
 from split_graphs import SPLIT_FAMILIES, UNFUSED, WORLD_SIZE, family_graph, random_values, run_alone
 
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, Unit

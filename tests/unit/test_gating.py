@@ -16,6 +16,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass
+from tw_compile.current import agreed_gate, own_gate
 from tw_compile.gating import (
     ANY,
     BACKENDS,
@@ -33,7 +34,6 @@ from tw_compile.gating import (
     tables_of,
     threshold_layers,
 )
-from tw_compile.gating.current import agreed_gate, own_gate
 from tw_compile.hosts.vllm.settings import NAMES, VllmSettings
 from tw_compile.testing import count_ops, fake_process_group, rewrite
 

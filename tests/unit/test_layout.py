@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.find import FusionSite, find_sites
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
 from tw_compile.testing import fake_process_group

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.seam import arrive_
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
 from tw_compile.kernels.collective.transport import Started, Transport, _instances, get_transport
 from tw_compile.kernels.runtime import operator
-from tw_compile.kernels.runtime.seam import arrive_
 from tw_compile.testing import fake_process_group
 
 T, H, RANKS = 5, 8, 2
@@ -391,7 +391,7 @@ def test_starts_that_were_moved_together_give_the_same_results() -> None:
 
 
 def test_a_call_that_the_next_one_completed_is_in_flight_until_it_is_waited_for() -> None:
-    """As what the next graph arrives at (``kernels/runtime/seam.py``)."""
+    """As what the next graph arrives at (``kernels/collective/seam.py``)."""
     first, second = (ops.start(*start_args()) for _ in range(2))
     for outputs in (first, second):
         assert ops.is_in_flight(outputs[0], "0", 0)

@@ -11,7 +11,7 @@ import torch.fx as fx
 from split_graphs import WORLD_SIZE, family_graph
 
 from tw_compile import Config, TWCompilePass, collect_reports, pipeline
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate
 from tw_compile.graph.copy import copy_of
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.passes import manager

@@ -232,7 +232,7 @@ def test_uuid_changes_with_the_name_of_a_source(tmp_path: Path, monkeypatch: pyt
 def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     for profile in (None, load_profile("H200")):
-        monkeypatch.setattr(pipeline.split, "current_profile", lambda config, found=profile: found)
+        monkeypatch.setattr(pipeline, "current_profile", lambda config, found=profile: found)
         seen.add(TWCompilePass().uuid())
     assert len(seen) == 2
 

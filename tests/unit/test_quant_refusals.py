@@ -25,7 +25,7 @@ from quant_graphs import (
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass
-from tw_compile.gating.current import own_gate
+from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective.spec import FP8
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites

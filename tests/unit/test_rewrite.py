@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import row_range
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
 from tw_compile.passes.fusion.rewrite import Rewriter
 from tw_compile.passes.reasons import Refusal
 from tw_compile.report import GraphReport

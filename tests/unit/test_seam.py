@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tw_compile.kernels.runtime import seam
-from tw_compile.kernels.runtime.seam import enter_layers, leave_halves, leave_layers, leave_off
+from tw_compile.kernels.collective import seam
+from tw_compile.kernels.collective.seam import enter_layers, leave_halves, leave_layers, leave_off
 from tw_compile.testing import fake_process_group
 
 T, H, GROUP = 5, 8, "0"

@@ -11,7 +11,7 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
+from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.nodes import annotate
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
 from tw_compile.passes.split.schedule.dependences import argument

@@ -21,14 +21,14 @@ from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
-from tw_compile import Config, TWCompilePass, collect_reports, compat
+from tw_compile import Config, TWCompilePass, collect_reports, compat, current
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.collective import ops
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.config import config_from_dict, tensor_parallel_plan
 from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split import HostGraph, layer_of_graph
-from tw_compile.passes.split.analysis import choose, profile
+from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.analysis.layer import GraphLayer
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.passes.split.rewrite.duplicate import _Duplicator
@@ -175,8 +175,7 @@ def test_graph_that_cannot_be_planned_is_left(
     options: dict[str, Any], reason: SplitRefusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if options.get("transport") == "nccl":  # with a profile that was found by the device, not named
-        monkeypatch.setattr(profile, "current_profile", lambda config: H200)
-        monkeypatch.setattr("tw_compile.passes.split.current_profile", lambda config: H200)
+        monkeypatch.setattr("tw_compile.pipeline.current_profile", lambda config: H200)
         options = {**options, "device_profile": "auto"}
     split, _ = inspected(**options)
     assert (split.mode, split.reason) == ("off", reason), split.detail
@@ -376,7 +375,7 @@ def test_profile_that_is_none_names_its_option() -> None:
 def test_identity_of_the_pass_covers_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = TWCompilePass(Config(split="auto", device_profile="H200"))
     before = passes.uuid()
-    monkeypatch.setattr(profile, "load_profile", lambda name: load_profile("H100"))
+    monkeypatch.setattr(current, "load_profile", lambda name: load_profile("H100"))
     assert passes.uuid() != before
 
 
@@ -390,8 +389,8 @@ def test_ranks_plan_for_the_profile_of_the_first(
     found = []
     for name in ("H200", "H100"):
         monkeypatch.setattr("tw_compile.agree._values", {})
-        monkeypatch.setattr(profile, "_own", lambda config, name=name: load_profile(name))
-        found.append(profile.current_profile(config))
+        monkeypatch.setattr(current, "_own_profile", lambda config, name=name: load_profile(name))
+        found.append(current.current_profile(config))
     assert [one.name for one in found if one] == ["H200", "H200"]
     assert "device profiles differ between ranks" in tw_log.text
 

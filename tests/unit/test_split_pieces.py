@@ -18,7 +18,7 @@ from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass, collect_reports, pipeline
 from tw_compile.backend import make_backend
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate, current_profile
 from tw_compile.graph.copy import copy_of
 from tw_compile.graph.predicates import value
 from tw_compile.graph.snapshot import snapshot
@@ -29,7 +29,7 @@ from tw_compile.passes import manager
 from tw_compile.passes.contract import Context, HostGraph
 from tw_compile.passes.fusion import FusionDecisions
 from tw_compile.passes.reasons import SplitRefusal
-from tw_compile.passes.split import SPLIT, SplitReport, current_profile, layer_of_piece, split_tokens
+from tw_compile.passes.split import SPLIT, SplitReport, layer_of_piece, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.planning import Attention, Gemm
 from tw_compile.planning.halves import FirstHalf, constant_first_half, shares_of_range

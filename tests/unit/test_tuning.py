@@ -268,7 +268,7 @@ def _on_gpus(monkeypatch: pytest.MonkeyPatch, used: int) -> None:
     monkeypatch.setattr(command, "_gpus", lambda: 2)
     monkeypatch.setattr(busy, "usages", lambda count: [Usage(index, used) for index in range(count)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: H200)
-    monkeypatch.setattr("tw_compile.gating.current.current_node", lambda: Node((9, 0), False))
+    monkeypatch.setattr("tw_compile.current.current_node", lambda: Node((9, 0), False))
 
 
 def test_busy_gpus_are_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from one_rank import one_rank  # noqa: F401
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.hosts.vllm import groups as groups_of_layers
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers, leave_off
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers, leave_off
 
 pytestmark = pytest.mark.usefixtures("groups", "one_rank", "cold", "wide_residuals")
 

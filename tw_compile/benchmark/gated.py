@@ -16,7 +16,7 @@ from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.results import Row, csv_text, made_with, rows_of
 from tw_compile.benchmark.spec import Size
 from tw_compile.config import Config
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem

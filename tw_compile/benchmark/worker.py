@@ -18,7 +18,7 @@ from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleav
 from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.benchmark.results import Outcome, Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
-from tw_compile.gating.current import current_node
+from tw_compile.current import current_node
 from tw_compile.harness.problems import (
     Context,
     Form,

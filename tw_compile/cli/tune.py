@@ -134,7 +134,7 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
 def _folder(out: str | None) -> Path:
     if out is not None:
         return common.folder("--out", out)
-    from tw_compile.gating.layers import user_folder
+    from tw_compile.files import user_folder
 
     folder = user_folder()
     if folder is None:
@@ -170,7 +170,7 @@ def _ready(spec: Any, folder: Path) -> list[str]:
     import torch
 
     from tw_compile.benchmark.run import multicast_off
-    from tw_compile.gating.current import current_node
+    from tw_compile.current import current_node
     from tw_compile.tuning.busy import obstacles, usages
     from tw_compile.tuning.tables import check_folder
 
@@ -187,7 +187,7 @@ def _ready(spec: Any, folder: Path) -> list[str]:
 
 
 def _say_if_not_used(console: Any, device_class: str) -> None:
-    from tw_compile.gating.current import current_node
+    from tw_compile.current import current_node
 
     own = current_node().device_class
     if own != device_class:

@@ -1,13 +1,13 @@
 """Whether a message should be fused: what an unfused all_reduce would use, and tables of bytes that say what is faster.
 
-Nothing here imports torch but :mod:`tw_compile.gating.current`, which asks the process about its device and its group.
+Nothing here imports torch but :mod:`tw_compile.current`, which asks the process about its device and its group.
 """
 
 from tw_compile.gating.backend import active_backend
 from tw_compile.gating.facts import BACKENDS, Backend, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate, Verdict
 from tw_compile.gating.hosts import Dispatch, add_dispatch, host_names
-from tw_compile.gating.layers import Layer, tables_of, threshold_layers, user_file, user_folder
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.gating.table import ANY, Entry, Source, Table, read_table, table_text
 
 __all__ = [
@@ -31,6 +31,4 @@ __all__ = [
     "table_text",
     "tables_of",
     "threshold_layers",
-    "user_file",
-    "user_folder",
 ]

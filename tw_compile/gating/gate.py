@@ -45,7 +45,7 @@ class Verdict:
 class Gate:
     """Decides by ``tables``, of which the first that has a range for the world size and backend counts.
 
-    A pure function of values that are equal on all ranks (:mod:`tw_compile.gating.current` sees to it), so that no rank waits
+    A pure function of values that are equal on all ranks (:mod:`tw_compile.current` sees to it), so that no rank waits
     in a kernel that another one did not launch. The last table has a range for everything.
     """
 

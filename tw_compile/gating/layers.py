@@ -14,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 
 from tw_compile import environment as variables
-from tw_compile.files import read_if_there, read_text
+from tw_compile.files import read_if_there, read_text, user_file
 from tw_compile.gating.table import ANY, DEVICE_CLASSES, Entry, Source, Table, read_table
 
 OFF = "off"
@@ -34,22 +34,6 @@ class Layer:
     table: Table | None
 
 
-def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where ``tw-compile tune`` writes what it measured; it need not exist. None without a home."""
-    if folder := environment.get("XDG_CONFIG_HOME"):
-        return Path(folder, "tw_compile")
-    try:
-        return Path.home() / ".config" / "tw_compile"
-    except RuntimeError:
-        return None
-
-
-def user_file(environment: Mapping[str, str] = os.environ, name: str = _FILE_NAME) -> Path | None:
-    """The file called ``name`` in the user's config folder, which need not exist; None without a home."""
-    folder = user_folder(environment)
-    return None if folder is None else folder / name
-
-
 def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, str] = os.environ) -> list[Layer]:
     """All layers, the lowest first.
 
@@ -60,7 +44,7 @@ def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, s
         ValueError: A file cannot be read, or is wrong; the message names it and the key.
     """
     layers = [Layer("shipped", f"{name}.toml", _shipped(name)) for name in dict.fromkeys(("generic", device_class))]
-    own = user_file(environment)
+    own = user_file(_FILE_NAME, environment)
     text = read_if_there(own, "thresholds")
     layers.append(Layer("user file", str(own or "-"), None if text is None else read_table(text, str(own))))
     layers.append(_named(variables.THRESHOLDS, variables.thresholds(environment), f"{variables.THRESHOLDS}: "))

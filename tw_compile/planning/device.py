@@ -17,8 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from tw_compile.files import read_if_there
-from tw_compile.gating.layers import user_file
+from tw_compile.files import read_if_there, user_file
 
 USER_FILE = "device.toml"
 TRAFFIC = ("multicast", "two_shot")
@@ -240,7 +239,7 @@ def profile_of_device(device_name: str) -> DeviceProfile | None:
 
 def user_profile() -> DeviceProfile | None:
     """That of the user's own file; None where there is no file."""
-    file = user_file(name=USER_FILE)
+    file = user_file(USER_FILE)
     text = read_if_there(file, "device profile")
     return None if text is None else parse_profile(text, str(file))
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.config import Config
-from tw_compile.gating.current import own_gate
+from tw_compile.current import own_gate
+from tw_compile.files import user_file
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import threshold_layers, user_file
+from tw_compile.gating.layers import threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
@@ -84,7 +85,7 @@ def _kernel_tables(gpus: list[Report]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
     from tw_compile.kernels.collective import selection
 
-    file, table = user_file(name=selection.USER_FILE), selection.user_table()
+    file, table = user_file(selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None
     own = sorted({step.world_size for step in table.get(name or "", ())})
     state = f"{_ranks(own)}" if own else f"not used: it is about {', '.join(table)}" if table else "absent"
@@ -114,7 +115,7 @@ def _device_profile(gpus: list[Report]) -> Report:
                 "from": "configs/devices",
                 "state": shipped.name if shipped else "none for this device",
             },
-            {"layer": "user file", "from": str(user_file(name=PROFILE_FILE) or "-"), "state": state},
+            {"layer": "user file", "from": str(user_file(PROFILE_FILE) or "-"), "state": state},
             {"layer": "option", "from": "tw_compile.device_profile", "state": "not set"},
         ]
     }

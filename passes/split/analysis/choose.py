@@ -131,7 +131,7 @@ def choose_split(
     """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
 
     Args:
-        profile: What ``auto`` plans for, see :func:`tw_compile.passes.split.current_profile`.
+        profile: What ``auto`` plans for, see :func:`tw_compile.current.current_profile`.
         analysis: What analyses of the graph are computed by, or found in.
     """
     question = _Question(graph, config, profile, None, analysis)

@@ -18,7 +18,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, value
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
+from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.nodes import Inserter
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import half_of

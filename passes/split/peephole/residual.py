@@ -13,7 +13,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import leave_halves
+from tw_compile.kernels.collective.seam import leave_halves
 from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.schedule.dependences import argument, place_of
 

@@ -15,7 +15,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, is_call
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves, leave_layers
+from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves, leave_layers
 from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
 from tw_compile.passes.split.schedule.dependences import argument

@@ -9,7 +9,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, same_size
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.passes.operators import AllReduceOperator
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict

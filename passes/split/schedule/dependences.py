@@ -17,7 +17,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import draws_random_numbers, is_call, value
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.runtime.seam import arrive_, enter_layers, leave_halves
+from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.fusion.forms import functionalised
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.rewrite.duplicate import mutated

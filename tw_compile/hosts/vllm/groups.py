@@ -6,7 +6,7 @@
 A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
 as many layers are the same graph, but for first ones that are of another kind (dense ones before those with experts), which are
 put to the head. If all others are, that graph is compiled once, and what goes from one to the next stays as it is
-(``kernels/runtime/seam.py``).
+(``kernels/collective/seam.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
 from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, NORM
-from tw_compile.kernels.runtime.seam import enter_layers, leave_layers
+from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 
 _ATTENTION = (ATTENTION.name, "vllm::unified_mla_attention_with_output")
 _NORMS = (NORM.name, ADD_NORM.name)

@@ -20,7 +20,7 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.gating.current import current_gate
+from tw_compile.current import current_gate
 from tw_compile.gating.facts import Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import attention as halves

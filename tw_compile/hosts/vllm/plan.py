@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tw_compile.config import Config
-from tw_compile.gating.current import own_gate
+from tw_compile.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tw_compile.kernels.runtime.seam import leave_off
+from tw_compile.kernels.collective.seam import leave_off
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The gate of this process: its device, its host program's settings, its tables, and agreement with the other ranks."""
+"""What this process compiles for: the gate and the device profile. All ranks of the process group agree on both."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.agree import agreed, first_value
-from tw_compile.config import Config
+from tw_compile.config import OPTION_PREFIX, Config
 from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
+from tw_compile.planning import DeviceProfile, load_profile, profile_of_device
 
 logger = logging.getLogger("tw_compile")
 
@@ -68,3 +69,32 @@ def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
             ", ".join(table.file for table in gate.tables),
         )
     return gate
+
+
+def current_profile(config: Config) -> DeviceProfile | None:
+    """What the halves are planned for; the same on all ranks of the process group, as halves of different sizes would hang.
+
+    None where nothing is planned, and for devices without a profile.
+
+    Raises:
+        ValueError: ``tw_compile.device_profile`` is neither a profile's name nor a profile.
+    """
+    if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
+        return None
+    return agreed(f"device_profile/{config.digest()}", lambda: _own_profile(config), _agreed_profile)
+
+
+def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> DeviceProfile | None:
+    profile = first_value(own, store, key)
+    if profile != own:
+        logger.warning("tw_compile: device profiles differ between ranks; all use that of the rank that came first")
+    return profile
+
+
+def _own_profile(config: Config) -> DeviceProfile | None:
+    if config.device_profile == "auto":
+        return profile_of_device(torch.cuda.get_device_name())
+    try:
+        return load_profile(config.device_profile)
+    except ValueError as error:
+        raise ValueError(f"{OPTION_PREFIX}device_profile: {error}") from error
