@@ -149,7 +149,8 @@ class Pass:
         indispensable: Whether the transaction is wrong, or worse than nothing, without it; why, in words. If such a pass is
             switched off, all of its transaction is.
         edits: Whether it may change the graph at all.
-        rolls_back: Whether the graph is as it was when ``run`` raises, by itself. For all others the manager keeps a copy.
+        rolls_back: Whether the graph is as it was when ``run`` raises, by itself; such a pass stands alone. For all others the
+            manager keeps a copy.
         keeps: Analyses (:meth:`Context.analysis`) that are right for the changed graph, too.
         inductor: What a graph that it has changed needs.
     """
@@ -169,3 +170,5 @@ class Pass:
             raise ValueError(f"name: expected an identifier, got {self.name!r}")
         if not callable(self.run):
             raise TypeError(f"run: expected a function of a graph and a context, got {self.run!r}")
+        if self.rolls_back and self.transaction:
+            raise ValueError(f"rolls_back: expected a pass without a transaction, got one of {self.transaction!r}")

@@ -155,11 +155,11 @@ def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None)
         if outcome is not None:
             result.reports.append(PassReport(current.name, outcome, detail=why))
             continue
-        if before is None and current.edits and not current.rolls_back:
-            before = copy_of(graph)
         compat.trace_artifact(f"tw_compile_{current.name}_before", text)
         begin = time.perf_counter()
         try:
+            if before is None and current.edits and not current.rolls_back:
+                before = copy_of(graph)
             done = current.run(graph, context)
         except Exception as error:
             if before is not None:
@@ -173,10 +173,11 @@ def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None)
         seconds = time.perf_counter() - begin
         if done.changed:
             context.forget(but=current.keeps)
-            result.inductor.update(current.inductor)
         compat.trace_artifact(f"tw_compile_{current.name}_after", text)
         outcome = "refused" if done.refused else "changed" if done.changed else "unchanged"
         result.reports.append(PassReport(current.name, outcome, seconds, dict(done.counts), done.refused))
+    changed = {each.name for each in result.reports if each.outcome == "changed"}
+    result.inductor = {need for each in passes if each.name in changed for need in each.inductor}
     return result
 
 
@@ -216,7 +217,4 @@ def _note_failure(result: Run, failed: Pass, error: Exception, seconds: float, p
         replace(each, outcome="undone") if each.name in undone and each.outcome == "changed" else each
         for each in result.reports
     ]
-    kept = [each for each in passes if each.name not in undone]
-    changed = {each.name for each in result.reports if each.outcome == "changed"}
-    result.inductor = {need for each in kept if each.name in changed for need in each.inductor}
     result.reports.append(PassReport(failed.name, "failed", seconds, detail=result.warning))

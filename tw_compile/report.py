@@ -152,7 +152,7 @@ class PassReport:
         outcome: ``changed`` or ``unchanged``, the graph, by a pass that ran. ``refused``: it does not do this graph.
             ``failed``: it raised; ``undone``: it had changed the graph when another one of its transaction did. ``off``:
             switched off. ``not_run``: what it needs was refused, or a pass before it has failed.
-        seconds: What it took; 0.0 if it did not run.
+        seconds: What it took, with the copy of the graph by which it would be undone; 0.0 if it did not run.
         counts: What it counts, by name.
         detail: Why, where it was refused, failed or did not run.
     """

@@ -89,7 +89,7 @@ def _fuse(graph: fx.Graph, context: Context) -> Outcome:
     return Outcome(bool(counts["fused"]), counts)
 
 
-FUSE = Pass("fuse_all_reduce_rms_norm", _fuse, transaction="fusion", rolls_back=True)
+FUSE = Pass("fuse_all_reduce_rms_norm", _fuse, rolls_back=True)
 
 
 def gated_sites(graph: fx.Graph, detail: str) -> list[Site]:

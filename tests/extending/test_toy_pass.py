@@ -195,6 +195,8 @@ def test_bad_passes_are_refused() -> None:
         Pass("my pass", CANCEL_NEGATIONS.run)
     with pytest.raises(TypeError, match="run: expected a function of a graph and a context, got 3"):
         Pass("mine", 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="rolls_back: expected a pass without a transaction, got one of 'split'"):
+        Pass("mine", CANCEL_NEGATIONS.run, "split", rolls_back=True)
 
 
 def test_torch_has_the_log_that_is_listened_to() -> None:
