@@ -1,6 +1,6 @@
 """The operator's fields, each said once: the arguments of both ways to start a call, with what each of them is.
 
-From :class:`Arguments` follow the operators' schema, what makes a call's form, the tensors that kernels read (:data:`OPERANDS`),
+From :class:`Arguments` follow the operators' schema, what makes a call's form, the tensors that kernels read (``OPERANDS``),
 how a :class:`~tw_compile.kernels.collective.spec.Request` is built, the variant of a CUDA kernel that serves it with its
 definitions, and the parameters that all CUDA kernels of the operator have. A new field is one line there, a field of
 ``Request`` or ``NormSpec`` of the same name, and the kernels that read it.

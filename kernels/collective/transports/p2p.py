@@ -32,14 +32,8 @@ from tw_compile.kernels.collective.p2p_group import agree, group_obstacle, outsi
 from tw_compile.kernels.collective.selection import Insist, Selector, steps_for
 from tw_compile.kernels.collective.slot import GroupState, Slot, grow
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
-from tw_compile.kernels.collective.transport import (
-    P2P_MAX_HIDDEN,
-    P2P_ROW_ALIGNMENT_BYTES,
-    P2P_WORLD_SIZES,
-    Started,
-    Transport,
-    get_transport,
-)
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.collective.transports.entries import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
 
 logger = logging.getLogger("tw_compile")
