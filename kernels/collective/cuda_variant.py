@@ -6,12 +6,14 @@ from collections.abc import Callable, Hashable
 from ctypes import c_float, c_void_p
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tw_compile.kernels.collective.fields import MESSAGE, PARAMETERS, POINTERS, ROWS, VARIANT, Field
 from tw_compile.kernels.collective.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, NormSpec, Request
+from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
@@ -42,6 +44,8 @@ def row_obstacle(request: Request) -> str | None:
         return f"needs compute capability {expected}, the device has {got}"
     if hidden_size % VECTOR:
         return f"hidden_size {hidden_size} is not a multiple of {VECTOR}"
+    if EPILOGUES[request.norm.epilogue].header is None:
+        return f"epilogue {request.norm.epilogue} has no CUDA header"
     for tensor in _rows(request):
         if tensor is not None and tensor.dtype not in SUPPORTED_DTYPES:
             return f"dtype {tensor.dtype} is not supported"
@@ -92,6 +96,12 @@ def _definition(field: Field, value: Any) -> int | str:
         return value
     dtype = value.dtype if isinstance(value, torch.Tensor) else value
     return "none" if dtype is None else _TYPE_NAMES[dtype]
+
+
+def headers_of(request: Request) -> tuple[Path, ...]:
+    """The header of the request's epilogue, which :func:`row_obstacle` has made sure of."""
+    header = EPILOGUES[request.norm.epilogue].header
+    return () if header is None else (header,)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:

@@ -31,14 +31,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective.check_operands import check_operands, checks_operands
-from tw_compile.kernels.collective.fields import FORM_VALUES, ROWS, SCHEMA, SINGLES, Arguments, values_of
+from tw_compile.kernels.collective.fields import FORM_VALUES, RMS_NORM, ROWS, SCHEMA, SINGLES, Arguments, values_of
 from tw_compile.kernels.collective.spec import (
     OPERAND_ALIGNMENT,
     Operands,
@@ -50,6 +50,7 @@ from tw_compile.kernels.collective.spec import (
     rows_per_rank,
 )
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.gemm.mm_leaving_sms import check_reserved_sms, mm
 from tw_compile.kernels.runtime.operator import define
 
@@ -272,12 +273,31 @@ def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     return None
 
 
-start = define(f"all_reduce_rms_norm_start(Tensor x, {SCHEMA}) -> (Tensor, Tensor)", _start, _start_fake)
-mm_start = define(
-    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {SCHEMA}, *, int reserved_sms=0) -> (Tensor, Tensor)",
-    _mm_start,
-    _mm_start_fake,
-)
+@cache
+def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """``start`` and ``mm_start`` with what the epilogue of that name makes of sums; defined by the first call.
+
+    Their calls are waited for by ``wait_``, as all are.
+
+    Raises:
+        ValueError: No epilogue is called so.
+    """
+    name = EPILOGUES[epilogue].name
+    functions = (_start, _start_fake, _mm_start, _mm_start_fake)
+    if name != RMS_NORM:
+        functions = tuple(partial(function, epilogue=name) for function in functions)  # type: ignore[assignment]
+    run, fake, mm_run, mm_fake = functions
+    return (
+        define(f"all_reduce_{name}_start(Tensor x, {SCHEMA}) -> (Tensor, Tensor)", run, fake),
+        define(
+            f"mm_all_reduce_{name}_start(Tensor a, Tensor b, {SCHEMA}, *, int reserved_sms=0) -> (Tensor, Tensor)",
+            mm_run,
+            mm_fake,
+        ),
+    )
+
+
+start, mm_start = operators_of(RMS_NORM)
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
     _wait_,

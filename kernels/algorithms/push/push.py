@@ -17,6 +17,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     VECTOR,
     address,
     aligned,
+    headers_of,
     numbers_of,
     row_defines,
     row_obstacle,
@@ -31,6 +32,7 @@ from tw_compile.kernels.collective.spec import (
     whole_residual,
 )
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of
 
@@ -166,7 +168,8 @@ class Push(Algorithm):
         threads = threads_for(request.x.shape[1], world_size)
         options = {
             "block": threads,
-            "shared_bytes": 2 * threads // 32 * 4,  # partial sums of the warps, of two rows
+            # Statistics of the warps, of two rows.
+            "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
             "programmatic": not request.overlap_sms,
             "beside": request.overlap_sms > 0,
         }
@@ -209,9 +212,9 @@ class Push(Algorithm):
         ctas = ctas_per_sm(threads, state.world_size)
         defines |= {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
         arch = arch_of(torch.cuda.get_device_capability(state.device))
-        return prepare(
-            Program(Path(__file__).with_name("push.cu"), PushParams, arch, tuple(defines.items())), state.device.index
-        )
+        source = Path(__file__).with_name("push.cu")
+        program = Program(source, PushParams, arch, tuple(defines.items()), headers_of(request))
+        return prepare(program, state.device.index)
 
 
 def _whole_residual(request: Request, state: GroupState) -> torch.Tensor | None:

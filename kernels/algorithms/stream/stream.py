@@ -19,6 +19,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     VECTOR,
     address,
     aligned,
+    headers_of,
     numbers_of,
     row_defines,
     row_obstacle,
@@ -232,5 +233,6 @@ class Stream(Algorithm):
             "SHARED_BYTES": FULL_SHARED_BYTES,
         }
         arch = arch_of(torch.cuda.get_device_capability(state.device))
-        program = Program(Path(__file__).with_name("stream.cu"), StreamParams, arch, tuple(defines.items()))
+        source = Path(__file__).with_name("stream.cu")
+        program = Program(source, StreamParams, arch, tuple(defines.items()), headers_of(request))
         return prepare(program, state.device.index), shape
