@@ -12,10 +12,10 @@ from typing import Any
 from tw_compile import environment
 from tw_compile.gating.facts import BACKENDS
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
+from tw_compile.kernels.collective.transports.entries import AUTO, TRANSPORTS
 
 OPTION_PREFIX = "tw_compile."
 _MOST_DIGITS = 9
-_TRANSPORTS = ("auto", "gloo", "multimem", "nccl", "p2p")
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
@@ -84,7 +84,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in _SWITCHES:
             self._check_type(name, bool, "True or False")
-        self._check_choice("transport", _TRANSPORTS)
+        self._check_choice("transport", (AUTO, *sorted(TRANSPORTS.names())))
         self._check_choice("absorb_mm", _ABSORB_MM)
         self._check_choice("split_gemm_sms", _SPLIT_GEMM_SMS)
         self._check_choice("host", host_names())

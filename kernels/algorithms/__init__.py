@@ -1,1 +1,20 @@
-"""Kernels of the fused operator over peer memory, one folder each."""
+"""The kernels of the P2P transport, a folder each. A new one is a folder with its entry, and a line here.
+
+Outside of this project one is added by ``ALGORITHMS.register``.
+"""
+
+from __future__ import annotations
+
+from tw_compile.kernels.algorithms.entry import AlgorithmEntry
+from tw_compile.kernels.algorithms.push.entries import ONE_SHOT, TWO_SHOT
+from tw_compile.kernels.algorithms.stream.entries import STREAM
+from tw_compile.kernels.algorithms.two_shot.entries import SERVES_ALL
+from tw_compile.kernels.registry import Registry
+
+ALGORITHMS: Registry[AlgorithmEntry] = Registry("algorithm", (ONE_SHOT, TWO_SHOT, STREAM, SERVES_ALL))
+
+
+def beside_work() -> list[AlgorithmEntry]:
+    """Those that serve calls beside other work, in the order in which they are asked."""
+    ranked = [(entry.beside, entry) for entry in ALGORITHMS if entry.beside is not None]
+    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]

@@ -12,7 +12,6 @@ checked: the calls that warm the graph up are. All ranks must set the variable, 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.environment import CHECK_INPUTS as VARIABLE
 from tw_compile.environment import checks_inputs
-
-if TYPE_CHECKING:
-    from tw_compile.kernels.collective.ops import Arguments
+from tw_compile.kernels.collective.fields import OPERANDS, Arguments
 
 MOST_CALLS = 512
 """So many calls on each group are checked: three forwards of a model of 80 layers, which has 160 sums."""
@@ -51,18 +48,15 @@ def check_operands(arguments: Arguments, device: torch.device) -> None:
     if number >= MOST_CALLS:
         return
     _calls[name] = number + 1
-    operands = {
-        # The rows that a rank owns are its own.
-        "residual": None if arguments.residual_sharded else arguments.residual,
-        "bias": arguments.bias,
-        "weight": arguments.weight,
-        "hidden_scale": arguments.hidden_scale,
-    }
+    operands: dict[str, torch.Tensor | None] = {}
+    for field in OPERANDS:
+        own_rows = field.role.own_rows_if is not None and getattr(arguments, field.role.own_rows_if)
+        operands[field.name] = None if own_rows else getattr(arguments, field.name)
     group = compat.resolve_process_group(name)
-    digests = torch.tensor([0 if one is None else digest(one) for one in operands.values()], dtype=torch.int64)
+    digests = torch.tensor([0 if tensor is None else digest(tensor) for tensor in operands.values()], dtype=torch.int64)
     gathered = _gathered(digests, group, device)
     for index, operand in enumerate(operands):
-        others = [rank for rank, found in enumerate(gathered) if found[index] != gathered[0][index]]
+        others = [rank for rank, values in enumerate(gathered) if values[index] != gathered[0][index]]
         if others:
             raise RuntimeError(
                 f"{VARIABLE}: {operand} of call {number} on group {name!r}, slot {arguments.slot}: expected the same values on "
@@ -85,6 +79,6 @@ def digest(tensor: torch.Tensor) -> int:
 def _gathered(digests: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """The digests of all ranks, in rank order."""
     own = digests.to(device) if dist.get_backend(group) == "nccl" else digests
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(found, own, group=group)
-    return [one.tolist() for one in found]
+    of_ranks = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_ranks, own, group=group)
+    return [values.tolist() for values in of_ranks]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from ctypes import c_float, c_void_p
 from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from tw_compile.kernels.collective.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, Request
+from tw_compile.kernels.collective.fields import MESSAGE, PARAMETERS, POINTERS, ROWS, VARIANT, Field
+from tw_compile.kernels.collective.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, NormSpec, Request
+from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
@@ -16,6 +22,17 @@ MIN_CAPABILITY = (9, 0)
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
 _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_ROWS"}
+
+POINTER_FIELDS = tuple((name, c_void_p) for name in POINTERS)
+"""What the parameter structs of these kernels begin with."""
+NUMBER_FIELDS = tuple((name, c_float) for name in PARAMETERS)
+"""What they end with."""
+_numbers = attrgetter(*PARAMETERS)
+
+
+def numbers_of(norm: NormSpec) -> dict[str, float]:
+    """The values of :data:`NUMBER_FIELDS`."""
+    return dict(zip(PARAMETERS, _numbers(norm), strict=True))
 
 
 def row_obstacle(request: Request) -> str | None:
@@ -27,7 +44,9 @@ def row_obstacle(request: Request) -> str | None:
         return f"needs compute capability {expected}, the device has {got}"
     if hidden_size % VECTOR:
         return f"hidden_size {hidden_size} is not a multiple of {VECTOR}"
-    for tensor in (request.residual, request.bias, request.weight):
+    if EPILOGUES[request.norm.epilogue].header is None:
+        return f"epilogue {request.norm.epilogue} has no CUDA header"
+    for tensor in _rows(request):
         if tensor is not None and tensor.dtype not in SUPPORTED_DTYPES:
             return f"dtype {tensor.dtype} is not supported"
     return None
@@ -38,10 +57,9 @@ def aligned(request: Request) -> Request:
 
     Nothing else can be done about them: such a tensor may be on one rank alone, and all ranks must launch the same kernel.
     """
-    tensors = {name: getattr(request, name) for name in ("x", "residual", "bias", "weight")}
-    copies = {
+    copies: dict[str, Any] = {
         name: tensor.clone()
-        for name, tensor in tensors.items()
+        for name, tensor in zip((MESSAGE, *ROWS), (request.x, *_rows(request)), strict=True)
         if tensor is not None and tensor.data_ptr() % OPERAND_ALIGNMENT
     }
     return replace(request, **copies) if copies else request
@@ -49,39 +67,41 @@ def aligned(request: Request) -> Request:
 
 def variant_of(request: Request) -> Hashable:
     """Equal for requests that one compiled kernel serves, but for the world size."""
-    norm = request.norm
-    return (
-        request.x.shape[1],
-        request.x.dtype,
-        None if request.residual is None else request.residual.dtype,
-        None if request.bias is None else request.bias.dtype,
-        None if request.weight is None else request.weight.dtype,
-        norm.hidden_dtype,
-        norm.residual_dtype,
-        norm.cast_before_weight,
-        request.residual_sharded,
-        request.residual_out,
-        request.results_in_slot,
-    )
+    values = (value.dtype if isinstance(value, torch.Tensor) else value for value in _variant_values(request))
+    return request.x.shape[1], request.x.dtype, *values
 
 
 def row_defines(request: Request, world_size: int, spin_limit: int) -> dict[str, int | str]:
-    """The definitions of ``rms_norm_row.cuh`` and those that all sources of this operator share."""
-    norm, weight = request.norm, request.weight
-    return {
+    """The definitions of ``row.cuh`` and those that all sources of this operator share."""
+    defines: dict[str, int | str] = {
         "WORLD_SIZE": world_size,
         "SPIN_LIMIT": spin_limit,
         "HIDDEN": request.x.shape[1],
         "X_TYPE": _TYPE_NAMES[request.x.dtype],
-        "RESIDUAL_TYPE": _type_name(request.residual),
-        "BIAS_TYPE": _type_name(request.bias),
-        "WEIGHT_TYPE": _type_name(weight),
-        "HIDDEN_TYPE": _TYPE_NAMES[norm.hidden_dtype],
-        "RESIDUAL_OUT_TYPE": _TYPE_NAMES[norm.residual_dtype],
-        "CAST_TYPE": _TYPE_NAMES[norm.cast_before_weight] if norm.cast_before_weight and weight is not None else "none",
-        "RESIDUAL_SHARDED": int(request.residual_sharded),
-        "RESIDUAL_OUT": _RESIDUAL_OUT[request.residual_out],
     }
+    for field, value in zip(VARIANT, _variant_values(request), strict=True):
+        if field.role.define is not None:
+            defines[field.role.define] = _definition(field, value)
+    if request.weight is None:
+        defines["CAST_TYPE"] = "none"  # nothing is multiplied, so nothing is rounded before
+    return defines
+
+
+def _definition(field: Field, value: Any) -> int | str:
+    if field.name == "residual_out":
+        return _RESIDUAL_OUT[value]
+    if isinstance(value, (bool, int)):
+        return int(value)
+    if isinstance(value, str):
+        return value
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value
+    return "none" if dtype is None else _TYPE_NAMES[dtype]
+
+
+def headers_of(request: Request) -> tuple[Path, ...]:
+    """The header of the request's epilogue, which :func:`row_obstacle` has made sure of."""
+    header = EPILOGUES[request.norm.epilogue].header
+    return () if header is None else (header,)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
@@ -89,5 +109,10 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _type_name(tensor: torch.Tensor | None) -> str:
-    return "none" if tensor is None else _TYPE_NAMES[tensor.dtype]
+def _path(field: Field) -> str:
+    """Where a request has it."""
+    return f"norm.{field.name}" if field.role.kind == "norm" else field.name
+
+
+_rows: Callable[[Request], tuple[torch.Tensor | None, ...]] = attrgetter(*ROWS)
+_variant_values: Callable[[Request], tuple[Any, ...]] = attrgetter(*map(_path, VARIANT))

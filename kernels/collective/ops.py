@@ -31,63 +31,38 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective.check_operands import check_operands, checks_operands
+from tw_compile.kernels.collective.fields import FORM_VALUES, RMS_NORM, ROWS, SCHEMA, SINGLES, Arguments, values_of
 from tw_compile.kernels.collective.spec import (
     OPERAND_ALIGNMENT,
-    NormSpec,
     Operands,
     Request,
-    ResidualOut,
     check_hidden_scale,
     check_overlap_sms,
+    operand_values,
+    request_of,
     rows_per_rank,
 )
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.gemm.mm_leaving_sms import check_reserved_sms, mm
 from tw_compile.kernels.runtime.operator import define
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.known import Known
 
-# Both ways to start a call: what they reduce, and then the same arguments.
-_REQUEST = (
-    "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
-    "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
-    "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
-    "bool results_in_slot=False"
-)
 _in_flight: dict[tuple[str, int], Started] = {}
 _completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
-class Arguments(NamedTuple):
-    """What both ways to start a call have behind what they reduce, as in their schemas."""
-
-    residual: torch.Tensor | None
-    bias: torch.Tensor | None
-    weight: torch.Tensor | None
-    eps: float
-    weight_offset: float
-    cast_before_weight: torch.dtype | None
-    hidden_dtype: torch.dtype
-    residual_dtype: torch.dtype
-    residual_sharded: bool
-    residual_out: ResidualOut
-    group_name: str
-    transport: str
-    slot: int
-    scale: float = 1.0
-    hidden_scale: torch.Tensor | None = None
-    eps_tensor: torch.Tensor | None = None
-    overlap_sms: int = 0
-    results_in_slot: bool = False
+_rows, _singles, _form_values = values_of(ROWS), values_of(SINGLES), values_of(FORM_VALUES)
 
 
 def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,24 +108,29 @@ def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Argum
 
     None where operands would have to be copied, or looked at.
     """
-    residual, bias, weight = arguments[:3]
     if arguments.eps_tensor is not None:
         return None
-    for tensor in (residual, bias, weight, *tensors):
-        if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % OPERAND_ALIGNMENT):
+    # The message tells the shapes of operands that all rows take.
+    described: list[Hashable] = [message, _form_values(arguments)]
+    for tensor in _rows(arguments):
+        if tensor is None:
+            described.append(None)
+        elif tensor.data_ptr() % OPERAND_ALIGNMENT or not tensor.is_contiguous():
             return None
-    hidden_scale = arguments.hidden_scale
-    return (
-        message,
-        None if residual is None else (residual.shape, residual.dtype),
-        # What a shard is a part of, see `whole_residual`.
-        arguments.residual_sharded and residual is not None and _place(residual),
-        None if bias is None else bias.dtype,
-        None if weight is None else weight.dtype,
-        None if hidden_scale is None else (hidden_scale.shape, hidden_scale.dtype),
-        *arguments[3:14],
-        *arguments[16:],
-    )
+        else:
+            described.append(tensor.dtype)
+    for tensor in tensors:
+        if tensor.data_ptr() % OPERAND_ALIGNMENT or not tensor.is_contiguous():
+            return None
+    residual = arguments.residual
+    if residual is not None:
+        described.append(residual.shape)
+        if arguments.residual_sharded:
+            described.append(_place(residual))  # what a shard is a part of, see `whole_residual`
+    for tensor in _singles(arguments):
+        if tensor is not None:
+            described.append((tensor.shape, tensor.dtype))
+    return tuple(described)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -163,7 +143,7 @@ def _known(device: torch.device, arguments: Arguments, form: Hashable | None) ->
 
 def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     _check_room(x.device, arguments.overlap_sms)
-    started = known.start(Operands(x, *arguments[:3], arguments.hidden_scale))
+    started = known.start(Operands(x, *operand_values(arguments)))
     _in_flight[arguments.group_name, arguments.slot] = started
     return started.hidden, started.residual
 
@@ -179,35 +159,12 @@ def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
-    residual, bias, weight, eps = arguments[:4]
     check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
     check_overlap_sms(arguments.overlap_sms)
     _check_eps_tensor(arguments.eps_tensor)
     if arguments.eps_tensor is not None:
-        eps = float(arguments.eps_tensor)
-    norm = NormSpec(
-        eps,
-        arguments.weight_offset,
-        arguments.cast_before_weight,
-        arguments.hidden_dtype,
-        arguments.residual_dtype,
-        arguments.scale,
-    )
-    return Request(
-        x,
-        None if residual is None else residual.contiguous(),
-        None if bias is None else bias.contiguous(),
-        None if weight is None else weight.contiguous(),
-        norm,
-        arguments.residual_sharded,
-        arguments.residual_out,
-        arguments.group_name,
-        arguments.slot,
-        arguments.hidden_scale,
-        arguments.overlap_sms,
-        arguments.results_in_slot,
-        form=form,
-    )
+        arguments = arguments._replace(eps=float(arguments.eps_tensor))
+    return request_of(x, arguments, form)
 
 
 def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
@@ -316,12 +273,31 @@ def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
     return None
 
 
-start = define(f"all_reduce_rms_norm_start(Tensor x, {_REQUEST}) -> (Tensor, Tensor)", _start, _start_fake)
-mm_start = define(
-    f"mm_all_reduce_rms_norm_start(Tensor a, Tensor b, {_REQUEST}, *, int reserved_sms=0) -> (Tensor, Tensor)",
-    _mm_start,
-    _mm_start_fake,
-)
+@cache
+def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """``start`` and ``mm_start`` with what the epilogue of that name makes of sums; defined by the first call.
+
+    Their calls are waited for by ``wait_``, as all are.
+
+    Raises:
+        ValueError: No epilogue is called so.
+    """
+    name = EPILOGUES[epilogue].name
+    functions = (_start, _start_fake, _mm_start, _mm_start_fake)
+    if name != RMS_NORM:
+        functions = tuple(partial(function, epilogue=name) for function in functions)  # type: ignore[assignment]
+    run, fake, mm_run, mm_fake = functions
+    return (
+        define(f"all_reduce_{name}_start(Tensor x, {SCHEMA}) -> (Tensor, Tensor)", run, fake),
+        define(
+            f"mm_all_reduce_{name}_start(Tensor a, Tensor b, {SCHEMA}, *, int reserved_sms=0) -> (Tensor, Tensor)",
+            mm_run,
+            mm_fake,
+        ),
+    )
+
+
+start, mm_start = operators_of(RMS_NORM)
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
     _wait_,

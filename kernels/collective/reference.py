@@ -1,4 +1,4 @@
-"""Readable eager form of what follows the reduction; the definition every kernel is tested against."""
+"""Readable eager form of what follows the reduction, for RMSNorm; the definition every kernel is tested against."""
 
 from __future__ import annotations
 
@@ -19,18 +19,33 @@ def add_rms_norm(
 
     Float64 input is computed in float64 throughout, so the same text serves as the error budget's reference.
     """
+    h = sum_of(reduced, residual, bias, norm)
+    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
+    if weight is not None:
+        if norm.cast_before_weight is None:
+            y = y * (weight.to(h.dtype) + norm.weight_offset)
+        else:
+            y = y.to(norm.cast_before_weight).to(h.dtype) * weight.to(h.dtype)
+    return results_of(y, h, norm, hidden_scale)
+
+
+def sum_of(
+    reduced: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, norm: NormSpec
+) -> torch.Tensor:
+    """``h`` of :class:`NormSpec`, ``[rows, hidden]`` in float32, or float64 for float64 input: where all epilogues begin."""
     compute = torch.float64 if reduced.dtype == torch.float64 else torch.float32
     h = reduced.to(compute) * norm.scale
     if bias is not None:
         h = h + bias.to(compute)
     if residual is not None:
         h = h + residual.to(compute)
-    y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
-    if weight is not None:
-        if norm.cast_before_weight is None:
-            y = y * (weight.to(compute) + norm.weight_offset)
-        else:
-            y = y.to(norm.cast_before_weight).to(compute) * weight.to(compute)
+    return h
+
+
+def results_of(
+    y: torch.Tensor, h: torch.Tensor, norm: NormSpec, hidden_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, h)`` of what an epilogue has made of ``h``, both as they are kept: where all epilogues end."""
     if hidden_scale is not None:
-        y = (y * hidden_scale.to(compute).reciprocal()).clamp(-FP8_MAX, FP8_MAX)
+        y = (y * hidden_scale.to(y.dtype).reciprocal()).clamp(-FP8_MAX, FP8_MAX)
     return y.to(norm.hidden_dtype), h.to(norm.residual_dtype)

@@ -28,7 +28,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
-from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.algorithms import ALGORITHMS, beside_work
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tw_compile.kernels.collective.slot import GroupState
 
 USER_FILE = "kernels.toml"
-ALGORITHMS = ("push_one_shot", "push_two_shot", "stream", "two_shot")
 
 
 @dataclass(frozen=True)
@@ -49,18 +48,9 @@ class Step:
     sms: int
 
 
-def make_algorithm(name: str, sms: int) -> Algorithm:
-    """The algorithm called ``name``; ValueError for a number of SMs that it cannot have. two_shot has its own number."""
-    from tw_compile.kernels.algorithms.push.push import Push
-    from tw_compile.kernels.algorithms.stream.stream import Stream
-
-    if name == "push_one_shot":
-        return Push(one_shot=True, max_sms=sms)
-    if name == "push_two_shot":
-        return Push(one_shot=False, max_sms=sms)
-    if name == "stream":
-        return Stream(max_sms=sms)
-    return TwoShot()
+def serves_all() -> Algorithm:
+    """What serves the messages that nothing else does."""
+    return next(entry for entry in ALGORITHMS if entry.serves_all).make()
 
 
 class Selector:
@@ -68,46 +58,41 @@ class Selector:
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
-        two_shot = TwoShot()
-        self._beside: tuple[Algorithm, ...] = (
-            make_algorithm("stream", MAX_OVERLAP_SMS),
-            make_algorithm("push_two_shot", MAX_OVERLAP_SMS),
-            two_shot,
-        )
+        last = serves_all()
+        self._beside = (*(entry.make(MAX_OVERLAP_SMS) for entry in beside_work()), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
-            preferred = make_algorithm(step.algorithm, step.sms)
-            # What one-shot cannot serve, for want of the whole residual, is small all the same.
-            second = (make_algorithm("push_two_shot", step.sms),) if step.algorithm == "push_one_shot" else ()
-            self._candidates.append((preferred, *second, two_shot))
+            preferred = ALGORITHMS[step.algorithm]
+            second = () if preferred.instead is None else (ALGORITHMS[preferred.instead].make(step.sms),)
+            self._candidates.append((preferred.make(step.sms), *second, last))
         if not steps:
-            self._candidates.append((two_shot,))
+            self._candidates.append((last,))
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
         candidates = self._beside
         if not request.overlap_sms:
             candidates = self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
-        return next(one for one in candidates if one.obstacle(request, state) is None)
+        return next(algorithm for algorithm in candidates if algorithm.obstacle(request, state) is None)
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
         """All of a table that may serve a message like the request, of any size, not beside other work."""
-        found: list[Algorithm] = []
+        alternatives: list[Algorithm] = []
         for *preferred, last in self._candidates:
             if preferred:
                 # What one-shot serves depends on the memory of the residual, what others do on the form alone.
                 served = preferred[-1].obstacle(request, state) is None
-                found += preferred if served else [*preferred, last]
-        return tuple(dict.fromkeys(found))
+                alternatives += preferred if served else [*preferred, last]
+        return tuple(dict.fromkeys(alternatives))
 
 
 class Insist:
     """One algorithm for everything that it can serve; for benchmarks and tests."""
 
     def __init__(self, algorithm: Algorithm) -> None:
-        self._candidates = (algorithm, TwoShot())
+        self._candidates = (algorithm, serves_all())
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
-        return next(one for one in self._candidates if one.obstacle(request, state) is None)
+        return next(algorithm for algorithm in self._candidates if algorithm.obstacle(request, state) is None)
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
         """See :class:`Selector`."""
@@ -201,12 +186,13 @@ def _step(entry: Any, where: str) -> Step:
         raise ValueError(f"{where}: expected the keys {', '.join(names)}, got {unknown[0]!r}")
     step = Step(*(_typed(entry, name, str if name == "algorithm" else int, where) for name in names))
     if step.algorithm not in ALGORITHMS:
-        raise ValueError(f"{where}: algorithm: expected one of {', '.join(ALGORITHMS)}, got {step.algorithm!r}")
+        known = ", ".join(ALGORITHMS.names())
+        raise ValueError(f"{where}: algorithm: expected one of {known}, got {step.algorithm!r}")
     for name in ("world_size", "up_to_bytes"):
         if getattr(step, name) < 1:
             raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
     try:
-        make_algorithm(step.algorithm, step.sms)
+        ALGORITHMS[step.algorithm].make(step.sms)
     except ValueError as error:
         raise ValueError(f"{where}: sms: {error}") from error
     return step

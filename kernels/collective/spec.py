@@ -1,14 +1,25 @@
-"""The operator's arguments as one value, and how token rows are shared out between ranks."""
+"""A call as one value, made of the operator's fields, and how token rows are shared out between ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-ResidualOut = Literal["none", "sharded", "replicated"]
+from tw_compile.kernels.collective.fields import (
+    MESSAGE,
+    OPERANDS,
+    RMS_NORM,
+    ROWS,
+    Arguments,
+    ResidualOut,
+    names,
+    of_kind,
+    values_of,
+)
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
@@ -35,10 +46,10 @@ def row_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What happens to the reduced sum, everything in float32 unless said otherwise.
+    """What happens to the reduced sum, everything in float32 unless said otherwise; fields of the kind "norm".
 
-    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. With
-    ``y = h * rsqrt(mean(h^2) + eps)``,
+    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``hidden`` is what the ``epilogue``
+    makes of it (``kernels/epilogues``). Of RMSNorm, with ``y = h * rsqrt(mean(h^2) + eps)``,
 
     - no weight: ``hidden = y``
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
@@ -55,6 +66,7 @@ class NormSpec:
     hidden_dtype: torch.dtype
     residual_dtype: torch.dtype
     scale: float = 1.0
+    epilogue: str = RMS_NORM
 
 
 def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | None) -> None:
@@ -137,8 +149,30 @@ class Operands(NamedTuple):
     hidden_scale: torch.Tensor | None
 
 
+operand_values = values_of(names(OPERANDS))
+"""The tensors among arguments, in the order of :class:`Operands` behind ``x``."""
+_operands = attrgetter(MESSAGE, *names(OPERANDS))
+
+
 def operands_of(request: Request) -> Operands:
-    return Operands(request.x, request.residual, request.bias, request.weight, request.hidden_scale)
+    return Operands(*_operands(request))
+
+
+_NORM = names(of_kind("norm"))
+_norm_values = values_of(_NORM)
+_PLAIN = (*names(field for field in OPERANDS if not field.role.rows), *names(of_kind("layout")))
+_PLAIN += tuple(name for name in names(of_kind("routing")) if name != "transport")
+_plain_values = values_of(_PLAIN)
+_row_values = values_of(ROWS)
+
+
+def request_of(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
+    """The request that arguments ask for; ``x`` is contiguous, and operands become so."""
+    rows = (tensor if tensor is None else tensor.contiguous() for tensor in _row_values(arguments))
+    fields: dict[str, Any] = dict(zip(_PLAIN, _plain_values(arguments), strict=True))
+    fields.update(zip(ROWS, rows, strict=True))
+    norm = NormSpec(**dict(zip(_NORM, _norm_values(arguments), strict=True)))
+    return Request(x=x, norm=norm, form=form, **fields)
 
 
 def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The interface every transport implements, and the choice between them.
+"""The interface every transport implements, and the choice between those of ``transports/entries.py``.
 
 A transport owns everything between ``start`` and ``wait_`` of one call: how partial sums reach the rank that adds them
 and how the normalised rows get back. What is computed (:class:`NormSpec`) and the row layout
@@ -10,26 +10,28 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.transports.entries import (
+    AUTO,
+    TRANSPORTS,
+    GroupFacts,
+    LimitedBy,
+    Obstacle,
+    TransportEntry,
+)
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.call import Call
     from tw_compile.kernels.collective.known import Known
-
-TRANSPORTS = ("gloo", "multimem", "nccl", "p2p")
-WITH_MESSAGE_BUFFERS = ("multimem", "p2p")
-P2P_WORLD_SIZES = range(2, 9)
-P2P_MAX_HIDDEN = 32768
-P2P_ROW_ALIGNMENT_BYTES = 16
-NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 
 
 @dataclass
@@ -79,15 +81,6 @@ class Transport(ABC):
 
 
 @dataclass(frozen=True)
-class GroupFacts:
-    """What the choice of a transport depends on; the same on every rank of the group."""
-
-    device_type: str
-    world_size: int
-    hosts: int
-
-
-@dataclass(frozen=True)
 class Choice:
     """The transport that will be used, and why; ``name`` is None when none can serve the message.
 
@@ -96,7 +89,7 @@ class Choice:
 
     name: str | None
     reason: str
-    limited_by: Literal["nothing", "hidden_size", "group", "device"] = "nothing"
+    limited_by: LimitedBy = "nothing"
 
 
 def group_facts(group_name: str, device_type: str) -> GroupFacts:
@@ -111,25 +104,47 @@ def group_facts(group_name: str, device_type: str) -> GroupFacts:
     return GroupFacts(device_type, len(ranks), len({rank // local_world_size for rank in ranks}))
 
 
-def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, requested: str = "auto") -> Choice:
-    """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments."""
-    if facts.device_type != "cuda":
-        if requested not in ("auto", "gloo"):
-            reason = f"transport {requested!r} needs CUDA tensors, the graph has {facts.device_type} tensors"
-            return Choice(None, reason, "device")
-        return Choice("gloo", "CPU tensors: collectives of the group's own backend")
-    if requested == "gloo":
-        return Choice(None, "transport 'gloo' needs CPU tensors, the graph has cuda tensors", "device")
-    obstacle = Choice("nccl", "requested") if requested == "nccl" else _p2p_obstacle(facts, hidden_size, dtype)
-    if obstacle is None and requested == "multimem":
-        return Choice("multimem", "one host, two-shot kernel over symmetric memory, NVLink multicast if there is any")
-    if obstacle is None:
-        return Choice("p2p", "one host, two-shot kernel over symmetric memory")
-    if hidden_size > NCCL_MAX_HIDDEN:
-        return Choice(None, f"hidden_size {hidden_size} exceeds {NCCL_MAX_HIDDEN}", "hidden_size")
-    if requested in ("p2p", "multimem"):
-        return Choice(None, obstacle.reason, obstacle.limited_by)
-    return obstacle
+def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, requested: str = AUTO) -> Choice:
+    """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments and the registry.
+
+    Of what ``auto`` passes over the first one's obstacle is reported, that of the best transport.
+
+    Raises:
+        ValueError: No transport is called ``requested``.
+    """
+    if requested != AUTO:
+        entry = TRANSPORTS[requested]
+        obstacle = _device_obstacle(entry, facts) or entry.obstacle(facts, hidden_size, dtype)
+        return Choice(entry.name, entry.why) if obstacle is None else Choice(None, obstacle.reason, obstacle.limited_by)
+    passed_over: list[Obstacle] = []
+    for entry in _preferred(facts.device_type):
+        obstacle = entry.obstacle(facts, hidden_size, dtype)
+        if obstacle is not None:
+            passed_over.append(obstacle)
+        elif passed_over:
+            return Choice(entry.name, passed_over[0].reason, passed_over[0].limited_by)
+        else:
+            return Choice(entry.name, entry.why)
+    if not passed_over:
+        return Choice(None, f"no transport moves {facts.device_type} tensors", "device")
+    return Choice(None, passed_over[-1].reason, passed_over[-1].limited_by)
+
+
+def _preferred(device_type: str) -> list[TransportEntry]:
+    ranked = [
+        (entry.preference, entry)
+        for entry in TRANSPORTS
+        if entry.preference is not None and device_type in entry.device_types
+    ]
+    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | None:
+    if facts.device_type in entry.device_types:
+        return None
+    needed = " or ".join(name.upper() for name in entry.device_types)
+    reason = f"transport {entry.name!r} needs {needed} tensors, the graph has {facts.device_type} tensors"
+    return Obstacle(reason, "device")
 
 
 def prefer_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, preferred: str) -> Choice:
@@ -138,38 +153,28 @@ def prefer_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, pr
     return choice if choice.name is not None else choose_transport(facts, hidden_size, dtype)
 
 
-def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Choice | None:
-    """NCCL, with what keeps the message from going peer to peer; None when nothing does."""
-    if facts.hosts > 1:
-        return Choice("nccl", f"the group spans {facts.hosts} hosts", "group")
-    if facts.world_size not in P2P_WORLD_SIZES:
-        span = f"{P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
-        return Choice("nccl", f"world_size {facts.world_size} is not in {span}", "group")
-    if hidden_size > P2P_MAX_HIDDEN:
-        return Choice("nccl", f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}", "hidden_size")
-    if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:
-        reason = f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
-        return Choice("nccl", reason, "hidden_size")
-    return None
-
-
 _instances: dict[str, Transport] = {}
 
 
 def get_transport(name: str) -> Transport:
-    """The process-wide transport called ``name``; created, and its module imported, on first use."""
+    """The process-wide transport called ``name``; created, and its module imported, on first use.
+
+    Raises:
+        ValueError: No transport is called so.
+    """
     if name not in _instances:
-        if name in ("gloo", "nccl"):
-            from tw_compile.kernels.collective.transports.process_group import CollectiveTransport
-
-            _instances[name] = CollectiveTransport(name)
-        elif name in ("p2p", "multimem"):
-            from tw_compile.kernels.collective.transports.p2p import P2PTransport
-
-            _instances[name] = P2PTransport(name)
-        else:
-            raise ValueError(f"transport: expected one of {', '.join(TRANSPORTS)}, got {name!r}")
+        _instances[name] = TRANSPORTS[name].make()
     return _instances[name]
+
+
+@contextmanager
+def registered(entry: TransportEntry) -> Iterator[None]:
+    """Have a transport inside of a ``with`` block only, as tests do; ``TRANSPORTS.register`` is for good."""
+    with TRANSPORTS.registered(entry):
+        try:
+            yield
+        finally:
+            _instances.pop(entry.name, None)
 
 
 def reserved_bytes() -> int:

@@ -58,12 +58,16 @@ def cache_folder() -> Path | None:
 
 @dataclass(frozen=True)
 class Program:
-    """One variant of a source file for one architecture (see :func:`arch_of`)."""
+    """One variant of a source file for one architecture (see :func:`arch_of`).
+
+    ``headers``: that it may include besides those of this folder.
+    """
 
     source: Path
     params: type[ctypes.Structure]
     arch: str
     defines: tuple[tuple[str, int | str], ...] = ()
+    headers: tuple[Path, ...] = ()
 
     @property
     def entry(self) -> str:
@@ -98,7 +102,7 @@ class Program:
 
     def _unit(self) -> _Unit:
         text = self.source.read_bytes() + b"\n" + layout_checks(self.params).encode()
-        headers = {path.name: path.read_bytes() for path in sorted(HEADERS.glob("*.cuh"))}
+        headers = {path.name: path.read_bytes() for path in sorted({*HEADERS.glob("*.cuh"), *self.headers})}
         # True as text would be an identifier to the preprocessor, and so 0.
         values = [(name, int(value) if isinstance(value, bool) else value) for name, value in self.defines]
         defines = (f"-D{name}={value}" for name, value in values)

@@ -15,13 +15,13 @@ from tw_compile.gating import Gate, Verdict
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
 from tw_compile.kernels.collective.transport import (
-    WITH_MESSAGE_BUFFERS,
     Choice,
     GroupFacts,
     choose_transport,
     group_facts,
     prefer_transport,
 )
+from tw_compile.kernels.collective.transports.entries import TRANSPORTS
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
@@ -176,7 +176,7 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
 
 def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:
     """Whether the operator does the site's GEMM. A GEMM that Inductor tunes is worth more than the copy that this saves."""
-    if config.absorb_mm == "auto" and (transport not in WITH_MESSAGE_BUFFERS or compat.tunes_gemms()):
+    if config.absorb_mm == "auto" and (not TRANSPORTS[transport].message_buffers or compat.tunes_gemms()):
         return False
     return config.absorb_mm != "never" and site.gemm is not None
 

@@ -28,6 +28,7 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import ResidualOut
+from tw_compile.kernels.collective.transports.entries import TRANSPORTS
 from tw_compile.passes.fusion.find import FusionSite
 
 
@@ -68,10 +69,12 @@ def find_seam(graph: fx.Graph) -> Seam | None:
 def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | None = None) -> list[ResidualLayout]:
     """A layout per site, in the same order.
 
-    NCCL leaves whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
+    Some transports leave whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
     """
     by_stream = {site.stream: site for site in sites}
-    whole_sums = {site.h for site, transport in zip(sites, transports, strict=True) if transport == "nccl"}
+    whole_sums = {
+        site.h for site, transport in zip(sites, transports, strict=True) if not TRANSPORTS[transport].keeps_shards
+    }
     sources: list[FusionSite | None] = []
     whole_reads: set[fx.Node] = set()
     for site in sites:

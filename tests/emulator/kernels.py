@@ -12,10 +12,17 @@ import torch
 from emulator import Emulator
 from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
 from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams
-from tw_compile.kernels.collective.cuda_variant import row_defines
+from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.slot import NOT_ARRIVED
-from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.collective.spec import (
+    NormSpec,
+    Request,
+    ResidualOut,
+    operands_of,
+    row_range,
+    rows_per_rank,
+)
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 
 ALGORITHMS = Path(__file__).parents[2] / "kernels" / "algorithms"
@@ -66,8 +73,7 @@ class Rank:
     given: list[torch.Tensor]
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
-        names = ("x", "residual", "bias", "weight", "hidden_scale")
-        return {name: getattr(self.request, name) for name in names}
+        return operands_of(self.request)._asdict()
 
 
 @dataclass(eq=False)
@@ -214,18 +220,14 @@ class Machine:
         self.written += [tensor for own in call.ranks for tensor in (own.hidden, own.residual_out)]
         return call
 
-    def addresses(self, rank: int, own: Rank) -> list[int | None]:
-        """The parameters that both kernels begin with."""
+    def shared_parameters(self, rank: int, own: Rank) -> dict[str, Any]:
+        """The parameters that all kernels have: addresses and numbers."""
         tensors = own.inputs() | {"hidden": own.hidden, "residual_out": own.residual_out}
-        return [
-            None if tensor is None or tensor.numel() == 0 else self.emulator.alloc(rank, tensor, name=name)
+        addresses = {
+            name: None if tensor is None or tensor.numel() == 0 else self.emulator.alloc(rank, tensor, name=name)
             for name, tensor in tensors.items()
-        ]
-
-    def scalars(self, rank: int, tokens: int) -> tuple[int | float, ...]:
-        """The parameters that both kernels end with."""
-        norm = self.form.norm
-        return rank, tokens, norm.eps, norm.weight_offset, norm.scale
+        }
+        return addresses | numbers_of(self.form.norm) | {"rank": rank, "tokens": len(own.request.x)}
 
     def run(self) -> None:
         """Runs what is queued; everything that was called is right, and nothing else was written."""
@@ -305,21 +307,18 @@ class PushMachine(Machine):
         for rank, own in enumerate(call.ranks):
             if rank in skip:
                 continue
-            addresses = self.addresses(rank, own)
+            shared = self.shared_parameters(rank, own)
             rows = tokens if self.one_shot else rows_per_rank(tokens, self.world_size)
             for begin in range(0, rows, self.most_rows):
                 end = min(begin + self.most_rows, rows)
                 params = PushParams(
-                    *addresses,
-                    inbox.table.data_ptr(),
-                    inbox.states[rank].data_ptr(),
-                    inbox.status[rank].data_ptr(),
-                    self.part_bytes,
-                    rank,
-                    tokens,
-                    begin,
-                    end,
-                    *self.scalars(rank, tokens)[2:],
+                    inboxes=inbox.table.data_ptr(),
+                    state=inbox.states[rank].data_ptr(),
+                    status=inbox.status[rank].data_ptr(),
+                    part_bytes=self.part_bytes,
+                    begin=begin,
+                    end=end,
+                    **shared,
                 )
                 grid, shared_bytes = min(end - begin, max_sms), 2 * self.threads // 32 * 4
                 self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
@@ -401,28 +400,34 @@ class StreamMachine(Machine):
         return call
 
     def launch(self, slot: StreamSlot, stream: int, rank: int, own: Rank, grid: int) -> None:
-        addresses = self.addresses(rank, own)
+        shared = self.shared_parameters(rank, own)
         behind = {}
         if not self.staged:
             # A kernel makes the partial sums in the slot when the call before has ended.
-            addresses[0] = slot.buffers["x"][rank].data_ptr()
+            shared["x"] = slot.buffers["x"][rank].data_ptr()
             if rank in slot.launches:
-                self.emulator.write_behind(slot.launches[rank], addresses[0], own.request.x)
+                self.emulator.write_behind(slot.launches[rank], shared["x"], own.request.x)
             else:
                 bits(slot.buffers["x"][rank])[: own.request.x.nbytes] = bits(own.request.x).flatten()
         if not self.private_output:
             # Results in a slot are overwritten by the next call, but not before the kernels in between have read them.
-            for index, name, target in ((-2, "hidden", own.hidden), (-1, "residual", own.residual_out)):
+            for result, name, target in (
+                ("hidden", "hidden", own.hidden),
+                ("residual_out", "residual", own.residual_out),
+            ):
                 if name in slot.buffers:
-                    addresses[index] = slot.buffers[name][rank].data_ptr()
-                    behind[addresses[index]] = target
+                    shared[result] = slot.buffers[name][rank].data_ptr()
+                    behind[shared[result]] = target
         params = StreamParams(
-            *addresses,
-            *(slot.tables[name].data_ptr() if name in slot.tables else None for name in ("x", "hidden", "residual")),
-            slot.tables["pads"].data_ptr(),
-            slot.epochs[rank].data_ptr(),
-            slot.status[rank].data_ptr(),
-            *self.scalars(rank, own.request.x.shape[0]),
+            **{
+                f"{name}_table": slot.tables[name].data_ptr()
+                for name in ("x", "hidden", "residual")
+                if name in slot.tables
+            },
+            pads=slot.tables["pads"].data_ptr(),
+            epochs=slot.epochs[rank].data_ptr(),
+            status=slot.status[rank].data_ptr(),
+            **shared,
         )
         launch = self.emulator.launch(rank, stream, grid, self.shape.block, _SHARED_BYTES, params, programmatic=True)
         slot.launches[rank] = launch

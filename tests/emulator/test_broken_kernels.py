@@ -190,7 +190,7 @@ BROKEN = {
         "stream.cu": STREAM,
         "pads.cuh": PADS,
         "elements.cuh": ELEMENTS,
-        "rms_norm_row.cuh": ROW,
+        "row.cuh": ROW,
     }.items()
     for name, change in changes.items()
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tw_compile.harness.problems import Context
+from tw_compile.kernels.algorithms.push.push import PushParams
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.call import Call
 from tw_compile.kernels.collective.selection import Insist
@@ -123,7 +124,7 @@ def test_calls_of_a_form_that_was_served_are_launches_too(
 
     def launch(self: Fake, request: Request, *rest: object) -> Started:
         results = request.allocate(2)
-        call = Call(kernel, [(SimpleNamespace(), 4)], {}, lambda: results[0], lambda: results[1])
+        call = Call(kernel, [(PushParams(), 4)], {}, lambda: results[0], lambda: results[1])
         return Started(*call.enqueue(operands_of(request), results, 0), call=call)
 
     monkeypatch.setattr(Fake, "launch", launch)

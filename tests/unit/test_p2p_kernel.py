@@ -33,7 +33,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     from triton.compiler import ASTSource, compile
 
     from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel as kernel
-    from tw_compile.kernels.collective.row import launch_shape
+    from tw_compile.kernels.collective.row import launch_shape, normalise_row
 
     block, num_warps = launch_shape(hidden_size)
     arguments: dict[str, Any] = dict.fromkeys(("x", "residual", "bias", "weight", "hidden", "residual_out"), "*bf16")
@@ -49,7 +49,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments |= {"eps": "fp32", "weight_offset": "fp32", "scale": "fp32"}
     arguments |= {"HIDDEN": hidden_size, "BLOCK": block, "WORLD_SIZE": world_size}
     arguments |= {"RESIDUAL_SHARDED": False, "RESIDUAL_OUT": "replicated", "CAST_BEFORE_WEIGHT": None, "SPIN_LIMIT": 0}
-    arguments |= {"STAGED": True, "PRIMITIVES": "p2p"} | overrides
+    arguments |= {"STAGED": True, "PRIMITIVES": "p2p", "NORMALISE": normalise_row} | overrides
     if arguments["PRIMITIVES"] != "p2p":
         arguments["scratch"] = arguments["x"]
     types = {
@@ -356,7 +356,7 @@ def bytes_beyond(case: Case, buffer: torch.Tensor) -> torch.Tensor:
 def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
     """Launch ``case`` on this rank and compare with the definition; AssertionError says what differs."""
     from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
-    from tw_compile.kernels.collective.row import launch_shape, triton_dtype
+    from tw_compile.kernels.collective.row import launch_shape, normalise_row, triton_dtype
 
     inputs, extras = inputs_of(case)
     norm = norm_of(case)
@@ -405,6 +405,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         RESIDUAL_SHARDED=case.residual == "sharded",
         RESIDUAL_OUT=case.out,
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
+        NORMALISE=normalise_row,
         SPIN_LIMIT=0,
         PRIMITIVES=case.primitives,
     )
@@ -426,6 +427,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
 def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[str, torch.Tensor]) -> None:
     """A call that only rank 0 takes part in, with barriers that give up."""
     from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
+    from tw_compile.kernels.collective.row import normalise_row
 
     all_reduce_rms_norm_kernel[(grid,)](
         torch.ones(4, HIDDEN),
@@ -447,6 +449,7 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
         RESIDUAL_SHARDED=False,
         RESIDUAL_OUT="none",
         CAST_BEFORE_WEIGHT=None,
+        NORMALISE=normalise_row,
         SPIN_LIMIT=20,
         PRIMITIVES="p2p",
     )

@@ -18,14 +18,9 @@ from tw_compile.kernels.collective import slot
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
 from tw_compile.kernels.collective.selection import Insist, Selector, Step
 from tw_compile.kernels.collective.spec import NormSpec, Request
-from tw_compile.kernels.collective.transport import (
-    NCCL_MAX_HIDDEN,
-    P2P_MAX_HIDDEN,
-    GroupFacts,
-    choose_transport,
-    get_transport,
-)
+from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, get_transport
 from tw_compile.kernels.collective.transports import p2p
+from tw_compile.kernels.collective.transports.entries import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.selection import ALGORITHMS, Insist, Selector, Step, steps_for, steps_of, table_text
+from tw_compile.kernels.collective.selection import Insist, Selector, Step, steps_for, steps_of, table_text
 
 STEPS = (Step(4, 100, "push_one_shot", 8), Step(4, 1000, "push_two_shot", 16), Step(4, 10_000, "stream", 4))
 STATE: Any = SimpleNamespace(world_size=4, rank=1)
@@ -110,7 +111,7 @@ def test_a_table_serves_its_own_device_and_world_size(monkeypatch: pytest.Monkey
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(2, 8), st.integers(1, 2**40), st.sampled_from(ALGORITHMS), st.integers(1, 32)),
+        st.tuples(st.integers(2, 8), st.integers(1, 2**40), st.sampled_from(ALGORITHMS.names()), st.integers(1, 32)),
         max_size=8,
         unique_by=lambda entry: entry[:2],
     )

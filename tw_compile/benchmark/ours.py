@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -14,9 +13,13 @@ from tw_compile.benchmark.contender import Call, Contender, form
 from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import Problem
+from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, get_transport
+from tw_compile.kernels.collective.transports.entries import TRANSPORTS
+from tw_compile.kernels.registry import Benchmarked
 
 FP8_SCALE = 0.02
 """Few of the products of normal numbers that the norm gives here are beyond 448 times this."""
@@ -136,45 +139,53 @@ def _named(name: str) -> Callable[[int | None], Transport]:
     return lambda sms: get_transport(name)
 
 
-def _only(make: Callable[[int], Algorithm]) -> Callable[[int | None], Transport]:
+def _only(entry: AlgorithmEntry) -> Callable[[int | None], Transport]:
     """The P2P transport with one algorithm alone."""
 
     def transport(sms: int | None) -> Transport:
         from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
-        assert sms is not None
-        return P2PTransport("p2p", make(sms))
+        return P2PTransport("p2p", entry.make(sms))
 
     return transport
 
 
-def _push(sms: int, one_shot: bool) -> Algorithm:
-    from tw_compile.kernels.algorithms.push.push import Push
+def variants(device_type: str) -> tuple[Variant, ...]:
+    """Those of all transports of such tensors, and behind those of p2p the algorithms that it has."""
+    listed = []
+    for transport in TRANSPORTS:
+        if device_type in transport.device_types:
+            listed += [_variant(line, _named(transport.name)) for line in transport.benchmarked]
+            if transport.name == "p2p":
+                listed += _of_algorithms()
+    return tuple(listed)
 
-    return Push(one_shot, sms)
+
+def _of_algorithms() -> list[Variant]:
+    """All that is float8 is behind the rest, with which it can't be compared."""
+    pairs = [(entry, line) for entry in ALGORITHMS for line in entry.benchmarked]
+    pairs.sort(key=lambda pair: pair[1].quantises)
+    return [
+        replace(
+            _variant(line, _only(entry)),
+            sms=entry.sms,
+            most_sms=entry.most_sms,
+            algorithm=entry.name if line.plain else None,
+        )
+        for entry, line in pairs
+    ]
 
 
-def _stream(sms: int) -> Algorithm:
-    from tw_compile.kernels.algorithms.stream.stream import Stream
+def _variant(line: Benchmarked, transport: Callable[[int | None], Transport]) -> Variant:
+    return Variant(
+        line.label,
+        transport,
+        line.sharded,
+        in_slot=line.in_slot,
+        hidden_scale=FP8_SCALE if line.quantises else None,
+        narrow=line.narrow,
+    )
 
-    return Stream(sms)
 
-
-OURS = (
-    Variant("tw-p2p", _named("p2p"), sharded=True),
-    Variant("tw-p2p-replicated", _named("p2p"), sharded=False),
-    Variant("tw-push-one-shot", _only(partial(_push, one_shot=True)), False, 128, 128, "push_one_shot"),
-    Variant("tw-push-two-shot", _only(partial(_push, one_shot=False)), True, 128, 128, "push_two_shot"),
-    Variant("tw-stream", _only(_stream), True, 16, 32, "stream", narrow=True),
-    Variant("tw-stream-in-slot", _only(_stream), True, 16, 32, in_slot=True, narrow=True),
-    Variant(
-        "tw-push-two-shot-fp8",
-        _only(partial(_push, one_shot=False)),
-        sharded=True,
-        sms=128,
-        most_sms=128,
-        hidden_scale=FP8_SCALE,
-    ),
-    Variant("tw-nccl", _named("nccl"), sharded=False),
-)
-OURS_ON_CPU = (Variant("tw-gloo", _named("gloo"), sharded=False),)
+OURS = variants("cuda")
+OURS_ON_CPU = variants("cpu")

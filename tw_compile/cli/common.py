@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tw_compile.config import whole_number
 from tw_compile.environment import check_environment
+from tw_compile.kernels.collective.transports import entries
 from tw_compile.model_file import read_model_file
 from tw_compile.runner.spec import RankError, UsageError
 
@@ -26,7 +27,7 @@ MOST = 10**9 - 1
 """Of what is counted in an option; texts of numbers have as many digits (``config.whole_number``)."""
 MOST_RANKS = 1024
 LONGEST = 365 * 86400.0
-TRANSPORTS = ("auto", "p2p", "multimem", "nccl", "gloo")
+TRANSPORTS = (entries.AUTO, *entries.TRANSPORTS.names())
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON; '-' is standard output.")

@@ -18,6 +18,7 @@ from tw_compile.cli.common import (
     SplitOption,
     TransportOption,
 )
+from tw_compile.kernels.collective.transports.entries import AUTO, names_for
 from tw_compile.leave import leave
 from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
 
@@ -124,8 +125,8 @@ def resolve(
     common.thresholds()
     common.model_file(model)
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
-    if device == "cpu" and transport in ("p2p", "multimem", "nccl"):
-        raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")
+    if device == "cpu" and transport not in (of_cpu := (AUTO, *names_for("cpu"))):
+        raise UsageError(f"--transport: expected {' or '.join(of_cpu)} with --device cpu, got {transport!r}")
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")

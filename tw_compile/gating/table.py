@@ -31,10 +31,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tw_compile.gating.facts import BACKENDS
+from tw_compile.kernels.collective.transports.entries import AUTO, names_for
 
 SCHEMA_VERSION = 1
 DEVICE_CLASSES = ("generic", "sm90", "sm90-multicast", "sm100", "sm103")
-TRANSPORTS = ("auto", "multimem", "nccl", "p2p")
 DECISIONS = ("fused", "left")
 ANY = "any"
 SOURCE_KEYS = {"measured": ("machine", "versions", "date", "command"), "public": ("table",), "default": ("why",)}
@@ -182,7 +182,7 @@ def _entry(values: Any, where: str, sources: dict[str, Source]) -> Entry:
     decision = _choice(values, "decision", DECISIONS, where)
     if decision == "left" and "transport" in values:
         raise ValueError(f"{where}transport: expected none where decision is 'left', got {values['transport']!r}")
-    transport = _choice(values, "transport", TRANSPORTS, where) if decision == "fused" else None
+    transport = _choice(values, "transport", (AUTO, *sorted(names_for("cuda"))), where) if decision == "fused" else None
     world_size, backend = _key(values, where)
     return Entry(world_size, backend, begin, end, decision, transport, _named_source(values, where, sources))  # type: ignore[arg-type]
 

@@ -57,6 +57,8 @@ import torch.multiprocessing as mp
 
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form
+from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
+from tw_compile.kernels.collective.transports.entries import TRANSPORTS
 from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_split_steps, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
@@ -86,7 +88,10 @@ OF_EVERY_ALGORITHM = (
     gpu_producer.mm_captured_and_replayed,
     gpu_stress.lost_peer_is_reported,
 )
-OVERLAPPED = ("p2p", "emulated_multicast", "push_two_shot", "stream", "nccl")
+OVERLAPPED = (
+    *(checked.name for entry in REGISTRY for checked in entry.checked if checked.beside),
+    *(entry.name for entry in TRANSPORTS if entry.checked_beside),
+)
 """Transports whose calls may be beside other work; "stream_in_slot" may, too, but leaves results where the next call writes."""
 OF_OVERLAPPED = (
     gpu_overlap.overlap_gives_the_same_bits,

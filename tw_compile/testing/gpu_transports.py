@@ -10,9 +10,7 @@ from functools import cache, partial
 import torch
 
 from tw_compile.harness.problems import Context, Results
-from tw_compile.kernels.algorithms.push.push import Push
-from tw_compile.kernels.algorithms.stream.stream import Stream
-from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective import transport as registry
 from tw_compile.kernels.collective.algorithm import Algorithm
@@ -23,12 +21,7 @@ from tw_compile.kernels.collective.transport import Started, Transport, get_tran
 from tw_compile.kernels.collective.transports.p2p import P2PTransport
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "p2p": TwoShot,
-    "emulated_multicast": partial(TwoShot, emulate_multimem=True),
-    "push_one_shot": partial(Push, one_shot=True),
-    "push_two_shot": partial(Push, one_shot=False),
-    "stream": Stream,
-    "stream_in_slot": Stream,
+    checked.name: partial(entry.make, **dict(checked.options)) for entry in REGISTRY for checked in entry.checked
 }
 """Peer-to-peer transports under check. "emulated_multicast" has loops in the place of the switch's instructions, and
 "stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from tw_compile.benchmark.results import Row
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.planning.communication import sm_us, traffic_bytes
 from tw_compile.planning.device import AllReduce, DeviceProfile, FusedKernel
 from tw_compile.tuning.measured import Run
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
 """Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
-KERNELS = {"push": "push_two_shot", "stream": "stream"}
+KERNELS = {entry.profile: entry.name for entry in ALGORITHMS if entry.profile is not None}
 """Keys of a profile's ``fused``, and what tables of kernels call them."""
 _NORM_ALONE = "no-communication"
 _MIN_POINTS = 3

@@ -23,11 +23,11 @@
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
 // that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
 //
-// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
 // ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank
 // computes all rows: its residual is not sharded.
 
-#include "rms_norm_row.cuh"
+#include "epilogue.cuh"
 
 struct PushState {
   uint32_t part;      // that the next call receives in
@@ -145,7 +145,7 @@ DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> 
 }
 
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
-  float* const partials = (float*)dynamic_shared();  // [2, WARPS]: rows take turns
+  RowStatistics* const partials = (RowStatistics*)dynamic_shared();  // [2, WARPS]: rows take turns
   grid_dependency_wait();
 
   Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
@@ -230,8 +230,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
         add_up(h[v], own[v], got, rank);
       });
-      const float squares = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
-      const float factor = inverse_rms(group_sum<WARPS>(squares, partials + parity * WARPS, thread, 0), p.eps);
+      const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
+      const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
       parity ^= 1;
 
       Row::each(thread, [&](int v, uint32_t column) {

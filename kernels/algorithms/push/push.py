@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from ctypes import Structure, c_float, c_int32, c_uint64, c_void_p
+from ctypes import Structure, c_int32, c_uint64, c_void_p
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,18 @@ import torch
 
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.call import Call, allocators
-from tw_compile.kernels.collective.cuda_variant import VECTOR, address, aligned, row_defines, row_obstacle, variant_of
+from tw_compile.kernels.collective.cuda_variant import (
+    NUMBER_FIELDS,
+    POINTER_FIELDS,
+    VECTOR,
+    address,
+    aligned,
+    headers_of,
+    numbers_of,
+    row_defines,
+    row_obstacle,
+    variant_of,
+)
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import (
     Request,
@@ -21,6 +32,7 @@ from tw_compile.kernels.collective.spec import (
     whole_residual,
 )
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of
 
@@ -34,11 +46,11 @@ class PushParams(Structure):
     """``PushParams`` of push.cu."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out")),
+        *POINTER_FIELDS,
         *((name, c_void_p) for name in ("inboxes", "state", "status")),
         ("part_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens", "begin", "end")),
-        *((name, c_float) for name in ("eps", "weight_offset", "scale")),
+        *NUMBER_FIELDS,
     ]
 
 
@@ -156,7 +168,8 @@ class Push(Algorithm):
         threads = threads_for(request.x.shape[1], world_size)
         options = {
             "block": threads,
-            "shared_bytes": 2 * threads // 32 * 4,  # partial sums of the warps, of two rows
+            # Statistics of the warps, of two rows.
+            "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
             "programmatic": not request.overlap_sms,
             "beside": request.overlap_sms > 0,
         }
@@ -164,7 +177,7 @@ class Push(Algorithm):
         return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)
 
     def _launches(self, request: Request, state: GroupState, slot: Slot, threads: int) -> list[tuple[PushParams, int]]:
-        norm, tokens, inbox = request.norm, request.x.shape[0], slot.buffers[INBOX]
+        tokens, inbox = request.x.shape[0], slot.buffers[INBOX]
         assert inbox.state is not None
         rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
         ctas = request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)
@@ -180,9 +193,7 @@ class Push(Algorithm):
                 tokens=tokens,
                 begin=begin,
                 end=end,
-                eps=norm.eps,
-                weight_offset=norm.weight_offset,
-                scale=norm.scale,
+                **numbers_of(request.norm),
             )
             launches.append((params, min(end - begin, ctas)))
         return launches
@@ -201,9 +212,9 @@ class Push(Algorithm):
         ctas = ctas_per_sm(threads, state.world_size)
         defines |= {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
         arch = arch_of(torch.cuda.get_device_capability(state.device))
-        return prepare(
-            Program(Path(__file__).with_name("push.cu"), PushParams, arch, tuple(defines.items())), state.device.index
-        )
+        source = Path(__file__).with_name("push.cu")
+        program = Program(source, PushParams, arch, tuple(defines.items()), headers_of(request))
+        return prepare(program, state.device.index)
 
 
 def _whole_residual(request: Request, state: GroupState) -> torch.Tensor | None:

@@ -23,11 +23,11 @@
 // CTAs: each rank's rows are dealt out to the CTAs in equal parts, of neighbouring rows, so that what is only copied is
 // copied in pieces of COPY_BYTES: one takes a thread 0.3 us, however short.
 //
-// Set by definitions, beside those of rms_norm_row.cuh: WORLD_SIZE, GROUPS, THREADS, STAGES and RESULTS of a group,
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, GROUPS, THREADS, STAGES and RESULTS of a group,
 // STAGED, PULL, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "pads.cuh"
-#include "rms_norm_row.cuh"
+#include "epilogue.cuh"
 
 struct StreamParams {
   const X_TYPE* x;                  // [tokens, HIDDEN], this rank's partial sums
@@ -76,7 +76,7 @@ struct Shared {
   uint64_t taken[GROUPS][RESULTS];      // it has been read by its copies
   uint64_t squared[GROUPS][2];          // partial sums of squares, of two rows in turn: one arrival of each warp
   uint64_t copied[COPY_STAGES];         // the rings as one for copies of rows, before and after the sums
-  float partials[2][GROUPS][WARPS];
+  RowStatistics partials[2][GROUPS][WARPS];
   uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: addresses that every row needs
 };
 inline constexpr int RESULTS_OFFSET = aligned(sizeof(Shared));
@@ -152,14 +152,14 @@ struct Cta {
         if (thread % 32 == 0) mbarrier_arrive(&shared.empty[group][stage]);
         if (++stage == STAGES) stage = 0, stage_parity ^= 1;
       }
-      const float squares = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
+      const RowStatistics statistics = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
       if (thread % 32 == 0) {
-        shared.partials[turn & 1][group][thread / 32] = squares;
+        shared.partials[turn & 1][group][thread / 32] = statistics;
         mbarrier_arrive(&shared.squared[group][turn & 1]);
       }
       warp_sync();
       wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);
-      const float factor = inverse_rms(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
+      const auto factor = row_factor(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
       if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);
       uint8_t* const piece = result(group, buffer);
       Row::each(thread, [&](int v, uint32_t column) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from ctypes import Structure, c_float, c_int32, c_void_p
+from ctypes import Structure, c_int32, c_void_p
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,18 @@ import torch
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.beside import cluster_size
 from tw_compile.kernels.collective.call import Call, allocators
-from tw_compile.kernels.collective.cuda_variant import VECTOR, address, aligned, row_defines, row_obstacle, variant_of
+from tw_compile.kernels.collective.cuda_variant import (
+    NUMBER_FIELDS,
+    POINTER_FIELDS,
+    VECTOR,
+    address,
+    aligned,
+    headers_of,
+    numbers_of,
+    row_defines,
+    row_obstacle,
+    variant_of,
+)
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, operands_of, rows_per_rank
 from tw_compile.kernels.collective.transport import Started
@@ -37,10 +48,10 @@ class StreamParams(Structure):
     """``StreamParams`` of stream.cu."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out")),
+        *POINTER_FIELDS,
         *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
         *((name, c_int32) for name in ("rank", "tokens")),
-        *((name, c_float) for name in ("eps", "weight_offset", "scale")),
+        *NUMBER_FIELDS,
     ]
 
 
@@ -159,7 +170,7 @@ class Stream(Algorithm):
         return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
 
     def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
-        norm, x = request.norm, request.x
+        x = request.x
         staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
         kernel, shape = self._kernel(request, state, spin_limit, staged)
         params = StreamParams(
@@ -171,9 +182,7 @@ class Stream(Algorithm):
             status=address(slot.status),
             rank=state.rank,
             tokens=x.shape[0],
-            eps=norm.eps,
-            weight_offset=norm.weight_offset,
-            scale=norm.scale,
+            **numbers_of(request.norm),
         )
         ctas = request.limited(self.sms(x.shape[0], state.world_size))
         options = {
@@ -224,5 +233,6 @@ class Stream(Algorithm):
             "SHARED_BYTES": FULL_SHARED_BYTES,
         }
         arch = arch_of(torch.cuda.get_device_capability(state.device))
-        program = Program(Path(__file__).with_name("stream.cu"), StreamParams, arch, tuple(defines.items()))
+        source = Path(__file__).with_name("stream.cu")
+        program = Program(source, StreamParams, arch, tuple(defines.items()), headers_of(request))
         return prepare(program, state.device.index), shape

@@ -14,7 +14,7 @@ A row is computed by one rank and copied by the others: all ranks get the same b
 ``PRIMITIVES`` says how a row is added up over the ranks and published to them, the rest is the same. "p2p": loops over the
 peers' addresses. "multimem": the switch does either (``multimem.py``); it adds up what lies in all
 staging buffers, so a rank stages its own rows too, and what it returns is rounded to x's dtype. "emulated": as "multimem",
-with loops in the place of its two instructions.
+with loops in the place of its two instructions. ``NORMALISE`` is the epilogue's row code, as ``row.normalise_row``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tw_compile.kernels.algorithms.two_shot.multimem import fence_aliases, publish_row, reduce_row
-from tw_compile.kernels.collective.row import add_row, normalise_row, to_hidden
+from tw_compile.kernels.collective.row import add_row, to_hidden
 from tw_compile.kernels.runtime.barrier import MAX_WORLD_SIZE, barrier, load_pointer
 
 _PAD_WIDTH = tl.constexpr(MAX_WORLD_SIZE)
@@ -142,6 +142,7 @@ def all_reduce_rms_norm_kernel(
     CAST_BEFORE_WEIGHT: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
     PRIMITIVES: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):
     """See the module docstring. Launch with a grid that is the same on every rank, at most ``MAX_CTAS``.
 
@@ -179,7 +180,7 @@ def all_reduce_rms_norm_kernel(
         h = _sum_row(x, scratch, staging_table, rank, begin, columns, mask, HIDDEN, BLOCK, WORLD_SIZE, PRIMITIVES)
         h = add_row(h * scale, bias, 0, columns, mask)
         h = add_row(h, residual, own_begin if RESIDUAL_SHARDED else begin, columns, mask)
-        y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+        y = NORMALISE(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
         y = to_hidden(y, hidden.dtype.element_ty, hidden_scale)
         h = h.to(residual_out.dtype.element_ty)
         tl.store(hidden + begin + columns, y, mask=mask)

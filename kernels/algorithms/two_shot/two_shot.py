@@ -13,6 +13,8 @@ from tw_compile.kernels.collective.row import launch_shape, triton_dtype
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, rows_per_rank
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.registry import load
 from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
 
@@ -107,6 +109,12 @@ class TwoShot(Algorithm):
         return "p2p"
 
 
+def _row_code(epilogue: str) -> Any:
+    path = EPILOGUES[epilogue].triton_row
+    assert path is not None, "the transport sends what has no row code another way"
+    return load(path)
+
+
 def _constants(request: Request, state: GroupState, spin_limit: int, primitives: str, staged: bool) -> dict[str, Any]:
     """The kernel's constants, and the launch options, by name."""
     hidden_size = request.x.shape[1]
@@ -121,5 +129,6 @@ def _constants(request: Request, state: GroupState, spin_limit: int, primitives:
         "CAST_BEFORE_WEIGHT": triton_dtype(request.norm.cast_before_weight),
         "SPIN_LIMIT": spin_limit,
         "PRIMITIVES": primitives,
+        "NORMALISE": _row_code(request.norm.epilogue),
         "num_warps": num_warps,
     }

@@ -33,14 +33,9 @@ from tw_compile.kernels.collective.p2p_group import group_obstacle, outside_pool
 from tw_compile.kernels.collective.selection import Insist, Selector, steps_for
 from tw_compile.kernels.collective.slot import GroupState, Slot, grow
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
-from tw_compile.kernels.collective.transport import (
-    P2P_MAX_HIDDEN,
-    P2P_ROW_ALIGNMENT_BYTES,
-    P2P_WORLD_SIZES,
-    Started,
-    Transport,
-    get_transport,
-)
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.collective.transports.entries import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
+from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
 
 logger = logging.getLogger("tw_compile")
@@ -60,6 +55,8 @@ class P2PTransport(Transport):
         self._spin_limit = spin_limit()
 
     def start(self, request: Request) -> Started:
+        if not _has_row_code(request):
+            return get_transport("nccl").start(request)
         state, algorithm = self._choose(request)
         if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
@@ -96,6 +93,8 @@ class P2PTransport(Transport):
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
+        if not _has_row_code(request):
+            return None
         state, algorithm = self._choose(request)
         if request.x.shape[0] == 0:
             return None
@@ -205,6 +204,11 @@ class P2PTransport(Transport):
                     state.name,
                 )
         return slot
+
+
+def _has_row_code(request: Request) -> bool:
+    """Whether the kernel that serves all messages has the request's epilogue."""
+    return EPILOGUES[request.norm.epilogue].triton_row is not None
 
 
 def _where(state: GroupState, index: int) -> str:

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import FP8, Request, row_range, rows_per_rank
 from tw_compile.kernels.collective.transport import Started, Transport
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.registry import load
 
 _c10d = torch.ops._c10d_functional  # the collectives of the unfused graph, without Python between them and the backend
 
@@ -67,14 +68,12 @@ def _norm(
     h: torch.Tensor | None,
 ) -> None:
     """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h``."""
-    if reduced.is_cuda:
-        from tw_compile.kernels.collective.norm_kernel import add_rms_norm_cuda
-
-        add_rms_norm_cuda(
-            reduced, residual, request.bias, request.weight, request.norm, hidden, h, request.hidden_scale
-        )
+    epilogue = EPILOGUES[request.norm.epilogue]
+    operands = (reduced, residual, request.bias, request.weight, request.norm)
+    if reduced.is_cuda and epilogue.local_kernel is not None:
+        load(epilogue.local_kernel)(*operands, hidden, h, request.hidden_scale)
         return
-    rows, sums = add_rms_norm(reduced, residual, request.bias, request.weight, request.norm, request.hidden_scale)
+    rows, sums = load(epilogue.reference)(*operands, request.hidden_scale)
     hidden.copy_(rows)
     if h is not None:
         h.copy_(sums)

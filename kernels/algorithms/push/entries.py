@@ -1,0 +1,33 @@
+"""Push as the registry knows it."""
+
+from __future__ import annotations
+
+from tw_compile.kernels.algorithms.entry import AlgorithmEntry, Checked
+from tw_compile.kernels.registry import Benchmarked
+
+_PUSH = "tw_compile.kernels.algorithms.push.push:Push"
+
+ONE_SHOT = AlgorithmEntry(
+    "push_one_shot",
+    _PUSH,
+    (("one_shot", True),),
+    sms=128,
+    most_sms=128,
+    instead="push_two_shot",  # what it can't serve, for want of the whole residual, is small all the same
+    benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
+    checked=(Checked("push_one_shot", beside=False),),
+)
+TWO_SHOT = AlgorithmEntry(
+    "push_two_shot",
+    _PUSH,
+    (("one_shot", False),),
+    sms=128,
+    most_sms=128,
+    beside=1,
+    profile="push",
+    benchmarked=(
+        Benchmarked("tw-push-two-shot", sharded=True),
+        Benchmarked("tw-push-two-shot-fp8", sharded=True, quantises=True),
+    ),
+    checked=(Checked("push_two_shot"),),
+)

@@ -1,0 +1,155 @@
+"""The operator's fields, each said once: the arguments of both ways to start a call, with what each of them is.
+
+From :class:`Arguments` follow the operators' schema, what makes a call's form, the tensors that kernels read (``OPERANDS``),
+how a :class:`~tw_compile.kernels.collective.spec.Request` is built, the variant of a CUDA kernel that serves it with its
+definitions, and the parameters that all CUDA kernels of the operator have. A new field is one line there, a field of
+``Request`` or ``NormSpec`` of the same name, and the kernels that read it.
+
+All of it is worked out when this module is imported: calls look nothing up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import torch
+
+RMS_NORM = "rms_norm"
+"""The epilogue of the operators that have none in their name's place, see ``kernels/epilogues``."""
+
+ResidualOut = Literal["none", "sharded", "replicated"]
+Kind = Literal["operand", "norm", "layout", "routing", "stand_in"]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a field is to the operator.
+
+    Attributes:
+        kind: ``operand``: a tensor that kernels read. ``norm``: of :class:`NormSpec`. ``layout``: which rows are given and
+            wanted, and where. ``routing``: who serves the call, and on what. ``stand_in``: takes another field's place before
+            anybody sees it.
+        define: The definition under which sources of CUDA kernels get it; of an operand, its element type.
+        variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
+        rows: Of an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
+        own_rows_if: Of an operand: where this field is true, each rank has other rows of it.
+        parameter: A number that is passed to each launch as float32.
+        in_schema: Whether callers of the operator give it; if not, it is the operator's own.
+    """
+
+    kind: Kind
+    define: str | None = None
+    variant: bool = False
+    rows: bool = False
+    own_rows_if: str | None = None
+    parameter: bool = False
+    in_schema: bool = True
+
+
+class Arguments(NamedTuple):
+    """What both ways to start a call have behind what they reduce, in the order of their schemas."""
+
+    residual: Annotated[
+        torch.Tensor | None, Role("operand", "RESIDUAL_TYPE", rows=True, own_rows_if="residual_sharded")
+    ]
+    bias: Annotated[torch.Tensor | None, Role("operand", "BIAS_TYPE", rows=True)]
+    weight: Annotated[torch.Tensor | None, Role("operand", "WEIGHT_TYPE", rows=True)]
+    eps: Annotated[float, Role("norm", parameter=True)]
+    weight_offset: Annotated[float, Role("norm", parameter=True)]
+    cast_before_weight: Annotated[torch.dtype | None, Role("norm", "CAST_TYPE")]
+    hidden_dtype: Annotated[torch.dtype, Role("norm", "HIDDEN_TYPE")]
+    residual_dtype: Annotated[torch.dtype, Role("norm", "RESIDUAL_OUT_TYPE")]
+    residual_sharded: Annotated[bool, Role("layout", "RESIDUAL_SHARDED")]
+    residual_out: Annotated[ResidualOut, Role("layout", "RESIDUAL_OUT")]
+    group_name: Annotated[str, Role("routing")]
+    transport: Annotated[str, Role("routing")]
+    slot: Annotated[int, Role("routing")]
+    scale: Annotated[float, Role("norm", parameter=True)] = 1.0
+    hidden_scale: Annotated[torch.Tensor | None, Role("operand")] = None
+    eps_tensor: Annotated[torch.Tensor | None, Role("stand_in")] = None
+    overlap_sms: Annotated[int, Role("routing")] = 0
+    results_in_slot: Annotated[bool, Role("layout", variant=True)] = False
+    epilogue: Annotated[str, Role("norm", "EPILOGUE", in_schema=False)] = RMS_NORM
+
+
+@dataclass(frozen=True)
+class Field:
+    """One of the arguments. ``type``: of its values, but for None, which an ``optional`` one may be."""
+
+    name: str
+    type: Any
+    optional: bool
+    role: Role
+
+    @property
+    def has_default(self) -> bool:
+        return self.name in Arguments._field_defaults
+
+    def schema(self) -> str:
+        """As torch's schemas have it."""
+        text = f"{_SCHEMA_TYPES[self.type]}{'?' if self.optional else ''} {self.name}"
+        return f"{text}={Arguments._field_defaults[self.name]}" if self.has_default else text
+
+
+_SCHEMA_TYPES = {
+    torch.Tensor: "Tensor",
+    torch.dtype: "ScalarType",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    int: "int",
+    ResidualOut: "str",
+}
+
+
+def _fields() -> Iterable[Field]:
+    for name, hint in get_type_hints(Arguments, include_extras=True).items():
+        kind, role = get_args(hint)
+        members = () if get_origin(kind) is Literal else get_args(kind)
+        (of_values,) = [member for member in members if member is not NoneType] or [kind]
+        yield Field(name, of_values, NoneType in members, role)
+
+
+FIELDS = tuple(_fields())
+
+
+def names(fields: Iterable[Field]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields)
+
+
+def of_kind(kind: Kind) -> tuple[Field, ...]:
+    return tuple(field for field in FIELDS if field.role.kind == kind)
+
+
+def values_of(wanted: Sequence[str]) -> Callable[[Arguments], tuple[Any, ...]]:
+    """A function that takes these fields out of arguments, as a tuple."""
+    places = [Arguments._fields.index(name) for name in wanted]
+    if len(places) == 1:
+        (place,) = places
+        return lambda arguments: (arguments[place],)
+    return itemgetter(*places)
+
+
+SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.in_schema)
+"""Of the arguments of both operators, behind what they reduce."""
+
+MESSAGE = "x"
+"""The tensor that is reduced; it is first wherever operands are named."""
+
+OPERANDS = of_kind("operand")
+ROWS = names(field for field in OPERANDS if field.role.rows)
+"""Operands that are read in whole vectors."""
+SINGLES = names(field for field in OPERANDS if not field.role.rows)
+"""Operands that are read by the element."""
+FORM_VALUES = names(field for field in FIELDS if field.role.kind not in ("operand", "stand_in"))
+"""What calls of one form have in common, beside the shapes and dtypes of their tensors."""
+VARIANT = tuple(field for field in FIELDS if field.role.variant or field.role.define is not None)
+"""What calls have in common that one variant of a CUDA kernel serves, beside the message's hidden size and dtype."""
+PARAMETERS = names(field for field in FIELDS if field.role.parameter)
+"""Numbers that each launch of a CUDA kernel is given."""
+POINTERS = (MESSAGE, *names(OPERANDS), "hidden", "residual_out")
+"""Tensors whose addresses each launch of a CUDA kernel is given: first of all its parameters, in this order."""

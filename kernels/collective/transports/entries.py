@@ -1,0 +1,158 @@
+"""The transports, as data: what each can serve, from facts that all ranks share, and where its implementation is.
+
+A new one is a module with a subclass of :class:`~tw_compile.kernels.collective.transport.Transport` and an entry here. Users give
+theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the names
+from here. All transports leave identical bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tw_compile.kernels.registry import Benchmarked, Registry, load
+
+if TYPE_CHECKING:
+    import torch
+
+AUTO = "auto"
+"""The option's value for the first transport by :attr:`TransportEntry.preference` that can serve a message."""
+
+P2P_WORLD_SIZES = range(2, 9)
+P2P_MAX_HIDDEN = 32768
+P2P_ROW_ALIGNMENT_BYTES = 16
+NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
+
+LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What the choice of a transport depends on; the same on every rank of the group."""
+
+    device_type: str
+    world_size: int
+    hosts: int
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """Why a transport can't serve a message, and what rules it out."""
+
+    reason: str
+    limited_by: LimitedBy
+
+
+def no_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    return None
+
+
+@dataclass(frozen=True)
+class TransportEntry:
+    """One transport.
+
+    Attributes:
+        device_types: Of the tensors that it moves.
+        factory: ``module:attribute``; called with the name, once in a process, at the first call.
+        why: Why it is chosen where it can serve the message, for reports.
+        obstacle: Why it can't serve messages ``[*, hidden_size]`` of a dtype on a group; None where it can. A pure function.
+        preference: Where ``auto`` asks it among those of its device type, lowest first; None: by name alone.
+        message_buffers: Whether it has memory where a producer may write messages (:meth:`Transport.message_buffer`).
+        keeps_shards: Whether a residual may stay with the ranks that own its rows; if not, all rows are on all ranks anyway.
+        repeatable: Whether equal calls give equal bits.
+        benchmarked: Its lines in the benchmark of the operator.
+        checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
+    """
+
+    name: str
+    device_types: tuple[str, ...]
+    factory: str
+    why: str
+    obstacle: Callable[[GroupFacts, int, torch.dtype], Obstacle | None] = no_obstacle
+    preference: int | None = None
+    message_buffers: bool = False
+    keeps_shards: bool = True
+    repeatable: bool = True
+    benchmarked: tuple[Benchmarked, ...] = ()
+    checked_beside: bool = False
+
+    def make(self) -> Any:
+        """The :class:`Transport`; imports its module."""
+        return load(self.factory)(self.name)
+
+
+def _nccl_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    if hidden_size > NCCL_MAX_HIDDEN:
+        return Obstacle(f"hidden_size {hidden_size} exceeds {NCCL_MAX_HIDDEN}", "hidden_size")
+    return None
+
+
+def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    """What keeps the message from going peer to peer; NCCL's limits too, as it takes over where peers can't be reached."""
+    if obstacle := _nccl_obstacle(facts, hidden_size, dtype):
+        return obstacle
+    if facts.hosts > 1:
+        return Obstacle(f"the group spans {facts.hosts} hosts", "group")
+    if facts.world_size not in P2P_WORLD_SIZES:
+        span = f"{P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
+        return Obstacle(f"world_size {facts.world_size} is not in {span}", "group")
+    if hidden_size > P2P_MAX_HIDDEN:
+        return Obstacle(f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}", "hidden_size")
+    if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:
+        reason = f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+        return Obstacle(reason, "hidden_size")
+    return None
+
+
+_P2P = "tw_compile.kernels.collective.transports.p2p:P2PTransport"
+_PROCESS_GROUP = "tw_compile.kernels.collective.transports.process_group:CollectiveTransport"
+
+TRANSPORTS: Registry[TransportEntry] = Registry(
+    "transport",
+    (
+        TransportEntry(
+            "p2p",
+            ("cuda",),
+            _P2P,
+            "one host, two-shot kernel over symmetric memory",
+            _p2p_obstacle,
+            preference=0,
+            message_buffers=True,
+            benchmarked=(Benchmarked("tw-p2p", sharded=True), Benchmarked("tw-p2p-replicated", sharded=False)),
+        ),
+        TransportEntry(
+            "multimem",
+            ("cuda",),
+            _P2P,
+            "one host, two-shot kernel over symmetric memory, NVLink multicast if there is any",
+            _p2p_obstacle,
+            message_buffers=True,
+        ),
+        TransportEntry(
+            "nccl",
+            ("cuda",),
+            _PROCESS_GROUP,
+            "requested",
+            _nccl_obstacle,
+            preference=1,
+            keeps_shards=False,
+            repeatable=False,
+            benchmarked=(Benchmarked("tw-nccl", sharded=False),),
+            checked_beside=True,
+        ),
+        TransportEntry(
+            "gloo",
+            ("cpu",),
+            _PROCESS_GROUP,
+            "CPU tensors: collectives of the group's own backend",
+            preference=0,
+            benchmarked=(Benchmarked("tw-gloo", sharded=False),),
+        ),
+    ),
+)
+
+
+def names_for(device_type: str) -> tuple[str, ...]:
+    """Of the transports of such tensors."""
+    return tuple(entry.name for entry in TRANSPORTS if device_type in entry.device_types)

@@ -1,0 +1,90 @@
+// What happens to one reduced row before and around the epilogue: scale, bias, residual, sums over the row. A row is spread
+// over the threads of a group. Included by the header of an epilogue, behind what it has to have:
+//
+//   RowStatistics             what the row's threads add up: float, or a struct with operator+= and shuffle_xor
+//   observe(statistics, h)    adds eight elements of the row to a thread's statistics
+//   row_factor(total, eps)    what normalise is given of the row's
+//   normalise(...)            one vector of the result
+//
+// Set by definitions: HIDDEN; the types X_TYPE, RESIDUAL_TYPE, BIAS_TYPE, WEIGHT_TYPE, HIDDEN_TYPE, RESIDUAL_OUT_TYPE
+// (`none` where absent); CAST_TYPE, the type that the normalised row is rounded to before the weight, or none.
+#pragma once
+
+inline constexpr int ROW_VECTORS = HIDDEN / 8;
+static_assert(HIDDEN % 8 == 0, "a thread handles eight elements at a time");
+
+enum ResidualOut { NO_ROWS, OWN_ROWS, ALL_ROWS };
+
+// One thread's part of a row held by GROUP threads: vectors thread, thread + GROUP, ...
+template <int GROUP>
+struct RowPart {
+  static constexpr int VECTORS = (ROW_VECTORS + GROUP - 1) / GROUP;
+  static constexpr bool EXACT = ROW_VECTORS % GROUP == 0;
+
+  // Calls body(index of the vector in this part, first column).
+  template <typename Body>
+  static DEVICE void each(uint32_t thread, Body body) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const uint32_t vector = v * GROUP + thread;
+      if (EXACT || vector < ROW_VECTORS) body(v, vector * 8);
+    }
+  }
+};
+
+template <int GROUP, typename T>
+struct Loaded {
+  Eight<T> vectors[RowPart<GROUP>::VECTORS];
+
+  // Issues the loads; nothing waits for them before they are used.
+  DEVICE void fetch(const T* row, uint32_t thread) {
+    if constexpr (present<T>)
+      RowPart<GROUP>::each(thread, [&](int v, uint32_t column) { load(vectors[v], row + column); });
+  }
+};
+
+template <typename T>
+DEVICE T warp_sum(T value) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value += shuffle_xor(value, mask);
+  return value;
+}
+
+// All threads that add up the same numbers get the same bits.
+template <int COUNT, typename T>
+DEVICE T total(const T* numbers) {
+  T sum{};
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) sum += numbers[i];
+  return sum;
+}
+
+// Sum over the threads of one group of WARPS warps. `partials`: WARPS values of shared memory, not used by the sum
+// before this one.
+template <int WARPS, typename T>
+DEVICE T group_sum(T value, T* partials, uint32_t thread, uint32_t barrier) {
+  value = warp_sum(value);
+  if (thread % 32 == 0) partials[thread / 32] = value;
+  warp_sync();
+  barrier_sync(barrier, WARPS * 32);
+  return total<WARPS>(partials);
+}
+
+// h = scale * sum + bias + residual; returns this thread's part of the row's statistics.
+template <int GROUP>
+DEVICE RowStatistics finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float scale, const BIAS_TYPE* bias,
+                                const Loaded<GROUP, RESIDUAL_TYPE>& residual, uint32_t thread) {
+  RowStatistics statistics{};
+  RowPart<GROUP>::each(thread, [&](int v, uint32_t column) {
+    if (scale != 1.0f)
+      for (int i = 0; i < 8; ++i) h[v][i] *= scale;
+    if constexpr (present<BIAS_TYPE>) {
+      Eight<BIAS_TYPE> eight;
+      load(eight, bias + column);
+      add(h[v], eight);
+    }
+    if constexpr (present<RESIDUAL_TYPE>) add(h[v], residual.vectors[v]);
+    observe(statistics, h[v]);
+  });
+  return statistics;
+}
