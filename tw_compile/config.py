@@ -12,7 +12,7 @@ from typing import Any
 from tw_compile import environment
 from tw_compile.gating.facts import BACKENDS
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
-from tw_compile.kernels.collective.transports.entries import AUTO, TRANSPORTS
+from tw_compile.kernels.collective.transports import AUTO, TRANSPORTS
 
 OPTION_PREFIX = "tw_compile."
 _MOST_DIGITS = 9

@@ -18,7 +18,7 @@ from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.known import Known
-    from tw_compile.kernels.collective.selection import Insist, Selector
+    from tw_compile.kernels.transports.selection import Insist, Selector
 
 logger = logging.getLogger("tw_compile")
 

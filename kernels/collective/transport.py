@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.collective.transports.entries import (
+from tw_compile.kernels.collective.transports import (
     AUTO,
     TRANSPORTS,
     GroupFacts,

@@ -21,7 +21,7 @@ from tw_compile.kernels.collective.transport import (
     group_facts,
     prefer_transport,
 )
-from tw_compile.kernels.collective.transports.entries import TRANSPORTS
+from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce

@@ -28,7 +28,7 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import ResidualOut
-from tw_compile.kernels.collective.transports.entries import TRANSPORTS
+from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.passes.fusion.find import FusionSite
 
 

@@ -18,12 +18,12 @@ from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.selection import Selector
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started, get_transport
-from tw_compile.kernels.collective.transports.p2p import P2PTransport
 from tw_compile.kernels.runtime import launch
+from tw_compile.kernels.transports.p2p import P2PTransport
+from tw_compile.kernels.transports.selection import Selector
 from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_overlap, gpu_producer, gpu_stress
 from tw_compile.testing.gpu_transports import Factors, Subject, Work, finished
 

@@ -21,7 +21,6 @@ from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamPar
 from tw_compile.kernels.algorithms.two_shot import two_shot
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.cuda_variant import VECTOR, aligned
-from tw_compile.kernels.collective.selection import Selector
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, capacity_for
 from tw_compile.kernels.collective.spec import (
     NormSpec,
@@ -32,6 +31,7 @@ from tw_compile.kernels.collective.spec import (
     whole_residual,
 )
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, REPORT_ROWS
+from tw_compile.kernels.transports.selection import Selector
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 WORLD_SIZE, RANK, HIDDEN = 4, 2, 64

@@ -36,8 +36,8 @@ from tw_compile.benchmark.table import SMOKE_TEST, print_report
 from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
-from tw_compile.kernels.collective.selection import Step
 from tw_compile.kernels.collective.transport import get_transport
+from tw_compile.kernels.transports.selection import Step
 from tw_compile.runner.spec import RankError, UsageError
 
 SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))

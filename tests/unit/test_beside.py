@@ -17,11 +17,11 @@ from tw_compile import compat
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.beside import _events, cluster_size, side_stream, start_beside
-from tw_compile.kernels.collective.selection import Insist
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import Started, _instances
-from tw_compile.kernels.collective.transports import p2p
+from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import fake_process_group
 
 DEVICE = torch.device("cpu")

@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 
 from tw_compile.cli import explain, plan, render, run
 from tw_compile.cli.app import app
-from tw_compile.kernels.collective import selection
-from tw_compile.kernels.collective.selection import Step
+from tw_compile.kernels.transports import selection
+from tw_compile.kernels.transports.selection import Step
 from tw_compile.planning import LayerShape
 from tw_compile.runner import machine, worker
 from tw_compile.runner.numerics import Comparison, digest, worst

@@ -23,7 +23,7 @@ from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.gating import Entry, Gate, Node, Settings, Source, Table
-from tw_compile.kernels.collective.selection import Step
+from tw_compile.kernels.transports.selection import Step
 
 NAMED = Source("s", "default", ("why",))
 STEPS = (Step(2, 2**20, "push_one_shot", 128), Step(2, 2**26, "push_two_shot", 128))

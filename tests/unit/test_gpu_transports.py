@@ -14,11 +14,11 @@ from tw_compile.harness.problems import Context
 from tw_compile.kernels.algorithms.push.push import PushParams
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.call import Call
-from tw_compile.kernels.collective.selection import Insist
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request, operands_of
 from tw_compile.kernels.collective.transport import Started
-from tw_compile.kernels.collective.transports import p2p
+from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import gpu_transports
 from tw_compile.testing.gpu_transports import ALGORITHMS, Factors, Subject
 

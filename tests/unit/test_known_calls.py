@@ -19,12 +19,12 @@ from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.beside import _events, side_stream
 from tw_compile.kernels.collective.known import MOST_FORMS
-from tw_compile.kernels.collective.selection import Insist
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, grow
 from tw_compile.kernels.collective.spec import slice_of_whole_residual
 from tw_compile.kernels.collective.transport import _instances
-from tw_compile.kernels.collective.transports import p2p
 from tw_compile.kernels.gemm.mm_leaving_sms import mm
+from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import fake_process_group
 
 RANKS, T, H = 2, 6, 64

@@ -16,11 +16,11 @@ from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Pus
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot, takes_multimem
 from tw_compile.kernels.collective import slot
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
-from tw_compile.kernels.collective.selection import Insist, Selector, Step
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, get_transport
-from tw_compile.kernels.collective.transports import p2p
-from tw_compile.kernels.collective.transports.entries import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
+from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
+from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports.selection import Insist, Selector, Step
 
 WORLD_SIZE = 4
 DEVICE = torch.device("cpu")

@@ -14,9 +14,9 @@ from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
-from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.selection import Insist, Selector, Step, steps_for, steps_of, table_text
+from tw_compile.kernels.transports import selection
+from tw_compile.kernels.transports.selection import Insist, Selector, Step, steps_for, steps_of, table_text
 
 STEPS = (Step(4, 100, "push_one_shot", 8), Step(4, 1000, "push_two_shot", 16), Step(4, 10_000, "stream", 4))
 STATE: Any = SimpleNamespace(world_size=4, rank=1)

@@ -19,7 +19,7 @@ from tw_compile.benchmark.results import Row
 from tw_compile.cli import tune as command
 from tw_compile.cli.app import app
 from tw_compile.gating import Gate, Node, Settings, read_table, tables_of, threshold_layers
-from tw_compile.kernels.collective.selection import shipped_steps, steps_for, steps_of
+from tw_compile.kernels.transports.selection import shipped_steps, steps_for, steps_of
 from tw_compile.planning.communication import fused_us, traffic_bytes
 from tw_compile.planning.device import parse_profile, profile_of_device, shipped_profile
 from tw_compile.runner.spec import UsageError

@@ -20,8 +20,8 @@ from tw_compile.current import current_gate
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem
-from tw_compile.kernels.collective.selection import step_for, steps_for
 from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
+from tw_compile.kernels.transports.selection import step_for, steps_for
 
 LABEL = "gated"
 GOOD_REGRET = 0.02

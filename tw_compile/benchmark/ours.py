@@ -18,7 +18,7 @@ from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, get_transport
-from tw_compile.kernels.collective.transports.entries import TRANSPORTS
+from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.registry import Benchmarked
 
 FP8_SCALE = 0.02
@@ -109,7 +109,7 @@ class Operator(Contender):
         return request if buffer is None else replace(request, x=buffer.copy_(request.x))
 
     def deviation(self, ranks: Ranks) -> str | None:
-        from tw_compile.kernels.collective.transports.p2p import P2PTransport
+        from tw_compile.kernels.transports.p2p import P2PTransport
 
         transport = self._transport
         if not isinstance(transport, P2PTransport):
@@ -127,7 +127,7 @@ class Operator(Contender):
 
 def fallback(ranks: Ranks, transport: Transport) -> str | None:
     """That the P2P transport has given up and NCCL runs instead; None when that is not so."""
-    from tw_compile.kernels.collective.transports.p2p import P2PTransport
+    from tw_compile.kernels.transports.p2p import P2PTransport
 
     if not isinstance(transport, P2PTransport):
         return None
@@ -143,7 +143,7 @@ def _only(entry: AlgorithmEntry) -> Callable[[int | None], Transport]:
     """The P2P transport with one algorithm alone."""
 
     def transport(sms: int | None) -> Transport:
-        from tw_compile.kernels.collective.transports.p2p import P2PTransport
+        from tw_compile.kernels.transports.p2p import P2PTransport
 
         return P2PTransport("p2p", entry.make(sms))
 

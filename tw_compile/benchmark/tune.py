@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from tw_compile.benchmark.results import Row, rows_of
-from tw_compile.kernels.collective.selection import Step, step_for, table_text
+from tw_compile.kernels.transports.selection import Step, step_for, table_text
 
 SLACK = 1.02
 """A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from tw_compile.config import whole_number
 from tw_compile.environment import check_environment
-from tw_compile.kernels.collective.transports import entries
+from tw_compile.kernels.collective import transports as entries
 from tw_compile.model_file import read_model_file
 from tw_compile.runner.spec import RankError, UsageError
 

@@ -18,7 +18,7 @@ from tw_compile.cli.common import (
     SplitOption,
     TransportOption,
 )
-from tw_compile.kernels.collective.transports.entries import AUTO, names_for
+from tw_compile.kernels.collective.transports import AUTO, names_for
 from tw_compile.leave import leave
 from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
 

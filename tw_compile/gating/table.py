@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tw_compile.gating.facts import BACKENDS
-from tw_compile.kernels.collective.transports.entries import AUTO, names_for
+from tw_compile.kernels.collective.transports import AUTO, names_for
 
 SCHEMA_VERSION = 1
 DEVICE_CLASSES = ("generic", "sm90", "sm90-multicast", "sm100", "sm103")

@@ -83,7 +83,7 @@ def _thresholds(gate: Gate) -> Report:
 
 def _kernel_tables(gpus: list[Report]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
-    from tw_compile.kernels.collective import selection
+    from tw_compile.kernels.transports import selection
 
     file, table = user_file(selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None
@@ -158,7 +158,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
 
 def _kernels(device_name: str, world_size: int) -> str:
     """Which kernel of the P2P transport serves messages up to which size."""
-    from tw_compile.kernels.collective.selection import steps_for
+    from tw_compile.kernels.transports.selection import steps_for
 
     steps = steps_for(device_name, world_size)
     if not steps:

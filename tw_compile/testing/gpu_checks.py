@@ -58,7 +58,7 @@ import torch.multiprocessing as mp
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form
 from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
-from tw_compile.kernels.collective.transports.entries import TRANSPORTS
+from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_split_steps, gpu_stress
 from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus

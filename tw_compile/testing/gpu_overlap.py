@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form, Results, expect_right, make_problem
-from tw_compile.kernels.collective.transports.p2p import P2PTransport
+from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.testing.gpu_producer import Product, make_product, replay_products
 from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
 from tw_compile.testing.gpu_transports import finished, subject

@@ -11,7 +11,7 @@ import torch
 from tw_compile import Config, collect_reports, compat
 from tw_compile.harness.problems import BF16, Context, expect_same_on_all_ranks
 from tw_compile.kernels.collective.transport import get_transport
-from tw_compile.kernels.collective.transports.p2p import P2PTransport
+from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.models import build_decoder, reference_forward, to_double
 from tw_compile.models.config import config_from_dict
 from tw_compile.report import GraphReport

@@ -23,10 +23,10 @@ from tw_compile.harness.problems import Context, Form, Problem, Results, expect_
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
-from tw_compile.kernels.collective.selection import Selector, Step
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.collective.transports.p2p import P2PTransport
 from tw_compile.kernels.runtime import launch
+from tw_compile.kernels.transports.p2p import P2PTransport
+from tw_compile.kernels.transports.selection import Selector, Step
 from tw_compile.testing.gpu_transports import ALGORITHMS, Counting, Subject, finished, subject
 
 FIRST_SITE = Form(residual="none", out="sharded", residual_dtype=torch.float32)

@@ -18,7 +18,7 @@ from tw_compile.kernels.collective.call import Call, Outputs
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Operands, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
-from tw_compile.kernels.collective.transports.p2p import P2PTransport
+from tw_compile.kernels.transports.p2p import P2PTransport
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     checked.name: partial(entry.make, **dict(checked.options)) for entry in REGISTRY for checked in entry.checked

@@ -13,7 +13,7 @@ from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.tune import steps_from
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Source
-from tw_compile.kernels.collective.selection import Step, step_for
+from tw_compile.kernels.transports.selection import Step, step_for
 
 LEFT = "left"
 UNFUSED: dict[Backend, tuple[str, ...]] = {

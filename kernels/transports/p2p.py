@@ -30,13 +30,13 @@ from tw_compile.kernels.collective.beside import start_beside
 from tw_compile.kernels.collective.cuda_variant import variant_of
 from tw_compile.kernels.collective.known import MOST_FORMS, Known
 from tw_compile.kernels.collective.p2p_group import group_obstacle, outside_pools
-from tw_compile.kernels.collective.selection import Insist, Selector, steps_for
 from tw_compile.kernels.collective.slot import GroupState, Slot, grow
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
-from tw_compile.kernels.collective.transports.entries import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
+from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
+from tw_compile.kernels.transports.selection import Insist, Selector, steps_for
 
 logger = logging.getLogger("tw_compile")
 

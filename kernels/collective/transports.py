@@ -1,8 +1,8 @@
 """The transports, as data: what each can serve, from facts that all ranks share, and where its implementation is.
 
-A new one is a module with a subclass of :class:`~tw_compile.kernels.collective.transport.Transport` and an entry here. Users give
-theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the names
-from here. All transports leave identical bits on all ranks.
+A new one is a module in ``kernels/transports`` with a subclass of ``Transport`` (``transport.py``), and an entry here. Users
+give theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the
+names from here. All transports leave identical bits on all ranks.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Ob
     return None
 
 
-_P2P = "tw_compile.kernels.collective.transports.p2p:P2PTransport"
-_PROCESS_GROUP = "tw_compile.kernels.collective.transports.process_group:CollectiveTransport"
+_P2P = "tw_compile.kernels.transports.p2p:P2PTransport"
+_PROCESS_GROUP = "tw_compile.kernels.transports.process_group:CollectiveTransport"
 
 TRANSPORTS: Registry[TransportEntry] = Registry(
     "transport",
