@@ -21,13 +21,13 @@ from tw_compile import compat
 from tw_compile.benchmark import worker
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.peers import AllReduce
-from tw_compile.benchmark.ranks import Ranks, UnavailableError
 from tw_compile.benchmark.results import Row
-from tw_compile.benchmark.run import launch
 from tw_compile.benchmark.spec import BenchSpec, Size
 from tw_compile.benchmark.worker import bench_size, rank_process
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context, Problem
+from tw_compile.harness.ranks import Ranks, UnavailableError
+from tw_compile.harness.start import launch
 from tw_compile.testing import GlooRanks
 
 SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)

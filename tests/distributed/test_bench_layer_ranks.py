@@ -22,9 +22,9 @@ from tw_compile.benchmark.layer.spec import LayerSpec, Scope
 from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
 from tw_compile.benchmark.layer.variants import Variant
 from tw_compile.benchmark.layer.worker import Entry, Reference, bench_tokens
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context
+from tw_compile.harness.ranks import Ranks
 from tw_compile.report import GraphReport
 from tw_compile.testing import GlooRanks
 

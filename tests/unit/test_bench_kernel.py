@@ -21,21 +21,24 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile import compat
-from tw_compile.benchmark import measure
 from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.benchmark.ours import Operator, Variant
 from tw_compile.benchmark.peers import add_rms_norm_
-from tw_compile.benchmark.plot import plot, spread
-from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
+from tw_compile.benchmark.plot import plot
+from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
-from tw_compile.benchmark.table import SMOKE_TEST, print_report
+from tw_compile.benchmark.table import print_report
 from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
+from tw_compile.harness import measure, start
+from tw_compile.harness.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.harness.plot import spread
+from tw_compile.harness.rows import Outcome, failures
+from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.selection import Step
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.runner.spec import RankError, UsageError
@@ -384,7 +387,7 @@ def test_ranks_start_with_multicast_off_unless_the_environment_says(monkeypatch:
         seen.update(os.environ)
         return {"device_name": "d", "cache_bytes": 1, "rows": []}
 
-    monkeypatch.setattr(bench_run, "spawn_ranks", spawn)
+    monkeypatch.setattr(start, "spawn_ranks", spawn)
     report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
     assert report["environment"] == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "2"}
     assert seen.items() >= report["environment"].items()

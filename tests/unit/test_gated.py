@@ -17,12 +17,13 @@ from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import Gated, regret_csv, regret_line, regrets, set_regret
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
-from tw_compile.benchmark.results import Outcome, Row, failures
+from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec, Size
 from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.gating import Entry, Gate, Node, Settings, Source, Table
+from tw_compile.harness.rows import Outcome, failures
 from tw_compile.kernels.collective.selection import Step
 
 NAMED = Source("s", "default", ("why",))

@@ -15,9 +15,9 @@ from typing import ClassVar, Literal
 
 import torch
 
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import Form, Problem
+from tw_compile.harness.ranks import Ranks
 
 Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 Kind = Literal["ours", "peer", "bound"]

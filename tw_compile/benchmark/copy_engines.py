@@ -15,9 +15,9 @@ import torch
 
 from tw_compile import compat
 from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.collective.spec import rows_per_rank
 from tw_compile.kernels.runtime import bindings
 

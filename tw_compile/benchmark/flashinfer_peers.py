@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks, one_line
-from tw_compile.benchmark.spec import ELEMENT_BYTES, Size
+from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks, one_line
+from tw_compile.harness.spec import ELEMENT_BYTES
 
 WORLD_SIZES = (2, 4, 8)
 MAX_ONE_SHOT_BYTES = 2**25

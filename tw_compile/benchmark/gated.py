@@ -12,14 +12,15 @@ import torch
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator
 from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.results import Row, csv_text, made_with, rows_of
+from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.spec import Size
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks
+from tw_compile.harness.rows import csv_of
 from tw_compile.kernels.collective.selection import step_for, steps_for
 from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
 
@@ -141,7 +142,7 @@ def regrets(report: dict[str, Any]) -> list[Regret]:
 
 def regret_line(report: dict[str, Any]) -> str:
     """The summary in one line."""
-    known = [one.regret for one in regrets(report) if one.regret is not None]
+    known = [point.regret for point in regrets(report) if point.regret is not None]
     if not known:
         return "gated: no regret, as nothing was measured that says something about speed"
     good = sum(regret <= GOOD_REGRET for regret in known)
@@ -153,4 +154,4 @@ def regret_line(report: dict[str, Any]) -> str:
 def regret_csv(report: dict[str, Any]) -> str:
     """One line a size, each with what it was measured with."""
     names = ("machine", "device", "device_name", "dtype", "repeats")
-    return csv_text([asdict(one) for one in regrets(report)], made_with(report, names))
+    return csv_of(report, names, [asdict(regret) for regret in regrets(report)])

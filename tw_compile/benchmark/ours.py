@@ -11,9 +11,9 @@ from functools import partial
 import torch
 
 from tw_compile.benchmark.contender import Call, Contender, form
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, get_transport

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks
 
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 

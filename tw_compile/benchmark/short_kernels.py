@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tw_compile.benchmark.measure import capture
+from tw_compile.harness.measure import capture
 
 _NODES = 400
 _REPLAYS = 20

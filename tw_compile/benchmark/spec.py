@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from tw_compile.harness.spec import ELEMENT_BYTES, ONE_SHOT_BOUND, TWO_SHOT_BOUND
 
 LINK_GB_PER_S = 370.0
 """What one direction of an H200's NVLink is taken to carry; nominally it is 18 links of 25 GB/s."""
-
-ONE_SHOT_BOUND = "one-shot-bound"
-TWO_SHOT_BOUND = "two-shot-bound"
 
 
 @dataclass(frozen=True)

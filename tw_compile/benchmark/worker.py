@@ -14,11 +14,10 @@ import torch
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
-from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
-from tw_compile.benchmark.results import Outcome, Row, complete
+from tw_compile.benchmark.results import Row, complete
 from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
 from tw_compile.gating.current import current_node
+from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.harness.problems import (
     Context,
     Form,
@@ -30,6 +29,8 @@ from tw_compile.harness.problems import (
     quantised,
     unfused,
 )
+from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
+from tw_compile.harness.rows import Outcome
 from tw_compile.kernels.collective.spec import row_range
 from tw_compile.runner.launch import Progress
 

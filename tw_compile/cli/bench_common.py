@@ -61,7 +61,7 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
         common.writable(option, file)
     plot_file = files.get("--plot")
     if plot_file is not None:
-        from tw_compile.benchmark.plot import require
+        from tw_compile.harness.plot import require
 
         require(plot_file)
 
@@ -126,7 +126,7 @@ def measure(
 
 def exit_if_failed(report: dict[str, Any], rows: Sequence[Any]) -> None:
     """Exits with 1 when one of ours failed or sizes are missing."""
-    from tw_compile.benchmark.results import failures
+    from tw_compile.harness.rows import failures
 
     if report["incomplete"] is not None or failures(rows):
         raise typer.Exit(common.EXIT_FAILED)

@@ -47,7 +47,7 @@ def tune(
     common.seconds("--timeout", timeout)
     common.writable("--plot", plot_file)
     if plot_file is not None:
-        from tw_compile.benchmark.plot import require
+        from tw_compile.harness.plot import require
 
         if device == "cpu":
             raise UsageError(
@@ -93,7 +93,8 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
     """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
-    from tw_compile.benchmark.results import failures, rows_of
+    from tw_compile.benchmark.results import rows_of
+    from tw_compile.harness.rows import failures
     from tw_compile.tuning.run import PARTIAL, write_whole
     from tw_compile.tuning.show import plot, print_report
     from tw_compile.tuning.tables import command_of, write
@@ -169,8 +170,8 @@ def _ready(spec: Any, folder: Path) -> list[str]:
         return []
     import torch
 
-    from tw_compile.benchmark.run import multicast_off
     from tw_compile.gating.current import current_node
+    from tw_compile.harness.start import multicast_off
     from tw_compile.tuning.busy import obstacles, usages
     from tw_compile.tuning.tables import check_folder
 

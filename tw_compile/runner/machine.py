@@ -20,7 +20,7 @@ from tw_compile.gating.table import size
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
-from tw_compile.runner.versions import versions
+from tw_compile.runner.versions import installed_version, nccl_version, versions
 
 Report = dict[str, Any]
 
@@ -225,18 +225,3 @@ def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
             for other in [peer] if peer is not None else [one for one in range(count) if one != own]:
                 links[own][other] += 1
     return links
-
-
-def installed_version(distribution: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def nccl_version() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))

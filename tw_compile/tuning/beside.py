@@ -13,11 +13,11 @@ import torch
 
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
-from tw_compile.benchmark.ranks import Ranks, work_as_rank
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.worker import run_rank
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks, work_as_rank
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.planning.device import MEASURED_RANKS
 

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.contenders import contenders
-from tw_compile.benchmark.run import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.files import read_if_there
+from tw_compile.harness.rows import SCHEMA_VERSION
+from tw_compile.harness.start import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.runner.launch import spawn_ranks
 from tw_compile.runner.spec import UsageError
+from tw_compile.runner.versions import machine
 from tw_compile.tuning import beside
 from tw_compile.tuning.spec import Stage, TuneSpec
 
-SCHEMA_VERSION = 1
 PARTIAL = "tune-partial.json"
 _UNKEYED = ("date", "commit")
 """Versions that may change between two parts of one tuning; the sources' digest is what counts."""
@@ -39,10 +40,10 @@ def steps(stage: Stage) -> int:
 def key_of(spec: TuneSpec, devices: list[str]) -> Report:
     """What must not change between two parts of one tuning."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
-    machine = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
+    here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
     switches = {name: os.environ.get(name) for name in MULTICAST_OFF}
     # As JSON has it: tuples are lists there.
-    key: Report = json.loads(json.dumps({**machine, **made_with, **switches, "stages": spec.options()}))
+    key: Report = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
     return key
 
 
@@ -82,8 +83,7 @@ def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Ca
         begin = time.monotonic()
         progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
         entry = rank_process if stage.kind == "kernel" else beside.rank_process
-        with multicast_off():
-            environment = {name: os.environ[name] for name in MULTICAST_OFF}
+        with multicast_off() as environment:
             found = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
         done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}
         stages = {**stages, stage.name: done | found | {"seconds": time.monotonic() - begin}}
@@ -91,7 +91,7 @@ def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Ca
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "tune",
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine(),
         "device": spec.device,
         "world_sizes": list(spec.world_sizes),
         "stages": stages,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.results import rows_of
-from tw_compile.benchmark.table import mebibytes
 from tw_compile.files import read_if_there
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
 from tw_compile.gating.table import Entry, Source, Table, read_table, table_text
+from tw_compile.harness.table import mebibytes
 from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
-from tw_compile.benchmark.results import Outcome, best_peer, csv_text, made_with
+from tw_compile.harness.rows import Outcome, best_peer, csv_of
 
 
 @dataclass
@@ -110,5 +110,4 @@ def rows_of(report: dict[str, Any]) -> list[LayerRow]:
 def as_csv(report: dict[str, Any]) -> str:
     """One line a variant and number of tokens, each with the machine and the versions it was measured with."""
     asked = ("model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
-    common = made_with(report, ("command", "machine", "device", "device_name", *asked))
-    return csv_text([asdict(row) for row in rows_of(report)], common)
+    return csv_of(report, ("command", "machine", "device", "device_name", *asked))

@@ -31,14 +31,15 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
 from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
-from tw_compile.benchmark.measure import capture
-from tw_compile.benchmark.run import all_versions, machine
+from tw_compile.harness.measure import capture
 from tw_compile.harness.problems import Context
+from tw_compile.harness.start import all_versions
 from tw_compile.kernels.collective import transport
 from tw_compile.kernels.collective.beside import cluster_size, fork_and_join
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started, Transport
 from tw_compile.planning import DeviceProfile, communication, load_profile, profile_of_device
+from tw_compile.runner.versions import machine
 from tw_compile.testing import fake_process_group
 
 VARIANTS: dict[str, dict[str, Any] | None] = {

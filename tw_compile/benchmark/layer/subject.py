@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer
+from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.harness.problems import Context
 from tw_compile.models import Decoder, build_decoder, load_config, to_double
 from tw_compile.runner.spec import UsageError

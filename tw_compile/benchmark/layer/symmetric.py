@@ -16,8 +16,8 @@ from torch.library import Library
 
 from tw_compile import compat
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.graph.predicates import aten, is_call, is_view
+from tw_compile.harness.ranks import Ranks
 
 Kind = Literal["one_shot", "two_shot"]
 

@@ -11,7 +11,7 @@ from tw_compile.benchmark.contender import Kind
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.spec import check_labels, with_labels
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
 NO_COMMUNICATION = "no-communication"
@@ -97,9 +97,5 @@ def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
     else:
         known += [Variant("inductor+gloo", "peer")]
     known += [Variant(NO_COMMUNICATION, "bound", DropAllReduces)]
-    labels = [one.label for one in known]
-    for label in spec.only:
-        if label not in labels:
-            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
-    chosen = [one for one in known if not spec.only or one.label in spec.only]
-    return [*chosen, *(swept(tokens) if spec.sweep_split else ())]
+    check_labels(known, spec.only)
+    return [*with_labels(known, spec.only), *(swept(tokens) if spec.sweep_split else ())]

@@ -16,13 +16,13 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import Variant, variants
-from tw_compile.benchmark.measure import Timer, interleaved, percentiles
 from tw_compile.benchmark.ours import fallback
-from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
-from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.short_kernels import ShortKernels
-from tw_compile.benchmark.spec import ELEMENT_BYTES
+from tw_compile.harness.measure import Timer, interleaved, percentiles
 from tw_compile.harness.problems import Context, expect_same_on_all_ranks
+from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
+from tw_compile.harness.rows import Outcome
+from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.models import reference_forward
 from tw_compile.report import GraphReport, Split

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tw_compile.benchmark.vllm.spec import Kind
 from tw_compile.benchmark.vllm.traces import ACCURACY, Trace
+from tw_compile.harness.rows import csv_of
 
-SCHEMA_VERSION = 1
 NOISE = 3.0
 """Standard errors by which an agreement may be lower than the control's."""
 BUDGET = 1.1
@@ -227,10 +225,4 @@ def rows_of(report: dict[str, Any]) -> list[VllmRow]:
 
 def as_csv(report: dict[str, Any]) -> str:
     """One line a variant and trace, each with the machine and the versions it was measured with."""
-    names = ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed")
-    made_with = {name: report[name] for name in names} | report["versions"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(VllmRow)] + list(made_with), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) | made_with for row in rows_of(report))
-    return text.getvalue()
+    return csv_of(report, ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed"))

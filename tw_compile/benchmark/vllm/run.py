@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
-from tw_compile.benchmark.vllm.results import SCHEMA_VERSION, VllmRow, compare, judge, logprob_error, measure, unrelated
+from tw_compile.benchmark.vllm.results import VllmRow, compare, judge, logprob_error, measure, unrelated
 from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
+from tw_compile.harness.rows import SCHEMA_VERSION
+from tw_compile.harness.start import multicast_off
 from tw_compile.runner.launch import sigterm_interrupts
-from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
-from tw_compile.runner.versions import versions
+from tw_compile.runner.versions import installed_version, machine, nccl_version, versions
 
 
 def require_vllm() -> None:
@@ -76,7 +74,11 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
     """
     found: list[dict[str, Any]] = []
     whole = True
-    with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, multicast_off(), sigterm_interrupts():
+    with (
+        tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch,
+        multicast_off() as environment,
+        sigterm_interrupts(),
+    ):
         folder = Path(scratch) / "model"
         config = write_model(spec, folder)
         plan = engines(spec, str(folder))
@@ -87,11 +89,10 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
                 continue
             of_group, whole = take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
             found += of_group
-        environment = {name: os.environ[name] for name in MULTICAST_OFF}
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "bench vllm",
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine(),
         "device_name": next((one["device_name"] for one in found if "device_name" in one), None),
         "model": spec.model,
         "world_size": spec.world_size,

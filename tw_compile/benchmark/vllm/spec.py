@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
+from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.runner.spec import UsageError
 
 Kind = Literal["baseline", "control", "ours", "reference"]
@@ -131,16 +132,12 @@ def variants(spec: VllmSpec) -> list[Variant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    labels = [one.label for one in VARIANTS]
-    for label in spec.only:
-        if label not in labels:
-            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
+    check_labels(VARIANTS, spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
-    everyone = [
-        replace(one, arguments=_merged(one.arguments, splits)) if one.label.startswith(SPLIT) else one
-        for one in VARIANTS
+    return [
+        replace(variant, arguments=_merged(variant.arguments, splits)) if variant.label.startswith(SPLIT) else variant
+        for variant in with_labels(VARIANTS, spec.only)
     ]
-    return [one for one in everyone if not spec.only or one.label in spec.only]
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:

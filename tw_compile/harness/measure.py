@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contender import Call
-from tw_compile.benchmark.ranks import Ranks
+from tw_compile.harness.ranks import Ranks
 
 WARM_UP_ROUNDS = 3
 # About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
