@@ -32,7 +32,7 @@ from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
 from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import print_report
 from tw_compile.benchmark.tune import steps_from, table_of
-from tw_compile.cli import bench_common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.harness import measure, start
 from tw_compile.harness.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
@@ -172,7 +172,7 @@ def test_a_launch_is_timed_from_when_the_gpus_have_met(monkeypatch: pytest.Monke
     graph = SimpleNamespace(replay=lambda: order.append("replay"))
     monkeypatch.setattr(measure, "capture", lambda calls, count: graph)
     assert GraphTimer([], 3).run() == pytest.approx(2.0)
-    assert order == [measure._HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
+    assert order == [measure.HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
 
 
 def test_call_that_breaks_a_capture_is_the_reason_and_not_the_broken_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,15 +435,15 @@ def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: py
 def test_ranks_are_the_gpus_that_are_there(
     gpus: int, tp: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_common, "_gpus", lambda: gpus)
+    monkeypatch.setattr(common, "gpus", lambda: gpus)
     assert bench_common.ranks_here("bench kernel", tp, "cuda") == ranks
 
 
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 1)
+    monkeypatch.setattr(common, "gpus", lambda: 1)
     with pytest.raises(UsageError, match="--device: expected cpu"):
         bench_common.ranks_here("bench kernel", None, "cuda")
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
+    monkeypatch.setattr(common, "gpus", lambda: 4)
     with pytest.raises(UsageError, match="--tp: expected at most 4"):
         bench_common.ranks_here("bench kernel", 8, "cuda")
 

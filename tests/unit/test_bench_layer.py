@@ -30,7 +30,7 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
 from tw_compile.benchmark.layer.variants import variants
-from tw_compile.cli import bench_common
+from tw_compile.cli import common
 from tw_compile.cli.app import app
 from tw_compile.harness import start
 from tw_compile.harness.ranks import one_line
@@ -418,7 +418,7 @@ def _bench(
         return report_of(rows) | {"incomplete": incomplete}
 
     monkeypatch.setattr(layer_run, "run", run)
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
+    monkeypatch.setattr(common, "gpus", lambda: 4)
     return CliRunner().invoke(app, ["bench", *args]), specs[0]
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import explain, plan, render, run
+from tw_compile.cli import common, explain, plan, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.selection import Step
@@ -226,7 +226,7 @@ def test_ranks_go_to_the_gpus_that_are_there(
     gpus: int, launched: int | None, device: str, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``launched``: ranks of this machine when torchrun started two machines."""
-    monkeypatch.setattr(run, "_gpus", lambda: gpus)
+    monkeypatch.setattr(common, "gpus", lambda: gpus)
     if launched is not None:
         environment = {"RANK": "0", "LOCAL_WORLD_SIZE": str(launched), "WORLD_SIZE": str(2 * launched)}
         for name, number in environment.items():

@@ -19,7 +19,7 @@ from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec, Size
-from tw_compile.cli import bench_common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.gating import Entry, Gate, Node, Settings, Source, Table
@@ -162,7 +162,7 @@ def test_gated_has_sizes_of_its_own_and_regret_needs_it(monkeypatch: pytest.Monk
         seen.append(spec)
         return {"rows": [], "incomplete": None}
 
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     monkeypatch.setattr(bench_common, "measure", measure)
     assert CliRunner().invoke(app, ["bench", "kernel", "--gated"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "kernel"]).exit_code == 0

@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.results import Row
+from tw_compile.cli import common
 from tw_compile.cli import tune as command
 from tw_compile.cli.app import app
 from tw_compile.gating import Gate, Node, Settings, read_table, tables_of, threshold_layers
@@ -265,7 +266,7 @@ def test_busy_gpus_are_named_with_what_was_seen() -> None:
 
 
 def _on_gpus(monkeypatch: pytest.MonkeyPatch, used: int) -> None:
-    monkeypatch.setattr(command, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     monkeypatch.setattr(busy, "usages", lambda count: [Usage(index, used) for index in range(count)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: H200)
     monkeypatch.setattr("tw_compile.gating.current.current_node", lambda: Node((9, 0), False))
@@ -373,10 +374,10 @@ def test_bad_input_is_one_line_that_names_the_option(args: list[str], named: str
 
 
 def test_without_gpus_a_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    monkeypatch.setattr(common, "gpus", lambda: 0)
     with pytest.raises(UsageError, match="--device: expected cpu"):
         command._world_sizes(None, "cuda", dry_run=False)
-    monkeypatch.setattr(command, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     assert command._world_sizes(None, "cuda", dry_run=False) == (2,)
     with pytest.raises(UsageError, match="--tp: expected at most 2"):
         command._world_sizes((2, 4), "cuda", dry_run=False)

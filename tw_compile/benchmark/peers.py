@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tw_compile import compat
 from tw_compile.benchmark.contender import Call, Contender
 from tw_compile.benchmark.spec import Size
 from tw_compile.harness.problems import EPS, Problem
-from tw_compile.harness.ranks import Ranks
+from tw_compile.harness.ranks import Ranks, symmetric_memory
 
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
@@ -66,8 +64,6 @@ class SymmetricMemory(Contender):
     def __init__(self, label: str, one_shot: bool) -> None:
         self.label = label
         self._one_shot = one_shot
-        # Never given back: a pool hands freed blocks out again in an order that ranks need not share.
-        self._kept: list[tuple[torch.Tensor, Any]] = []
 
     def obstacle(self, size: Size, world_size: int) -> str | None:
         if self._one_shot and size.nbytes > SYMM_MEM_ONE_SHOT_MAX_BYTES:
@@ -75,17 +71,12 @@ class SymmetricMemory(Contender):
         return None
 
     def prepare(self, ranks: Ranks, problem: Problem) -> Call:
-        x, name = self._symmetric_copy(ranks, problem.x), ranks.ctx.group_name
+        x, name = problem.x, ranks.ctx.group_name
+        buffer, _ = symmetric_memory(ranks, x.nbytes, x.device)
+        x = buffer.view(x.dtype).view(x.shape).copy_(x)
         if self._one_shot:
             return _norm_after(lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name), problem)
         return _norm_after(lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name), problem)
-
-    def _symmetric_copy(self, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
-        # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
-        buffer = ranks.together(lambda: compat.symm_mem_empty(x.nbytes, x.device))
-        handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
-        self._kept.append((buffer, handle))
-        return buffer.view(x.dtype).view(x.shape).copy_(x)
 
 
 class NoCommunication(Contender):

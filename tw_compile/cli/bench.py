@@ -178,10 +178,10 @@ def _write_files(
 
     Of a gate or a table that some sizes say nothing about nothing is written.
     """
+    from tw_compile.benchmark.plot import plot
     from tw_compile.benchmark.results import as_csv, rows_of
+    from tw_compile.harness.rows import failures
 
-    if csv_file is not None:
-        common.write_file("--csv", csv_file, as_csv(report))
     if report["incomplete"] is not None:
         for option, file in (("--regret", regret_file), ("--table", table_file)):
             if file is not None:
@@ -198,11 +198,7 @@ def _write_files(
             common.write_file("--table", table_file, table_of(report))
         except ValueError as error:
             raise UsageError(f"--table: {error}") from error
-    if plot_file is not None:
-        from tw_compile.benchmark.plot import plot
-
-        plot(report, plot_file)
-    bench_common.exit_if_failed(report, rows_of(report))
+    bench_common.finish(report, failures(rows_of(report)), as_csv, csv_file, plot, plot_file)
 
 
 def _with_layers(spec: RunSpec, layers: int) -> RunSpec:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.runner.spec import UsageError
 
@@ -145,22 +145,16 @@ def _folder(out: str | None) -> Path:
 
 def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
     """Those of ``--tp``, or what fits."""
-    from tw_compile.runner.launch import torchrun_world_size
-
-    if torchrun_world_size() is not None:
-        raise UsageError("tune: expected to start the ranks itself, got RANK of a launcher; run it without torchrun")
+    bench_common.refuse_launcher("tune")
     for ranks in asked or ():
         common.ranks("--tp", ranks, least=2)
     if device == "cpu":
         return asked or (2,)
-    gpus = _gpus()
+    gpus = common.gpus()
     usual = common.numbers("--tp", WORLD_SIZES)
     if dry_run and gpus < 2:
         return asked or usual
-    if gpus < 2:
-        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
-    if asked is not None and max(asked) > gpus:
-        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {max(asked)}")
+    bench_common.check_gpus(None if asked is None else max(asked), gpus)
     return asked or tuple(ranks for ranks in usual if ranks <= gpus)
 
 
@@ -199,9 +193,3 @@ def _say_if_not_used(console: Any, device_class: str) -> None:
             markup=False,
             soft_wrap=True,
         )
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -16,7 +16,26 @@ from tw_compile.harness.ranks import Ranks
 
 WARM_UP_ROUNDS = 3
 # About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
-_HEAD_START_CYCLES = 500_000
+HEAD_START_CYCLES = 500_000
+
+
+def gpu_us(work: Callable[[], object]) -> float:
+    """Microseconds from one event on the current stream to another behind ``work``, which is over on return."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """What ``work`` allocates at its peak beyond what is there."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 class Timer(Protocol):
@@ -36,15 +55,10 @@ class GraphTimer:
         self._one = torch.ones(1, device="cuda")
 
     def run(self) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Everything is in the queue when the GPUs meet in the all_reduce, so no rank's clock runs while another still launches.
-        compat.delay_stream(_HEAD_START_CYCLES)
+        compat.delay_stream(HEAD_START_CYCLES)
         dist.all_reduce(self._one, op=dist.ReduceOp.MAX)
-        begin.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / self._count
+        return gpu_us(self._graph.replay) / self._count
 
 
 def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:

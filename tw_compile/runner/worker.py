@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
+from tw_compile.harness.measure import gpu_us, peak_bytes
 from tw_compile.kernels.collective.transport import reserved_bytes
-from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
+from tw_compile.models import Decoder, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.group import host_group, meet
+from tw_compile.runner.model import build_model
 from tw_compile.runner.numerics import Comparison, digest, finite, worst
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
@@ -152,17 +154,7 @@ def silence_known_warnings() -> None:
 def _build(spec: RunSpec, progress: Progress) -> Decoder:
     progress(f"building {spec.model}")
     device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
-    try:
-        config = load_config(spec.model)
-        return build_decoder(
-            config,
-            device=device,
-            dtype=getattr(torch, spec.dtype),
-            num_layers=spec.layers,
-            checkpoint=checkpoint_folder(spec.model),
-        )
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
+    return build_model(spec, device, checkpoint=checkpoint_folder(spec.model))
 
 
 def checkpoint_folder(model: str) -> Path | None:
@@ -221,7 +213,8 @@ def _compile_and_run(
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
         if one.is_cuda:
-            result.peak_bytes.append(max(_all_gather(_peak_bytes(model, one))))
+            # Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing.
+            result.peak_bytes.append(max(_all_gather(peak_bytes(partial(_run, model, one)))))
             progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, one))
             outputs = _run(model, one)
@@ -239,29 +232,16 @@ def _profiler(spec: RunSpec) -> Callable[[Callable[[], Outputs]], Hidden] | None
     return partial(profile, file=trace_of_rank(spec.trace, dist.get_rank()), meet=partial(meet, host_group(spec)))
 
 
-def _peak_bytes(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> int:
-    """Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _run(model, ids)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
     """Median seconds of one prefill on the slowest rank."""
     seconds = []
     with torch.no_grad():
         for iteration in range(WARM_UP + ITERATIONS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             dist.barrier()
             torch.compiler.cudagraph_mark_step_begin()
-            begin.record()
-            model(ids)
-            end.record()
-            end.synchronize()
+            us = gpu_us(partial(model, ids))
             if iteration >= WARM_UP:
-                seconds.append(begin.elapsed_time(end) / 1000)
+                seconds.append(us / 1e6)
     return _slowest(statistics.median(seconds))
 
 

@@ -26,15 +26,14 @@ _MARKS = {("fused", True): "█", ("fused", False): "▒", ("left", True): "·",
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
-def print_grid(console: Console, spec: TuneSpec, done: Sequence[str] = ()) -> None:
+def print_grid(console: Console, spec: TuneSpec) -> None:
     """What would be measured, and how long that takes."""
     total = 0.0
     for stage in spec.stages():
         bench, count = stage.bench, contender_count(stage)
         estimate = seconds(stage, count)
-        total += 0.0 if stage.name in done else estimate
-        state = ", done" if stage.name in done else ""
-        console.print(f"{stage.name}: about {estimate:.0f} s{state}", style="bold", markup=False)
+        total += estimate
+        console.print(f"{stage.name}: about {estimate:.0f} s", style="bold", markup=False)
         console.print(
             f"  tokens {', '.join(map(str, bench.tokens))}; hidden {', '.join(map(str, bench.hidden))}; {bench.dtype}; {count} "
             f"contenders; CUDA graphs of {bench.calls} calls, {bench.repeats} replays",

@@ -31,7 +31,7 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
 from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
-from tw_compile.harness.measure import capture
+from tw_compile.harness.measure import HEAD_START_CYCLES, WARM_UP_ROUNDS, capture, gpu_us
 from tw_compile.harness.problems import Context
 from tw_compile.harness.start import all_versions
 from tw_compile.kernels.collective import transport
@@ -49,7 +49,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 """Options of ours; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6
 _ALONE_SMS = 32
-_HEAD_START_CYCLES = 500_000
 
 
 class StandIn(Transport):
@@ -121,16 +120,12 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
             middle = middle_of(tokens)
             waiting.append((f"{SWEPT}{middle}", {"split": str(middle)}))
     times: dict[str, list[float]] = {label: [] for label in graphs}
-    for number in range(3 + spec.repeats):
+    for number in range(WARM_UP_ROUNDS + spec.repeats):
         for label, (graph, _) in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            compat.delay_stream(_HEAD_START_CYCLES)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if number >= 3:
-                times[label].append(begin.elapsed_time(end) * 1e3 / spec.layers)
+            compat.delay_stream(HEAD_START_CYCLES)
+            us = gpu_us(graph.replay)
+            if number >= WARM_UP_ROUNDS:
+                times[label].append(us / spec.layers)
     found: dict[str, Any] = {label: round(statistics.median(one), 1) for label, one in times.items()}
     nbytes = tokens * subject.hidden_size * inputs.element_size()
     sums = 2 * communication.all_reduce_us(profile, nbytes, spec.world_size, multicast=False)

@@ -10,8 +10,8 @@ import torch.nn as nn
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.harness.problems import Context
-from tw_compile.models import Decoder, build_decoder, load_config, to_double
-from tw_compile.runner.spec import UsageError
+from tw_compile.models import Decoder, to_double
+from tw_compile.runner.model import build_model
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 
@@ -93,14 +93,4 @@ def build_subject(spec: LayerSpec, device: torch.device) -> Subject:
     Raises:
         UsageError: The model can't be built as asked.
     """
-    try:
-        decoder = build_decoder(
-            load_config(spec.model),
-            device=device,
-            dtype=getattr(torch, spec.dtype),
-            num_layers=spec.layers,
-            seed=spec.seed,
-        )
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
-    return (Subject if spec.scope == "layer" else Model)(decoder)
+    return (Subject if spec.scope == "layer" else Model)(build_model(spec, device, seed=spec.seed))

@@ -18,8 +18,6 @@ NO_COMMUNICATION = "no-communication"
 HALF_MULTIPLE = 16
 SWEEP_STEP, MOST_SWEPT = 128, 16
 
-GraphPass = CountAllReduces | DropAllReduces | UseSymmetricMemory
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -35,7 +33,7 @@ class Variant:
 
     label: str
     kind: Kind
-    make_pass: Callable[[], GraphPass] = CountAllReduces
+    make_pass: Callable[[], CountAllReduces] = CountAllReduces
     config: dict[str, Any] = field(default_factory=dict)
     halves: bool = False
     symmetric: bool = False

@@ -18,7 +18,7 @@ from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import Variant, variants
 from tw_compile.benchmark.ours import fallback
 from tw_compile.benchmark.short_kernels import ShortKernels
-from tw_compile.harness.measure import Timer, interleaved, percentiles
+from tw_compile.harness.measure import Timer, interleaved, peak_bytes, percentiles
 from tw_compile.harness.problems import Context, expect_same_on_all_ranks
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.harness.rows import Outcome
@@ -276,10 +276,7 @@ def _badness(error: float) -> tuple[bool, float]:
 
 def _peak_bytes(run: Run) -> int:
     run.outputs = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _finished(run)
-    return torch.cuda.max_memory_allocated() - before
+    return peak_bytes(run)
 
 
 def _time(spec: LayerSpec, ranks: Ranks, entries: list[Entry], subject: Subject, reference: Reference) -> None:
