@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tw_compile.benchmark.results import Row
-from tw_compile.tuning.measured import Run, run_made_with, run_of_report
+from tw_compile.tuning.measured import KernelRun, run_made_with, run_of_report
 
 OLDER_NAMES = {"max_ctas": "max_sms"}
 """Columns of CSV files that were written under another name."""
 
 
-def runs_of_file(path: str) -> list[Run]:
+def runs_of_file(path: str) -> list[KernelRun]:
     """The runs in a CSV or JSON file that ``bench kernel`` has written; ValueError names the file and what is wrong."""
     try:
         text = Path(path).read_text()
@@ -29,7 +29,7 @@ def runs_of_file(path: str) -> list[Run]:
         raise ValueError(f"{path}: expected what bench kernel writes with --csv or --json, got {problem}") from error
 
 
-def _runs_of_csv(text: str) -> list[Run]:
+def _runs_of_csv(text: str) -> list[KernelRun]:
     by_run: dict[tuple[tuple[str, str], ...], list[Row]] = {}
     names = ("world_size", "device_name", "torch", "nccl", "flashinfer", "commit", "date")
     for line in csv.DictReader(text.splitlines()):

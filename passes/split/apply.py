@@ -18,8 +18,7 @@ from tw_compile.passes.split.rewrite.seams import mend_seams
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms
 from tw_compile.passes.split.schedule.lock import lock_order
 from tw_compile.passes.split.schedule.windows import Window, schedule
-from tw_compile.planning import DeviceProfile
-from tw_compile.planning import Window as PlannedWindow
+from tw_compile.planning import DeviceProfile, PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split
 
 

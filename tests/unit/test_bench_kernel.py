@@ -29,7 +29,7 @@ from tw_compile.benchmark.ours import Operator, Variant
 from tw_compile.benchmark.peers import add_rms_norm_
 from tw_compile.benchmark.plot import plot
 from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
-from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
+from tw_compile.benchmark.spec import BenchSpec, MessageSize, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import print_report
 from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench_common, common
@@ -57,7 +57,7 @@ def row(
 
 
 def completed(*rows: Row, tokens: int = 16, spec: BenchSpec = SPEC) -> dict[str, Row]:
-    return {one.label: one for one in complete(list(rows), Size(tokens, 8192, "bfloat16"), spec)}
+    return {one.label: one for one in complete(list(rows), MessageSize(tokens, 8192, "bfloat16"), spec)}
 
 
 def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
@@ -330,7 +330,7 @@ def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     made_for: list[int | None] = []
     chosen = select(replace(SPEC, sms=(4, 16, 32)), _variants(made_for), [])  # "swept" can have 16
     assert [one.label for one in chosen] == ["swept-4sm", "swept-16sm", "fixed"]
-    size = Size(1, 8, "bfloat16")
+    size = MessageSize(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
         assert isinstance(one, Operator) and one._transport is one._transport
@@ -352,21 +352,21 @@ def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     assert kinds == {"ours": 8, "peer": 6, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
-        return everyone[label].obstacle(Size(tokens, 8192, "bfloat16"), 4)
+        return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)
 
     assert obstacle("symm-one-shot+norm", 2048) is None and "32 MiB" in str(obstacle("symm-one-shot+norm", 2049))
     assert obstacle("symm-two-shot+norm", 16384) is None
     assert obstacle("flashinfer-two-shot", 4) == "needs more tokens than ranks"
     assert "32 MiB" in str(obstacle("flashinfer-one-shot", 32768))
     # Ours choose a kernel when they see the message.
-    assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) is None
+    assert everyone["tw-p2p"].num_sms(MessageSize(4, 8192, "bfloat16"), 4) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
 def test_flashinfer_that_is_not_installed_is_a_row_with_that_reason() -> None:
     assert "not installed" in str(import_obstacle())
     peer = FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=16)
-    assert peer.obstacle(Size(16, 8192, "bfloat16"), 2) == import_obstacle()
+    assert peer.obstacle(MessageSize(16, 8192, "bfloat16"), 2) == import_obstacle()
 
 
 def test_in_place_norm_keeps_repeated_sums_finite() -> None:
@@ -514,7 +514,7 @@ def test_contender_is_a_complete_interface() -> None:
         def prepare(self, ranks: Any, problem: Any) -> Any:
             raise NotImplementedError
 
-    one, size = Minimal(), Size(1, 8, "float32")
+    one, size = Minimal(), MessageSize(1, 8, "float32")
     assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)
 
 

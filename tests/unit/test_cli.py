@@ -22,7 +22,7 @@ from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.selection import Step
 from tw_compile.planning import LayerShape
 from tw_compile.runner import machine, worker
-from tw_compile.runner.numerics import Comparison, digest, worst
+from tw_compile.runner.numerics import OutputErrors, digest, worst
 from tw_compile.runner.spec import RunSpec
 
 INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
@@ -475,17 +475,17 @@ def test_sizes_have_a_unit(count: int | None, text: str) -> None:
 
 
 def test_error_over_budget_or_not_finite_fails() -> None:
-    assert Comparison(1.1e-3, 1e-3).passed
-    assert not Comparison(1.2e-3, 1e-3).passed
-    assert not Comparison(float("inf"), 1e-3).passed
-    assert not Comparison(float("inf"), float("inf")).passed
-    assert Comparison(float("inf"), 1e-3).as_dict()["error"] is None
+    assert OutputErrors(1.1e-3, 1e-3).passed
+    assert not OutputErrors(1.2e-3, 1e-3).passed
+    assert not OutputErrors(float("inf"), 1e-3).passed
+    assert not OutputErrors(float("inf"), float("inf")).passed
+    assert OutputErrors(float("inf"), 1e-3).as_dict()["error"] is None
 
 
 def test_worst_comparison_uses_most_of_its_budget() -> None:
-    close = Comparison(1e-6, 1e-6)
-    assert worst([Comparison(1e-3, 2e-3), close]) is close
-    broken = Comparison(float("inf"), 1.0)
+    close = OutputErrors(1e-6, 1e-6)
+    assert worst([OutputErrors(1e-3, 2e-3), close]) is close
+    broken = OutputErrors(float("inf"), 1.0)
     assert worst([close, broken]) is broken
 
 

@@ -9,7 +9,7 @@ from tw_compile.benchmark.copy_engines import CopyEngines
 from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
-from tw_compile.benchmark.peers import AllReduce, NoCommunication, SymmetricMemory
+from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.runner.spec import UsageError
@@ -23,9 +23,9 @@ def contenders(spec: BenchSpec) -> list[Contender]:
     """
     gated: list[Contender] = [Gated()] if spec.gated else []
     if spec.device == "cpu":
-        return select(spec, OURS_ON_CPU, [AllReduce("gloo+norm")]) + gated
+        return select(spec, OURS_ON_CPU, [UnfusedAllReduce("gloo+norm")]) + gated
     others = [
-        AllReduce("nccl+norm"),
+        UnfusedAllReduce("nccl+norm"),
         SymmetricMemory("symm-one-shot+norm", one_shot=True),
         SymmetricMemory("symm-two-shot+norm", one_shot=False),
         FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=max(spec.tokens)),

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 from tw_compile.kernels.collective.spec import rows_per_rank
@@ -33,14 +33,14 @@ class CopyEngines(Contender):
     label = "copy-engines+norm"
     residual_sharded = True
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if size.tokens % world_size:
             return f"tried for multiples of {world_size} tokens"
         if size.nbytes < _MIN_BYTES:
             return f"its copies alone take longer than others need: tried from {_MIN_BYTES // 2**20} MiB"
         return None
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, weight = problem.x, problem.weight
         world, rank = ranks.ctx.world_size, ranks.ctx.rank
         rows = rows_per_rank(x.shape[0], world)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator
-from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
+from tw_compile.benchmark.peers import SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.results import Row, rows_of
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.config import Config
 from tw_compile.gating.current import current_gate
 from tw_compile.gating.facts import Backend
@@ -43,7 +43,7 @@ class Gated(Contender):
         self._now: Contender | None = None
         self._why = ""
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         self._now = None
         cuda = torch.cuda.is_initialized()
         verdict = current_gate(Config()).decide(size.nbytes, world_size=world_size, dtype=size.dtype)
@@ -56,10 +56,10 @@ class Gated(Contender):
         self._why = verdict.entry
         return self._now.obstacle(size, world_size)
 
-    def num_sms(self, size: Size, world_size: int) -> int | None:
+    def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         return None if self._now is None else self._now.num_sms(size, world_size)
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         assert self._now is not None, "obstacle chooses"
         return self._now.prepare(ranks, problem)
 
@@ -74,7 +74,7 @@ class Gated(Contender):
         return f"{self._now.label}{'' if kernel is None else f' ({kernel})'} by {self._why}"
 
 
-def fused_way(verdict: Verdict, size: Size, world_size: int, cuda: bool) -> Contender | str:
+def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:
     """The operator by the transport that the verdict asks for, or why it is not here."""
     facts = GroupFacts("cuda" if cuda else "cpu", world_size, hosts=1)
     choice = prefer_transport(facts, size.hidden, getattr(torch, size.dtype), verdict.transport or "auto")
@@ -91,7 +91,7 @@ def fused_way(verdict: Verdict, size: Size, world_size: int, cuda: bool) -> Cont
 def unfused_way(verdict: Verdict) -> Contender | str:
     """The all_reduce of the verdict's backend and a norm, or why it is not here."""
     if verdict.backend is Backend.NCCL:
-        return AllReduce("nccl+norm")
+        return UnfusedAllReduce("nccl+norm")
     if verdict.backend in (Backend.SYMM_MEM_ONE_SHOT, Backend.SYMM_MEM_TWO_SHOT):
         one_shot = verdict.backend is Backend.SYMM_MEM_ONE_SHOT
         return SymmetricMemory(f"symm-{'one' if one_shot else 'two'}-shot+norm", one_shot)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 
@@ -31,7 +31,7 @@ def compiled_add_rms_norm_() -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
     return torch.compile(add_rms_norm_, dynamic=False, fullgraph=True)
 
 
-def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> Call:
+def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> ContenderCall:
     """``reduce()`` and then residual add and norm, compiled on GPUs."""
     norm = compiled_add_rms_norm_() if problem.x.is_cuda else add_rms_norm_
 
@@ -42,13 +42,13 @@ def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> Call:
     return call
 
 
-class AllReduce(Contender):
+class UnfusedAllReduce(Contender):
     """The process group's all_reduce in place (NCCL or gloo), then add and norm: the unfused way."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
 
         def reduce() -> torch.Tensor:
@@ -65,12 +65,12 @@ class SymmetricMemory(Contender):
         self.label = label
         self._one_shot = one_shot
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if self._one_shot and size.nbytes > SYMM_MEM_ONE_SHOT_MAX_BYTES:
             return f"every rank would read all messages whole: tried up to {SYMM_MEM_ONE_SHOT_MAX_BYTES // 2**20} MiB"
         return None
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, name = problem.x, ranks.ctx.group_name
         buffer, _ = symmetric_memory(ranks, x.nbytes, x.device)
         x = buffer.view(x.dtype).view(x.shape).copy_(x)
@@ -86,6 +86,6 @@ class NoCommunication(Contender):
     kind = "bound"
     reduces = False
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
         return _norm_after(lambda: x, problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, Size, bounds_us, bus_bytes
+from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, MessageSize, bounds_us, bus_bytes
 from tw_compile.harness.rows import Outcome, best_peer, csv_of
 
 
@@ -57,7 +57,7 @@ class Row:
     best: str | None = None
 
 
-def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
+def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
     """The rows of one size with everything that follows from their times, and, on GPUs, the computed bounds.
 
     Times of gloo ranks on a CPU get no bandwidth, no share and no speed-up: they say nothing about speed.

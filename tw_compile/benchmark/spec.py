@@ -13,7 +13,7 @@ LINK_GB_PER_S = 370.0
 
 
 @dataclass(frozen=True)
-class Size:
+class MessageSize:
     """One message: the partial sums ``[tokens, hidden]`` of one rank."""
 
     tokens: int
@@ -54,10 +54,10 @@ class BenchSpec:
     timeout: float = 1200.0
     gated: bool = False
 
-    def sizes(self) -> Iterator[Size]:
+    def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:
             for tokens in self.tokens:
-                yield Size(tokens, hidden, self.dtype)
+                yield MessageSize(tokens, hidden, self.dtype)
 
 
 def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int) -> int:

@@ -16,7 +16,7 @@ from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.config import whole_number
 from tw_compile.harness.table import plain_table, widen
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, evidence, layer_shape, load_profile, plan_layer
-from tw_compile.planning.windows import Window
+from tw_compile.planning.windows import PlannedWindow
 from tw_compile.runner.spec import UsageError
 
 SCHEMA_VERSION = 1
@@ -186,7 +186,7 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
     console.print(table)
 
 
-def _window_cells(window: Window) -> tuple[str, ...]:
+def _window_cells(window: PlannedWindow) -> tuple[str, ...]:
     gemms = ", ".join(
         f"{name} {'+'.join(str(gemm.waves) for gemm in same)} on {sms}"
         for (name, sms), same in itertools.groupby(window.gemms, key=lambda gemm: (gemm.name, gemm.sms))

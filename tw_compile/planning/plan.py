@@ -13,7 +13,7 @@ from tw_compile.planning.device import DeviceProfile, shipped_profile
 from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
-from tw_compile.planning.windows import Costs, Window, weave, weave_joined
+from tw_compile.planning.windows import Costs, PlannedWindow, weave, weave_joined
 
 ROW_MULTIPLE = 16
 MAX_CANDIDATES = 32
@@ -97,7 +97,7 @@ class Plan:
     reason: str
     fused_ctas: int
     predicted: Predicted
-    windows: tuple[Window, ...]
+    windows: tuple[PlannedWindow, ...]
     waves: tuple[GemmWaves, ...]
     candidates: int
     margin: float
@@ -306,14 +306,14 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
     return sorted(sizes, key=lambda size: (abs(2 * size - tokens), size))[:MAX_CANDIDATES]
 
 
-def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[Window, ...]:
+def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[PlannedWindow, ...]:
     """Windows of the mode; none for joining what no cut has parted."""
     if mode is Mode.SPLIT:
         return weave(costs, first, tokens)
     return () if whole_sequences else weave_joined(costs, first, tokens)
 
 
-def _waves(costs: Costs, tokens: int, windows: Sequence[Window]) -> tuple[GemmWaves, ...]:
+def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple[GemmWaves, ...]:
     result = []
     for name in dict.fromkeys(gemm.name for gemm in costs.layer.gemms):
         same = [gemm for gemm in costs.layer.gemms if gemm.name == name]

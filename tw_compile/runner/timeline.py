@@ -28,7 +28,7 @@ _FORWARD = "tw_compile: forward"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TracedKernel:
     """One kernel; microseconds. ``stream`` is what it shares with others that never run beside it, on a CPU a thread."""
 
     name: str
@@ -58,7 +58,7 @@ class Hidden:
         return vars(self) | {"share": self.share}
 
 
-def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[Kernel]:
+def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[TracedKernel]:
     """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators.
 
     Of the latter those that begin at ``since`` or later: the ranks meet by gloo, too, which puts nothing on a GPU.
@@ -71,10 +71,12 @@ def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[
             for event in timed
             if event.get("cat") in _CPU and event["name"].startswith(("gloo:", "aten::")) and event["ts"] >= since
         ]
-    return [Kernel(one["name"], (one.get("pid"), one.get("tid")), one["ts"], one["ts"] + one["dur"]) for one in chosen]
+    return [
+        TracedKernel(one["name"], (one.get("pid"), one.get("tid")), one["ts"], one["ts"] + one["dur"]) for one in chosen
+    ]
 
 
-def hidden_communication(ran: Sequence[Kernel]) -> Hidden:
+def hidden_communication(ran: Sequence[TracedKernel]) -> Hidden:
     """How much of the time in which a stream communicates another one computes."""
     communication: defaultdict[Any, list[Interval]] = defaultdict(list)
     compute: defaultdict[Any, list[Interval]] = defaultdict(list)

@@ -27,15 +27,15 @@ from tw_compile.kernels.collective.transport import reserved_bytes
 from tw_compile.models import Decoder, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.group import host_group, meet
+from tw_compile.runner.launch import Progress
 from tw_compile.runner.model import build_model
-from tw_compile.runner.numerics import Comparison, digest, finite, worst
+from tw_compile.runner.numerics import OutputErrors, digest, finite, worst
 from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
-Progress = Callable[[str], None]
-Outputs = tuple[torch.Tensor, ...]
+ModelOutputs = tuple[torch.Tensor, ...]
 
 OUTPUT_NAMES = ("hidden", "residual")
 WARM_UP = 5
@@ -49,7 +49,7 @@ class Compiled:
     ``peak_bytes``: what one forward allocates beyond weights at its peak, symmetric memory left out, the worst rank's.
     """
 
-    outputs: list[Outputs]
+    outputs: list[ModelOutputs]
     prefill_seconds: list[float]
     compile_seconds: float
     reports: list[GraphReport]
@@ -172,14 +172,14 @@ def _prompts(spec: RunSpec, decoder: Decoder) -> list[torch.Tensor]:
     return [torch.randint(vocabulary, (1, tokens), generator=generator).to(device) for tokens in spec.tokens]
 
 
-def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[Outputs]:
+def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[ModelOutputs]:
     """In float64, on the CPU so that it takes no device memory while the models run."""
     double = to_double(decoder)
     return [tuple(output.cpu() for output in reference_forward(double, one)) for one in ids]
 
 
 @torch.no_grad()
-def _run(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> Outputs:
+def _run(model: Callable[[torch.Tensor], ModelOutputs], ids: torch.Tensor) -> ModelOutputs:
     torch.compiler.cudagraph_mark_step_begin()
     return tuple(output.clone() for output in model(ids))
 
@@ -195,7 +195,7 @@ def _compile_and_run(
     backend: str,
     options: dict[str, Any],
     progress: Progress,
-    profiler: Callable[[Callable[[], Outputs]], Hidden] | None = None,
+    profiler: Callable[[Callable[[], ModelOutputs]], Hidden] | None = None,
 ) -> Compiled:
     """Compile for every token count, one graph each, so that every report has static sizes; ``profiler`` runs the first."""
     result = Compiled([], [], 0.0, [])
@@ -225,7 +225,7 @@ def _compile_and_run(
     return result
 
 
-def _profiler(spec: RunSpec) -> Callable[[Callable[[], Outputs]], Hidden] | None:
+def _profiler(spec: RunSpec) -> Callable[[Callable[[], ModelOutputs]], Hidden] | None:
     """What traces a forward as ``spec.trace`` says; None where nobody asked. Collective."""
     if spec.trace is None:
         return None
@@ -247,10 +247,10 @@ def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
 
 def _numerics(
     spec: RunSpec,
-    reference: list[Outputs],
-    eager: list[Outputs],
-    baseline: list[Outputs],
-    fused: list[Outputs],
+    reference: list[ModelOutputs],
+    eager: list[ModelOutputs],
+    baseline: list[ModelOutputs],
+    fused: list[ModelOutputs],
     promised: bool,
 ) -> dict[str, Any]:
     """Errors of the worst rank, per token count and for the token count that uses most of its budget.
@@ -260,14 +260,14 @@ def _numerics(
     ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank.
     """
     table: list[dict[str, Any]] = []
-    comparisons: dict[str, list[Comparison]] = {name: [] for name in OUTPUT_NAMES}
+    comparisons: dict[str, list[OutputErrors]] = {name: [] for name in OUTPUT_NAMES}
     for index, tokens in enumerate(spec.tokens):
         row: dict[str, Any] = {"tokens": tokens}
         for position, name in enumerate(OUTPUT_NAMES):
             runs = [outputs[index][position] for outputs in (fused, eager, baseline) if index < len(outputs)]
             ranks = _all_gather([relative_error(run, reference[index][position]) for run in runs])
             error, unfused_error, *inductor_error = map(_largest, zip(*ranks, strict=True))
-            comparisons[name].append(Comparison(error, unfused_error))
+            comparisons[name].append(OutputErrors(error, unfused_error))
             row[name] = comparisons[name][-1].as_dict() | {
                 "inductor_error": finite(inductor_error[0]) if inductor_error else None
             }

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
@@ -29,7 +29,7 @@ _TOLERANCE = 2**-6
 
 
 @dataclass(frozen=True)
-class Gemm:
+class LayerMatmul:
     """A matmul of a rank of a Llama-3.3-70B layer, in multiples of hidden: ``[tokens, inner] @ [inner, columns]``."""
 
     name: str
@@ -54,9 +54,9 @@ def _operands(
     return a, b
 
 
-def gemms(world_size: int) -> tuple[Gemm, ...]:
+def gemms(world_size: int) -> tuple[LayerMatmul, ...]:
     """The shortest and the longest of a layer."""
-    return Gemm("o_proj", 1 / world_size, 1), Gemm("gate_up", 1, 7 / world_size)
+    return LayerMatmul("o_proj", 1 / world_size, 1), LayerMatmul("gate_up", 1, 7 / world_size)
 
 
 class GemmAlone(Contender):
@@ -65,11 +65,11 @@ class GemmAlone(Contender):
     kind = "bound"
     reduces = False
 
-    def __init__(self, gemm: Gemm, reserved: int) -> None:
+    def __init__(self, gemm: LayerMatmul, reserved: int) -> None:
         self.label = gemm.name + (f" leaving {reserved}" if reserved else "")
         self._gemm, self._reserved = gemm, reserved
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         a, b = self._gemm.operands(problem.x)
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +82,7 @@ class GemmAlone(Contender):
 class Beside(Operator):
     """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies, leaving ``reserved`` SMs."""
 
-    def __init__(self, variant: Variant, sms: int, gemm: Gemm, reserved: int) -> None:
+    def __init__(self, variant: Variant, sms: int, gemm: LayerMatmul, reserved: int) -> None:
         super().__init__(variant, sms if variant.sms is not None else None)
         self.label = f"{variant.label} on {sms}, {gemm.name}" + (f" leaving {reserved}" if reserved else "")
         self.residual_narrow = True

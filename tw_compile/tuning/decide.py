@@ -28,8 +28,6 @@ NOISE = 0.02
 MOST_APART = 16
 """Two neighbours in the grid with a larger ratio of bytes say nothing about the sizes between them."""
 
-Pair = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Band:

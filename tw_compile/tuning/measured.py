@@ -26,7 +26,7 @@ pays, and can't show that it does not."""
 
 
 @dataclass(frozen=True)
-class Run:
+class KernelRun:
     """The rows of one run of ``bench kernel``; times are compared within a run only."""
 
     world_size: int
@@ -48,13 +48,13 @@ class Timing:
     p80_us: float
 
 
-def run_of_report(report: dict[str, Any], command: str | None = None) -> Run:
+def run_of_report(report: dict[str, Any], command: str | None = None) -> KernelRun:
     """The run of a JSON report of ``bench kernel``."""
     made_with = {"world_size": report["world_size"], "device_name": report["device_name"], **report["versions"]}
     return run_made_with(made_with, rows_of(report), command)
 
 
-def timings(runs: Sequence[Run], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
+def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
     """Times of ``backend`` left alone, and of each transport that was run, at all sizes of ``runs`` of one world size.
 
     ``p2p`` is the kernel that ``steps`` has for the size, or without steps the transport's own choice.
@@ -76,7 +76,7 @@ def timings(runs: Sequence[Run], backend: Backend, steps: Sequence[Step]) -> lis
     return found
 
 
-def measured_steps(runs: Sequence[Run], shipped: Sequence[Step]) -> list[Step]:
+def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:
     """The kernel table of ``runs`` of one world size; empty where no kernel that a table can name was timed."""
     return steps_from([row for run in runs for row in run.rows], runs[0].world_size, shipped)
 
@@ -90,7 +90,7 @@ def _way(row: Row, backend: Backend, step: Step | None) -> str | None:
     return "p2p" if ours and not row.quantises else None
 
 
-def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> Run:
+def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> KernelRun:
     """``made_with``: number of ranks, device, versions and date, as a report or a line of its CSV has them."""
     world_size, device_name = int(made_with["world_size"]), made_with["device_name"]
     names = {"torch": "torch", "nccl": "NCCL", "flashinfer": "FlashInfer", "commit": "tw_compile"}
@@ -99,4 +99,4 @@ def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: st
     source = Source(
         f"measured_tp{world_size}", "measured", (f"{world_size}x {device_name}", versions, made_with["date"], asked)
     )
-    return Run(world_size, device_name, source, tuple(rows))
+    return KernelRun(world_size, device_name, source, tuple(rows))

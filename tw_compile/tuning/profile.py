@@ -12,8 +12,8 @@ import numpy as np
 
 from tw_compile.benchmark.results import Row
 from tw_compile.planning.communication import sm_us, traffic_bytes
-from tw_compile.planning.device import AllReduce, DeviceProfile, FusedKernel
-from tw_compile.tuning.measured import Run
+from tw_compile.planning.device import AllReduceTimes, DeviceProfile, FusedKernel
+from tw_compile.tuning.measured import KernelRun
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
 """Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
@@ -24,7 +24,10 @@ _MIN_POINTS = 3
 
 
 def fitted(
-    base: DeviceProfile, kernel_runs: Sequence[Run], beside_runs: Sequence[Run], contentions: Mapping[str, float]
+    base: DeviceProfile,
+    kernel_runs: Sequence[KernelRun],
+    beside_runs: Sequence[KernelRun],
+    contentions: Mapping[str, float],
 ) -> tuple[DeviceProfile, frozenset[str]]:
     """The profile, and the dotted names of the values that are measured; all others are those of ``base``.
 
@@ -47,7 +50,7 @@ def fitted(
 
 
 def _fitted_kernel(
-    kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[Run], beside_runs: Sequence[Run]
+    kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[KernelRun], beside_runs: Sequence[KernelRun]
 ) -> tuple[FusedKernel, set[str]]:
     """Latency from the grid; rates of links and of a CTA from how times fall with SMs, where several were tried.
 
@@ -95,14 +98,14 @@ def _fitted_kernel(
     return kernel, found
 
 
-def _rows(runs: Iterable[Run], algorithm: str) -> Iterator[tuple[int, Row, float, int]]:
+def _rows(runs: Iterable[KernelRun], algorithm: str) -> Iterator[tuple[int, Row, float, int]]:
     for run in runs:
         for row in run.rows:
             if row.algorithm == algorithm and row.numerics == "ok" and row.p50_us and row.max_sms:
                 yield run.world_size, row, row.p50_us, row.max_sms
 
 
-def _without_norm(runs: Sequence[Run], label: str, kind: AllReduce) -> list[tuple[float, float]]:
+def _without_norm(runs: Sequence[KernelRun], label: str, kind: AllReduceTimes) -> list[tuple[float, float]]:
     """Traffic and microseconds of an all_reduce alone."""
     found = []
     for run in runs:

@@ -25,8 +25,6 @@ PARTIAL = "tune-partial.json"
 _UNKEYED = ("date", "commit")
 """Versions that may change between two parts of one tuning; the sources' digest is what counts."""
 
-Report = dict[str, Any]
-
 
 def contender_count(stage: Stage) -> int:
     return len(contenders(stage.bench) if stage.kind == "kernel" else beside.beside_contenders(stage.bench))
@@ -37,17 +35,17 @@ def steps(stage: Stage) -> int:
     return 2 + len(list(stage.bench.sizes())) * (2 + contender_count(stage))
 
 
-def key_of(spec: TuneSpec, devices: list[str]) -> Report:
+def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
     """What must not change between two parts of one tuning."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
     here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
     switches = {name: os.environ.get(name) for name in MULTICAST_OFF}
     # As JSON has it: tuples are lists there.
-    key: Report = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
+    key: dict[str, Any] = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
     return key
 
 
-def earlier_stages(folder: Path, key: Report) -> Report:
+def earlier_stages(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
     """The stages that an interrupted tuning with the same key has left; UsageError where the key is another."""
     file = folder / PARTIAL
     try:
@@ -70,7 +68,9 @@ def earlier_stages(folder: Path, key: Report) -> Report:
     return dict(stages)
 
 
-def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Callable[[str], None]) -> Report:
+def tune(
+    spec: TuneSpec, key: dict[str, Any], stages: dict[str, Any], folder: Path, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Measures the stages that ``stages`` lacks; each is kept in ``folder`` once it is done. The whole report.
 
     Raises:

@@ -17,7 +17,7 @@ from tw_compile.harness.plot import new_figure, save
 from tw_compile.harness.table import SMOKE_TEST, failed_lines, plain_table, print_verdict
 from tw_compile.tuning.beside import PairCost
 from tw_compile.tuning.decide import Band
-from tw_compile.tuning.run import Report, contender_count
+from tw_compile.tuning.run import contender_count
 from tw_compile.tuning.spec import TuneSpec, seconds
 from tw_compile.tuning.tables import Derived, changes
 
@@ -49,7 +49,7 @@ def print_grid(console: Console, spec: TuneSpec) -> None:
     )
 
 
-def print_report(console: Console, report: Report, derived: Derived | None) -> None:
+def print_report(console: Console, report: dict[str, Any], derived: Derived | None) -> None:
     if derived is None:
         console.print(SMOKE_TEST + ": no table is made of them", style="yellow")
         for name, stage in report["stages"].items():

@@ -22,7 +22,7 @@ from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_pro
 from tw_compile.runner.spec import UsageError
 from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
-from tw_compile.tuning.measured import LEFT, UNFUSED, Run, measured_steps, run_of_report, timings
+from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
 from tw_compile.tuning.profile import fitted, profile_text
 from tw_compile.tuning.run import write_whole
 from tw_compile.tuning.spec import TuneSpec
@@ -228,7 +228,7 @@ def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Ste
     return sorted(merged, key=lambda step: (step.world_size, step.up_to_bytes))
 
 
-def _run(report: dict[str, Any], stage: dict[str, Any]) -> Run:
+def _run(report: dict[str, Any], stage: dict[str, Any]) -> KernelRun:
     names = ("world_size", "device_name", "rows")
     run = run_of_report({name: stage[name] for name in names} | {"versions": report["versions"]}, command_of(report))
     machine = run.source.values[0] + f", {', '.join(f'{name}={value}' for name, value in stage['environment'].items())}"

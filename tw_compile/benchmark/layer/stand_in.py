@@ -28,7 +28,7 @@ import torch
 from tw_compile import Config, collect_reports, compat
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
 from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
 from tw_compile.harness.measure import HEAD_START_CYCLES, WARM_UP_ROUNDS, capture, gpu_us
@@ -165,13 +165,13 @@ def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int 
 
 def _captured(
     subject: Subject, inputs: torch.Tensor, profile: DeviceProfile, ours: dict[str, Any] | None
-) -> tuple[tuple[torch.cuda.CUDAGraph, Run], float]:
+) -> tuple[tuple[torch.cuda.CUDAGraph, CompiledRun], float]:
     """The captured layers, and how many seconds the first call took, which compiles them."""
     backend, options = "inductor", dict[str, Any]({compat.POST_GRAD_HOOK: DropAllReduces()})
     if ours is not None:
         config = Config(strict=True, transport="p2p", device_profile=profile.name, **ours)
         backend, options = "tw_compile", config.as_options()
-    run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    run = CompiledRun(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.graph.predicates import aten, is_call, is_view
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 
-Kind = Literal["one_shot", "two_shot"]
+SymmetricKernel = Literal["one_shot", "two_shot"]
 
 _c10d = torch.ops._c10d_functional
 _library = Library("tw_compile_bench", "DEF")
@@ -122,7 +122,7 @@ class DropAllReduces(CountAllReduces):
 class UseSymmetricMemory(CountAllReduces):
     """Replace every all_reduce, and the matmul before it, by the operators here. For graphs of static sizes."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: SymmetricKernel) -> None:
         super().__init__()
         self.kind = kind
 

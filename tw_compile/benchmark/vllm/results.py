@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tw_compile.benchmark.vllm.spec import Kind
+from tw_compile.benchmark.vllm.spec import VariantKind
 from tw_compile.benchmark.vllm.traces import ACCURACY, Trace
 from tw_compile.harness.rows import csv_of
 
@@ -50,7 +50,7 @@ class VllmRow:
     """
 
     label: str
-    kind: Kind
+    kind: VariantKind
     trace: str
     chunk: int
     requests: int

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.vllm.results import VllmRow, compare, judge, logprob_error, measure, unrelated
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
+from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
 from tw_compile.harness.rows import SCHEMA_VERSION
@@ -110,7 +110,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
     }
 
 
-def rows(plan: list[Engine], found: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
+def rows(plan: list[EngineStart], found: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
     """A row for every engine and trace; ``found`` is what the engines of ``plan`` found, or their ``error``."""
     result = []
     of_kind = {
@@ -150,7 +150,7 @@ def _measure_accuracy(
         row.logprob_error = logprob_error(own["logprobs"], reference["logprobs"])
 
 
-def described(engine: Engine) -> dict[str, Any]:
+def described(engine: EngineStart) -> dict[str, Any]:
     """What would be started."""
     return {
         "variant": engine.variant.label,

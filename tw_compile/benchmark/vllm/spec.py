@@ -11,7 +11,7 @@ from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_length
 from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.runner.spec import UsageError
 
-Kind = Literal["baseline", "control", "ours", "reference"]
+VariantKind = Literal["baseline", "control", "ours", "reference"]
 KINDS = ("prefill", "mixed", "decode")
 DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
@@ -27,7 +27,7 @@ _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
 
 
 @dataclass(frozen=True)
-class Variant:
+class EngineVariant:
     """One way to run the engine.
 
     Attributes:
@@ -38,7 +38,7 @@ class Variant:
     """
 
     label: str
-    kind: Kind
+    kind: VariantKind
     environment: Mapping[str, str] = field(default_factory=lambda: dict(_OFF))
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,18 +48,20 @@ def _options(**options: Any) -> dict[str, Any]:
 
 
 VARIANTS = (
-    Variant("off", "baseline"),
-    Variant("fuse", "ours", _ON, _options(split="off")),
-    Variant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
-    Variant(SPLIT, "ours", _ON, _options(split="auto")),
-    Variant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
-    Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
+    EngineVariant("off", "baseline"),
+    EngineVariant("fuse", "ours", _ON, _options(split="off")),
+    EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
+    EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
+    EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
+    EngineVariant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
-    Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
+    EngineVariant(
+        "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
+    ),
     # float32 errs by 2^-16 of what bfloat16 does, and stands in for float64, which vLLM has not. Nothing may be tf32: Triton's
     # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default, which the environment
     # makes IEEE's, as it does torch's of matmuls; the rest is plain torch operators.
-    Variant(
+    EngineVariant(
         "reference",
         "reference",
         _FLOAT32,
@@ -117,16 +119,16 @@ class VllmSpec:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineStart:
     """One start of vLLM: a variant at a chunk size, and what it runs."""
 
-    variant: Variant
+    variant: EngineVariant
     chunk: int
     arguments: Mapping[str, Any]
     traces: tuple[Trace, ...]
 
 
-def variants(spec: VllmSpec) -> list[Variant]:
+def variants(spec: VllmSpec) -> list[EngineVariant]:
     """Who takes part, in the order of the runs.
 
     Raises:
@@ -154,7 +156,7 @@ def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
     return tuple(found)
 
 
-def engines(spec: VllmSpec, folder: str) -> list[Engine]:
+def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
     """Every start of vLLM, in order; ``folder`` has the model's ``config.json``.
 
     Raises:
@@ -188,13 +190,13 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
     if spec.together:  # vLLM doesn't start where less than its share is free
         common["gpu_memory_utilization"] = GPU_MEMORY_PERCENT // len(everyone) / 100
 
-    def arguments(chunk: int, variant: Variant) -> dict[str, Any]:
+    def arguments(chunk: int, variant: EngineVariant) -> dict[str, Any]:
         sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # more than a step has tokens, vLLM refuses
         own = common | {"max_num_batched_tokens": chunk, "max_num_seqs": sequences}
         return _merged(own, spec.engine, variant.arguments)
 
     return [
-        Engine(one, chunk, arguments(chunk, one), plan[chunk][-1:] if one.kind == "reference" else plan[chunk])
+        EngineStart(one, chunk, arguments(chunk, one), plan[chunk][-1:] if one.kind == "reference" else plan[chunk])
         for chunk in spec.chunks
         if plan[chunk]
         for one in everyone
@@ -202,19 +204,19 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
     ]
 
 
-def groups(spec: VllmSpec, plan: Sequence[Engine]) -> list[list[Engine]]:
+def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart]]:
     """Those of ``plan`` that are there at the same time: each by itself, or together all of a chunk size."""
     if not spec.together:
         return [[one] for one in plan]
     return [list(same) for _, same in groupby(plan, key=lambda one: one.chunk)]
 
 
-def traces_of(group: Sequence[Engine]) -> tuple[Trace, ...]:
+def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
     """Of the engines of a group: all run the same, but the reference only the last."""
     return max((one.traces for one in group), key=len)
 
 
-def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
+def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
     """What the engine's process is told."""
     return {
         "arguments": dict(engine.arguments),

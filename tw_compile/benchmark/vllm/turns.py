@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job, traces_of
+from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, job, traces_of
 from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
@@ -31,7 +31,7 @@ _LOOK = 1.0
 
 
 def take_turns(
-    group: Sequence[Engine],
+    group: Sequence[EngineStart],
     spec: VllmSpec,
     vocabulary: int,
     scratch: Path,
@@ -69,7 +69,7 @@ def take_turns(
 
 def _rounds(
     running: Sequence[_Process],
-    group: Sequence[Engine],
+    group: Sequence[EngineStart],
     spec: VllmSpec,
     say: Callable[[Sequence[_Process], str], None],
 ) -> bool:
@@ -99,7 +99,7 @@ class _Process:
         failure: Why it has ended without a result.
     """
 
-    def __init__(self, engine: Engine, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
+    def __init__(self, engine: EngineStart, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
         self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
         self.failure: str | None = None
         name = f"{engine.variant.label}-{engine.chunk}"
