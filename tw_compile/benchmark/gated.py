@@ -47,11 +47,11 @@ class Gated(Contender):
         self._now = None
         cuda = torch.cuda.is_initialized()
         verdict = current_gate(Config()).decide(size.nbytes, world_size=world_size, dtype=size.dtype)
-        found = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
-        if isinstance(found, str):
-            return found
+        way = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
+        if isinstance(way, str):
+            return way
         # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
-        self._now = self._chosen.setdefault(found.label, found)
+        self._now = self._chosen.setdefault(way.label, way)
         self.residual_sharded, self.residual_narrow = self._now.residual_sharded, self._now.residual_narrow
         self._why = verdict.entry
         return self._now.obstacle(size, world_size)
@@ -129,15 +129,15 @@ class Regret:
 
 def regrets(report: dict[str, Any]) -> list[Regret]:
     """One a size, in the report's order."""
-    found = []
+    points = []
     for _, group in groupby(rows_of(report), key=lambda row: (row.hidden, row.tokens)):
         by_label = {row.label: row for row in group}
         if LABEL in by_label:
             row = by_label[LABEL]
             best_us = by_label[row.best].p50_us if row.best is not None else None
             size = (report["world_size"], row.tokens, row.hidden, row.nbytes)
-            found.append(Regret(*size, row.chosen, row.outcome, row.p50_us, row.best, best_us, row.regret))
-    return found
+            points.append(Regret(*size, row.chosen, row.outcome, row.p50_us, row.best, best_us, row.regret))
+    return points
 
 
 def regret_line(report: dict[str, Any]) -> str:

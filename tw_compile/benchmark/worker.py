@@ -53,15 +53,15 @@ def run_rank(
     cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
     everyone = take_part(spec)
     rows: list[dict[str, Any]] = []
-    found = {
+    result = {
         "device_class": current_node().device_class if on_gpus else "generic",
         "cache_bytes": cache_bytes,
         "rows": rows,
     }
     for size in spec.sizes():
         rows += [asdict(row) for row in bench_size(spec, ranks, everyone, size, cache_bytes, progress)]
-        keep(found)
-    return found
+        keep(result)
+    return result
 
 
 @dataclass

@@ -41,17 +41,17 @@ def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progre
     with multicast_off() as environment:
         progress(f"starting {spec.world_size} ranks")
         try:
-            found = spawn_ranks(spec, progress, entry)
+            result = spawn_ranks(spec, progress, entry)
         except RankError as error:
             if error.so_far is None:
                 raise
-            found, incomplete = error.so_far, str(error)
+            result, incomplete = error.so_far, str(error)
     return {
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "machine": machine(),
         **asdict(spec),
-        **found,
+        **result,
         "incomplete": incomplete,
         "environment": environment,
         "versions": all_versions(spec.device),

@@ -288,21 +288,21 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
     """Sizes of half 1 to compare, those next to the middle first; multiples of ``multiple``, or borders of sequences."""
     middle = tokens // 2
     if multiple is None:
-        found = set(starts)
+        wanted = set(starts)
     else:
-        found = {size for size in starts if size % multiple == 0}
+        wanted = {size for size in starts if size % multiple == 0}
         down = middle // multiple * multiple
-        found |= {down, down + multiple}
+        wanted |= {down, down + multiple}
         sms = costs.profile.sms
-        joint = [one for one in (costs.joint_qkv, costs.joint_gate_up) if one is not None]
-        for gemm in dict.fromkeys((*(one.of_half(costs.profile) for one in costs.layer.gemms), *joint)):
+        joint = [candidate for candidate in (costs.joint_qkv, costs.joint_gate_up) if candidate is not None]
+        for gemm in dict.fromkeys((*(of_layer.of_half(costs.profile) for of_layer in costs.layer.gemms), *joint)):
             for budget in dict.fromkeys(
                 (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
             ):
                 tile = costs.gemm(gemm, middle or 1, budget).tile
                 for size in full_wave_tokens(gemm, tile, budget, middle):
-                    found |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
-    sizes = [size for size in found if 0 < size < tokens]
+                    wanted |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
+    sizes = [size for size in wanted if 0 < size < tokens]
     return sorted(sizes, key=lambda size: (abs(2 * size - tokens), size))[:MAX_CANDIDATES]
 
 
@@ -317,7 +317,9 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple
     result = []
     for name in dict.fromkeys(gemm.name for gemm in costs.layer.gemms):
         same = [gemm for gemm in costs.layer.gemms if gemm.name == name]
-        halves = [found for window in windows if (found := [one.waves for one in window.gemms if one.name == name])]
+        halves = [
+            counts for window in windows if (counts := [gemm.waves for gemm in window.gemms if gemm.name == name])
+        ]
         if halves:  # each in a window of its own
             whole = sum(costs.gemm(gemm, tokens, costs.profile.sms).waves for gemm in same)
             first, second = halves

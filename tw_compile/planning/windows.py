@@ -193,7 +193,7 @@ class Costs:
             return self._window(computes, half, steps, 0, 0, False)
         options = [self._window(computes, half, steps, message_tokens, ctas, in_slot) for ctas in self.kernel.ctas]
         costs = [max(window.compute_us, SLACK * window.communication_us) for window in options]
-        return next(one for one, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))
+        return next(window for window, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))
 
     def _window(
         self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int, ctas: int, in_slot: bool

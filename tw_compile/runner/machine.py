@@ -148,9 +148,9 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
-            f"from {size(one.nbytes)} {'fused' if one.fused else 'left'}, unfused {one.backend} "
-            f"({one.backend_why}): {one.entry}; {one.source}"
-            for one in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
+            f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'left'}, unfused {crossover.backend} "
+            f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
+            for crossover in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
     }
 
@@ -167,10 +167,10 @@ def _kernels(device_name: str, world_size: int) -> str:
 
 
 def _gpus() -> list[Report]:
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        gpus.append(
             {
                 "index": index,
                 "name": properties.name,
@@ -178,7 +178,7 @@ def _gpus() -> list[Report]:
                 "capability": f"{properties.major}{properties.minor}",
             }
         )
-    return found
+    return gpus
 
 
 def _peer_access(count: int) -> list[list[bool]]:
@@ -222,6 +222,6 @@ def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
                 peer = buses.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
             except pynvml.NVMLError:
                 continue
-            for other in [peer] if peer is not None else [one for one in range(count) if one != own]:
+            for other in [peer] if peer is not None else [index for index in range(count) if index != own]:
                 links[own][other] += 1
     return links

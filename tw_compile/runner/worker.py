@@ -77,7 +77,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     progress("float64 reference")
     reference = _reference(decoder, ids)
     progress("unfused model, eager")
-    eager = [_run(decoder, one) for one in ids]
+    eager = [_run(decoder, prompt) for prompt in ids]
 
     mode = compat.mode_options(spec.mode)
     ours = {**spec.config.as_options(), **mode}
@@ -141,7 +141,7 @@ def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
         "files": [str(trace_of_rank(file, rank)) for rank in range(len(ranks))],
         "slowest_rank": slowest,
         "hidden_share": ranks[slowest].share,
-        "by_rank": [one.as_dict() for one in ranks],
+        "by_rank": [hidden_of_rank.as_dict() for hidden_of_rank in ranks],
     }
 
 
@@ -175,7 +175,7 @@ def _prompts(spec: RunSpec, decoder: Decoder) -> list[torch.Tensor]:
 def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[ModelOutputs]:
     """In float64, on the CPU so that it takes no device memory while the models run."""
     double = to_double(decoder)
-    return [tuple(output.cpu() for output in reference_forward(double, one)) for one in ids]
+    return [tuple(output.cpu() for output in reference_forward(double, prompt)) for prompt in ids]
 
 
 @torch.no_grad()
@@ -199,28 +199,28 @@ def _compile_and_run(
 ) -> Compiled:
     """Compile for every token count, one graph each, so that every report has static sizes; ``profiler`` runs the first."""
     result = Compiled([], [], 0.0, [])
-    for index, one in enumerate(ids):
-        tokens = one.shape[1]
+    for index, prompt in enumerate(ids):
+        tokens = prompt.shape[1]
         progress(f"compiling with {backend} for {tokens} tokens")
         torch._dynamo.reset()
         model = torch.compile(decoder, dynamic=False, backend=backend, options=options)
         dist.barrier()
         with collect_reports() as reports:
             begin = time.perf_counter()
-            outputs = _run(model, one)
-            _synchronise(one.device)
+            outputs = _run(model, prompt)
+            _synchronise(prompt.device)
             seconds = time.perf_counter() - begin
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
-        if one.is_cuda:
+        if prompt.is_cuda:
             # Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing.
-            result.peak_bytes.append(max(_all_gather(peak_bytes(partial(_run, model, one)))))
+            result.peak_bytes.append(max(_all_gather(peak_bytes(partial(_run, model, prompt)))))
             progress(f"timing {backend} at {tokens} tokens")
-            result.prefill_seconds.append(_time(model, one))
-            outputs = _run(model, one)
+            result.prefill_seconds.append(_time(model, prompt))
+            outputs = _run(model, prompt)
         if index == 0 and profiler is not None:
             progress(f"tracing {backend} at {tokens} tokens")
-            result.hidden = profiler(partial(_run, model, one))
+            result.hidden = profiler(partial(_run, model, prompt))
         result.outputs.append(outputs)
     return result
 
@@ -274,7 +274,7 @@ def _numerics(
         row["bitwise_equal_across_ranks"] = len(set(_all_gather(digest(fused[index])))) == 1
         table.append(row)
     identical = all(row["bitwise_equal_across_ranks"] for row in table)
-    within = all(one.passed for entries in comparisons.values() for one in entries)
+    within = all(comparison.passed for entries in comparisons.values() for comparison in entries)
     result: dict[str, Any] = {name: worst(entries).as_dict() for name, entries in comparisons.items()}
     return result | {
         "bitwise_equal_across_ranks": identical,

@@ -110,7 +110,7 @@ class Beside(Operator):
 
 def beside_contenders(spec: BenchSpec) -> list[Contender]:
     """Each kernel and GEMM alone, and each pair, for all ``spec.sms``."""
-    variants = [one for one in OURS if one.label in KERNELS] if spec.device == "cuda" else list(OURS_ON_CPU)
+    variants = [variant for variant in OURS if variant.label in KERNELS] if spec.device == "cuda" else list(OURS_ON_CPU)
     pairs: list[Contender] = []
     alone: list[Contender] = []
     for variant in variants:
@@ -118,7 +118,7 @@ def beside_contenders(spec: BenchSpec) -> list[Contender]:
         alone += [Operator(variant, sms) for sms in counts]
     reserves = {sms: (0, *(sms + more for more in LEFT_BEYOND)) for sms in spec.sms}
     for gemm in gemms(spec.world_size):
-        alone += [GemmAlone(gemm, reserved) for reserved in sorted({one for some in reserves.values() for one in some})]
+        alone += [GemmAlone(gemm, reserved) for reserved in sorted(set().union(*reserves.values()))]
         pairs += [
             Beside(variant, sms, gemm, reserved)
             for variant in variants
@@ -163,9 +163,9 @@ class PairCost:
 def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
     """Every pair of which all parts were timed."""
     times = {(row.label, row.tokens): row.p50_us for row in rows if row.p50_us is not None}
-    found = []
+    pairs = []
     for tokens in spec.tokens:
-        for variant in KERNELS if spec.device == "cuda" else [one.label for one in OURS_ON_CPU]:
+        for variant in KERNELS if spec.device == "cuda" else [ours.label for ours in OURS_ON_CPU]:
             for sms in spec.sms:
                 for gemm in gemms(spec.world_size):
                     kernel = times.get((f"{variant}-{sms}sm" if spec.device == "cuda" else variant, tokens))
@@ -183,18 +183,18 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
                     longer: Literal["kernel", "gemm"] = "kernel" if kernel > fewer else "gemm"
                     factor = 1.0 + (both - max(kernel, fewer)) / min(kernel, fewer)
                     costs = (kernel + whole, max(kernel, whole), plain, both, left, longer, factor)
-                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
-    return found
+                    pairs.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
+    return pairs
 
 
 def contentions(costs: Sequence[PairCost]) -> dict[str, float]:
     """A profile's factors on what computes and on what communicates: medians, at least 1, of the pairs that show them."""
-    computes = [max(1.0, one.contention) for one in costs if one.longer == "gemm"]
+    computes = [max(1.0, cost.contention) for cost in costs if cost.longer == "gemm"]
     # A profile has the factor of two ranks, see DeviceProfile.slower_beside.
     communicates = [
-        1.0 + max(0.0, one.contention - 1.0) / (min(one.world_size, MEASURED_RANKS) - 1)
-        for one in costs
-        if one.longer == "kernel"
+        1.0 + max(0.0, cost.contention - 1.0) / (min(cost.world_size, MEASURED_RANKS) - 1)
+        for cost in costs
+        if cost.longer == "kernel"
     ]
-    found = {"contention": computes, "communication_contention": communicates}
-    return {name: statistics.median(factors) for name, factors in found.items() if factors}
+    factors_by_name = {"contention": computes, "communication_contention": communicates}
+    return {name: statistics.median(factors) for name, factors in factors_by_name.items() if factors}

@@ -59,7 +59,7 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
 
     ``p2p`` is the kernel that ``steps`` has for the size, or without steps the transport's own choice.
     """
-    found = []
+    times = []
     for number, run in enumerate(runs):
         by_size: dict[tuple[int, int], dict[str, Row]] = {}
         for row in run.rows:
@@ -72,8 +72,8 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
         for (nbytes, hidden), ways in by_size.items():
             for way, row in ways.items():
                 assert row.p20_us is not None and row.p50_us is not None and row.p80_us is not None
-                found.append(Timing(number, nbytes, hidden, way, row.p20_us, row.p50_us, row.p80_us))
-    return found
+                times.append(Timing(number, nbytes, hidden, way, row.p20_us, row.p50_us, row.p80_us))
+    return times
 
 
 def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:

@@ -52,8 +52,8 @@ def earlier_stages(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
         text = read_if_there(file, "partial results")
         if text is None:
             return {}
-        found = json.loads(text)
-        theirs, stages = found["key"], found["stages"]
+        partial = json.loads(text)
+        theirs, stages = partial["key"], partial["stages"]
         stages.keys(), theirs.keys()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--resume: expected partial results in {file}, got {error!r}; --fresh begins anew") from error
@@ -84,9 +84,9 @@ def tune(
         progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
         entry = rank_process if stage.kind == "kernel" else beside.rank_process
         with multicast_off() as environment:
-            found = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
+            result = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
         done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}
-        stages = {**stages, stage.name: done | found | {"seconds": time.monotonic() - begin}}
+        stages = {**stages, stage.name: done | result | {"seconds": time.monotonic() - begin}}
         write_whole(folder / PARTIAL, json.dumps({"key": key, "stages": stages}))
     return {
         "schema_version": SCHEMA_VERSION,

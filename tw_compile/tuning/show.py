@@ -92,7 +92,7 @@ def strip(ranges: Sequence[Entry]) -> str:
     """A mark for every power of two from 4 KiB to 256 MiB."""
     marks = []
     for nbytes in _STRIP:
-        entry = next(one for one in reversed(ranges) if one.from_bytes <= nbytes)
+        entry = next(candidate for candidate in reversed(ranges) if candidate.from_bytes <= nbytes)
         marks.append(_MARKS[entry.decision, entry.source.kind == "measured"])
     return "".join(marks)
 
@@ -129,9 +129,9 @@ def plot(derived: Derived, path: str) -> None:
     columns = max(1, len(world_sizes))
     figure, panels = new_figure(7 * columns, 5, 1, columns)
     for panel, world_size in zip(panels[0], world_sizes, strict=True):
-        own = [(backend, one) for (ranks, backend), one in derived.bands.items() if ranks == world_size]
-        for (backend, one), colour in zip(own, _COLOURS, strict=False):
-            _draw(panel, derived, world_size, backend, one, colour)
+        own = [(backend, ratios) for (ranks, backend), ratios in derived.bands.items() if ranks == world_size]
+        for (backend, ratios), colour in zip(own, _COLOURS, strict=False):
+            _draw(panel, derived, world_size, backend, ratios, colour)
         panel.axhline(1.0, color="#000000", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
@@ -145,12 +145,12 @@ def plot(derived: Derived, path: str) -> None:
     save(figure, path)
 
 
-def _draw(panel: Any, derived: Derived, world_size: int, backend: Backend, one: Band, colour: str) -> None:
-    if not one.nbytes:
+def _draw(panel: Any, derived: Derived, world_size: int, backend: Backend, ratios: Band, colour: str) -> None:
+    if not ratios.nbytes:
         return
-    low, middle, high = ([math.exp(value) for value in values] for values in (one.low, one.middle, one.high))
-    panel.plot(one.nbytes, middle, marker="o", markersize=4, color=colour, label=str(backend))
-    panel.fill_between(one.nbytes, low, high, color=colour, alpha=0.15, linewidth=0)
+    low, middle, high = ([math.exp(value) for value in values] for values in (ratios.low, ratios.middle, ratios.high))
+    panel.plot(ratios.nbytes, middle, marker="o", markersize=4, color=colour, label=str(backend))
+    panel.fill_between(ratios.nbytes, low, high, color=colour, alpha=0.15, linewidth=0)
     ranges = derived.table.ranges((world_size, str(backend)))
     for before, after in itertools.pairwise(ranges):
         if before.decision != after.decision:

@@ -80,7 +80,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
 
     ``excess``: how much longer the planned one takes, as a share.
     """
-    found = []
+    swept = []
     for tokens in dict.fromkeys(row.tokens for row in rows):
         timed = {row.label: row for row in rows if row.tokens == tokens and row.p50_us is not None}
         planned = timed.get(PLANNED.label)
@@ -89,7 +89,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
             continue
         best = min((planned, *others), key=lambda row: row.p50_us or math.inf)
         assert best.p50_us is not None
-        found.append(
+        swept.append(
             {
                 "tokens": tokens,
                 "planned": planned.split,
@@ -100,7 +100,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
                 "excess": planned.p50_us / best.p50_us - 1.0,
             }
         )
-    return found
+    return swept
 
 
 def rows_of(report: dict[str, Any]) -> list[LayerRow]:

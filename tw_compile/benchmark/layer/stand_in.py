@@ -44,7 +44,7 @@ from tw_compile.testing import fake_process_group
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     NO_COMMUNICATION: None,
-    **{one.label: one.config for one in (FUSED, PLANNED)},
+    **{variant.label: variant.config for variant in (FUSED, PLANNED)},
 }
 """Options of ours; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6
@@ -126,7 +126,7 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
             us = gpu_us(graph.replay)
             if number >= WARM_UP_ROUNDS:
                 times[label].append(us / spec.layers)
-    found: dict[str, Any] = {label: round(statistics.median(one), 1) for label, one in times.items()}
+    medians: dict[str, Any] = {label: round(statistics.median(own), 1) for label, own in times.items()}
     nbytes = tokens * subject.hidden_size * inputs.element_size()
     sums = 2 * communication.all_reduce_us(profile, nbytes, spec.world_size, multicast=False)
     split = splits[PLANNED.label]
@@ -135,11 +135,11 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
         "model": spec.model,
         "world_size": spec.world_size,
         "tokens": tokens,
-        "us_a_layer": found,
+        "us_a_layer": medians,
         "all_reduces_us": round(sums, 1),
-        "unfused_us": round(found[NO_COMMUNICATION] + sums, 1),
+        "unfused_us": round(medians[NO_COMMUNICATION] + sums, 1),
         "split": None if split is None else list(split.sizes),
-        "compile_seconds": {label: round(one, 1) for label, one in seconds.items()},
+        "compile_seconds": {label: round(took, 1) for label, took in seconds.items()},
         "predicted": None if plan is None else {name: round(us, 1) for name, us in vars(plan.predicted).items() if us},
     }
 
@@ -151,7 +151,7 @@ def middle_of(tokens: int) -> int:
 
 def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
     """What is timed for ``tokens`` tokens, by its label."""
-    return VARIANTS | {one.label: one.config for one in (swept(tokens) if spec.sweep_split else ())}
+    return VARIANTS | {variant.label: variant.config for variant in (swept(tokens) if spec.sweep_split else ())}
 
 
 def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int | str]) -> None:
@@ -206,7 +206,7 @@ def main() -> int:
     if profile is None:
         parser.error(f"--device-profile: expected one for {torch.cuda.get_device_name()}, which has none, got nothing")
     os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all on this host, as calls over peer to peer memory need it
-    tokens = tuple(int(one) for one in given.tokens.split(","))
+    tokens = tuple(int(count) for count in given.tokens.split(","))
     asked: dict[str, Any] = {"layers": given.layers, "repeats": 20, "sweep_split": given.sweep_split}
     spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, **asked)
     rows = []

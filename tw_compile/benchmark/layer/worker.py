@@ -55,15 +55,15 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     references = _references(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
+    result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
     for reference in references:
         # Reports come from compiling: a graph that comes out of a cache has none.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
             done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
         rows += [asdict(row) for row in done]
-        found["short_kernel_us"] = None if short is None else short.again()
-        keep(found)
-    return found
+        result["short_kernel_us"] = None if short is None else short.again()
+        keep(result)
+    return result
 
 
 @dataclass
@@ -112,7 +112,9 @@ def bench_tokens(
     """The rows of the number of tokens that ``reference`` is of."""
     tokens = reference.tokens
     nbytes = tokens * subject.hidden_size * ELEMENT_BYTES[spec.dtype]
-    entries = [VariantAtTokens(one, LayerRow(one.label, one.kind, tokens, nbytes, "timed")) for one in everyone]
+    entries = [
+        VariantAtTokens(variant, LayerRow(variant.label, variant.kind, tokens, nbytes, "timed")) for variant in everyone
+    ]
     if reference.obstacle is not None:
         for entry in entries:
             progress(f"{tokens} tokens: skipping {entry.variant.label}")
@@ -143,17 +145,17 @@ def _release_memory() -> None:
 def _references(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
     """One for each number of tokens, on the CPU: the float64 model is gone before what is timed needs the memory."""
     double = subject.in_float64()
-    found = []
+    references = []
     for tokens in spec.tokens:
         progress(f"{tokens} tokens: float64 reference")
         try:
             reference = ranks.together(partial(_reference, spec, ranks, subject, double, tokens))
         except UnavailableError as error:
             reference = TokensReference(tokens, obstacle=str(error))
-        found.append(reference)
+        references.append(reference)
     del double
     _release_memory()
-    return found
+    return references
 
 
 def _reference(spec: LayerSpec, ranks: Ranks, subject: Subject, double: Subject, tokens: int) -> TokensReference:
@@ -219,10 +221,10 @@ def _deviation(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport])
         entry.row.all_reduces = len(sites)
         entry.row.fused = sum(site.decision == "fused" for site in sites)
         splits = [report.split for report in reports if report.split is not None]
-        entry.row.split = "; ".join(_split(one) for one in splits) or None
-        for one in splits:
-            if one.mode == "off" and one.asked != "auto":
-                return f"tokens are not split, {one.reason}: {one.detail}"
+        entry.row.split = "; ".join(_split(split) for split in splits) or None
+        for split in splits:
+            if split.mode == "off" and split.asked != "auto":
+                return f"tokens are not split, {split.reason}: {split.detail}"
         for transport in {site.transport for site in sites if site.transport is not None}:
             reason = fallback(ranks, get_transport(transport))
             if reason is not None:

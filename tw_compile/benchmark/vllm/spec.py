@@ -144,16 +144,16 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
     """What the engines of a chunk size run for their times."""
-    found = []
+    chosen = []
     if "prefill" in spec.kinds:
-        found.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
+        chosen.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
     if "mixed" in spec.kinds:
-        found.append(Trace("mixed", *mixed_lengths(spec.requests, spec.seed)))
+        chosen.append(Trace("mixed", *mixed_lengths(spec.requests, spec.seed)))
     if "decode" in spec.kinds and chunk == max(spec.chunks):
         for batch in spec.batches:
             prompt = max(1, min(DECODE_PROMPT, chunk // batch))
-            found.append(Trace("decode", (prompt,) * batch, (spec.decode_tokens,) * batch))
-    return tuple(found)
+            chosen.append(Trace("decode", (prompt,) * batch, (spec.decode_tokens,) * batch))
+    return tuple(chosen)
 
 
 def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
@@ -171,9 +171,9 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
     if not any(plan.values()):
         raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {','.join(spec.kinds)!r}")
     largest = max(spec.chunks)
-    if any(one.kind == "reference" for one in everyone):
+    if any(variant.kind == "reference" for variant in everyone):
         plan[largest] += (accuracy_trace(largest),)
-    everything = [trace for found in plan.values() for trace in found]
+    everything = [trace for of_chunk in plan.values() for trace in of_chunk]
     common = {
         "model": folder,
         "load_format": "dummy",
@@ -196,24 +196,26 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
         return _merged(own, spec.engine, variant.arguments)
 
     return [
-        EngineStart(one, chunk, arguments(chunk, one), plan[chunk][-1:] if one.kind == "reference" else plan[chunk])
+        EngineStart(
+            variant, chunk, arguments(chunk, variant), plan[chunk][-1:] if variant.kind == "reference" else plan[chunk]
+        )
         for chunk in spec.chunks
         if plan[chunk]
-        for one in everyone
-        if one.kind != "reference" or chunk == largest
+        for variant in everyone
+        if variant.kind != "reference" or chunk == largest
     ]
 
 
 def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart]]:
     """Those of ``plan`` that are there at the same time: each by itself, or together all of a chunk size."""
     if not spec.together:
-        return [[one] for one in plan]
-    return [list(same) for _, same in groupby(plan, key=lambda one: one.chunk)]
+        return [[start] for start in plan]
+    return [list(same) for _, same in groupby(plan, key=lambda start: start.chunk)]
 
 
 def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
     """Of the engines of a group: all run the same, but the reference only the last."""
-    return max((one.traces for one in group), key=len)
+    return max((start.traces for start in group), key=len)
 
 
 def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
