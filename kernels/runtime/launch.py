@@ -112,16 +112,6 @@ class Kernel:
                 graph = self._graphs[key] = OwnGraph(self._driver, self._call, self._function, pointers, **shape)
         return graph.launch(pointers, stream)
 
-    def max_resident_ctas(self, block: int, shared_bytes: int = 0) -> int:
-        """CTAs of ``block`` threads that the device can run at once when it runs nothing else; without clusters."""
-        driver = self._driver
-        self._allow_shared(shared_bytes)
-        with self._current_context():
-            occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-            per_multiprocessor = self._call(occupancy, self._function, block, shared_bytes)
-        count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-        return per_multiprocessor * self._call(driver.cuDeviceGetAttribute, count, self._device)
-
     def _allow_shared(self, shared_bytes: int) -> None:
         """Raise the limit of dynamic shared memory, at first 48 KiB less the static shared memory. Never lowers it."""
         with _lock:

@@ -10,7 +10,7 @@ from tw_compile.passes.split.schedule.budgets import Budgets
 from tw_compile.passes.split.schedule.lock import Lock
 from tw_compile.passes.split.schedule.windows import Schedule, ScheduledWindow
 from tw_compile.passes.split.steps import InSlot, Reserved
-from tw_compile.planning import Window as PlannedWindow
+from tw_compile.planning import PlannedWindow
 from tw_compile.report import Overlap, OverlapWindow, Split
 
 

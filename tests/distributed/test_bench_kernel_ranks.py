@@ -19,15 +19,15 @@ from typer.testing import CliRunner
 
 from tw_compile import compat
 from tw_compile.benchmark import worker
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.peers import AllReduce
-from tw_compile.benchmark.ranks import Ranks, UnavailableError
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.peers import UnfusedAllReduce
 from tw_compile.benchmark.results import Row
-from tw_compile.benchmark.run import launch
-from tw_compile.benchmark.spec import BenchSpec, Size
+from tw_compile.benchmark.spec import BenchSpec, MessageSize
 from tw_compile.benchmark.worker import bench_size, rank_process
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context, Problem
+from tw_compile.harness.ranks import Ranks, UnavailableError
+from tw_compile.harness.start import launch
 from tw_compile.testing import GlooRanks
 
 SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
@@ -67,7 +67,7 @@ def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
 def _fails_late(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
     """Rank 1 is lost in the second size."""
 
-    def lost_in_second(spec: BenchSpec, ranks: Ranks, everyone: Any, size: Size, *others: Any) -> list[Row]:
+    def lost_in_second(spec: BenchSpec, ranks: Ranks, everyone: Any, size: MessageSize, *others: Any) -> list[Row]:
         if rank == 1 and size.tokens == 5:
             raise RuntimeError("lost")
         return bench_size(spec, ranks, everyone, size, *others)
@@ -88,13 +88,13 @@ def test_sizes_done_before_a_rank_failed_are_reported() -> None:
     assert (report["tokens"], report["device_name"]) == ((1, 5), platform.machine())
 
 
-class _Broken(AllReduce):
+class _Broken(UnfusedAllReduce):
     """Raises on rank 1 when it is prepared, or when it is called, or what it computes is wrong."""
 
     def __init__(self, when: str) -> None:
         super().__init__(when)
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         is_bad = ranks.ctx.rank == 1
         if is_bad and self.label == "prepare":
             raise RuntimeError("no memory\nat all")
@@ -119,7 +119,7 @@ class _Broken(AllReduce):
         return call
 
 
-class _Elsewhere(AllReduce):
+class _Elsewhere(UnfusedAllReduce):
     kind = "ours"
 
     def deviation(self, ranks: Ranks) -> str | None:
@@ -139,7 +139,7 @@ def _on_ranks(rank: int, check: Callable[[Ranks], Any]) -> Any:
 
 def _bench_broken(ranks: Ranks) -> dict[str, tuple[str, str | None, bool, str]]:
     everyone: list[Contender] = [_Broken(when) for when in ("prepare", "inside", "before inside", "call", "wrong")]
-    everyone += [_OursUnequal("unequal"), _Elsewhere("elsewhere"), AllReduce("good")]
+    everyone += [_OursUnequal("unequal"), _Elsewhere("elsewhere"), UnfusedAllReduce("good")]
     (size,) = SPEC.sizes()
     rows = bench_size(SPEC, ranks, everyone, size, 2**20, lambda what: None)
     return {row.label: (row.outcome, row.reason, row.p50_us is not None, row.numerics) for row in rows}

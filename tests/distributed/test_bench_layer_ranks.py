@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 from tw_compile import compat
 from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.spec import LayerSpec, Scope
-from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
-from tw_compile.benchmark.layer.variants import Variant
-from tw_compile.benchmark.layer.worker import Entry, Reference, bench_tokens
-from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
+from tw_compile.benchmark.layer.variants import LayerVariant
+from tw_compile.benchmark.layer.worker import TokensReference, VariantAtTokens, bench_tokens
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context
+from tw_compile.harness.ranks import Ranks
 from tw_compile.report import GraphReport
 from tw_compile.testing import GlooRanks
 
@@ -65,11 +65,11 @@ OURS = {"ours fused unequal": 2, "ours partly fused unequal": 1, "ours unfused u
 LABELS = ("raises", "wrong", "unequal", "wrong later", "not finite", "no graph", "good", *OURS)
 
 
-def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
-    def compiled(variant: Variant, subject: Subject, inputs: torch.Tensor) -> tuple[Run, int]:
+def _instead_of_compiling(rank: int) -> Callable[..., tuple[CompiledRun, int]]:
+    def compiled(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int]:
         label, runs = variant.label, iter(range(1000))
 
-        def forward(x: torch.Tensor) -> Outputs:
+        def forward(x: torch.Tensor) -> HiddenAndResidual:
             hidden, h = subject(x)
             is_bad = rank == 1 and (label != "wrong later" or next(runs) > 5)
             if is_bad and label == "raises":
@@ -82,7 +82,7 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
                 h[0, 0, 0] = float("nan")
             return hidden, h
 
-        run = Run(forward, inputs)
+        run = CompiledRun(forward, inputs)
         run()
         return run, 0 if label == "no graph" else 2
 
@@ -92,10 +92,10 @@ def _instead_of_compiling(rank: int) -> Callable[..., tuple[Run, int]]:
 def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
     spec = replace(SPEC, scope=scope)
     subject = build_subject(spec, torch.device("cpu"))
-    everyone = [Variant(label, "ours" if label in OURS else "peer") for label in LABELS]
+    everyone = [LayerVariant(label, "ours" if label in OURS else "peer") for label in LABELS]
     deviation = worker._deviation
 
-    def deviation_of_peers(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | None:
+    def deviation_of_peers(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
         if entry.variant.kind == "peer":
             return deviation(ranks, entry, reports)
         entry.row.fused = OURS[entry.variant.label]
@@ -141,13 +141,13 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
 def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
     subject = build_subject(SPEC, torch.device("cpu"))
 
-    def forward(subject: Any, inputs: torch.Tensor) -> Outputs:
+    def forward(subject: Any, inputs: torch.Tensor) -> HiddenAndResidual:
         raise torch.OutOfMemoryError("out of memory")
 
     steps: list[str] = []
     with mock.patch.object(worker, "reference_forward", forward):
         (reference,) = worker._references(SPEC, ranks, subject, steps.append)
-        rows = bench_tokens(SPEC, ranks, [Variant("fused", "ours")], subject, reference, steps.append)
+        rows = bench_tokens(SPEC, ranks, [LayerVariant("fused", "ours")], subject, reference, steps.append)
     assert len(steps) == 3
     return [(row.outcome, row.reason) for row in rows]
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_checked_is_not_timed(gloo_ranks: GlooRanks) -> None:
 
 def _kept(ranks: Ranks) -> list[list[int]]:
     def rows(
-        spec: LayerSpec, ranks: Ranks, everyone: Any, subject: Any, reference: Reference, progress: Any
+        spec: LayerSpec, ranks: Ranks, everyone: Any, subject: Any, reference: TokensReference, progress: Any
     ) -> list[Any]:
         return [worker.LayerRow("fused", "ours", reference.tokens, 96, "timed")]
 
@@ -180,7 +180,7 @@ def test_rows_are_kept_token_count_by_token_count(gloo_ranks: GlooRanks) -> None
 
 
 def _deviations(ranks: Ranks) -> list[str | None]:
-    entry = Entry(Variant("fused", "ours"), worker.LayerRow("fused", "ours", 6, 96, "timed"))
+    entry = VariantAtTokens(LayerVariant("fused", "ours"), worker.LayerRow("fused", "ours", 6, 96, "timed"))
     return [worker._deviation(ranks, entry, reports) for reports in ([], [GraphReport()])]
 
 

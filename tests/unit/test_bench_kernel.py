@@ -21,21 +21,24 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile import compat
-from tw_compile.benchmark import measure
 from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.benchmark.ours import Operator, Variant
 from tw_compile.benchmark.peers import add_rms_norm_
-from tw_compile.benchmark.plot import plot, spread
-from tw_compile.benchmark.results import Outcome, Row, as_csv, complete, failures, rows_of
-from tw_compile.benchmark.spec import BenchSpec, Size, bounds_us, bus_bytes, input_sets
-from tw_compile.benchmark.table import SMOKE_TEST, print_report
+from tw_compile.benchmark.plot import plot
+from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
+from tw_compile.benchmark.spec import BenchSpec, MessageSize, bounds_us, bus_bytes, input_sets
+from tw_compile.benchmark.table import print_report
 from tw_compile.benchmark.tune import steps_from, table_of
-from tw_compile.cli import bench_common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
+from tw_compile.harness import measure, start
+from tw_compile.harness.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
+from tw_compile.harness.plot import spread
+from tw_compile.harness.rows import Outcome, failures
+from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.selection import Step
 from tw_compile.runner.spec import RankError, UsageError
@@ -54,7 +57,7 @@ def row(
 
 
 def completed(*rows: Row, tokens: int = 16, spec: BenchSpec = SPEC) -> dict[str, Row]:
-    return {one.label: one for one in complete(list(rows), Size(tokens, 8192, "bfloat16"), spec)}
+    return {one.label: one for one in complete(list(rows), MessageSize(tokens, 8192, "bfloat16"), spec)}
 
 
 def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
@@ -169,7 +172,7 @@ def test_a_launch_is_timed_from_when_the_gpus_have_met(monkeypatch: pytest.Monke
     graph = SimpleNamespace(replay=lambda: order.append("replay"))
     monkeypatch.setattr(measure, "capture", lambda calls, count: graph)
     assert GraphTimer([], 3).run() == pytest.approx(2.0)
-    assert order == [measure._HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
+    assert order == [measure.HEAD_START_CYCLES, "met", "event", "replay", "event", "waited"]
 
 
 def test_call_that_breaks_a_capture_is_the_reason_and_not_the_broken_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +330,7 @@ def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     made_for: list[int | None] = []
     chosen = select(replace(SPEC, sms=(4, 16, 32)), _variants(made_for), [])  # "swept" can have 16
     assert [one.label for one in chosen] == ["swept-4sm", "swept-16sm", "fixed"]
-    size = Size(1, 8, "bfloat16")
+    size = MessageSize(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
         assert isinstance(one, Operator) and one._transport is one._transport
@@ -349,21 +352,21 @@ def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     assert kinds == {"ours": 8, "peer": 6, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
-        return everyone[label].obstacle(Size(tokens, 8192, "bfloat16"), 4)
+        return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)
 
     assert obstacle("symm-one-shot+norm", 2048) is None and "32 MiB" in str(obstacle("symm-one-shot+norm", 2049))
     assert obstacle("symm-two-shot+norm", 16384) is None
     assert obstacle("flashinfer-two-shot", 4) == "needs more tokens than ranks"
     assert "32 MiB" in str(obstacle("flashinfer-one-shot", 32768))
     # Ours choose a kernel when they see the message.
-    assert everyone["tw-p2p"].num_sms(Size(4, 8192, "bfloat16"), 4) is None
+    assert everyone["tw-p2p"].num_sms(MessageSize(4, 8192, "bfloat16"), 4) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
 def test_flashinfer_that_is_not_installed_is_a_row_with_that_reason() -> None:
     assert "not installed" in str(import_obstacle())
     peer = FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=16)
-    assert peer.obstacle(Size(16, 8192, "bfloat16"), 2) == import_obstacle()
+    assert peer.obstacle(MessageSize(16, 8192, "bfloat16"), 2) == import_obstacle()
 
 
 def test_in_place_norm_keeps_repeated_sums_finite() -> None:
@@ -384,7 +387,7 @@ def test_ranks_start_with_multicast_off_unless_the_environment_says(monkeypatch:
         seen.update(os.environ)
         return {"device_name": "d", "cache_bytes": 1, "rows": []}
 
-    monkeypatch.setattr(bench_run, "spawn_ranks", spawn)
+    monkeypatch.setattr(start, "spawn_ranks", spawn)
     report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
     assert report["environment"] == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "2"}
     assert seen.items() >= report["environment"].items()
@@ -432,15 +435,15 @@ def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: py
 def test_ranks_are_the_gpus_that_are_there(
     gpus: int, tp: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_common, "_gpus", lambda: gpus)
+    monkeypatch.setattr(common, "gpus", lambda: gpus)
     assert bench_common.ranks_here("bench kernel", tp, "cuda") == ranks
 
 
 def test_too_few_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 1)
+    monkeypatch.setattr(common, "gpus", lambda: 1)
     with pytest.raises(UsageError, match="--device: expected cpu"):
         bench_common.ranks_here("bench kernel", None, "cuda")
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
+    monkeypatch.setattr(common, "gpus", lambda: 4)
     with pytest.raises(UsageError, match="--tp: expected at most 4"):
         bench_common.ranks_here("bench kernel", 8, "cuda")
 
@@ -511,7 +514,7 @@ def test_contender_is_a_complete_interface() -> None:
         def prepare(self, ranks: Any, problem: Any) -> Any:
             raise NotImplementedError
 
-    one, size = Minimal(), Size(1, 8, "float32")
+    one, size = Minimal(), MessageSize(1, 8, "float32")
     assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)
 
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tw_compile import Config, compat
-from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark import short_kernels
 from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
@@ -31,11 +30,12 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
 from tw_compile.benchmark.layer.variants import variants
-from tw_compile.benchmark.ranks import one_line
-from tw_compile.benchmark.results import Outcome
-from tw_compile.benchmark.table import SMOKE_TEST
-from tw_compile.cli import bench_common
+from tw_compile.cli import common
 from tw_compile.cli.app import app
+from tw_compile.harness import start
+from tw_compile.harness.ranks import one_line
+from tw_compile.harness.rows import Outcome
+from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.models import reference, reference_forward
 from tw_compile.runner.spec import UsageError
 from tw_compile.testing import fake_process_group
@@ -418,7 +418,7 @@ def _bench(
         return report_of(rows) | {"incomplete": incomplete}
 
     monkeypatch.setattr(layer_run, "run", run)
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 4)
+    monkeypatch.setattr(common, "gpus", lambda: 4)
     return CliRunner().invoke(app, ["bench", *args]), specs[0]
 
 
@@ -454,7 +454,7 @@ def test_model_is_cut_to_16_layers_at_all_lengths(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_report_says_what_was_asked_for(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"device_name": "d", "hidden_size": 8, "rows": [asdict(one) for one in measured()]}
-    monkeypatch.setattr(bench_run, "spawn_ranks", lambda spec, progress, entry: found)
+    monkeypatch.setattr(start, "spawn_ranks", lambda spec, progress, entry: found)
     spec = dataclasses.replace(SPEC, scope=scope, only=("fused", "no-communication"))
     report = layer_run.run(spec, lambda what: None)
     assert report.items() >= (dataclasses.asdict(spec) | found | {"command": f"bench {scope}", "sweeps": []}).items()

@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import explain, plan, render, run
+from tw_compile.cli import common, explain, plan, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step
 from tw_compile.planning import LayerShape
 from tw_compile.runner import machine, worker
-from tw_compile.runner.numerics import Comparison, digest, worst
+from tw_compile.runner.numerics import OutputErrors, digest, worst
 from tw_compile.runner.spec import RunSpec
 
 INSPECT = ["inspect", "--model", "tiny-llama", "--tp", "4", "--tokens", "24", "--layers", "3"]
@@ -226,7 +226,7 @@ def test_ranks_go_to_the_gpus_that_are_there(
     gpus: int, launched: int | None, device: str, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``launched``: ranks of this machine when torchrun started two machines."""
-    monkeypatch.setattr(run, "_gpus", lambda: gpus)
+    monkeypatch.setattr(common, "gpus", lambda: gpus)
     if launched is not None:
         environment = {"RANK": "0", "LOCAL_WORLD_SIZE": str(launched), "WORLD_SIZE": str(2 * launched)}
         for name, number in environment.items():
@@ -475,17 +475,17 @@ def test_sizes_have_a_unit(count: int | None, text: str) -> None:
 
 
 def test_error_over_budget_or_not_finite_fails() -> None:
-    assert Comparison(1.1e-3, 1e-3).passed
-    assert not Comparison(1.2e-3, 1e-3).passed
-    assert not Comparison(float("inf"), 1e-3).passed
-    assert not Comparison(float("inf"), float("inf")).passed
-    assert Comparison(float("inf"), 1e-3).as_dict()["error"] is None
+    assert OutputErrors(1.1e-3, 1e-3).passed
+    assert not OutputErrors(1.2e-3, 1e-3).passed
+    assert not OutputErrors(float("inf"), 1e-3).passed
+    assert not OutputErrors(float("inf"), float("inf")).passed
+    assert OutputErrors(float("inf"), 1e-3).as_dict()["error"] is None
 
 
 def test_worst_comparison_uses_most_of_its_budget() -> None:
-    close = Comparison(1e-6, 1e-6)
-    assert worst([Comparison(1e-3, 2e-3), close]) is close
-    broken = Comparison(float("inf"), 1.0)
+    close = OutputErrors(1e-6, 1e-6)
+    assert worst([OutputErrors(1e-3, 2e-3), close]) is close
+    broken = OutputErrors(float("inf"), 1.0)
     assert worst([close, broken]) is broken
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tw_compile.benchmark import copy_engines
 from tw_compile.benchmark.copy_engines import CopyEngines, Signals
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.spec import MessageSize
 
 
 class FakeDriver:
@@ -60,5 +60,5 @@ def test_every_word_is_written_by_one_peer_awaited_and_cleared(monkeypatch: pyte
 
 @pytest.mark.parametrize(("tokens", "word"), [(1023, "multiples of 2 tokens"), (2, "from 1 MiB"), (1024, None)])
 def test_sizes_that_it_is_not_tried_for_have_a_reason(tokens: int, word: str | None) -> None:
-    obstacle = CopyEngines().obstacle(Size(tokens, 8192, "bfloat16"), 2)
+    obstacle = CopyEngines().obstacle(MessageSize(tokens, 8192, "bfloat16"), 2)
     assert obstacle is None if word is None else word in str(obstacle)

@@ -66,8 +66,6 @@ class FakeDriver:
             "cuFuncGetAttribute": lambda attribute, function: STATIC_LIMIT,
             "cuCtxGetCurrent": lambda: self.thread_context,
             "cuCtxPopCurrent": lambda: 0,
-            "cuOccupancyMaxActiveBlocksPerMultiprocessor": lambda function, block, shared: 2,
-            "cuDeviceGetAttribute": lambda attribute, device: 132,
             "cuStreamIsCapturing": lambda stream: self.capturing,
             "cuGraphCreate": lambda flags: 5,
             "cuGraphAddKernelNode": lambda graph, dependencies, count, params: 6,
@@ -166,13 +164,6 @@ def test_shared_memory_limit_is_raised_when_a_launch_needs_it(fake: FakeDriver, 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     assert fake.named("cuFuncSetAttribute") == [(FUNCTION, attribute, size) for size in (STATIC_LIMIT + 16, 200_000)]
     assert [arguments[0].sharedMemBytes for arguments in fake.named("cuLaunchKernelEx")][-1] == 100_000
-
-
-def test_resident_ctas_are_those_of_all_multiprocessors(fake: FakeDriver, fill: Program) -> None:
-    assert prepare(fill, 3).max_resident_ctas(256, 100_000) == 2 * 132
-    assert fake.named("cuOccupancyMaxActiveBlocksPerMultiprocessor") == [(FUNCTION, 256, 100_000)]
-    assert fake.named("cuDeviceGetAttribute")[0][1] == 103
-    assert [arguments[2] for arguments in fake.named("cuFuncSetAttribute")] == [100_000]
 
 
 def test_thread_without_a_context_gets_the_devices(fake: FakeDriver, fill: Program) -> None:

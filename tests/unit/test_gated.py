@@ -16,13 +16,14 @@ from tw_compile.benchmark import gated
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import Gated, regret_csv, regret_line, regrets, set_regret
 from tw_compile.benchmark.ours import Operator
-from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
-from tw_compile.benchmark.results import Outcome, Row, failures
-from tw_compile.benchmark.spec import BenchSpec, Size
-from tw_compile.cli import bench_common
+from tw_compile.benchmark.peers import SymmetricMemory, UnfusedAllReduce
+from tw_compile.benchmark.results import Row
+from tw_compile.benchmark.spec import BenchSpec, MessageSize
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.gating import Entry, Gate, Node, Settings, Source, Table
+from tw_compile.harness.rows import Outcome, failures
 from tw_compile.kernels.transports.selection import Step
 
 NAMED = Source("s", "default", ("why",))
@@ -69,21 +70,21 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gated]:
 
 
 def chosen(one: Gated, tokens: int = 16) -> Any:
-    assert one.obstacle(Size(tokens, 8192, "bfloat16"), 2) is None
+    assert one.obstacle(MessageSize(tokens, 8192, "bfloat16"), 2) is None
     return one._now
 
 
 def test_what_is_left_runs_by_the_backend_that_it_is_left_to(decided: Callable[..., Gated]) -> None:
-    assert isinstance(chosen(decided(None)), AllReduce)
+    assert isinstance(chosen(decided(None)), UnfusedAllReduce)
     for backend, label in (("symm_mem_one_shot", "symm-one-shot+norm"), ("symm_mem_two_shot", "symm-two-shot+norm")):
         one = decided(None, backend)
         found = chosen(one)
         assert isinstance(found, SymmetricMemory) and found.label == label
         assert one.choice() == f"{label} by t.toml: world_size any, any, from 0 bytes"
-    refused = decided(None, "custom").obstacle(Size(16, 8192, "bfloat16"), 2)
+    refused = decided(None, "custom").obstacle(MessageSize(16, 8192, "bfloat16"), 2)
     assert refused == "left to custom, which this benchmark does not run"
     # What its backend does not serve, it does not either.
-    assert "32 MiB" in str(decided(None, "symm_mem_one_shot").obstacle(Size(4096, 8192, "bfloat16"), 2))
+    assert "32 MiB" in str(decided(None, "symm_mem_one_shot").obstacle(MessageSize(4096, 8192, "bfloat16"), 2))
 
 
 def test_what_is_fused_runs_by_the_transport_with_the_residual_that_its_kernel_wants(
@@ -97,7 +98,7 @@ def test_what_is_fused_runs_by_the_transport_with_the_residual_that_its_kernel_w
     assert chosen(one) is small
     assert chosen(decided("p2p", steps=())).label == "tw-p2p"
     assert chosen(decided("nccl")).label == "tw-nccl"
-    assert "multimem" in str(decided("multimem").obstacle(Size(16, 8192, "bfloat16"), 2))
+    assert "multimem" in str(decided("multimem").obstacle(MessageSize(16, 8192, "bfloat16"), 2))
 
 
 def test_regret_is_against_the_best_of_all_who_do_the_same_work() -> None:
@@ -161,7 +162,7 @@ def test_gated_has_sizes_of_its_own_and_regret_needs_it(monkeypatch: pytest.Monk
         seen.append(spec)
         return {"rows": [], "incomplete": None}
 
-    monkeypatch.setattr(bench_common, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     monkeypatch.setattr(bench_common, "measure", measure)
     assert CliRunner().invoke(app, ["bench", "kernel", "--gated"]).exit_code == 0
     assert CliRunner().invoke(app, ["bench", "kernel"]).exit_code == 0

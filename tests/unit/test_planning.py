@@ -22,7 +22,7 @@ from tw_compile.planning import (
     Mode,
     Off,
     Plan,
-    Window,
+    PlannedWindow,
     layer_shape,
     load_profile,
     plan_layer,
@@ -30,7 +30,7 @@ from tw_compile.planning import (
 from tw_compile.planning import plan as plan_module
 from tw_compile.planning import windows as windows_module
 from tw_compile.planning.communication import all_reduce_us, fastest_alone, fused_us, sm_us, traffic_bytes
-from tw_compile.planning.device import AllReduce, AttentionRates, DeviceProfile, GemmRates, Tile
+from tw_compile.planning.device import AllReduceTimes, AttentionRates, DeviceProfile, GemmRates, Tile
 from tw_compile.planning.gemm import full_wave_tokens, gemm_time, waves
 
 H200 = load_profile("H200")
@@ -417,7 +417,7 @@ def test_gemms_that_begin_long_after_the_sum_has_arrived_get_all_sms() -> None:
 
 @pytest.mark.parametrize("layer", [LLAMA, model_layer("mixtral-8x22b", 8)], ids=["dense", "experts"])
 def test_each_window_has_the_best_of_the_cta_counts_even_if_the_sum_is_late(layer: LayerShape) -> None:
-    def late(window: Window) -> float:
+    def late(window: PlannedWindow) -> float:
         return max(window.compute_us, windows_module.SLACK * window.communication_us)
 
     plan = plan_layer(H200, layer, 4096)
@@ -507,7 +507,7 @@ def test_attention_is_joined_where_cutting_it_is_predicted_slower() -> None:
     """One head: a block of the last queries takes as long as all of attention, and both halves would have one."""
     layer = dataclasses.replace(dense(512, 8192, 1, 1), o_proj=Gemm("o_proj", 512, 128))
     slow = dataclasses.replace(H200, attention={"flash": AttentionRates(20.0, 20.0, 2.0, 4096)})
-    links = {"nccl": AllReduce("two_shot", 15.0, 50.0)}
+    links = {"nccl": AllReduceTimes("two_shot", 15.0, 50.0)}
     stream = dataclasses.replace(H200.fused["stream"], ctas=(4, 16), row_us=0.3)
     slow = dataclasses.replace(slow, fused={"stream": stream}, all_reduce=links)
     plan = plan_layer(slow, layer, 8192, min_gain=0.0)

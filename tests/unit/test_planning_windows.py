@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.planning import Gemm, LayerShape, Window, layer_shape, load_profile, plan_layer
+from tw_compile.planning import Gemm, LayerShape, PlannedWindow, layer_shape, load_profile, plan_layer
 from tw_compile.planning import plan as plan_module
-from tw_compile.planning.windows import SLACK, Costs, Step, weave, weave_joined
+from tw_compile.planning.windows import SLACK, Computation, Costs, weave, weave_joined
 
 H200 = load_profile("H200")
 STREAM = H200.fused["stream"]
@@ -26,7 +26,7 @@ LLAMA, MIXTRAL = layer_of("llama-3.3-70b", 4), layer_of("mixtral-8x22b", 8)
 COSTS = Costs(H200, LLAMA, STREAM, (2 * TOKENS,))
 
 
-def window(*steps: Step, ctas: int = 8) -> Window:
+def window(*steps: Computation, ctas: int = 8) -> PlannedWindow:
     return COSTS._window("mlp", 1, steps, TOKENS, ctas, True)
 
 
@@ -76,8 +76,8 @@ class Noting(Costs):
         self.in_slot: list[bool | None] = []
 
     def window(
-        self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0, in_slot: bool = False
-    ) -> Window:
+        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int = 0, in_slot: bool = False
+    ) -> PlannedWindow:
         self.in_slot.append(in_slot if message_tokens else None)
         return super().window(computes, half, steps, message_tokens, in_slot)
 

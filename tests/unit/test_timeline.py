@@ -12,11 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile.runner.timeline import Kernel, hidden_communication, kernels, overlap, profile, trace_of_rank, union
+from tw_compile.runner.timeline import (
+    TracedKernel,
+    hidden_communication,
+    kernels,
+    overlap,
+    profile,
+    trace_of_rank,
+    union,
+)
 
 
-def kernel(name: str, stream: int, begin: float, end: float) -> Kernel:
-    return Kernel(name, (0, stream), begin, end)
+def kernel(name: str, stream: int, begin: float, end: float) -> TracedKernel:
+    return TracedKernel(name, (0, stream), begin, end)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +62,7 @@ KERNELS = st.lists(
 
 
 @given(KERNELS)
-def test_share_is_a_count_of_moments(ran: list[Kernel]) -> None:
+def test_share_is_a_count_of_moments(ran: list[TracedKernel]) -> None:
     found = hidden_communication(ran)
     total = hidden = 0
     for moment in range(80):
@@ -103,7 +111,7 @@ def test_kernels_are_those_of_the_gpu_where_there_is_one() -> None:
     note = host | {"cat": "user_annotation", "name": "gloo:all_reduce", "tid": 2}
     gpu = host | {"cat": "kernel", "name": "push", "pid": 0, "tid": 7, "ts": 2.0}
     others = [{"ph": "M", "name": "process_name"}, host | {"dur": 0}, host | {"name": "tw_compile::start"}]
-    assert kernels([host, note, gpu, *others]) == [Kernel("push", (0, 7), 2.0, 7.0)]
+    assert kernels([host, note, gpu, *others]) == [TracedKernel("push", (0, 7), 2.0, 7.0)]
     assert [one.name for one in kernels([host, note, *others])] == ["aten::mm", "gloo:all_reduce"]
 
 
@@ -132,7 +140,7 @@ def test_profile_drops_the_first_run_and_has_the_ranks_meet_before_the_second(tm
 def test_what_ran_on_the_host_before_the_forward_is_not_of_it() -> None:
     met = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1, "tid": 2, "ts": 1.0, "dur": 50.0}
     ran = met | {"ts": 60.0, "dur": 2.0}
-    assert kernels([met, ran], since=55.0) == [Kernel("gloo:all_reduce", (1, 2), 60.0, 62.0)]
+    assert kernels([met, ran], since=55.0) == [TracedKernel("gloo:all_reduce", (1, 2), 60.0, 62.0)]
     # Clocks of GPUs are others, and nothing of the meeting is there.
     gpu = met | {"cat": "kernel"}
     assert len(kernels([met, ran, gpu], since=55.0)) == 1

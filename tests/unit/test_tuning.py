@@ -14,11 +14,12 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.results import Row
+from tw_compile.cli import common
 from tw_compile.cli import tune as command
 from tw_compile.cli.app import app
 from tw_compile.gating import Gate, Node, Settings, read_table, tables_of, threshold_layers
+from tw_compile.harness import start
 from tw_compile.kernels.transports.selection import shipped_steps, steps_for, steps_of
 from tw_compile.planning.communication import fused_us, traffic_bytes
 from tw_compile.planning.device import parse_profile, profile_of_device, shipped_profile
@@ -265,7 +266,7 @@ def test_busy_gpus_are_named_with_what_was_seen() -> None:
 
 
 def _on_gpus(monkeypatch: pytest.MonkeyPatch, used: int) -> None:
-    monkeypatch.setattr(command, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     monkeypatch.setattr(busy, "usages", lambda count: [Usage(index, used) for index in range(count)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: H200)
     monkeypatch.setattr("tw_compile.current.current_node", lambda: Node((9, 0), False))
@@ -297,17 +298,17 @@ def test_an_interrupted_tuning_is_resumed_and_a_stale_one_refused(
     _on_gpus(monkeypatch, 0)
     started: list[str] = []
     args = ["tune", "--tp", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(bench_run, "nccl_version", lambda: "2.28.9")
+    monkeypatch.setattr(start, "nccl_version", lambda: "2.28.9")
     monkeypatch.setattr(run, "spawn_ranks", _spawn_of(report_of(), started, "beside tp2"))
     CliRunner().invoke(app, args)
     assert started == ["kernel tp2", "beside tp2"]
     assert [file.name for file in tmp_path.iterdir()] == ["tune-partial.json"]
     monkeypatch.setattr(run, "spawn_ranks", _spawn_of(report_of(), started))
-    monkeypatch.setattr(bench_run, "nccl_version", lambda: "3.0")
+    monkeypatch.setattr(start, "nccl_version", lambda: "3.0")
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2 and "nccl differ (2.28.9, now 3.0); --fresh begins anew" in result.output
     assert len([line for line in result.output.splitlines() if line.startswith("error: --resume: ")]) == 1
-    monkeypatch.setattr(bench_run, "nccl_version", lambda: "2.28.9")
+    monkeypatch.setattr(start, "nccl_version", lambda: "2.28.9")
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0 and started[2:] == ["beside tp2"], result.output
     names = {file.name for file in tmp_path.iterdir()}
@@ -373,10 +374,10 @@ def test_bad_input_is_one_line_that_names_the_option(args: list[str], named: str
 
 
 def test_without_gpus_a_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_gpus", lambda: 0)
+    monkeypatch.setattr(common, "gpus", lambda: 0)
     with pytest.raises(UsageError, match="--device: expected cpu"):
         command._world_sizes(None, "cuda", dry_run=False)
-    monkeypatch.setattr(command, "_gpus", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     assert command._world_sizes(None, "cuda", dry_run=False) == (2,)
     with pytest.raises(UsageError, match="--tp: expected at most 2"):
         command._world_sizes((2, 4), "cuda", dry_run=False)

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_rows import runs_of_file
 
 from tw_compile.gating import Entry, Source, Table, read_table, table_text
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.layers import shipped_tables
 from tw_compile.kernels.transports.selection import shipped_steps
 from tw_compile.tuning.decide import MOST_APART, NOISE, Chooser, entries_from
-from tw_compile.tuning.measured import AT_LEAST, LEFT, UNFUSED, Timing, measured_steps, runs_of_file, timings
+from tw_compile.tuning.measured import AT_LEAST, LEFT, UNFUSED, Timing, measured_steps, timings
 from tw_compile.tuning.tables import shipped_gate
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

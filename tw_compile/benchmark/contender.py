@@ -15,12 +15,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import Form, Problem
+from tw_compile.harness.ranks import Ranks
 
-Call = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-Kind = Literal["ours", "peer", "bound"]
+ContenderCall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+ContenderKind = Literal["ours", "peer", "bound"]
 
 
 class Contender(ABC):
@@ -36,7 +36,7 @@ class Contender(ABC):
     """
 
     label: str
-    kind: ClassVar[Kind] = "peer"
+    kind: ClassVar[ContenderKind] = "peer"
     residual_sharded: bool = False
     residual_narrow: bool = False
     hidden_scale: float | None = None
@@ -44,16 +44,16 @@ class Contender(ABC):
     algorithm: str | None = None
     max_sms: int | None = None
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         """Why it does not serve this size; None when it does. Asked before anything is prepared."""
         return None
 
-    def num_sms(self, size: Size, world_size: int) -> int | None:
+    def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         """SMs that its communication occupies; None when it does not say."""
         return None
 
     @abstractmethod
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         """Everything that one call needs, made beforehand. On all ranks at once; nothing may be in flight on return."""
 
     def deviation(self, ranks: Ranks) -> str | None:

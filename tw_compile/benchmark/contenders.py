@@ -9,8 +9,9 @@ from tw_compile.benchmark.copy_engines import CopyEngines
 from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
-from tw_compile.benchmark.peers import AllReduce, NoCommunication, SymmetricMemory
+from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.runner.spec import UsageError
 
 
@@ -22,9 +23,9 @@ def contenders(spec: BenchSpec) -> list[Contender]:
     """
     gated: list[Contender] = [Gated()] if spec.gated else []
     if spec.device == "cpu":
-        return select(spec, OURS_ON_CPU, [AllReduce("gloo+norm")]) + gated
+        return select(spec, OURS_ON_CPU, [UnfusedAllReduce("gloo+norm")]) + gated
     others = [
-        AllReduce("nccl+norm"),
+        UnfusedAllReduce("nccl+norm"),
         SymmetricMemory("symm-one-shot+norm", one_shot=True),
         SymmetricMemory("symm-two-shot+norm", one_shot=False),
         FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=max(spec.tokens)),
@@ -37,12 +38,8 @@ def contenders(spec: BenchSpec) -> list[Contender]:
 
 def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]) -> list[Contender]:
     """Those that ``spec`` asks for; a variant that takes a number of SMs, once for each of ``spec.sms``."""
-    known = [variant.label for variant in ours] + [other.label for other in others]
-    for label in spec.only:
-        if label not in known:
-            raise UsageError(f"--only: expected some of {', '.join(known)}, got {label!r}")
-    wanted = set(spec.only or known)
-    variants = [variant for variant in ours if variant.label in wanted]
+    check_labels((*ours, *others), spec.only)
+    variants = with_labels(ours, spec.only)
     takers = [variant.label for variant in variants if variant.sms is not None]
     if spec.sms and not takers:
         given = ",".join(map(str, spec.sms))
@@ -53,4 +50,4 @@ def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]
         for sms in (spec.sms if spec.sms and variant.sms is not None else (None,))
         if sms is None or sms <= variant.most_sms
     ]
-    return operators + [other for other in others if other.label in wanted]
+    return operators + with_labels(others, spec.only)

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from tw_compile import compat
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks, symmetric_memory
 from tw_compile.kernels.collective.spec import rows_per_rank
 from tw_compile.kernels.runtime import bindings
 
@@ -34,27 +33,23 @@ class CopyEngines(Contender):
     label = "copy-engines+norm"
     residual_sharded = True
 
-    def __init__(self) -> None:
-        # Never given back, see SymmetricMemory.
-        self._kept: list[tuple[torch.Tensor, Any]] = []
-
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if size.tokens % world_size:
             return f"tried for multiples of {world_size} tokens"
         if size.nbytes < _MIN_BYTES:
             return f"its copies alone take longer than others need: tried from {_MIN_BYTES // 2**20} MiB"
         return None
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, weight = problem.x, problem.weight
         world, rank = ranks.ctx.world_size, ranks.ctx.rank
         rows = rows_per_rank(x.shape[0], world)
         own = slice(rank * rows, (rank + 1) * rows)
         residual = problem.residual[own].float()
         peers = [(rank + step) % world for step in range(1, world)]
-        received, result, words = self._symmetric(ranks, x), self._symmetric(ranks, x), self._symmetric(ranks, x[0])
+        received, result, words = _on_all_ranks(ranks, x), _on_all_ranks(ranks, x), _on_all_ranks(ranks, x[0])
         words[rank].view(torch.uint8).zero_()
-        signals = Signals([one.data_ptr() for one in words], rank, peers)
+        signals = Signals([word.data_ptr() for word in words], rank, peers)
         add_up = torch.compile(_sum_add_rms_norm, dynamic=False, fullgraph=True)
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,19 +58,18 @@ class CopyEngines(Contender):
             received[rank][own].copy_(x[own])
             signals.exchange(_SENT)
             h, y = add_up(received[rank].view(world, rows, -1), residual, weight)
-            for one in (rank, *peers):
-                result[one][own].copy_(y)
+            for receiver in (rank, *peers):
+                result[receiver][own].copy_(y)
             signals.exchange(_PUBLISHED)
             return result[rank], h
 
         return call
 
-    def _symmetric(self, ranks: Ranks, like: torch.Tensor) -> list[torch.Tensor]:
-        """Memory for such a tensor on every rank, by rank."""
-        buffer = ranks.together(lambda: compat.symm_mem_empty(like.nbytes, like.device))
-        handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
-        self._kept.append((buffer, handle))
-        return [handle.get_buffer(rank, like.shape, like.dtype) for rank in range(ranks.ctx.world_size)]
+
+def _on_all_ranks(ranks: Ranks, like: torch.Tensor) -> list[torch.Tensor]:
+    """Symmetric memory for such a tensor, by rank."""
+    _, handle = symmetric_memory(ranks, like.nbytes, like.device)
+    return [handle.get_buffer(rank, like.shape, like.dtype) for rank in range(ranks.ctx.world_size)]
 
 
 class Signals:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks, one_line
-from tw_compile.benchmark.spec import ELEMENT_BYTES, Size
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks, one_line
+from tw_compile.harness.spec import ELEMENT_BYTES
 
 WORLD_SIZES = (2, 4, 8)
 MAX_ONE_SHOT_BYTES = 2**25
@@ -52,7 +53,7 @@ class FlashInfer(Contender):
         self._most_tokens = most_tokens
         self._workspaces: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if world_size not in WORLD_SIZES:
             return f"serves {', '.join(map(str, WORLD_SIZES))} ranks"
         if size.hidden * ELEMENT_BYTES[size.dtype] % VECTOR_BYTES:
@@ -63,7 +64,7 @@ class FlashInfer(Contender):
             return "needs more tokens than ranks"
         return import_obstacle()
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         import flashinfer.comm as comm
 
         ctx, x = ranks.ctx, problem.x

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator
-from tw_compile.benchmark.peers import AllReduce, SymmetricMemory
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.results import Row, csv_text, made_with, rows_of
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.peers import SymmetricMemory, UnfusedAllReduce
+from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.config import Config
 from tw_compile.current import current_gate
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks
+from tw_compile.harness.rows import csv_of
 from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
 from tw_compile.kernels.transports.selection import step_for, steps_for
 
@@ -42,23 +43,23 @@ class Gated(Contender):
         self._now: Contender | None = None
         self._why = ""
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         self._now = None
         cuda = torch.cuda.is_initialized()
         verdict = current_gate(Config()).decide(size.nbytes, world_size=world_size, dtype=size.dtype)
-        found = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
-        if isinstance(found, str):
-            return found
+        way = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
+        if isinstance(way, str):
+            return way
         # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
-        self._now = self._chosen.setdefault(found.label, found)
+        self._now = self._chosen.setdefault(way.label, way)
         self.residual_sharded, self.residual_narrow = self._now.residual_sharded, self._now.residual_narrow
         self._why = verdict.entry
         return self._now.obstacle(size, world_size)
 
-    def num_sms(self, size: Size, world_size: int) -> int | None:
+    def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         return None if self._now is None else self._now.num_sms(size, world_size)
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         assert self._now is not None, "obstacle chooses"
         return self._now.prepare(ranks, problem)
 
@@ -73,7 +74,7 @@ class Gated(Contender):
         return f"{self._now.label}{'' if kernel is None else f' ({kernel})'} by {self._why}"
 
 
-def fused_way(verdict: Verdict, size: Size, world_size: int, cuda: bool) -> Contender | str:
+def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:
     """The operator by the transport that the verdict asks for, or why it is not here."""
     facts = GroupFacts("cuda" if cuda else "cpu", world_size, hosts=1)
     choice = prefer_transport(facts, size.hidden, getattr(torch, size.dtype), verdict.transport or "auto")
@@ -90,7 +91,7 @@ def fused_way(verdict: Verdict, size: Size, world_size: int, cuda: bool) -> Cont
 def unfused_way(verdict: Verdict) -> Contender | str:
     """The all_reduce of the verdict's backend and a norm, or why it is not here."""
     if verdict.backend is Backend.NCCL:
-        return AllReduce("nccl+norm")
+        return UnfusedAllReduce("nccl+norm")
     if verdict.backend in (Backend.SYMM_MEM_ONE_SHOT, Backend.SYMM_MEM_TWO_SHOT):
         one_shot = verdict.backend is Backend.SYMM_MEM_ONE_SHOT
         return SymmetricMemory(f"symm-{'one' if one_shot else 'two'}-shot+norm", one_shot)
@@ -128,20 +129,20 @@ class Regret:
 
 def regrets(report: dict[str, Any]) -> list[Regret]:
     """One a size, in the report's order."""
-    found = []
+    points = []
     for _, group in groupby(rows_of(report), key=lambda row: (row.hidden, row.tokens)):
         by_label = {row.label: row for row in group}
         if LABEL in by_label:
             row = by_label[LABEL]
             best_us = by_label[row.best].p50_us if row.best is not None else None
             size = (report["world_size"], row.tokens, row.hidden, row.nbytes)
-            found.append(Regret(*size, row.chosen, row.outcome, row.p50_us, row.best, best_us, row.regret))
-    return found
+            points.append(Regret(*size, row.chosen, row.outcome, row.p50_us, row.best, best_us, row.regret))
+    return points
 
 
 def regret_line(report: dict[str, Any]) -> str:
     """The summary in one line."""
-    known = [one.regret for one in regrets(report) if one.regret is not None]
+    known = [point.regret for point in regrets(report) if point.regret is not None]
     if not known:
         return "gated: no regret, as nothing was measured that says something about speed"
     good = sum(regret <= GOOD_REGRET for regret in known)
@@ -153,4 +154,4 @@ def regret_line(report: dict[str, Any]) -> str:
 def regret_csv(report: dict[str, Any]) -> str:
     """One line a size, each with what it was measured with."""
     names = ("machine", "device", "device_name", "dtype", "repeats")
-    return csv_text([asdict(one) for one in regrets(report)], made_with(report, names))
+    return csv_of(report, names, [asdict(regret) for regret in regrets(report)])

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender, form
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.contender import Contender, ContenderCall, form
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
@@ -71,10 +71,10 @@ class Operator(Contender):
     def _transport(self) -> Transport:
         return self._variant.transport(self._sms)
 
-    def num_sms(self, size: Size, world_size: int) -> int | None:
+    def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         own_form = form(self, problem.x.dtype)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tw_compile import compat
-from tw_compile.benchmark.contender import Call, Contender
-from tw_compile.benchmark.ranks import Ranks
-from tw_compile.benchmark.spec import Size
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
+from tw_compile.harness.ranks import Ranks, symmetric_memory
 
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
@@ -33,7 +31,7 @@ def compiled_add_rms_norm_() -> Callable[[torch.Tensor, torch.Tensor, torch.Tens
     return torch.compile(add_rms_norm_, dynamic=False, fullgraph=True)
 
 
-def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> Call:
+def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> ContenderCall:
     """``reduce()`` and then residual add and norm, compiled on GPUs."""
     norm = compiled_add_rms_norm_() if problem.x.is_cuda else add_rms_norm_
 
@@ -44,13 +42,13 @@ def _norm_after(reduce: Callable[[], torch.Tensor], problem: Problem) -> Call:
     return call
 
 
-class AllReduce(Contender):
+class UnfusedAllReduce(Contender):
     """The process group's all_reduce in place (NCCL or gloo), then add and norm: the unfused way."""
 
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
 
         def reduce() -> torch.Tensor:
@@ -66,26 +64,19 @@ class SymmetricMemory(Contender):
     def __init__(self, label: str, one_shot: bool) -> None:
         self.label = label
         self._one_shot = one_shot
-        # Never given back: a pool hands freed blocks out again in an order that ranks need not share.
-        self._kept: list[tuple[torch.Tensor, Any]] = []
 
-    def obstacle(self, size: Size, world_size: int) -> str | None:
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
         if self._one_shot and size.nbytes > SYMM_MEM_ONE_SHOT_MAX_BYTES:
             return f"every rank would read all messages whole: tried up to {SYMM_MEM_ONE_SHOT_MAX_BYTES // 2**20} MiB"
         return None
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
-        x, name = self._symmetric_copy(ranks, problem.x), ranks.ctx.group_name
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
+        x, name = problem.x, ranks.ctx.group_name
+        buffer, _ = symmetric_memory(ranks, x.nbytes, x.device)
+        x = buffer.view(x.dtype).view(x.shape).copy_(x)
         if self._one_shot:
             return _norm_after(lambda: torch.ops.symm_mem.one_shot_all_reduce(x, "sum", name), problem)
         return _norm_after(lambda: torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", name), problem)
-
-    def _symmetric_copy(self, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
-        # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
-        buffer = ranks.together(lambda: compat.symm_mem_empty(x.nbytes, x.device))
-        handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
-        self._kept.append((buffer, handle))
-        return buffer.view(x.dtype).view(x.shape).copy_(x)
 
 
 class NoCommunication(Contender):
@@ -95,6 +86,6 @@ class NoCommunication(Contender):
     kind = "bound"
     reduces = False
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
         return _norm_after(lambda: x, problem)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, Size, bounds_us, bus_bytes
-
-SCHEMA_VERSION = 1
-Outcome = Literal["timed", "computed", "not served", "error", "numerics failed"]
+from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, MessageSize, bounds_us, bus_bytes
+from tw_compile.harness.rows import Outcome, best_peer, csv_of
 
 
 @dataclass
@@ -62,32 +57,7 @@ class Row:
     best: str | None = None
 
 
-class Measured(Protocol):
-    """What a row of any benchmark has."""
-
-    label: str
-    kind: str
-    tokens: int
-    outcome: Outcome
-    reason: str | None
-    numerics: str
-    p20_us: float | None
-    p50_us: float | None
-    p80_us: float | None
-    speedup: float | None
-    best_peer: str | None
-
-
-AnyRow = TypeVar("AnyRow", bound=Measured)
-
-
-def best_peer(rows: Iterable[AnyRow]) -> AnyRow | None:
-    """The fastest peer whose numerics are good; None when there is none."""
-    timed = [row for row in rows if row.kind == "peer" and row.numerics == "ok" and row.p50_us is not None]
-    return min(timed, key=lambda row: row.p50_us or 0.0, default=None)
-
-
-def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
+def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
     """The rows of one size with everything that follows from their times, and, on GPUs, the computed bounds.
 
     Times of gloo ranks on a CPU get no bandwidth, no share and no speed-up: they say nothing about speed.
@@ -123,11 +93,6 @@ def complete(rows: list[Row], size: Size, spec: BenchSpec) -> list[Row]:
     ]
 
 
-def failures(rows: Iterable[AnyRow]) -> list[AnyRow]:
-    """Those of ours that should have run and did not, or were wrong."""
-    return [row for row in rows if row.kind == "ours" and row.outcome in ("error", "numerics failed")]
-
-
 def rows_of(report: dict[str, Any]) -> list[Row]:
     return [Row(**row) for row in report["rows"]]
 
@@ -135,19 +100,4 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
 def as_csv(report: dict[str, Any]) -> str:
     """One line a contender and size, each with the machine and the versions it was measured with."""
     names = ("machine", "device", "device_name", "world_size", "dtype", "calls", "repeats", "rotate_from", "seed")
-    return csv_text([asdict(row) for row in rows_of(report)], made_with(report, names))
-
-
-def made_with(report: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """What a line of a CSV file says beside its numbers: ``names`` of the report, and versions."""
-    return {name: report[name] for name in names} | report["versions"]
-
-
-def csv_text(rows: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
-    """One line a row, each with what is ``common`` to all."""
-    lines = [row | common for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, lines[0] if lines else common, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return csv_of(report, names)

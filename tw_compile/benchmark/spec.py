@@ -6,17 +6,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from tw_compile.harness.spec import ELEMENT_BYTES, ONE_SHOT_BOUND, TWO_SHOT_BOUND
 
 LINK_GB_PER_S = 370.0
 """What one direction of an H200's NVLink is taken to carry; nominally it is 18 links of 25 GB/s."""
 
-ONE_SHOT_BOUND = "one-shot-bound"
-TWO_SHOT_BOUND = "two-shot-bound"
-
 
 @dataclass(frozen=True)
-class Size:
+class MessageSize:
     """One message: the partial sums ``[tokens, hidden]`` of one rank."""
 
     tokens: int
@@ -57,10 +54,10 @@ class BenchSpec:
     timeout: float = 1200.0
     gated: bool = False
 
-    def sizes(self) -> Iterator[Size]:
+    def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:
             for tokens in self.tokens:
-                yield Size(tokens, hidden, self.dtype)
+                yield MessageSize(tokens, hidden, self.dtype)
 
 
 def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int) -> int:

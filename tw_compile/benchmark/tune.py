@@ -13,7 +13,7 @@ from tw_compile.kernels.transports.selection import Step, step_for, table_text
 SLACK = 1.02
 """A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""
 
-Choice = tuple[str, int]
+KernelAndSms = tuple[str, int]
 
 
 def table_of(report: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def steps_from(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = (
 
     A choice of ``shipped`` that is as good as the best stays, and so does the size at which it ends.
     """
-    slowdown: dict[int, dict[Choice, list[float]]] = defaultdict(lambda: defaultdict(list))
+    slowdown: dict[int, dict[KernelAndSms, list[float]]] = defaultdict(lambda: defaultdict(list))
     by_size: dict[tuple[int, int], list[Row]] = defaultdict(list)
     for row in rows:
         if row.algorithm is not None and row.max_sms is not None and row.numerics == "ok" and row.p50_us is not None:
@@ -49,7 +49,7 @@ def steps_from(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = (
             slowdown[nbytes][row.algorithm or "", row.max_sms or 0].append((row.p50_us or 0.0) / fastest)
     steps: list[Step] = []
     sizes = sorted(slowdown)
-    before: Choice | None = None
+    before: KernelAndSms | None = None
     for index, nbytes in enumerate(sizes):
         mean = {choice: sum(ratios) / len(ratios) for choice, ratios in slowdown[nbytes].items()}
         good = {choice for choice, ratio in mean.items() if ratio <= SLACK * min(mean.values())}

@@ -14,11 +14,10 @@ import torch
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
-from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
-from tw_compile.benchmark.results import Outcome, Row, complete
-from tw_compile.benchmark.spec import BenchSpec, Size, input_sets
+from tw_compile.benchmark.results import Row, complete
+from tw_compile.benchmark.spec import BenchSpec, MessageSize, input_sets
 from tw_compile.current import current_node
+from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.harness.problems import (
     Context,
     Form,
@@ -30,6 +29,8 @@ from tw_compile.harness.problems import (
     quantised,
     unfused,
 )
+from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
+from tw_compile.harness.rows import Outcome
 from tw_compile.kernels.collective.spec import row_range
 from tw_compile.runner.launch import Progress
 
@@ -52,19 +53,19 @@ def run_rank(
     cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
     everyone = take_part(spec)
     rows: list[dict[str, Any]] = []
-    found = {
+    result = {
         "device_class": current_node().device_class if on_gpus else "generic",
         "cache_bytes": cache_bytes,
         "rows": rows,
     }
     for size in spec.sizes():
         rows += [asdict(row) for row in bench_size(spec, ranks, everyone, size, cache_bytes, progress)]
-        keep(found)
-    return found
+        keep(result)
+    return result
 
 
 @dataclass
-class Entry:
+class ContenderAtSize:
     """A contender at one size; ``timer`` is there when it is to be timed."""
 
     contender: Contender
@@ -74,7 +75,7 @@ class Entry:
 
 
 @dataclass
-class Reference:
+class SizeReference:
     """What the calls on the first input set must come near to: ``(hidden, h)`` in float64, and the unfused way's."""
 
     want: tuple[torch.Tensor, torch.Tensor]
@@ -82,7 +83,7 @@ class Reference:
 
 
 def bench_size(
-    spec: BenchSpec, ranks: Ranks, everyone: list[Contender], size: Size, cache_bytes: int, progress: Progress
+    spec: BenchSpec, ranks: Ranks, everyone: list[Contender], size: MessageSize, cache_bytes: int, progress: Progress
 ) -> list[Row]:
     where = f"[{size.tokens}, {size.hidden}]"
     progress(f"{where} float64 reference")
@@ -93,7 +94,7 @@ def bench_size(
     problems = [
         make_problem(ranks.ctx, size.tokens, size.hidden, form, spec.seed * spec.calls + index) for index in range(sets)
     ]
-    reference = Reference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]))
+    reference = SizeReference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]))
     entries = []
     for contender in everyone:
         progress(f"{where} checking {contender.label}")
@@ -117,30 +118,35 @@ def bench_size(
 
 
 def _admit(
-    spec: BenchSpec, ranks: Ranks, contender: Contender, size: Size, problems: list[Problem], reference: Reference
-) -> Entry:
+    spec: BenchSpec,
+    ranks: Ranks,
+    contender: Contender,
+    size: MessageSize,
+    problems: list[Problem],
+    reference: SizeReference,
+) -> ContenderAtSize:
     """Prepare, run once, check, capture. What goes wrong on one rank ends it on all, with the reason."""
     refusal = ranks.agree(contender.obstacle(size, spec.world_size))
     if refusal is not None:
-        return Entry(contender, "not served", refusal)
+        return ContenderAtSize(contender, "not served", refusal)
     try:
         calls = ranks.together(lambda: [contender.prepare(ranks, problem) for problem in problems])
         _poison(problems[0].x)
         result = ranks.together(lambda: _finished(spec, calls[0]()))
         deviation = ranks.agree(contender.deviation(ranks))
         if deviation is not None:
-            return Entry(contender, "error", deviation)
+            return ContenderAtSize(contender, "error", deviation)
         if contender.reduces:
             failure = _failure(ranks, contender, size, result, reference)
             if failure is not None:
-                return Entry(contender, "numerics failed", failure)
+                return ContenderAtSize(contender, "numerics failed", failure)
         del result
         # Every set once: what is compiled or allocated at first use must be there before the capture.
         ranks.together(lambda: [_finished(spec, call()) for call in calls[1:]])
         make = GraphTimer if spec.device == "cuda" else LoopTimer
-        return Entry(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
+        return ContenderAtSize(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
     except UnavailableError as error:
-        return Entry(contender, "error", str(error))
+        return ContenderAtSize(contender, "error", str(error))
 
 
 def _poison(x: torch.Tensor) -> None:
@@ -156,7 +162,11 @@ def _finished(spec: BenchSpec, result: tuple[torch.Tensor, torch.Tensor]) -> tup
 
 
 def _failure(
-    ranks: Ranks, contender: Contender, size: Size, result: tuple[torch.Tensor, torch.Tensor], reference: Reference
+    ranks: Ranks,
+    contender: Contender,
+    size: MessageSize,
+    result: tuple[torch.Tensor, torch.Tensor],
+    reference: SizeReference,
 ) -> str | None:
     """Why the result is not good enough, the same on all ranks; None when it is."""
     ctx = ranks.ctx
@@ -179,13 +189,13 @@ def _failure(
     return ranks.agree("; ".join(checked.failures) or None)
 
 
-def _residual_form(contender: Contender, size: Size) -> str:
+def _residual_form(contender: Contender, size: MessageSize) -> str:
     if not contender.residual_sharded:
         return f"replicated {size.dtype}"
     return f"sharded {size.dtype if contender.residual_narrow else 'float32'}"
 
 
-def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float] | None) -> Row:
+def _row(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int, times: list[float] | None) -> Row:
     contender = entry.contender
     p20, p50, p80 = (None, None, None) if times is None else percentiles(times)
     return Row(
@@ -210,7 +220,7 @@ def _row(spec: BenchSpec, entry: Entry, size: Size, sets: int, times: list[float
     )
 
 
-def _numerics(entry: Entry) -> str:
+def _numerics(entry: ContenderAtSize) -> str:
     if entry.outcome == "numerics failed":
         return "failed"
     return "ok" if entry.outcome == "timed" and entry.contender.reduces else "not checked"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import platform
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.cli import bench_common, common
@@ -25,9 +22,10 @@ from tw_compile.cli.bench_common import (
     TimeoutOption,
 )
 from tw_compile.cli.common import JsonOption, ModelOption
+from tw_compile.harness.rows import SCHEMA_VERSION, csv_text
+from tw_compile.harness.table import plain_table
 from tw_compile.runner.spec import RunSpec, UsageError
 
-SCHEMA_VERSION = 1
 TOKENS = 4096
 COLUMNS = ("model", "world_size", "layers", "all_reduces", "fused", "compile_seconds", "passes_seconds", "share")
 
@@ -56,7 +54,7 @@ def passes(
     with common.stages(console) as progress:
         progress("importing torch and transformers")
         from tw_compile.runner.fake import inspect_model
-        from tw_compile.runner.versions import versions
+        from tw_compile.runner.versions import machine, versions
 
         deepest = RunSpec(model, tp, "cuda", (TOKENS,), "bfloat16", counts[-1])
         bench_common.check_depth(model, counts[-1])
@@ -82,10 +80,7 @@ def passes(
     _print(console, report, counts)
     common.write_json(report, json_file)
     if csv_file is not None:
-        from tw_compile.benchmark.results import csv_text
-
-        made_with = {"machine": f"{platform.machine()} {os.cpu_count()} cpus", **versions()}
-        common.write_file("--csv", csv_file, csv_text(rows, made_with))
+        common.write_file("--csv", csv_file, csv_text(rows, {"machine": machine(), **versions()}))
 
 
 CUDA_SIZES = ("8192", "1,4,16,64,256,1024,4096,16384")
@@ -183,10 +178,10 @@ def _write_files(
 
     Of a gate or a table that some sizes say nothing about nothing is written.
     """
+    from tw_compile.benchmark.plot import plot
     from tw_compile.benchmark.results import as_csv, rows_of
+    from tw_compile.harness.rows import failures
 
-    if csv_file is not None:
-        common.write_file("--csv", csv_file, as_csv(report))
     if report["incomplete"] is not None:
         for option, file in (("--regret", regret_file), ("--table", table_file)):
             if file is not None:
@@ -203,11 +198,7 @@ def _write_files(
             common.write_file("--table", table_file, table_of(report))
         except ValueError as error:
             raise UsageError(f"--table: {error}") from error
-    if plot_file is not None:
-        from tw_compile.benchmark.plot import plot
-
-        plot(report, plot_file)
-    bench_common.exit_if_failed(report, rows_of(report))
+    bench_common.finish(report, failures(rows_of(report)), as_csv, csv_file, plot, plot_file)
 
 
 def _with_layers(spec: RunSpec, layers: int) -> RunSpec:
@@ -230,9 +221,7 @@ def _row(spec: RunSpec, layers: int, inspection: Any) -> dict[str, Any]:
 
 
 def _print(console: Console, report: dict[str, Any], counts: list[int]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("layers", "fused", "compile without codegen", "passes", "share"):
-        table.add_column(name, justify="right")
+    table = plain_table(("layers", "fused", "compile without codegen", "passes", "share"))
     for row in report["rows"]:
         table.add_row(
             str(row["layers"]),

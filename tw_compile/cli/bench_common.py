@@ -61,7 +61,7 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
         common.writable(option, file)
     plot_file = files.get("--plot")
     if plot_file is not None:
-        from tw_compile.benchmark.plot import require
+        from tw_compile.harness.plot import require
 
         require(plot_file)
 
@@ -72,28 +72,31 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
     Raises:
         UsageError: It has not, or these are the ranks of a launcher.
     """
+    refuse_launcher(command)
+    if tp == 1:
+        raise UsageError("--tp: expected at least 2 ranks, got 1")
+    if device == "cpu":
+        return tp or 2
+    gpus = common.gpus()
+    check_gpus(tp, gpus)
+    return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
+
+
+def refuse_launcher(command: str) -> None:
+    """UsageError where this is one of the ranks that a launcher has started."""
     from tw_compile.runner.launch import torchrun_world_size
 
     if torchrun_world_size() is not None:
         raise UsageError(
             f"{command}: expected to start the ranks itself, got RANK of a launcher; run it without torchrun"
         )
-    if tp == 1:
-        raise UsageError("--tp: expected at least 2 ranks, got 1")
-    if device == "cpu":
-        return tp or 2
-    gpus = _gpus()
+
+
+def check_gpus(tp: int | None, gpus: int) -> None:
+    """UsageError where this machine lacks the GPUs for ranks, or for so many of them."""
     if gpus < 2:
         raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
-    if tp is not None and tp > gpus:
-        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
-    return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+    common.ranks_of_gpus(tp, gpus)
 
 
 def check_depth(model: str, layers: int | None) -> None:
@@ -124,9 +127,18 @@ def measure(
     return report
 
 
-def exit_if_failed(report: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Exits with 1 when one of ours failed or sizes are missing."""
-    from tw_compile.benchmark.results import failures
-
-    if report["incomplete"] is not None or failures(rows):
+def finish(
+    report: dict[str, Any],
+    failed: Sequence[Any],
+    as_csv: Callable[[dict[str, Any]], str],
+    csv_file: str | None,
+    plot: Callable[[dict[str, Any], str], None],
+    plot_file: str | None,
+) -> None:
+    """Write what was asked for beside the JSON; then exits with 1 when something ``failed`` or is missing."""
+    if csv_file is not None:
+        common.write_file("--csv", csv_file, as_csv(report))
+    if plot_file is not None:
+        plot(report, plot_file)
+    if report["incomplete"] is not None or failed:
         raise typer.Exit(common.EXIT_FAILED)

@@ -150,15 +150,11 @@ def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str
     ranks = bench_common.ranks_here(f"bench {spec.scope}", tp, spec.device)
     bench_common.check_depth(spec.model, spec.layers)
     spec = dataclasses.replace(spec, world_size=ranks)
+    from tw_compile.benchmark.layer.plot import plot
     from tw_compile.benchmark.layer.results import as_csv, rows_of
     from tw_compile.benchmark.layer.run import run, steps
     from tw_compile.benchmark.layer.table import print_report
+    from tw_compile.harness.rows import failures
 
     report = bench_common.measure(run, steps(spec), print_report, spec, json_file)
-    if csv_file is not None:
-        common.write_file("--csv", csv_file, as_csv(report))
-    if plot_file is not None:
-        from tw_compile.benchmark.layer.plot import plot
-
-        plot(report, plot_file)
-    bench_common.exit_if_failed(report, rows_of(report))
+    bench_common.finish(report, failures(rows_of(report)), as_csv, csv_file, plot, plot_file)

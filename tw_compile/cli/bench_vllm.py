@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,7 @@ def vllm(
         return
     if logs is not None:
         _make_folder(logs)
-    _finish(_bench(spec, logs, json_file), csv_file, plot_file)
+    _bench(spec, logs, csv_file, plot_file, json_file)
 
 
 def _bytes(gib: float) -> int:
@@ -156,11 +157,9 @@ def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:
     """The spec for ``tp`` ranks or as many as there are GPUs; a dry run takes what is asked for, or 2."""
     import dataclasses
 
-    import torch
-
     from tw_compile.benchmark.vllm.run import require_vllm
 
-    gpus = torch.cuda.device_count()
+    gpus = common.gpus()
     ranks = tp or next((ranks for ranks in bench_common.CUDA_RANKS if ranks <= gpus), 2)
     if not dry_run:
         require_vllm()
@@ -192,27 +191,13 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
     common.write_json({"schema_version": 1, "command": "bench vllm --dry-run", "engines": plan}, json_file)
 
 
-def _bench(spec: VllmSpec, logs: str | None, json_file: str | None) -> dict[str, Any]:
+def _bench(
+    spec: VllmSpec, logs: str | None, csv_file: str | None, plot_file: str | None, json_file: str | None
+) -> None:
+    from tw_compile.benchmark.vllm.plot import plot
+    from tw_compile.benchmark.vllm.results import as_csv, failures, rows_of
     from tw_compile.benchmark.vllm.run import run, steps
     from tw_compile.benchmark.vllm.table import print_report
 
-    console = common.make_console(json_file)
-    with common.stages(console, steps(spec)) as progress:
-        report = run(spec, progress, logs)
-    print_report(console, report)
-    common.write_json(report, json_file)
-    return report
-
-
-def _finish(report: dict[str, Any], csv_file: str | None, plot_file: str | None) -> None:
-    """What was asked for beside the JSON; then exits with 1 when something failed."""
-    from tw_compile.benchmark.vllm.results import as_csv, failures, rows_of
-
-    if csv_file is not None:
-        common.write_file("--csv", csv_file, as_csv(report))
-    if plot_file is not None:
-        from tw_compile.benchmark.vllm.plot import plot
-
-        plot(report, plot_file)
-    if report["incomplete"] is not None or failures(rows_of(report)):
-        raise typer.Exit(common.EXIT_FAILED)
+    report = bench_common.measure(partial(run, logs=logs), steps(spec), print_report, spec, json_file)
+    bench_common.finish(report, failures(rows_of(report)), as_csv, csv_file, plot, plot_file)

@@ -110,6 +110,19 @@ def ranks(option: str, value: int | None, least: int = 1) -> None:
         raise UsageError(f"{option}: expected {least} to {MOST_RANKS} ranks, got {value}")
 
 
+def ranks_of_gpus(tp: int | None, gpus: int) -> None:
+    """Refuse more ranks than there are GPUs."""
+    if tp is not None and tp > gpus:
+        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
+
+
+def gpus() -> int:
+    """How many torch finds here."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def seconds(option: str, value: float) -> None:
     if not 0 < value <= LONGEST:
         raise UsageError(f"{option}: expected a positive number of seconds, at most {LONGEST:.0f}, got {value}")

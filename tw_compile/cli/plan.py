@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.config import whole_number
+from tw_compile.harness.table import plain_table, widen
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, evidence, layer_shape, load_profile, plan_layer
-from tw_compile.planning.windows import Window
+from tw_compile.planning.windows import PlannedWindow
 from tw_compile.runner.spec import UsageError
 
 SCHEMA_VERSION = 1
@@ -56,7 +56,7 @@ def plan(
     common.writable("--plot", plot_file)
     console = common.make_console(json_file)
     if plot_file is not None:
-        from tw_compile.benchmark.plot import require
+        from tw_compile.harness.plot import require
 
         require(plot_file)
     profile = named_profile(device_profile)
@@ -138,8 +138,7 @@ def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
 
 
 def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> None:
-    if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
-        console.width = max(console.width, _WIDTH)
+    widen(console, _WIDTH)
     console.print(
         f"{report['model']}, one of {report['layers']} layers on {report['world_size']} x {report['device_profile']}, "
         f"kernel {report['kernel']}",
@@ -158,9 +157,8 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
 
 
 def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "as planned"):
-        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
+    columns = ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "as planned")
+    table = plain_table(columns, ("mode",), no_wrap=True)
     for one in plans:
         predicted = one.predicted
         whole, first, second = (sum(getattr(gemm, name) for gemm in one.waves) for name in ("whole", "first", "second"))
@@ -177,10 +175,9 @@ def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
 
 
 def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("tokens", "window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "window takes"):
-        left = name in ("window", "GEMMs: waves on SMs", "travels")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "GEMMs: waves on SMs")
+    columns = ("tokens", "window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "window takes")
+    table = plain_table(columns, ("window", "GEMMs: waves on SMs", "travels"), no_wrap=True)
+    table.columns[2].no_wrap = False
     for one in plans:
         if one.mode is Mode.OFF:
             continue
@@ -189,7 +186,7 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
     console.print(table)
 
 
-def _window_cells(window: Window) -> tuple[str, ...]:
+def _window_cells(window: PlannedWindow) -> tuple[str, ...]:
     gemms = ", ".join(
         f"{name} {'+'.join(str(gemm.waves) for gemm in same)} on {sms}"
         for (name, sms), same in itertools.groupby(window.gemms, key=lambda gemm: (gemm.name, gemm.sms))

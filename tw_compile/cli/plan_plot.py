@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tw_compile.benchmark.plot import save
+from tw_compile.harness.plot import new_figure, save
 from tw_compile.planning import Mode, Plan
 
 # Okabe and Ito's colours.
@@ -19,18 +19,12 @@ _LINES = (
 
 def plot(plans: Sequence[Plan], title: str, path: str) -> None:
     """Two panels, written to ``path`` (png or svg): all plans, and the windows of the split that gains most."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     split = [plan for plan in plans if plan.mode is not Mode.OFF]
-    figure = Figure(figsize=(13, 4.8) if split else (7, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, *right = figure.subplots(1, 2 if split else 1, squeeze=False)[0]
+    figure, ((left, *right),) = new_figure(13 if split else 7, 4.8, 1, 2 if split else 1)
     _speedups(left, plans)
     if split:
         _timeline(right[0], max(split, key=lambda plan: plan.gain))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    save(figure, path)
+    save(figure, path, title)
 
 
 def _speedups(panel: Any, plans: Sequence[Plan]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from tw_compile.cli.render_split import print_splits
+from tw_compile.harness.table import plain_table
 
 STYLES = {"fused": "green", "refused": "yellow", "gated": "cyan"}
 GROUP_KEYS = ("form", "bytes", "transport", "decision", "reason", "producer")
@@ -85,9 +85,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
     """The decisions, grouped; then a line for every site that was refused or gated."""
     counts = report["counts"]
     title = f"all_reduces at {report['tokens'][0]} tokens"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name in ("sites", "layers", "form", "bytes", "transport", "decision"):
-        table.add_column(name, justify="right" if name in ("sites", "bytes") else "left", overflow="fold")
+    columns = ("sites", "layers", "form", "bytes", "transport", "decision")
+    table = plain_table(columns, ("layers", "form", "transport", "decision"), title, "bold", overflow="fold")
     for group in group_sites(report["sites"]):
         absorbs = "+mm" if group["producer"] == "mm" else ""
         decision = Text(group["decision"] + absorbs, style=STYLES[group["decision"]])
@@ -152,16 +151,9 @@ def verdict(report: dict[str, Any]) -> Text:
 
 
 def _print_numerics(console: Console, numerics: dict[str, Any]) -> None:
-    table = Table(
-        title="relative error against float64, worst rank",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        header_style="dim",
-    )
-    for name in ("tokens", "output", "tw_compile", "budget", "unfused", "inductor", "ok", "ranks"):
-        table.add_column(name, justify="left" if name in ("output", "ok", "ranks") else "right")
+    columns = ("tokens", "output", "tw_compile", "budget", "unfused", "inductor", "ok", "ranks")
+    title = "relative error against float64, worst rank"
+    table = plain_table(columns, ("output", "ok", "ranks"), title, "bold")
     differ = Text("DIFFER", style="bold red") if numerics["bitwise_equal_promised"] else Text("differ", style="yellow")
     for row in numerics["by_tokens"]:
         for output in ("hidden", "residual"):

@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
+
+from tw_compile.harness.table import plain_table
 
 WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "left by", "compute us", "sum us", "us")
 """SMs of the sum that travels, the GEMMs that are planned for the others, and predicted times."""
@@ -25,9 +26,7 @@ def print_splits(console: Console, splits: Sequence[dict[str, Any]]) -> None:
             console.print(Text(line), soft_wrap=True)
         rows = window_rows(split)
         if rows:
-            table = Table(box=None, pad_edge=False, header_style="dim")
-            for name in WINDOW_COLUMNS:
-                table.add_column(name, justify="left" if name in WINDOW_COLUMNS[1:3] + WINDOW_COLUMNS[4:5] else "right")
+            table = plain_table(WINDOW_COLUMNS, WINDOW_COLUMNS[1:3] + WINDOW_COLUMNS[4:5])
             for row in rows:
                 table.add_row(*map(escape, row))
             console.print(table)

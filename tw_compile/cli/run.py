@@ -127,7 +127,7 @@ def resolve(
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
     if device == "cpu" and transport not in (of_cpu := (AUTO, *names_for("cpu"))):
         raise UsageError(f"--transport: expected {' or '.join(of_cpu)} with --device cpu, got {transport!r}")
-    gpus = 0 if device == "cpu" else _gpus()
+    gpus = 0 if device == "cpu" else common.gpus()
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
     chosen = device or ("cuda" if gpus >= _ranks_here() else "cpu")
@@ -154,17 +154,10 @@ def _world_size(tp: int | None, device: str, gpus: int) -> int:
         return launched
     if device == "cpu":
         return tp or CPU_RANKS
-    if tp is not None and tp > gpus:
-        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
+    common.ranks_of_gpus(tp, gpus)
     return tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), gpus)
 
 
 def _ranks_here() -> int:
     """How many GPUs this machine must have for the ranks to go to GPUs by default."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

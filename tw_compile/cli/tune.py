@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.runner.spec import UsageError
 
@@ -47,7 +47,7 @@ def tune(
     common.seconds("--timeout", timeout)
     common.writable("--plot", plot_file)
     if plot_file is not None:
-        from tw_compile.benchmark.plot import require
+        from tw_compile.harness.plot import require
 
         if device == "cpu":
             raise UsageError(
@@ -93,7 +93,8 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
     """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
-    from tw_compile.benchmark.results import failures, rows_of
+    from tw_compile.benchmark.results import rows_of
+    from tw_compile.harness.rows import failures
     from tw_compile.tuning.run import PARTIAL, write_whole
     from tw_compile.tuning.show import plot, print_report
     from tw_compile.tuning.tables import command_of, write
@@ -144,22 +145,16 @@ def _folder(out: str | None) -> Path:
 
 def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
     """Those of ``--tp``, or what fits."""
-    from tw_compile.runner.launch import torchrun_world_size
-
-    if torchrun_world_size() is not None:
-        raise UsageError("tune: expected to start the ranks itself, got RANK of a launcher; run it without torchrun")
+    bench_common.refuse_launcher("tune")
     for ranks in asked or ():
         common.ranks("--tp", ranks, least=2)
     if device == "cpu":
         return asked or (2,)
-    gpus = _gpus()
+    gpus = common.gpus()
     usual = common.numbers("--tp", WORLD_SIZES)
     if dry_run and gpus < 2:
         return asked or usual
-    if gpus < 2:
-        raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
-    if asked is not None and max(asked) > gpus:
-        raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {max(asked)}")
+    bench_common.check_gpus(None if asked is None else max(asked), gpus)
     return asked or tuple(ranks for ranks in usual if ranks <= gpus)
 
 
@@ -169,8 +164,8 @@ def _ready(spec: Any, folder: Path) -> list[str]:
         return []
     import torch
 
-    from tw_compile.benchmark.run import multicast_off
     from tw_compile.current import current_node
+    from tw_compile.harness.start import multicast_off
     from tw_compile.tuning.busy import obstacles, usages
     from tw_compile.tuning.tables import check_folder
 
@@ -198,9 +193,3 @@ def _say_if_not_used(console: Any, device_class: str) -> None:
             markup=False,
             soft_wrap=True,
         )
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()

@@ -7,7 +7,7 @@ from tw_compile.planning.evidence import Evidence
 from tw_compile.planning.gemm import Gemm
 from tw_compile.planning.layer import FLASH3, Attention, LayerShape, layer_shape, masked_kernel
 from tw_compile.planning.plan import Mode, Off, Plan, evidence, plan_layer
-from tw_compile.planning.windows import GemmPlan, Window
+from tw_compile.planning.windows import GemmPlan, PlannedWindow
 
 __all__ = [
     "FLASH3",
@@ -20,7 +20,7 @@ __all__ = [
     "Mode",
     "Off",
     "Plan",
-    "Window",
+    "PlannedWindow",
     "evidence",
     "layer_shape",
     "load_profile",

@@ -85,9 +85,9 @@ def fastest_alone(
 def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicast: bool) -> float:
     """The profile's fastest all_reduce without norm; those that need ``multicast`` take part only with it."""
     return min(
-        one.latency_us + traffic_bytes(one.traffic, nbytes, world_size) / (one.link_gb_per_s * 1e3)
-        for one in profile.all_reduce.values()
-        if multicast or one.traffic != "multicast"
+        times.latency_us + traffic_bytes(times.traffic, nbytes, world_size) / (times.link_gb_per_s * 1e3)
+        for times in profile.all_reduce.values()
+        if multicast or times.traffic != "multicast"
     )
 
 

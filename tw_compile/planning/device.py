@@ -24,7 +24,7 @@ TRAFFIC = ("multicast", "two_shot")
 MEASURED_RANKS = 4
 """So many have been seen to wait for each other beside GEMMs."""
 
-Part = TypeVar("Part")
+ProfilePart = TypeVar("ProfilePart")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class AttentionRates:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceTimes:
     """An all_reduce without norm: a fixed latency, then its traffic (see :class:`FusedKernel`) at the rate of the links."""
 
     traffic: str
@@ -163,7 +163,7 @@ class DeviceProfile:
     kernel: str
     gemm: GemmRates
     attention: Mapping[str, AttentionRates]
-    all_reduce: Mapping[str, AllReduce]
+    all_reduce: Mapping[str, AllReduceTimes]
     fused: Mapping[str, FusedKernel]
 
     def slower_beside(self, world_size: int) -> float:
@@ -281,7 +281,7 @@ def parse_profile(text: str, source: str) -> DeviceProfile:
     return profile
 
 
-def _part(kind: type[Part], values: Any, where: str) -> Part:
+def _part(kind: type[ProfilePart], values: Any, where: str) -> ProfilePart:
     """``kind`` with every field from the key of its name; no key may be missing or left over."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected a table, got {values!r}")
@@ -296,7 +296,7 @@ def _part(kind: type[Part], values: Any, where: str) -> Part:
 
 _TUPLES: dict[Any, Any] = {tuple[int, ...]: int, tuple[str, ...]: str}
 _TABLES: dict[Any, Any] = {
-    Mapping[str, AllReduce]: AllReduce,
+    Mapping[str, AllReduceTimes]: AllReduceTimes,
     Mapping[str, FusedKernel]: FusedKernel,
     Mapping[str, AttentionRates]: AttentionRates,
 }

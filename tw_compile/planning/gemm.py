@@ -124,12 +124,12 @@ def _limited_us(rates: GemmRates, gemm: Gemm, tokens: int, us: float) -> float:
 @lru_cache(maxsize=1024)
 def _tiles_by_rows(rates: GemmRates, gemm: Gemm) -> tuple[tuple[int, list[tuple[Tile, int, float, float]]], ...]:
     """By the rows of tiles: each tile, how many are side by side, microseconds of one, and of its depth in them."""
-    found: dict[int, list[tuple[Tile, int, float, float]]] = {}
+    by_rows: dict[int, list[tuple[Tile, int, float, float]]] = {}
     for tile in rates.tiles:
         depth_us = _depth_us(rates, gemm, tile)
         columns = -(-gemm.columns // tile.columns)
-        found.setdefault(tile.rows, []).append((tile, columns, rates.tile_us + depth_us, depth_us))
-    return tuple(found.items())
+        by_rows.setdefault(tile.rows, []).append((tile, columns, rates.tile_us + depth_us, depth_us))
+    return tuple(by_rows.items())
 
 
 def _depth_us(rates: GemmRates, gemm: Gemm, tile: Tile) -> float:
@@ -157,19 +157,19 @@ def joint_gemm(profile: DeviceProfile, gemms: Sequence[Gemm]) -> Gemm | None:
     first = gemms[0]
     if not profile.gemm.own_gemms or len(gemms) > MOST_JOINT:
         return None
-    if any(one.experts > 1 or one.columns % 8 or one.depth % OWN_DEPTH for one in gemms):
+    if any(gemm.experts > 1 or gemm.columns % 8 or gemm.depth % OWN_DEPTH for gemm in gemms):
         return None
-    columns = tuple(one.columns for one in gemms)
+    columns = tuple(gemm.columns for gemm in gemms)
     return Gemm(first.name, sum(columns), first.depth, joint=columns)
 
 
 def _joint_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
     rates = profile.gemm
-    found = tiling(tokens, gemm.joint, _slots(sms))
-    tile = Tile(GROUPED_TILE.rows, found.width)
-    us = found.pairs * (rates.tile_us + _depth_us(rates, gemm, tile))
-    tiles = CLUSTER * (found.whole + found.narrow + found.low)
-    return GemmTime(sms, tile, tiles, math.ceil(found.pairs), profile.launch_us + _limited_us(rates, gemm, tokens, us))
+    joint = tiling(tokens, gemm.joint, _slots(sms))
+    tile = Tile(GROUPED_TILE.rows, joint.width)
+    us = joint.pairs * (rates.tile_us + _depth_us(rates, gemm, tile))
+    tiles = CLUSTER * (joint.whole + joint.narrow + joint.low)
+    return GemmTime(sms, tile, tiles, math.ceil(joint.pairs), profile.launch_us + _limited_us(rates, gemm, tokens, us))
 
 
 def _slots(sms: int) -> int:
@@ -212,7 +212,7 @@ def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int
     if gemm.experts > 1:
         return _full_wave_tokens_of_groups(gemm, tile, _slots(sms), tokens)
     if gemm.joint:
-        return _filled(sum(-(-one // tile.columns) for one in gemm.joint), PAIR_ROWS, _slots(sms), tokens)
+        return _filled(sum(-(-width // tile.columns) for width in gemm.joint), PAIR_ROWS, _slots(sms), tokens)
     return _filled(-(-gemm.columns // tile.columns), tile.rows, sms, tokens)
 
 
@@ -226,11 +226,11 @@ def _full_wave_tokens_of_groups(gemm: Gemm, tile: Tile, slots: int, tokens: int)
     """The most tokens whose expected tiles need no further wave of ``slots`` clusters."""
     height, columns = CLUSTER * tile.rows, -(-gemm.columns // tile.columns)
     reached = _clusters(gemm, tile, tokens) // slots
-    found = []
+    borders = []
     for clusters in (reached * slots, (reached + 1) * slots):
         # Each expert wastes less than a tile's height: that bounds where to look.
         per_token = columns * gemm.experts_per_token
         least = max(clusters * height // per_token - gemm.experts * height // gemm.experts_per_token, 0)
         counts = range(least, clusters * height // per_token + 2)
-        found.append(least + bisect_right(counts, clusters, key=lambda count: _clusters(gemm, tile, count)) - 1)
-    return tuple(count for count in found if count > 0)
+        borders.append(least + bisect_right(counts, clusters, key=lambda count: _clusters(gemm, tile, count)) - 1)
+    return tuple(count for count in borders if count > 0)

@@ -43,23 +43,23 @@ class Tiling:
 @lru_cache(maxsize=4096)
 def tiling(rows: int, columns: tuple[int, ...], clusters: int) -> Tiling:
     """The fastest for ``rows`` rows and matrices of ``columns`` columns; ``rows`` and ``clusters`` are positive."""
-    found = (one for width in WIDTHS for one in of_width(rows, columns, clusters, width))
-    return min(found, key=lambda one: one.pairs * (one.width + _EDGE))
+    tilings = (candidate for width in WIDTHS for candidate in of_width(rows, columns, clusters, width))
+    return min(tilings, key=lambda candidate: candidate.pairs * (candidate.width + _EDGE))
 
 
 def of_width(rows: int, columns: Sequence[int], clusters: int, width: int) -> list[Tiling]:
     """With no pair narrow, with all that do not fill a wave, and with those of the last full wave, too."""
-    wide = sum(-(-one // width) for one in columns)
+    wide = sum(-(-matrix // width) for matrix in columns)
     high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
     pairs, low = high * wide, wide if rows > high * PAIR_ROWS else 0
     full = pairs // clusters * clusters
-    found = []
+    tilings = []
     for whole in dict.fromkeys((pairs, full, max(full - clusters, 0))):
         narrow = 2 * (pairs - whole)
         # Longer pairs come first; whole ones fill waves, or all others are low: it is the first, or has the first low one.
         busiest = max(_pairs(cluster, clusters, whole, narrow, low) for cluster in (0, (whole + narrow) % clusters))
-        found.append(Tiling(width, whole, narrow, low, busiest))
-    return found
+        tilings.append(Tiling(width, whole, narrow, low, busiest))
+    return tilings
 
 
 def _pairs(cluster: int, clusters: int, whole: int, narrow: int, low: int) -> float:

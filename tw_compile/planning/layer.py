@@ -117,7 +117,7 @@ def layer_shape(config: Any, plan: Mapping[str, str], world_size: int, merged: b
 
 
 def _gemms(name: str, columns: Sequence[int], depth: int) -> tuple[Gemm, ...]:
-    return tuple(Gemm(name, one, depth) for one in columns)
+    return tuple(Gemm(name, width, depth) for width in columns)
 
 
 def _check_known(config: Any, world_size: int) -> None:

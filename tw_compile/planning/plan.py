@@ -13,7 +13,7 @@ from tw_compile.planning.device import DeviceProfile, shipped_profile
 from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
-from tw_compile.planning.windows import Costs, Window, weave, weave_joined
+from tw_compile.planning.windows import Costs, PlannedWindow, weave, weave_joined
 
 ROW_MULTIPLE = 16
 MAX_CANDIDATES = 32
@@ -97,7 +97,7 @@ class Plan:
     reason: str
     fused_ctas: int
     predicted: Predicted
-    windows: tuple[Window, ...]
+    windows: tuple[PlannedWindow, ...]
     waves: tuple[GemmWaves, ...]
     candidates: int
     margin: float
@@ -288,36 +288,38 @@ def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int 
     """Sizes of half 1 to compare, those next to the middle first; multiples of ``multiple``, or borders of sequences."""
     middle = tokens // 2
     if multiple is None:
-        found = set(starts)
+        wanted = set(starts)
     else:
-        found = {size for size in starts if size % multiple == 0}
+        wanted = {size for size in starts if size % multiple == 0}
         down = middle // multiple * multiple
-        found |= {down, down + multiple}
+        wanted |= {down, down + multiple}
         sms = costs.profile.sms
-        joint = [one for one in (costs.joint_qkv, costs.joint_gate_up) if one is not None]
-        for gemm in dict.fromkeys((*(one.of_half(costs.profile) for one in costs.layer.gemms), *joint)):
+        joint = [candidate for candidate in (costs.joint_qkv, costs.joint_gate_up) if candidate is not None]
+        for gemm in dict.fromkeys((*(of_layer.of_half(costs.profile) for of_layer in costs.layer.gemms), *joint)):
             for budget in dict.fromkeys(
                 (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
             ):
                 tile = costs.gemm(gemm, middle or 1, budget).tile
                 for size in full_wave_tokens(gemm, tile, budget, middle):
-                    found |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
-    sizes = [size for size in found if 0 < size < tokens]
+                    wanted |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
+    sizes = [size for size in wanted if 0 < size < tokens]
     return sorted(sizes, key=lambda size: (abs(2 * size - tokens), size))[:MAX_CANDIDATES]
 
 
-def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[Window, ...]:
+def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[PlannedWindow, ...]:
     """Windows of the mode; none for joining what no cut has parted."""
     if mode is Mode.SPLIT:
         return weave(costs, first, tokens)
     return () if whole_sequences else weave_joined(costs, first, tokens)
 
 
-def _waves(costs: Costs, tokens: int, windows: Sequence[Window]) -> tuple[GemmWaves, ...]:
+def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple[GemmWaves, ...]:
     result = []
     for name in dict.fromkeys(gemm.name for gemm in costs.layer.gemms):
         same = [gemm for gemm in costs.layer.gemms if gemm.name == name]
-        halves = [found for window in windows if (found := [one.waves for one in window.gemms if one.name == name])]
+        halves = [
+            counts for window in windows if (counts := [gemm.waves for gemm in window.gemms if gemm.name == name])
+        ]
         if halves:  # each in a window of its own
             whole = sum(costs.gemm(gemm, tokens, costs.profile.sms).waves for gemm in same)
             first, second = halves

@@ -106,17 +106,17 @@ class Ranges:
             for chosen in itertools.combinations(further, number):
                 ranges = self._between(low, high, sorted({*given, *chosen}))
                 if all(first < last for first, last in ranges if not {first - self._requests, last}.isdisjoint(chosen)):
-                    choices.append((sum(self._hoped_for(*one) for one in ranges), number, ranges))
+                    choices.append((sum(self._hoped_for(*bounds) for bounds in ranges), number, ranges))
         most_saved = max(saved for saved, _, _ in choices)
-        choices.sort(key=lambda one: (one[0] < most_saved * (1.0 - RESOLUTION), one[1], -one[0]))
+        choices.sort(key=lambda choice: (choice[0] < most_saved * (1.0 - RESOLUTION), choice[1], -choice[0]))
         tried = []
         for _, _, ranges in choices[:_TRIES]:
-            parts = tuple(Part(*one, self.split(*one)) for one in ranges)
+            parts = tuple(Part(*bounds, self.split(*bounds)) for bounds in ranges)
             saved = sum(part.split.saved for part in parts if part.split is not None)
             tried.append((saved, parts))
             if all(part.split is not None or not self._hoped_for(part.low, part.high) for part in parts):
                 break
-        return max(tried, key=lambda one: one[0])[1]
+        return max(tried, key=lambda attempt: attempt[0])[1]
 
     def _between(self, low: int, high: int, ends: list[int]) -> list[tuple[int, int]]:
         return list(zip([low, *(end + self._requests for end in ends)], [*ends, high], strict=True))
@@ -135,7 +135,7 @@ class Ranges:
         weights = _weights(low, counts)
         best_us = [weight * _us(self.at(count, least=low)) for count, weight in zip(counts, weights, strict=True)]
         least_us = math.inf
-        found: list[tuple[float, tuple[float, int], Shared]] = []
+        shares: list[tuple[float, tuple[float, int], Shared]] = []
         for rank, first, halves in self._candidates(low, high, counts):
             plans: list[Plan] = []
             us, rest_us = 0.0, sum(best_us)
@@ -148,10 +148,10 @@ class Ranges:
             else:
                 saved = _added_up(low, plans)
                 if saved > 0 and any(_pays(plan) for plan in plans):
-                    found.append((us, rank, Shared(first, tuple(plans), saved)))
+                    shares.append((us, rank, Shared(first, tuple(plans), saved)))
                     least_us = min(least_us, us)
-        near = [one for one in found if one[0] <= least_us * (1.0 + RESOLUTION)]
-        return min(near, key=lambda one: one[1])[2] if near else None
+        near = [share for share in shares if share[0] <= least_us * (1.0 + RESOLUTION)]
+        return min(near, key=lambda share: share[1])[2] if near else None
 
     def _candidates(
         self, low: int, high: int, counts: list[int]
@@ -160,7 +160,11 @@ class Ranges:
         if self._requests > 1:
             best = [plan for plan in (self.at(count, least=low) for count in counts) if _pays(plan)]
             for first in sorted({plan.sizes[0] * self._requests // plan.tokens for plan in best}):
-                yield (abs(2 * first / self._requests - 1), 0), first, [first * one // self._requests for one in counts]
+                yield (
+                    (abs(2 * first / self._requests - 1), 0),
+                    first,
+                    [first * count // self._requests for count in counts],
+                )
             return
         shares = sorted(
             shares_of_range(low, high, self._world_size),
@@ -172,16 +176,16 @@ class Ranges:
 
     def _borders(self, low: int, high: int) -> list[int]:
         """The last count before each change from counts that pay to counts that don't, or back."""
-        found = []
-        for one, other in itertools.pairwise(self.counts(low, high)):
-            if _pays(self.at(one)) != _pays(self.at(other)):
-                found.append(self._border(one, other))
-        return found
+        borders = []
+        for count, following in itertools.pairwise(self.counts(low, high)):
+            if _pays(self.at(count)) != _pays(self.at(following)):
+                borders.append(self._border(count, following))
+        return borders
 
-    def _border(self, one: int, other: int) -> int:
+    def _border(self, below: int, above: int) -> int:
         grain = math.lcm(GRAIN, self._requests)
-        pays = _pays(self.at(one))
-        inside = [one, *range(one // grain * grain + grain, other, grain), other]
+        pays = _pays(self.at(below))
+        inside = [below, *range(below // grain * grain + grain, above, grain), above]
         first, last = 0, len(inside) - 1
         while last - first > 1:
             middle = (first + last) // 2

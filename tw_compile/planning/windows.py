@@ -54,7 +54,7 @@ class GemmPlan:
 
 
 @dataclass(frozen=True)
-class Window:
+class PlannedWindow:
     """What runs side by side, and for how long; times in microseconds.
 
     Attributes:
@@ -86,7 +86,7 @@ class Gemms:
     joint: Gemm | None = None
 
 
-Step = Gemms | Callable[[int], float]
+Computation = Gemms | Callable[[int], float]
 """GEMMs, or a function from SMs to microseconds."""
 
 
@@ -134,7 +134,7 @@ class Costs:
         time = self.gemm(gemm, tokens, self.profile.sms)
         return time, time.us + (min(time.us, left_us) if time.tiles > free else 0.0)
 
-    def qkv(self, tokens: int) -> list[Step]:
+    def qkv(self, tokens: int) -> list[Computation]:
         """The projections, and what is done to queries and keys before attention."""
         layer, attention = self.layer, self.layer.attention
         elements = 2.0 * tokens * (attention.heads + attention.kv_heads) * attention.head_dim
@@ -144,17 +144,17 @@ class Costs:
             us += communication.all_reduce_us(self.profile, nbytes, layer.world_size, self.kernel.multicast)
         return [Gemms(layer.qkv, tokens, self.joint_qkv), lambda sms: us]
 
-    def attention(self, rows: range) -> list[Step]:
+    def attention(self, rows: range) -> list[Computation]:
         return [lambda sms: attention_us(self.profile, self.layer.attention, self.sequences, rows, sms)]
 
-    def o_proj(self, tokens: int) -> list[Step]:
+    def o_proj(self, tokens: int) -> list[Computation]:
         """The projection, and the norm behind it where no sum brings it along."""
         return [Gemms((self.layer.o_proj,), tokens), *self._norm(tokens, self.layer.attention_summed)]
 
-    def attention_part(self, rows: range) -> list[Step]:
+    def attention_part(self, rows: range) -> list[Computation]:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
 
-    def mlp_part(self, tokens: int, half: bool = False) -> list[Step]:
+    def mlp_part(self, tokens: int, half: bool = False) -> list[Computation]:
         """``half``: as it is computed for halves.
 
         A joint GEMM stores ``silu(gate) * up`` itself, and that is counted all the same: without it, splits that were measured
@@ -168,12 +168,12 @@ class Costs:
         first = Gemms(tuple(gate_up), tokens, self.joint_gate_up)
         return [first, lambda sms: us, Gemms((down,), tokens), *self._norm(tokens, self.layer.mlp_summed)]
 
-    def join(self, tokens: int) -> list[Step]:
+    def join(self, tokens: int) -> list[Computation]:
         """Queries, keys and values of both halves copied into one tensor each."""
         us = elementwise_us(self.profile, 2.0 * tokens * sum(gemm.columns for gemm in self.layer.qkv))
         return [lambda sms: us]
 
-    def alone_us(self, steps: Sequence[Step]) -> float:
+    def alone_us(self, steps: Sequence[Computation]) -> float:
         """Steps on all SMs with nothing beside them."""
         sms = self.profile.sms
         return sum(
@@ -182,8 +182,8 @@ class Costs:
         )
 
     def window(
-        self, computes: str, half: int, steps: Sequence[Step], message_tokens: int = 0, in_slot: bool = False
-    ) -> Window:
+        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int = 0, in_slot: bool = False
+    ) -> PlannedWindow:
         """The window with the CTA count that makes it shortest, with :data:`SLACK`; the fewest CTAs of :data:`NEAR` ones.
 
         ``message_tokens``: of the other half, whose sum travels; 0 when none does. ``in_slot``: its results are
@@ -193,11 +193,11 @@ class Costs:
             return self._window(computes, half, steps, 0, 0, False)
         options = [self._window(computes, half, steps, message_tokens, ctas, in_slot) for ctas in self.kernel.ctas]
         costs = [max(window.compute_us, SLACK * window.communication_us) for window in options]
-        return next(one for one, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))
+        return next(window for window, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))
 
     def _window(
-        self, computes: str, half: int, steps: Sequence[Step], message_tokens: int, ctas: int, in_slot: bool
-    ) -> Window:
+        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int, ctas: int, in_slot: bool
+    ) -> PlannedWindow:
         """While the sum travels, compute has the SMs that are left, GEMMs as many as fit; contention slows both."""
         profile = self.profile
         message = self.layer.message_bytes(message_tokens)
@@ -226,7 +226,7 @@ class Costs:
             else:
                 begun = ctas if clock < SLACK * communication_us else 0
                 clock = self._after(clock, step(profile.sms - begun), communication_us)
-        return Window(
+        return PlannedWindow(
             computes=computes,
             half=half,
             travels=3 - half if ctas else None,
@@ -260,14 +260,14 @@ class Costs:
     def norm_us(self, tokens: int) -> float:
         return communication.rms_norm_us(self.profile, self.layer.message_bytes(tokens))
 
-    def _norm(self, tokens: int, summed: bool) -> list[Step]:
+    def _norm(self, tokens: int, summed: bool) -> list[Computation]:
         if summed:
             return []
         us = self.norm_us(tokens)
         return [lambda sms: us]
 
 
-def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
+def weave(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
     """The four windows of a layer whose half 1 is its first ``first`` tokens.
 
     What matmuls alone read stays in the slot: queries, keys and values, and an MLP, but not what experts gather.
@@ -285,7 +285,7 @@ def weave(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
     )
 
 
-def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[Window, ...]:
+def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
     """The five windows of a layer whose attention runs once for all tokens, between split projections.
 
     Half 1's o_proj comes right behind it, so that its sum travels during half 2's.

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile.models import build_decoder, load_config
 from tw_compile.report import SCHEMA_VERSION, GraphReport
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.model import build_model
+from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.versions import versions
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 
@@ -36,12 +36,7 @@ def inspect_model(spec: RunSpec) -> Inspection:
     """
     begin = time.perf_counter()
     with fake_process_group(spec.world_size), fake_cuda():
-        try:
-            decoder = build_decoder(
-                load_config(spec.model), device="cuda", dtype=getattr(torch, spec.dtype), num_layers=spec.layers
-            )
-        except ValueError as error:
-            raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
+        decoder = build_model(spec, "cuda")
         ids = torch.zeros(1, spec.tokens[0], dtype=torch.long, device="cuda")
         built = time.perf_counter()
         seen = rewrite(decoder, (ids,), world_size=spec.world_size, config=spec.config)

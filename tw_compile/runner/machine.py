@@ -21,7 +21,7 @@ from tw_compile.gating.table import size
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
-from tw_compile.runner.versions import versions
+from tw_compile.runner.versions import installed_version, nccl_version, versions
 
 Report = dict[str, Any]
 
@@ -149,9 +149,9 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
-            f"from {size(one.nbytes)} {'fused' if one.fused else 'left'}, unfused {one.backend} "
-            f"({one.backend_why}): {one.entry}; {one.source}"
-            for one in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
+            f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'left'}, unfused {crossover.backend} "
+            f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
+            for crossover in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
     }
 
@@ -168,10 +168,10 @@ def _kernels(device_name: str, world_size: int) -> str:
 
 
 def _gpus() -> list[Report]:
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
+        gpus.append(
             {
                 "index": index,
                 "name": properties.name,
@@ -179,7 +179,7 @@ def _gpus() -> list[Report]:
                 "capability": f"{properties.major}{properties.minor}",
             }
         )
-    return found
+    return gpus
 
 
 def _peer_access(count: int) -> list[list[bool]]:
@@ -223,21 +223,6 @@ def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
                 peer = buses.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
             except pynvml.NVMLError:
                 continue
-            for other in [peer] if peer is not None else [one for one in range(count) if one != own]:
+            for other in [peer] if peer is not None else [index for index in range(count) if index != own]:
                 links[own][other] += 1
     return links
-
-
-def installed_version(distribution: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def nccl_version() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))

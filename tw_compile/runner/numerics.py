@@ -23,7 +23,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OutputErrors:
     """One output of the fused model beside the same output of the unfused one; the worst rank of each."""
 
     error: float
@@ -60,6 +60,6 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def worst(comparisons: Iterable[Comparison]) -> Comparison:
+def worst(comparisons: Iterable[OutputErrors]) -> OutputErrors:
     """The one that uses most of its budget."""
     return max(comparisons, key=lambda comparison: comparison.ratio)

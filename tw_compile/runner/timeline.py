@@ -28,7 +28,7 @@ _FORWARD = "tw_compile: forward"
 
 
 @dataclass(frozen=True)
-class Kernel:
+class TracedKernel:
     """One kernel; microseconds. ``stream`` is what it shares with others that never run beside it, on a CPU a thread."""
 
     name: str
@@ -58,7 +58,7 @@ class Hidden:
         return vars(self) | {"share": self.share}
 
 
-def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[Kernel]:
+def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[TracedKernel]:
     """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators.
 
     Of the latter those that begin at ``since`` or later: the ranks meet by gloo, too, which puts nothing on a GPU.
@@ -71,10 +71,13 @@ def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[
             for event in timed
             if event.get("cat") in _CPU and event["name"].startswith(("gloo:", "aten::")) and event["ts"] >= since
         ]
-    return [Kernel(one["name"], (one.get("pid"), one.get("tid")), one["ts"], one["ts"] + one["dur"]) for one in chosen]
+    return [
+        TracedKernel(event["name"], (event.get("pid"), event.get("tid")), event["ts"], event["ts"] + event["dur"])
+        for event in chosen
+    ]
 
 
-def hidden_communication(ran: Sequence[Kernel]) -> Hidden:
+def hidden_communication(ran: Sequence[TracedKernel]) -> Hidden:
     """How much of the time in which a stream communicates another one computes."""
     communication: defaultdict[Any, list[Interval]] = defaultdict(list)
     compute: defaultdict[Any, list[Interval]] = defaultdict(list)
@@ -83,10 +86,10 @@ def hidden_communication(ran: Sequence[Kernel]) -> Hidden:
     total = hidden = 0.0
     for stream, intervals in communication.items():
         busy = union(intervals)
-        beside = union([one for other, found in compute.items() if other != stream for one in found])
+        beside = union([interval for other, theirs in compute.items() if other != stream for interval in theirs])
         total += sum(end - begin for begin, end in busy)
         hidden += overlap(busy, beside)
-    span = max((one.end for one in ran), default=0.0) - min((one.begin for one in ran), default=0.0)
+    span = max((kernel.end for kernel in ran), default=0.0) - min((kernel.begin for kernel in ran), default=0.0)
     return Hidden(total, min(hidden, total), span)
 
 
@@ -101,12 +104,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+def overlap(busy: Sequence[Interval], beside: Sequence[Interval]) -> float:
     """The length of what both cover; each is disjoint and in order."""
     length, first, second = 0.0, 0, 0
-    while first < len(one) and second < len(other):
-        length += max(0.0, min(one[first][1], other[second][1]) - max(one[first][0], other[second][0]))
-        if one[first][1] < other[second][1]:
+    while first < len(busy) and second < len(beside):
+        length += max(0.0, min(busy[first][1], beside[second][1]) - max(busy[first][0], beside[second][0]))
+        if busy[first][1] < beside[second][1]:
             first += 1
         else:
             second += 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -25,6 +27,23 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def machine() -> str:
+    return f"{platform.machine()} {os.cpu_count()} cpus"
+
+
+def installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def nccl_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _commit() -> str:

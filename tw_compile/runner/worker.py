@@ -23,18 +23,20 @@ import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
 from tw_compile.agree import gather
+from tw_compile.harness.measure import gpu_us, peak_bytes
 from tw_compile.kernels.collective.transport import reserved_bytes
-from tw_compile.models import Decoder, build_decoder, load_config, reference_forward, to_double
+from tw_compile.models import Decoder, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.group import host_group, meet
-from tw_compile.runner.numerics import Comparison, digest, finite, worst
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.launch import Progress
+from tw_compile.runner.model import build_model
+from tw_compile.runner.numerics import OutputErrors, digest, finite, worst
+from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
 from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
-Progress = Callable[[str], None]
-Outputs = tuple[torch.Tensor, ...]
+ModelOutputs = tuple[torch.Tensor, ...]
 
 OUTPUT_NAMES = ("hidden", "residual")
 WARM_UP = 5
@@ -48,7 +50,7 @@ class Compiled:
     ``peak_bytes``: what one forward allocates beyond weights at its peak, symmetric memory left out, the worst rank's.
     """
 
-    outputs: list[Outputs]
+    outputs: list[ModelOutputs]
     prefill_seconds: list[float]
     compile_seconds: float
     reports: list[GraphReport]
@@ -76,7 +78,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     progress("float64 reference")
     reference = _reference(decoder, ids)
     progress("unfused model, eager")
-    eager = [_run(decoder, one) for one in ids]
+    eager = [_run(decoder, prompt) for prompt in ids]
 
     mode = compat.mode_options(spec.mode)
     ours = {**spec.config.as_options(), **mode}
@@ -141,7 +143,7 @@ def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
         "files": [str(trace_of_rank(file, rank)) for rank in range(len(ranks))],
         "slowest_rank": slowest,
         "hidden_share": ranks[slowest].share,
-        "by_rank": [one.as_dict() for one in ranks],
+        "by_rank": [hidden_of_rank.as_dict() for hidden_of_rank in ranks],
     }
 
 
@@ -154,17 +156,7 @@ def silence_known_warnings() -> None:
 def _build(spec: RunSpec, progress: Progress) -> Decoder:
     progress(f"building {spec.model}")
     device = torch.device(spec.device, torch.cuda.current_device()) if spec.device == "cuda" else torch.device("cpu")
-    try:
-        config = load_config(spec.model)
-        return build_decoder(
-            config,
-            device=device,
-            dtype=getattr(torch, spec.dtype),
-            num_layers=spec.layers,
-            checkpoint=checkpoint_folder(spec.model),
-        )
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
+    return build_model(spec, device, checkpoint=checkpoint_folder(spec.model))
 
 
 def checkpoint_folder(model: str) -> Path | None:
@@ -182,14 +174,14 @@ def _prompts(spec: RunSpec, decoder: Decoder) -> list[torch.Tensor]:
     return [torch.randint(vocabulary, (1, tokens), generator=generator).to(device) for tokens in spec.tokens]
 
 
-def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[Outputs]:
+def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[ModelOutputs]:
     """In float64, on the CPU so that it takes no device memory while the models run."""
     double = to_double(decoder)
-    return [tuple(output.cpu() for output in reference_forward(double, one)) for one in ids]
+    return [tuple(output.cpu() for output in reference_forward(double, prompt)) for prompt in ids]
 
 
 @torch.no_grad()
-def _run(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> Outputs:
+def _run(model: Callable[[torch.Tensor], ModelOutputs], ids: torch.Tensor) -> ModelOutputs:
     torch.compiler.cudagraph_mark_step_begin()
     return tuple(output.clone() for output in model(ids))
 
@@ -205,49 +197,41 @@ def _compile_and_run(
     backend: str,
     options: dict[str, Any],
     progress: Progress,
-    profiler: Callable[[Callable[[], Outputs]], Hidden] | None = None,
+    profiler: Callable[[Callable[[], ModelOutputs]], Hidden] | None = None,
 ) -> Compiled:
     """Compile for every token count, one graph each, so that every report has static sizes; ``profiler`` runs the first."""
     result = Compiled([], [], 0.0, [])
-    for index, one in enumerate(ids):
-        tokens = one.shape[1]
+    for index, prompt in enumerate(ids):
+        tokens = prompt.shape[1]
         progress(f"compiling with {backend} for {tokens} tokens")
         torch._dynamo.reset()
         model = torch.compile(decoder, dynamic=False, backend=backend, options=options)
         dist.barrier()
         with collect_reports() as reports:
             begin = time.perf_counter()
-            outputs = _run(model, one)
-            _synchronise(one.device)
+            outputs = _run(model, prompt)
+            _synchronise(prompt.device)
             seconds = time.perf_counter() - begin
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
-        if one.is_cuda:
-            result.peak_bytes.append(max(gather(_peak_bytes(model, one))))
+        if prompt.is_cuda:
+            # Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing.
+            result.peak_bytes.append(max(gather(peak_bytes(partial(_run, model, prompt)))))
             progress(f"timing {backend} at {tokens} tokens")
-            result.prefill_seconds.append(_time(model, one))
-            outputs = _run(model, one)
+            result.prefill_seconds.append(_time(model, prompt))
+            outputs = _run(model, prompt)
         if index == 0 and profiler is not None:
             progress(f"tracing {backend} at {tokens} tokens")
-            result.hidden = profiler(partial(_run, model, one))
+            result.hidden = profiler(partial(_run, model, prompt))
         result.outputs.append(outputs)
     return result
 
 
-def _profiler(spec: RunSpec) -> Callable[[Callable[[], Outputs]], Hidden] | None:
+def _profiler(spec: RunSpec) -> Callable[[Callable[[], ModelOutputs]], Hidden] | None:
     """What traces a forward as ``spec.trace`` says; None where nobody asked. Collective."""
     if spec.trace is None:
         return None
     return partial(profile, file=trace_of_rank(spec.trace, dist.get_rank()), meet=partial(meet, host_group(spec)))
-
-
-def _peak_bytes(model: Callable[[torch.Tensor], Outputs], ids: torch.Tensor) -> int:
-    """Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing."""
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _run(model, ids)
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
@@ -255,24 +239,20 @@ def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
     seconds = []
     with torch.no_grad():
         for iteration in range(WARM_UP + ITERATIONS):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             dist.barrier()
             torch.compiler.cudagraph_mark_step_begin()
-            begin.record()
-            model(ids)
-            end.record()
-            end.synchronize()
+            us = gpu_us(partial(model, ids))
             if iteration >= WARM_UP:
-                seconds.append(begin.elapsed_time(end) / 1000)
+                seconds.append(us / 1e6)
     return _slowest(statistics.median(seconds))
 
 
 def _numerics(
     spec: RunSpec,
-    reference: list[Outputs],
-    eager: list[Outputs],
-    baseline: list[Outputs],
-    fused: list[Outputs],
+    reference: list[ModelOutputs],
+    eager: list[ModelOutputs],
+    baseline: list[ModelOutputs],
+    fused: list[ModelOutputs],
     promised: bool,
 ) -> dict[str, Any]:
     """Errors of the worst rank, per token count and for the token count that uses most of its budget.
@@ -282,21 +262,21 @@ def _numerics(
     ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank.
     """
     table: list[dict[str, Any]] = []
-    comparisons: dict[str, list[Comparison]] = {name: [] for name in OUTPUT_NAMES}
+    comparisons: dict[str, list[OutputErrors]] = {name: [] for name in OUTPUT_NAMES}
     for index, tokens in enumerate(spec.tokens):
         row: dict[str, Any] = {"tokens": tokens}
         for position, name in enumerate(OUTPUT_NAMES):
             runs = [outputs[index][position] for outputs in (fused, eager, baseline) if index < len(outputs)]
             ranks = gather([relative_error(run, reference[index][position]) for run in runs])
             error, unfused_error, *inductor_error = map(_largest, zip(*ranks, strict=True))
-            comparisons[name].append(Comparison(error, unfused_error))
+            comparisons[name].append(OutputErrors(error, unfused_error))
             row[name] = comparisons[name][-1].as_dict() | {
                 "inductor_error": finite(inductor_error[0]) if inductor_error else None
             }
         row["bitwise_equal_across_ranks"] = len(set(gather(digest(fused[index])))) == 1
         table.append(row)
     identical = all(row["bitwise_equal_across_ranks"] for row in table)
-    within = all(one.passed for entries in comparisons.values() for one in entries)
+    within = all(comparison.passed for entries in comparisons.values() for comparison in entries)
     result: dict[str, Any] = {name: worst(entries).as_dict() for name, entries in comparisons.items()}
     return result | {
         "bitwise_equal_across_ranks": identical,

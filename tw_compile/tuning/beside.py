@@ -11,13 +11,13 @@ from typing import Literal
 
 import torch
 
-from tw_compile.benchmark.contender import Call, Contender
+from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
-from tw_compile.benchmark.ranks import Ranks, work_as_rank
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.worker import run_rank
 from tw_compile.harness.problems import Problem
+from tw_compile.harness.ranks import Ranks, work_as_rank
 from tw_compile.kernels.algorithms import beside_work
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.planning.device import MEASURED_RANKS
@@ -30,7 +30,7 @@ _TOLERANCE = 2**-6
 
 
 @dataclass(frozen=True)
-class Gemm:
+class LayerMatmul:
     """A matmul of a rank of a Llama-3.3-70B layer, in multiples of hidden: ``[tokens, inner] @ [inner, columns]``."""
 
     name: str
@@ -55,9 +55,9 @@ def _operands(
     return a, b
 
 
-def gemms(world_size: int) -> tuple[Gemm, ...]:
+def gemms(world_size: int) -> tuple[LayerMatmul, ...]:
     """The shortest and the longest of a layer."""
-    return Gemm("o_proj", 1 / world_size, 1), Gemm("gate_up", 1, 7 / world_size)
+    return LayerMatmul("o_proj", 1 / world_size, 1), LayerMatmul("gate_up", 1, 7 / world_size)
 
 
 class GemmAlone(Contender):
@@ -66,11 +66,11 @@ class GemmAlone(Contender):
     kind = "bound"
     reduces = False
 
-    def __init__(self, gemm: Gemm, reserved: int) -> None:
+    def __init__(self, gemm: LayerMatmul, reserved: int) -> None:
         self.label = gemm.name + (f" leaving {reserved}" if reserved else "")
         self._gemm, self._reserved = gemm, reserved
 
-    def prepare(self, ranks: Ranks, problem: Problem) -> Call:
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         a, b = self._gemm.operands(problem.x)
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +83,7 @@ class GemmAlone(Contender):
 class Beside(Operator):
     """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies, leaving ``reserved`` SMs."""
 
-    def __init__(self, variant: Variant, sms: int, gemm: Gemm, reserved: int) -> None:
+    def __init__(self, variant: Variant, sms: int, gemm: LayerMatmul, reserved: int) -> None:
         super().__init__(variant, sms if variant.sms is not None else None)
         self.label = f"{variant.label} on {sms}, {gemm.name}" + (f" leaving {reserved}" if reserved else "")
         self.residual_narrow = True
@@ -111,7 +111,7 @@ class Beside(Operator):
 
 def beside_contenders(spec: BenchSpec) -> list[Contender]:
     """Each kernel and GEMM alone, and each pair, for all ``spec.sms``."""
-    variants = [one for one in OURS if one.label in KERNELS] if spec.device == "cuda" else list(OURS_ON_CPU)
+    variants = [variant for variant in OURS if variant.label in KERNELS] if spec.device == "cuda" else list(OURS_ON_CPU)
     pairs: list[Contender] = []
     alone: list[Contender] = []
     for variant in variants:
@@ -119,7 +119,7 @@ def beside_contenders(spec: BenchSpec) -> list[Contender]:
         alone += [Operator(variant, sms) for sms in counts]
     reserves = {sms: (0, *(sms + more for more in LEFT_BEYOND)) for sms in spec.sms}
     for gemm in gemms(spec.world_size):
-        alone += [GemmAlone(gemm, reserved) for reserved in sorted({one for some in reserves.values() for one in some})]
+        alone += [GemmAlone(gemm, reserved) for reserved in sorted(set().union(*reserves.values()))]
         pairs += [
             Beside(variant, sms, gemm, reserved)
             for variant in variants
@@ -164,9 +164,9 @@ class PairCost:
 def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
     """Every pair of which all parts were timed."""
     times = {(row.label, row.tokens): row.p50_us for row in rows if row.p50_us is not None}
-    found = []
+    pairs = []
     for tokens in spec.tokens:
-        for variant in KERNELS if spec.device == "cuda" else [one.label for one in OURS_ON_CPU]:
+        for variant in KERNELS if spec.device == "cuda" else [ours.label for ours in OURS_ON_CPU]:
             for sms in spec.sms:
                 for gemm in gemms(spec.world_size):
                     kernel = times.get((f"{variant}-{sms}sm" if spec.device == "cuda" else variant, tokens))
@@ -184,18 +184,18 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
                     longer: Literal["kernel", "gemm"] = "kernel" if kernel > fewer else "gemm"
                     factor = 1.0 + (both - max(kernel, fewer)) / min(kernel, fewer)
                     costs = (kernel + whole, max(kernel, whole), plain, both, left, longer, factor)
-                    found.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
-    return found
+                    pairs.append(PairCost(spec.world_size, tokens, variant, sms, gemm.name, *costs))
+    return pairs
 
 
 def contentions(costs: Sequence[PairCost]) -> dict[str, float]:
     """A profile's factors on what computes and on what communicates: medians, at least 1, of the pairs that show them."""
-    computes = [max(1.0, one.contention) for one in costs if one.longer == "gemm"]
+    computes = [max(1.0, cost.contention) for cost in costs if cost.longer == "gemm"]
     # A profile has the factor of two ranks, see DeviceProfile.slower_beside.
     communicates = [
-        1.0 + max(0.0, one.contention - 1.0) / (min(one.world_size, MEASURED_RANKS) - 1)
-        for one in costs
-        if one.longer == "kernel"
+        1.0 + max(0.0, cost.contention - 1.0) / (min(cost.world_size, MEASURED_RANKS) - 1)
+        for cost in costs
+        if cost.longer == "kernel"
     ]
-    found = {"contention": computes, "communication_contention": communicates}
-    return {name: statistics.median(factors) for name, factors in found.items() if factors}
+    factors_by_name = {"contention": computes, "communication_contention": communicates}
+    return {name: statistics.median(factors) for name, factors in factors_by_name.items() if factors}

@@ -30,15 +30,15 @@ class Usage:
 
 def obstacles(usages: Sequence[Usage]) -> list[str]:
     """What keeps the GPUs from being measured, one line each; empty where they are idle."""
-    found = []
+    lines = []
     for usage in usages:
         if usage.processes:
-            found.append(f"GPU {usage.index} has processes {', '.join(map(str, usage.processes))}")
+            lines.append(f"GPU {usage.index} has processes {', '.join(map(str, usage.processes))}")
         if usage.utilisation is not None and usage.utilisation > MOST_UTILISATION:
-            found.append(f"GPU {usage.index} is {usage.utilisation}% busy")
+            lines.append(f"GPU {usage.index} is {usage.utilisation}% busy")
         if usage.used_bytes > MOST_BYTES:
-            found.append(f"GPU {usage.index} has {usage.used_bytes / 2**30:.1f} GiB in use")
-    return found
+            lines.append(f"GPU {usage.index} has {usage.used_bytes / 2**30:.1f} GiB in use")
+    return lines
 
 
 def usages(count: int) -> list[Usage]:
@@ -67,6 +67,6 @@ def _usage_by_nvml(index: int) -> Usage:
         if number:
             time.sleep(_SAMPLE_SECONDS)
         samples.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    processes = sorted({one.pid for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()})
+    processes = sorted({process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)} - {os.getpid()})
     used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
     return Usage(index, used, max(samples), tuple(processes))

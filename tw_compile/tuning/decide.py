@@ -28,8 +28,6 @@ NOISE = 0.02
 MOST_APART = 16
 """Two neighbours in the grid with a larger ratio of bytes say nothing about the sizes between them."""
 
-Pair = tuple[str, str]
-
 
 @dataclass(frozen=True)
 class Band:
@@ -65,8 +63,8 @@ def band(timings: Iterable[Timing], way: str, other: str) -> Band:
     Several hidden sizes or runs of the same bytes make one band around all of them.
     """
     times: dict[tuple[int, int, int], dict[str, Timing]] = defaultdict(dict)
-    for one in timings:
-        times[one.nbytes, one.hidden, one.run][one.way] = one
+    for timing in timings:
+        times[timing.nbytes, timing.hidden, timing.run][timing.way] = timing
     points: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for (nbytes, _, _), ways in times.items():
         if way in ways and other in ways:
@@ -110,7 +108,7 @@ class Chooser:
 
     def __init__(self, backend: Backend, timings: Sequence[Timing], default: Sequence[Entry]) -> None:
         self._default, self._begins = tuple(default), [entry.from_bytes for entry in default]
-        self._ways = sorted({one.way for one in timings})
+        self._ways = sorted({timing.way for timing in timings})
         self._can_be_left = backend not in AT_LEAST
         self.bands = {(way, other): band(timings, way, other) for way, other in itertools.permutations(self._ways, 2)}
 
@@ -124,19 +122,21 @@ class Chooser:
             and self.bands[way, usual].below(nbytes)
             and (way != LEFT or self._can_be_left)
         ]
-        way = min(faster, key=lambda one: (self._middle(one, usual, nbytes), one)) if faster else usual
+        way = (
+            min(faster, key=lambda candidate: (self._middle(candidate, usual, nbytes), candidate)) if faster else usual
+        )
         return Chosen(default, way, self._sure(way, nbytes), self._known(usual, nbytes))
 
     def _known(self, usual: str, nbytes: int) -> bool:
         return any(
-            one.at(nbytes, one.middle) is not None
-            for (way, other), one in self.bands.items()
+            against.at(nbytes, against.middle) is not None
+            for (way, other), against in self.bands.items()
             if LEFT in (way, other) and usual in (way, other)
         )
 
     def _middle(self, way: str, other: str, nbytes: int) -> float:
-        one = self.bands[way, other]
-        return one.at(nbytes, one.middle) or 0.0
+        against = self.bands[way, other]
+        return against.at(nbytes, against.middle) or 0.0
 
     def _way_of(self, entry: Entry) -> str:
         """What the entry means in measured ways; ``auto`` is peer to peer where that is possible."""
@@ -150,22 +150,22 @@ class Chooser:
         """Whether fusing is surely faster than leaving the message alone, or leaving it than every way to fuse it."""
         others = [LEFT] if way != LEFT else [other for other in self._ways if other != LEFT]
         bands = [self.bands.get((way, other)) for other in others]
-        return bool(bands) and all(one is not None and one.below(nbytes) for one in bands)
+        return bool(bands) and all(against is not None and against.below(nbytes) for against in bands)
 
     def changes(self) -> list[int]:
         """Every size at which :meth:`choose` may answer otherwise than one byte before; ascending, from 0."""
         knots = {0, *self._begins}
-        for one in self.bands.values():
-            knots.update(one.nbytes)
-            knots.update(nbytes + 1 for nbytes in one.nbytes)
-        found = set(knots)
+        for against in self.bands.values():
+            knots.update(against.nbytes)
+            knots.update(nbytes + 1 for nbytes in against.nbytes)
+        sizes = set(knots)
         for begin, end in itertools.pairwise(sorted(knots)):
             # No band has a knot between the two, so each is a straight line there and crosses 0, or another, once at most.
-            found.update(_flip(one.below, begin, end) for one in self.bands.values())
+            sizes.update(_flip(against.below, begin, end) for against in self.bands.values())
             for (way, other), (rival, same) in itertools.combinations(self.bands, 2):
                 if other == same:
-                    found.add(_flip(functools.partial(self._before, way, rival, other), begin, end))
-        return sorted(found)
+                    sizes.add(_flip(functools.partial(self._before, way, rival, other), begin, end))
+        return sorted(sizes)
 
     def _before(self, way: str, rival: str, other: str, nbytes: int) -> bool:
         return (self._middle(way, other, nbytes), way) < (self._middle(rival, other, nbytes), rival)
@@ -196,8 +196,8 @@ def entries_from(
     return entries
 
 
-def _same(one: Entry, other: Entry) -> bool:
-    return (one.decision, one.transport, one.source) == (other.decision, other.transport, other.source)
+def _same(before: Entry, after: Entry) -> bool:
+    return (before.decision, before.transport, before.source) == (after.decision, after.transport, after.source)
 
 
 def _entry(world_size: int, backend: Backend, nbytes: int, chosen: Chosen, source: Source) -> Entry:

@@ -1,13 +1,10 @@
-"""Rows of ``bench kernel``, of a run or of its files, as times of the ways that a table of thresholds chooses between."""
+"""Rows of ``bench kernel`` as times of the ways that a table of thresholds chooses between."""
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, get_type_hints
+from dataclasses import dataclass
+from typing import Any
 
 from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.tune import steps_from
@@ -26,12 +23,10 @@ UNFUSED: dict[Backend, tuple[str, ...]] = {
 AT_LEAST = frozenset({Backend.FLASHINFER})
 """Backends whose rows are FlashInfer's fused kernels: its all_reduce and a norm take at least that. They can show that fusing
 pays, and can't show that it does not."""
-OLDER_NAMES = {"max_ctas": "max_sms"}
-"""Columns of CSV files that were written under another name."""
 
 
 @dataclass(frozen=True)
-class Run:
+class KernelRun:
     """The rows of one run of ``bench kernel``; times are compared within a run only."""
 
     world_size: int
@@ -53,32 +48,18 @@ class Timing:
     p80_us: float
 
 
-def run_of_report(report: dict[str, Any], command: str | None = None) -> Run:
+def run_of_report(report: dict[str, Any], command: str | None = None) -> KernelRun:
     """The run of a JSON report of ``bench kernel``."""
     made_with = {"world_size": report["world_size"], "device_name": report["device_name"], **report["versions"]}
-    return _run(made_with, rows_of(report), command)
+    return run_made_with(made_with, rows_of(report), command)
 
 
-def runs_of_file(path: str) -> list[Run]:
-    """The runs in a CSV or JSON file that ``bench kernel`` has written; ValueError names the file and what is wrong."""
-    try:
-        text = Path(path).read_text()
-        if path.endswith(".json"):
-            return [run_of_report(json.loads(text))]
-        return _runs_of_csv(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: expected a file that can be read, got {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path}: expected what bench kernel writes with --csv or --json, got {problem}") from error
-
-
-def timings(runs: Sequence[Run], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
+def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
     """Times of ``backend`` left alone, and of each transport that was run, at all sizes of ``runs`` of one world size.
 
     ``p2p`` is the kernel that ``steps`` has for the size, or without steps the transport's own choice.
     """
-    found = []
+    times = []
     for number, run in enumerate(runs):
         by_size: dict[tuple[int, int], dict[str, Row]] = {}
         for row in run.rows:
@@ -91,11 +72,11 @@ def timings(runs: Sequence[Run], backend: Backend, steps: Sequence[Step]) -> lis
         for (nbytes, hidden), ways in by_size.items():
             for way, row in ways.items():
                 assert row.p20_us is not None and row.p50_us is not None and row.p80_us is not None
-                found.append(Timing(number, nbytes, hidden, way, row.p20_us, row.p50_us, row.p80_us))
-    return found
+                times.append(Timing(number, nbytes, hidden, way, row.p20_us, row.p50_us, row.p80_us))
+    return times
 
 
-def measured_steps(runs: Sequence[Run], shipped: Sequence[Step]) -> list[Step]:
+def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:
     """The kernel table of ``runs`` of one world size; empty where no kernel that a table can name was timed."""
     return steps_from([row for run in runs for row in run.rows], runs[0].world_size, shipped)
 
@@ -109,8 +90,8 @@ def _way(row: Row, backend: Backend, step: Step | None) -> str | None:
     return "p2p" if ours and not row.quantises else None
 
 
-def _run(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> Run:
-    """``made_with``: number of ranks, device, versions and date, as a report or a line of CSV has them."""
+def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> KernelRun:
+    """``made_with``: number of ranks, device, versions and date, as a report or a line of its CSV has them."""
     world_size, device_name = int(made_with["world_size"]), made_with["device_name"]
     names = {"torch": "torch", "nccl": "NCCL", "flashinfer": "FlashInfer", "commit": "tw_compile"}
     versions = ", ".join(f"{shown} {made_with[name]}" for name, shown in names.items() if made_with.get(name))
@@ -118,32 +99,4 @@ def _run(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None 
     source = Source(
         f"measured_tp{world_size}", "measured", (f"{world_size}x {device_name}", versions, made_with["date"], asked)
     )
-    return Run(world_size, device_name, source, tuple(rows))
-
-
-def _runs_of_csv(text: str) -> list[Run]:
-    by_run: dict[tuple[tuple[str, str], ...], list[Row]] = {}
-    names = ("world_size", "device_name", "torch", "nccl", "flashinfer", "commit", "date")
-    for line in csv.DictReader(text.splitlines()):
-        by_run.setdefault(tuple((name, line[name]) for name in names), []).append(_row(line))
-    if not by_run:
-        raise ValueError("no rows")
-    return [_run(dict(made_with), rows) for made_with, rows in by_run.items()]
-
-
-def _row(line: dict[str, str]) -> Row:
-    """A line of CSV; columns that it lacks have their defaults."""
-    named = {OLDER_NAMES.get(name, name): value for name, value in line.items()}
-    hints = get_type_hints(Row)
-    values = {field.name: _value(hints[field.name], named[field.name]) for field in fields(Row) if field.name in named}
-    return Row(**values)
-
-
-def _value(hint: Any, text: str) -> Any:
-    if hint is bool:
-        return text == "True"
-    if hint in (int, float):
-        return hint(text)
-    if hint in (int | None, float | None):
-        return None if text == "" else (int if hint == int | None else float)(text)
-    return text or None if hint == str | None else text
+    return KernelRun(world_size, device_name, source, tuple(rows))

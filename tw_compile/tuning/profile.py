@@ -13,8 +13,8 @@ import numpy as np
 from tw_compile.benchmark.results import Row
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.planning.communication import sm_us, traffic_bytes
-from tw_compile.planning.device import AllReduce, DeviceProfile, FusedKernel
-from tw_compile.tuning.measured import Run
+from tw_compile.planning.device import AllReduceTimes, DeviceProfile, FusedKernel
+from tw_compile.tuning.measured import KernelRun
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
 """Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
@@ -25,7 +25,10 @@ _MIN_POINTS = 3
 
 
 def fitted(
-    base: DeviceProfile, kernel_runs: Sequence[Run], beside_runs: Sequence[Run], contentions: Mapping[str, float]
+    base: DeviceProfile,
+    kernel_runs: Sequence[KernelRun],
+    beside_runs: Sequence[KernelRun],
+    contentions: Mapping[str, float],
 ) -> tuple[DeviceProfile, frozenset[str]]:
     """The profile, and the dotted names of the values that are measured; all others are those of ``base``.
 
@@ -40,15 +43,15 @@ def fitted(
             measured |= {f"all_reduce.{name}.latency_us", f"all_reduce.{name}.link_gb_per_s"}
     for name, algorithm in KERNELS.items():
         if name in fused:
-            fused[name], found = _fitted_kernel(fused[name], algorithm, kernel_runs, beside_runs)
-            measured |= {f"fused.{name}.{key}" for key in found}
+            fused[name], names = _fitted_kernel(fused[name], algorithm, kernel_runs, beside_runs)
+            measured |= {f"fused.{name}.{key}" for key in names}
     factors: dict[str, Any] = {name: round(factor, 3) for name, factor in contentions.items()}
     profile = replace(base, name=f"{base.name}, tuned", all_reduce=all_reduce, fused=fused, **factors)
     return profile, frozenset(measured | factors.keys())
 
 
 def _fitted_kernel(
-    kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[Run], beside_runs: Sequence[Run]
+    kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[KernelRun], beside_runs: Sequence[KernelRun]
 ) -> tuple[FusedKernel, set[str]]:
     """Latency from the grid; rates of links and of a CTA from how times fall with SMs, where several were tried.
 
@@ -72,7 +75,7 @@ def _fitted_kernel(
     if fit is None:
         return kernel, set()
     latency, _ = fit
-    kernel, found = replace(kernel, latency_us=latency), {"latency_us"}
+    kernel, names = replace(kernel, latency_us=latency), {"latency_us"}
     # (us - latency)^p = (traffic / link)^p + (slower * sm_us)^p is linear in link^-p and slower^p. By large messages alone,
     # whose latency is small.
     power = kernel.sharpness
@@ -80,39 +83,39 @@ def _fitted_kernel(
     if len({sms for *_, sms in large}) >= 2:
         left = np.array([[(traffic / us) ** power, (alone / us) ** power] for traffic, alone, us, _ in large])
         scale = np.linalg.norm(left, axis=0)
-        found_powers = np.linalg.lstsq(left / scale, np.ones(len(large)), rcond=None)[0] / scale
-        if (found_powers > 0).all():
-            link, slower = float(found_powers[0]) ** (-1 / power), float(found_powers[1]) ** (1 / power)
+        powers = np.linalg.lstsq(left / scale, np.ones(len(large)), rcond=None)[0] / scale
+        if (powers > 0).all():
+            link, slower = float(powers[0]) ** (-1 / power), float(powers[1]) ** (1 / power)
             cta, row = round(kernel.cta_gb_per_s / slower, 1), round(kernel.row_us * slower, 3)
             kernel = replace(kernel, link_gb_per_s=round(link, 1), cta_gb_per_s=cta, row_us=row)
-            return kernel, found | {"link_gb_per_s", "cta_gb_per_s", "row_us"}
+            return kernel, names | {"link_gb_per_s", "cta_gb_per_s", "row_us"}
     rest = [
         links / traffic
         for traffic, alone, us, _ in large
         if (links := max(us**power - alone**power, 0.0) ** (1 / power)) > 0
     ]
     if rest:
-        return replace(kernel, link_gb_per_s=round(1 / statistics.median(rest), 1)), found | {"link_gb_per_s"}
-    return kernel, found
+        return replace(kernel, link_gb_per_s=round(1 / statistics.median(rest), 1)), names | {"link_gb_per_s"}
+    return kernel, names
 
 
-def _rows(runs: Iterable[Run], algorithm: str) -> Iterator[tuple[int, Row, float, int]]:
+def _rows(runs: Iterable[KernelRun], algorithm: str) -> Iterator[tuple[int, Row, float, int]]:
     for run in runs:
         for row in run.rows:
             if row.algorithm == algorithm and row.numerics == "ok" and row.p50_us and row.max_sms:
                 yield run.world_size, row, row.p50_us, row.max_sms
 
 
-def _without_norm(runs: Sequence[Run], label: str, kind: AllReduce) -> list[tuple[float, float]]:
+def _without_norm(runs: Sequence[KernelRun], label: str, kind: AllReduceTimes) -> list[tuple[float, float]]:
     """Traffic and microseconds of an all_reduce alone."""
-    found = []
+    points = []
     for run in runs:
         norm = {(row.tokens, row.hidden): row.p50_us for row in run.rows if row.label == _NORM_ALONE}
         for row in run.rows:
             alone = norm.get((row.tokens, row.hidden))
             if row.label == label and row.numerics == "ok" and row.p50_us and alone and row.p50_us > alone:
-                found.append((traffic_bytes(kind.traffic, row.nbytes, run.world_size), row.p50_us - alone))
-    return found
+                points.append((traffic_bytes(kind.traffic, row.nbytes, run.world_size), row.p50_us - alone))
+    return points
 
 
 def _latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
@@ -141,8 +144,8 @@ def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
     for key, value in values.items():
         name = f"{path}{key}"
         if isinstance(value, Mapping):
-            for inner, one in value.items():
-                tables += ["", f"[{name}.{inner}]", *_table(one, f"{name}.{inner}.", measured)]
+            for inner, entry in value.items():
+                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured)]
         elif dataclasses.is_dataclass(value):
             tables += ["", f"[{name}]", *_table(value, f"{name}.", measured)]
         else:
@@ -156,5 +159,5 @@ def _value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return f"[{', '.join(_value(one) for one in value)}]"
+        return f"[{', '.join(_value(item) for item in value)}]"
     return repr(value)

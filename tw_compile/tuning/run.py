@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.contenders import contenders
-from tw_compile.benchmark.run import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.files import read_if_there
+from tw_compile.harness.rows import SCHEMA_VERSION
+from tw_compile.harness.start import MULTICAST_OFF, all_versions, multicast_off
 from tw_compile.runner.launch import spawn_ranks
 from tw_compile.runner.spec import UsageError
+from tw_compile.runner.versions import machine
 from tw_compile.tuning import beside
 from tw_compile.tuning.spec import Stage, TuneSpec
 
-SCHEMA_VERSION = 1
 PARTIAL = "tune-partial.json"
 _UNKEYED = ("date", "commit")
 """Versions that may change between two parts of one tuning; the sources' digest is what counts."""
-
-Report = dict[str, Any]
 
 
 def contender_count(stage: Stage) -> int:
@@ -36,25 +35,25 @@ def steps(stage: Stage) -> int:
     return 2 + len(list(stage.bench.sizes())) * (2 + contender_count(stage))
 
 
-def key_of(spec: TuneSpec, devices: list[str]) -> Report:
+def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
     """What must not change between two parts of one tuning."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
-    machine = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
+    here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
     switches = {name: os.environ.get(name) for name in MULTICAST_OFF}
     # As JSON has it: tuples are lists there.
-    key: Report = json.loads(json.dumps({**machine, **made_with, **switches, "stages": spec.options()}))
+    key: dict[str, Any] = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
     return key
 
 
-def earlier_stages(folder: Path, key: Report) -> Report:
+def earlier_stages(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
     """The stages that an interrupted tuning with the same key has left; UsageError where the key is another."""
     file = folder / PARTIAL
     try:
         text = read_if_there(file, "partial results")
         if text is None:
             return {}
-        found = json.loads(text)
-        theirs, stages = found["key"], found["stages"]
+        partial = json.loads(text)
+        theirs, stages = partial["key"], partial["stages"]
         stages.keys(), theirs.keys()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"--resume: expected partial results in {file}, got {error!r}; --fresh begins anew") from error
@@ -69,7 +68,9 @@ def earlier_stages(folder: Path, key: Report) -> Report:
     return dict(stages)
 
 
-def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Callable[[str], None]) -> Report:
+def tune(
+    spec: TuneSpec, key: dict[str, Any], stages: dict[str, Any], folder: Path, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Measures the stages that ``stages`` lacks; each is kept in ``folder`` once it is done. The whole report.
 
     Raises:
@@ -82,16 +83,15 @@ def tune(spec: TuneSpec, key: Report, stages: Report, folder: Path, progress: Ca
         begin = time.monotonic()
         progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
         entry = rank_process if stage.kind == "kernel" else beside.rank_process
-        with multicast_off():
-            environment = {name: os.environ[name] for name in MULTICAST_OFF}
-            found = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
+        with multicast_off() as environment:
+            result = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
         done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}
-        stages = {**stages, stage.name: done | found | {"seconds": time.monotonic() - begin}}
+        stages = {**stages, stage.name: done | result | {"seconds": time.monotonic() - begin}}
         write_whole(folder / PARTIAL, json.dumps({"key": key, "stages": stages}))
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "tune",
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
+        "machine": machine(),
         "device": spec.device,
         "world_sizes": list(spec.world_sizes),
         "stages": stages,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as TextTable
 
-from tw_compile.benchmark.plot import save
-from tw_compile.benchmark.results import failures, rows_of
-from tw_compile.benchmark.table import SMOKE_TEST, print_verdict
+from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Entry, size
+from tw_compile.harness.plot import new_figure, save
+from tw_compile.harness.table import SMOKE_TEST, failed_lines, plain_table, print_verdict
 from tw_compile.tuning.beside import PairCost
 from tw_compile.tuning.decide import Band
-from tw_compile.tuning.run import Report, contender_count
+from tw_compile.tuning.run import contender_count
 from tw_compile.tuning.spec import TuneSpec, seconds
 from tw_compile.tuning.tables import Derived, changes
 
@@ -26,15 +26,14 @@ _MARKS = {("fused", True): "█", ("fused", False): "▒", ("left", True): "·",
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
-def print_grid(console: Console, spec: TuneSpec, done: Sequence[str] = ()) -> None:
+def print_grid(console: Console, spec: TuneSpec) -> None:
     """What would be measured, and how long that takes."""
     total = 0.0
     for stage in spec.stages():
         bench, count = stage.bench, contender_count(stage)
         estimate = seconds(stage, count)
-        total += 0.0 if stage.name in done else estimate
-        state = ", done" if stage.name in done else ""
-        console.print(f"{stage.name}: about {estimate:.0f} s{state}", style="bold", markup=False)
+        total += estimate
+        console.print(f"{stage.name}: about {estimate:.0f} s", style="bold", markup=False)
         console.print(
             f"  tokens {', '.join(map(str, bench.tokens))}; hidden {', '.join(map(str, bench.hidden))}; {bench.dtype}; {count} "
             f"contenders; CUDA graphs of {bench.calls} calls, {bench.repeats} replays",
@@ -50,8 +49,7 @@ def print_grid(console: Console, spec: TuneSpec, done: Sequence[str] = ()) -> No
     )
 
 
-def print_report(console: Console, report: Report, derived: Derived | None) -> None:
-    rows = [(name, row) for name, stage in report["stages"].items() for row in rows_of(stage)]
+def print_report(console: Console, report: dict[str, Any], derived: Derived | None) -> None:
     if derived is None:
         console.print(SMOKE_TEST + ": no table is made of them", style="yellow")
         for name, stage in report["stages"].items():
@@ -63,9 +61,16 @@ def print_report(console: Console, report: Report, derived: Derived | None) -> N
         console.print("\n[bold]against the shipped tables[/bold]")
         for line in changes(derived) or ["nothing changes: what is shipped stands, or differs by less than the noise"]:
             console.print(line, markup=False, soft_wrap=True)
-    print_verdict(
-        console, [(row, f"[{row.tokens}, {row.hidden}] ({name})") for name, row in rows if row in failures([row])]
-    )
+    failed = [
+        line
+        for name, stage in report["stages"].items()
+        for line in failed_lines(rows_of(stage), functools.partial(_where, name))
+    ]
+    print_verdict(console, failed)
+
+
+def _where(stage: str, row: Row) -> str:
+    return f"[{row.tokens}, {row.hidden}] ({stage})"
 
 
 def _print_ranges(console: Console, derived: Derived) -> None:
@@ -87,7 +92,7 @@ def strip(ranges: Sequence[Entry]) -> str:
     """A mark for every power of two from 4 KiB to 256 MiB."""
     marks = []
     for nbytes in _STRIP:
-        entry = next(one for one in reversed(ranges) if one.from_bytes <= nbytes)
+        entry = next(candidate for candidate in reversed(ranges) if candidate.from_bytes <= nbytes)
         marks.append(_MARKS[entry.decision, entry.source.kind == "measured"])
     return "".join(marks)
 
@@ -96,30 +101,23 @@ def _print_pairs(console: Console, pairs: Sequence[PairCost]) -> None:
     if not pairs:
         return
     best: dict[tuple[object, ...], PairCost] = {}
-    for one in pairs:
-        key = (one.world_size, one.kernel, one.tokens, one.gemm)
-        if key not in best or min(one.plain_us, one.leaving_us) < min(best[key].plain_us, best[key].leaving_us):
-            best[key] = one
-    table = TextTable(
-        title="kernel beside a GEMM, us, on the SMs that are best for the pair",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-    )
-    names = ("", "tokens", "GEMM", "SMs", "in turn", "longer one", "both", "both, SMs left", "left", "contention")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("", "GEMM") else "right", header_style="dim")
-    for one in best.values():
-        times = (one.alone_us, one.best_us, one.plain_us, one.leaving_us)
+    for pair in pairs:
+        key = (pair.world_size, pair.kernel, pair.tokens, pair.gemm)
+        if key not in best or min(pair.plain_us, pair.leaving_us) < min(best[key].plain_us, best[key].leaving_us):
+            best[key] = pair
+    title = "kernel beside a GEMM, us, on the SMs that are best for the pair"
+    columns = ("", "tokens", "GEMM", "SMs", "in turn", "longer one", "both", "both, SMs left", "left", "contention")
+    table = plain_table(columns, ("", "GEMM"), title, "bold")
+    for pair in best.values():
+        times = (pair.alone_us, pair.best_us, pair.plain_us, pair.leaving_us)
         table.add_row(
-            f"TP{one.world_size} {one.kernel}",
-            str(one.tokens),
-            one.gemm,
-            str(one.sms),
+            f"TP{pair.world_size} {pair.kernel}",
+            str(pair.tokens),
+            pair.gemm,
+            str(pair.sms),
             *(f"{us:.0f}" for us in times),
-            str(one.left),
-            f"{one.contention:.2f}",
+            str(pair.left),
+            f"{pair.contention:.2f}",
         )
     console.print()
     console.print(table)
@@ -127,17 +125,13 @@ def _print_pairs(console: Console, pairs: Sequence[PairCost]) -> None:
 
 def plot(derived: Derived, path: str) -> None:
     """One panel a world size: fused by unfused time against bytes, one line a backend; written to ``path`` (png or svg)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     world_sizes = sorted({world_size for world_size, _ in derived.bands})
-    figure = Figure(figsize=(7 * max(1, len(world_sizes)), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, max(1, len(world_sizes)), squeeze=False)[0]
-    for panel, world_size in zip(panels, world_sizes, strict=True):
-        own = [(backend, one) for (ranks, backend), one in derived.bands.items() if ranks == world_size]
-        for (backend, one), colour in zip(own, _COLOURS, strict=False):
-            _draw(panel, derived, world_size, backend, one, colour)
+    columns = max(1, len(world_sizes))
+    figure, panels = new_figure(7 * columns, 5, 1, columns)
+    for panel, world_size in zip(panels[0], world_sizes, strict=True):
+        own = [(backend, ratios) for (ranks, backend), ratios in derived.bands.items() if ranks == world_size]
+        for (backend, ratios), colour in zip(own, _COLOURS, strict=False):
+            _draw(panel, derived, world_size, backend, ratios, colour)
         panel.axhline(1.0, color="#000000", linewidth=0.8)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
@@ -151,12 +145,12 @@ def plot(derived: Derived, path: str) -> None:
     save(figure, path)
 
 
-def _draw(panel: Any, derived: Derived, world_size: int, backend: Backend, one: Band, colour: str) -> None:
-    if not one.nbytes:
+def _draw(panel: Any, derived: Derived, world_size: int, backend: Backend, ratios: Band, colour: str) -> None:
+    if not ratios.nbytes:
         return
-    low, middle, high = ([math.exp(value) for value in values] for values in (one.low, one.middle, one.high))
-    panel.plot(one.nbytes, middle, marker="o", markersize=4, color=colour, label=str(backend))
-    panel.fill_between(one.nbytes, low, high, color=colour, alpha=0.15, linewidth=0)
+    low, middle, high = ([math.exp(value) for value in values] for values in (ratios.low, ratios.middle, ratios.high))
+    panel.plot(ratios.nbytes, middle, marker="o", markersize=4, color=colour, label=str(backend))
+    panel.fill_between(ratios.nbytes, low, high, color=colour, alpha=0.15, linewidth=0)
     ranges = derived.table.ranges((world_size, str(backend)))
     for before, after in itertools.pairwise(ranges):
         if before.decision != after.decision:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.results import rows_of
-from tw_compile.benchmark.table import mebibytes
 from tw_compile.files import read_if_there
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
 from tw_compile.gating.table import Entry, Source, Table, read_table, table_text
+from tw_compile.harness.table import mebibytes
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
@@ -22,7 +22,7 @@ from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_pro
 from tw_compile.runner.spec import UsageError
 from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
-from tw_compile.tuning.measured import LEFT, UNFUSED, Run, measured_steps, run_of_report, timings
+from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
 from tw_compile.tuning.profile import fitted, profile_text
 from tw_compile.tuning.run import write_whole
 from tw_compile.tuning.spec import TuneSpec
@@ -71,12 +71,12 @@ def derive(report: dict[str, Any]) -> Derived:
         own_steps = measured_steps([run], shipped_steps(device_name, run.world_size))
         steps += own_steps
         for backend in UNFUSED:
-            found = timings([run], backend, own_steps)
-            if not any(one.way == LEFT for one in found):
+            times = timings([run], backend, own_steps)
+            if not any(timing.way == LEFT for timing in times):
                 continue
             default = shipped.entries(run.world_size, backend)
-            entries += entries_from(run.world_size, backend, found, default, run.source)
-            own = Chooser(backend, found, default).bands
+            entries += entries_from(run.world_size, backend, times, default, run.source)
+            own = Chooser(backend, times, default).bands
             bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
     benches = {stage.name: stage.bench for stage in TuneSpec(tuple(report["world_sizes"])).stages()}
     pairs = [
@@ -103,18 +103,18 @@ def shipped_gate(device_class: str) -> Gate:
 def changes(derived: Derived) -> list[str]:
     """What the tables change against the shipped ones, one line each."""
     gate = shipped_gate(derived.table.device_class)
-    found = []
+    lines = []
     for key in dict.fromkeys(entry.key for entry in derived.table.entries):
         differing = [
-            (_decision(one), _decision(shipped), begin, end)
-            for one in derived.table.ranges(key)
-            for shipped, begin, end in _overlaps(one, gate.entries(int(key[0]), key[1]))
+            (_decision(entry), _decision(shipped), begin, end)
+            for entry in derived.table.ranges(key)
+            for shipped, begin, end in _overlaps(entry, gate.entries(int(key[0]), key[1]))
         ]
-        for (ours, theirs), group in itertools.groupby(differing, key=lambda one: one[:2]):
+        for (ours, theirs), group in itertools.groupby(differing, key=lambda change: change[:2]):
             _, _, begins, ends = zip(*group, strict=True)
             if ours != theirs:
                 span = f"from {mebibytes(begins[0])}" + ("" if ends[-1] is None else f" to {mebibytes(ends[-1])}")
-                found.append(f"TP{key[0]}, {key[1]}, {span}: {ours}, shipped {theirs}")
+                lines.append(f"TP{key[0]}, {key[1]}, {span}: {ours}, shipped {theirs}")
     for world_size in sorted({step.world_size for step in derived.steps}):
         ours, theirs = (
             "; ".join(f"{step.algorithm} ({step.sms} SMs) to {mebibytes(step.up_to_bytes)}" for step in steps) or "none"
@@ -124,18 +124,18 @@ def changes(derived: Derived) -> list[str]:
             )
         )
         if ours != theirs:
-            found.append(f"TP{world_size}, kernels: {ours}, shipped {theirs}")
-    return found
+            lines.append(f"TP{world_size}, kernels: {ours}, shipped {theirs}")
+    return lines
 
 
 def _decision(entry: Entry) -> str:
     return "left" if entry.decision == "left" else f"fused by {'p2p' if entry.transport == 'auto' else entry.transport}"
 
 
-def _overlaps(one: Entry, others: Sequence[Entry]) -> Iterator[tuple[Entry, int, int | None]]:
+def _overlaps(entry: Entry, others: Sequence[Entry]) -> Iterator[tuple[Entry, int, int | None]]:
     for other in others:
-        begin = max(one.from_bytes, other.from_bytes)
-        end = min((to for to in (one.to_bytes, other.to_bytes) if to is not None), default=None)
+        begin = max(entry.from_bytes, other.from_bytes)
+        end = min((to for to in (entry.to_bytes, other.to_bytes) if to is not None), default=None)
         if end is None or begin < end:
             yield other, begin, end
 
@@ -202,15 +202,15 @@ def _merged_table(file: Path, own: Table) -> Table:
 def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
     """Two sources of one name, as of two tunings, get two names."""
     names: dict[str, Source] = {}
-    found: list[Entry] = []
+    distinct: list[Entry] = []
     for entry in entries:
         name, number = entry.source.name, 1
         while name in names and (names[name].kind, names[name].values) != (entry.source.kind, entry.source.values):
             number += 1
             name = f"{entry.source.name}_{number}"
         names[name] = replace(entry.source, name=name)
-        found.append(replace(entry, source=names[name]))
-    return found
+        distinct.append(replace(entry, source=names[name]))
+    return distinct
 
 
 def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Step]:
@@ -228,7 +228,7 @@ def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Ste
     return sorted(merged, key=lambda step: (step.world_size, step.up_to_bytes))
 
 
-def _run(report: dict[str, Any], stage: dict[str, Any]) -> Run:
+def _run(report: dict[str, Any], stage: dict[str, Any]) -> KernelRun:
     names = ("world_size", "device_name", "rows")
     run = run_of_report({name: stage[name] for name in names} | {"versions": report["versions"]}, command_of(report))
     machine = run.source.values[0] + f", {', '.join(f'{name}={value}' for name, value in stage['environment'].items())}"

@@ -61,7 +61,6 @@ declare_attention(
 CAUSAL_FROM_BOTTOM_RIGHT = 2
 """``custom_mask_type`` of ``aten._efficient_attention_forward``, as torch.nn.attention.bias.CausalVariant.LOWER_RIGHT."""
 
-_END = 9223372036854775807
 _MASKS = ("attn_bias", "attn_mask")
 _TURNED = [0, 2, 1, 3]
 

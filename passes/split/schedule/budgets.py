@@ -28,8 +28,7 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
 from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.peephole import joint
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, ScheduledWindow
-from tw_compile.planning import DeviceProfile, Plan
-from tw_compile.planning import Window as PlannedWindow
+from tw_compile.planning import DeviceProfile, Plan, PlannedWindow
 from tw_compile.planning.communication import elementwise_us
 
 Leaving = dict[int, tuple[tuple[str, int], ...]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tw_compile.benchmark.layer.results import rows_of
-from tw_compile.benchmark.plot import Panel, draw, times_panel
+from tw_compile.harness.plot import Panel, draw, times_panel
 
 
 def plot(report: dict[str, Any], path: str) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
-from tw_compile.benchmark.results import Outcome, best_peer, csv_text, made_with
+from tw_compile.harness.rows import Outcome, best_peer, csv_of
 
 
 @dataclass
@@ -80,7 +80,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
 
     ``excess``: how much longer the planned one takes, as a share.
     """
-    found = []
+    swept = []
     for tokens in dict.fromkeys(row.tokens for row in rows):
         timed = {row.label: row for row in rows if row.tokens == tokens and row.p50_us is not None}
         planned = timed.get(PLANNED.label)
@@ -89,7 +89,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
             continue
         best = min((planned, *others), key=lambda row: row.p50_us or math.inf)
         assert best.p50_us is not None
-        found.append(
+        swept.append(
             {
                 "tokens": tokens,
                 "planned": planned.split,
@@ -100,7 +100,7 @@ def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
                 "excess": planned.p50_us / best.p50_us - 1.0,
             }
         )
-    return found
+    return swept
 
 
 def rows_of(report: dict[str, Any]) -> list[LayerRow]:
@@ -110,5 +110,4 @@ def rows_of(report: dict[str, Any]) -> list[LayerRow]:
 def as_csv(report: dict[str, Any]) -> str:
     """One line a variant and number of tokens, each with the machine and the versions it was measured with."""
     asked = ("model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
-    common = made_with(report, ("command", "machine", "device", "device_name", *asked))
-    return csv_text([asdict(row) for row in rows_of(report)], common)
+    return csv_of(report, ("command", "machine", "device", "device_name", *asked))

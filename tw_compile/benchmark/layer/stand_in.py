@@ -28,27 +28,27 @@ import torch
 from tw_compile import Config, collect_reports, compat
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import Run, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
 from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
-from tw_compile.benchmark.measure import capture
-from tw_compile.benchmark.run import all_versions, machine
+from tw_compile.harness.measure import HEAD_START_CYCLES, WARM_UP_ROUNDS, capture, gpu_us
 from tw_compile.harness.problems import Context
+from tw_compile.harness.start import all_versions
 from tw_compile.kernels.collective import transport
 from tw_compile.kernels.collective.beside import cluster_size, fork_and_join
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started, Transport
 from tw_compile.planning import DeviceProfile, communication, load_profile, profile_of_device
+from tw_compile.runner.versions import machine
 from tw_compile.testing import fake_process_group
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     NO_COMMUNICATION: None,
-    **{one.label: one.config for one in (FUSED, PLANNED)},
+    **{variant.label: variant.config for variant in (FUSED, PLANNED)},
 }
 """Options of ours; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6
 _ALONE_SMS = 32
-_HEAD_START_CYCLES = 500_000
 
 
 class StandIn(Transport):
@@ -120,17 +120,13 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
             middle = middle_of(tokens)
             waiting.append((f"{SWEPT}{middle}", {"split": str(middle)}))
     times: dict[str, list[float]] = {label: [] for label in graphs}
-    for number in range(3 + spec.repeats):
+    for number in range(WARM_UP_ROUNDS + spec.repeats):
         for label, (graph, _) in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            compat.delay_stream(_HEAD_START_CYCLES)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if number >= 3:
-                times[label].append(begin.elapsed_time(end) * 1e3 / spec.layers)
-    found: dict[str, Any] = {label: round(statistics.median(one), 1) for label, one in times.items()}
+            compat.delay_stream(HEAD_START_CYCLES)
+            us = gpu_us(graph.replay)
+            if number >= WARM_UP_ROUNDS:
+                times[label].append(us / spec.layers)
+    medians: dict[str, Any] = {label: round(statistics.median(own), 1) for label, own in times.items()}
     nbytes = tokens * subject.hidden_size * inputs.element_size()
     sums = 2 * communication.all_reduce_us(profile, nbytes, spec.world_size, multicast=False)
     split = splits[PLANNED.label]
@@ -139,11 +135,11 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
         "model": spec.model,
         "world_size": spec.world_size,
         "tokens": tokens,
-        "us_a_layer": found,
+        "us_a_layer": medians,
         "all_reduces_us": round(sums, 1),
-        "unfused_us": round(found[NO_COMMUNICATION] + sums, 1),
+        "unfused_us": round(medians[NO_COMMUNICATION] + sums, 1),
         "split": None if split is None else list(split.sizes),
-        "compile_seconds": {label: round(one, 1) for label, one in seconds.items()},
+        "compile_seconds": {label: round(took, 1) for label, took in seconds.items()},
         "predicted": None if plan is None else {name: round(us, 1) for name, us in vars(plan.predicted).items() if us},
     }
 
@@ -155,7 +151,7 @@ def middle_of(tokens: int) -> int:
 
 def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
     """What is timed for ``tokens`` tokens, by its label."""
-    return VARIANTS | {one.label: one.config for one in (swept(tokens) if spec.sweep_split else ())}
+    return VARIANTS | {variant.label: variant.config for variant in (swept(tokens) if spec.sweep_split else ())}
 
 
 def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int | str]) -> None:
@@ -169,13 +165,13 @@ def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int 
 
 def _captured(
     subject: Subject, inputs: torch.Tensor, profile: DeviceProfile, ours: dict[str, Any] | None
-) -> tuple[tuple[torch.cuda.CUDAGraph, Run], float]:
+) -> tuple[tuple[torch.cuda.CUDAGraph, CompiledRun], float]:
     """The captured layers, and how many seconds the first call took, which compiles them."""
     backend, options = "inductor", dict[str, Any]({compat.POST_GRAD_HOOK: DropAllReduces()})
     if ours is not None:
         config = Config(strict=True, transport="p2p", device_profile=profile.name, **ours)
         backend, options = "tw_compile", config.as_options()
-    run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    run = CompiledRun(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
     begin = time.perf_counter()
     run()
     torch.cuda.synchronize()
@@ -210,7 +206,7 @@ def main() -> int:
     if profile is None:
         parser.error(f"--device-profile: expected one for {torch.cuda.get_device_name()}, which has none, got nothing")
     os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all on this host, as calls over peer to peer memory need it
-    tokens = tuple(int(one) for one in given.tokens.split(","))
+    tokens = tuple(int(count) for count in given.tokens.split(","))
     asked: dict[str, Any] = {"layers": given.layers, "repeats": 20, "sweep_split": given.sweep_split}
     spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, **asked)
     rows = []

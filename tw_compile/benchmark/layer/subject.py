@@ -8,23 +8,23 @@ import torch
 import torch.nn as nn
 
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.measure import GraphTimer, LoopTimer, Timer
+from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.harness.problems import Context
-from tw_compile.models import Decoder, build_decoder, load_config, to_double
-from tw_compile.runner.spec import UsageError
+from tw_compile.models import Decoder, to_double
+from tw_compile.runner.model import build_model
 
-Outputs = tuple[torch.Tensor, torch.Tensor]
+HiddenAndResidual = tuple[torch.Tensor, torch.Tensor]
 
 
-class Run:
+class CompiledRun:
     """One run of what was compiled; ``outputs`` are the last one's, or where the replays of a captured one write."""
 
     def __init__(self, compiled: Any, inputs: torch.Tensor) -> None:
         self._compiled = compiled
         self._inputs = inputs
-        self.outputs: Outputs | None = None
+        self.outputs: HiddenAndResidual | None = None
 
-    def __call__(self) -> Outputs:
+    def __call__(self) -> HiddenAndResidual:
         self.outputs = None  # before the next ones are allocated
         self.outputs = self._compiled(self._inputs)
         return self.outputs
@@ -58,7 +58,7 @@ class Subject(nn.Module):
         generator = ctx.generator(spec.seed, tokens)
         return torch.randn(shape, generator=generator, device=ctx.device).to(getattr(torch, spec.dtype))
 
-    def forward(self, residual: torch.Tensor) -> Outputs:
+    def forward(self, residual: torch.Tensor) -> HiddenAndResidual:
         """``[batch, seq, hidden]`` -> two of the same shape."""
         residual = self.decoder.model(inputs_embeds=residual, use_cache=False).last_hidden_state
         return self.decoder.norm(residual), residual
@@ -67,7 +67,7 @@ class Subject(nn.Module):
         """By what the time of a run is divided."""
         return spec.layers
 
-    def timer(self, run: Run) -> Timer:
+    def timer(self, run: CompiledRun) -> Timer:
         return GraphTimer([run], 1) if next(self.parameters()).is_cuda else LoopTimer([run], 1)
 
 
@@ -79,7 +79,7 @@ class Model(Subject):
         generator = ctx.generator(spec.seed, tokens)
         return torch.randint(self.decoder.config.vocab_size, shape, generator=generator, device=ctx.device)
 
-    def forward(self, ids: torch.Tensor) -> Outputs:
+    def forward(self, ids: torch.Tensor) -> HiddenAndResidual:
         """``[batch, seq]`` -> two of ``[batch, seq, hidden]``."""
         return self.decoder(ids)
 
@@ -93,14 +93,4 @@ def build_subject(spec: LayerSpec, device: torch.device) -> Subject:
     Raises:
         UsageError: The model can't be built as asked.
     """
-    try:
-        decoder = build_decoder(
-            load_config(spec.model),
-            device=device,
-            dtype=getattr(torch, spec.dtype),
-            num_layers=spec.layers,
-            seed=spec.seed,
-        )
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
-    return (Subject if spec.scope == "layer" else Model)(decoder)
+    return (Subject if spec.scope == "layer" else Model)(build_model(spec, device, seed=spec.seed))

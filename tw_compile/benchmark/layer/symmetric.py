@@ -16,10 +16,10 @@ from torch.library import Library
 
 from tw_compile import compat
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
-from tw_compile.benchmark.ranks import Ranks
 from tw_compile.graph.predicates import aten, is_call, is_view
+from tw_compile.harness.ranks import Ranks, symmetric_memory
 
-Kind = Literal["one_shot", "two_shot"]
+SymmetricKernel = Literal["one_shot", "two_shot"]
 
 _c10d = torch.ops._c10d_functional
 _library = Library("tw_compile_bench", "DEF")
@@ -37,7 +37,6 @@ class Slots:
     def __init__(self, ranks: Ranks, capacity: int) -> None:
         self.capacity = capacity
         self._ranks = ranks
-        # Never given back: a pool hands freed blocks out again in an order that ranks need not share.
         self._buffers: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
 
     def view(self, kind: str, site: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -46,11 +45,8 @@ class Slots:
         if nbytes > self.capacity:
             raise ValueError(f"shape: expected at most {self.capacity} bytes, got {list(shape)} of {like.dtype}")
         if (kind, site) not in self._buffers:
-            # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
             most = self.capacity if kind == "two_shot" else min(self.capacity, SYMM_MEM_ONE_SHOT_MAX_BYTES)
-            buffer = self._ranks.together(lambda: compat.symm_mem_empty(most, like.device))
-            handle, *_ = compat.symm_mem_rendezvous(buffer, self._ranks.ctx.group_name)
-            self._buffers[kind, site] = buffer, handle
+            self._buffers[kind, site] = symmetric_memory(self._ranks, most, like.device)
         buffer, _ = self._buffers[kind, site]
         return buffer[:nbytes].view(like.dtype).view(shape)
 
@@ -98,65 +94,52 @@ all_reduce = torch.ops.tw_compile_bench.all_reduce.default
 mm_all_reduce = torch.ops.tw_compile_bench.mm_all_reduce.default
 
 
-class UseSymmetricMemory(compat.CustomGraphPass):
-    """Replace every all_reduce, and the matmul before it, by the operators here. For graphs of static sizes.
+class CountAllReduces(compat.CustomGraphPass):
+    """Change nothing. ``seen`` is how many all_reduces there were in the graphs of one model, in the passes below, too."""
 
-    ``seen``, here and in the passes below, is how many all_reduces there were in the graphs of one model.
-    """
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
+    def __init__(self) -> None:
         self.seen = 0
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in [one for one in graph.nodes if is_call(one, _c10d.all_reduce.default)]:
-            operands: tuple[Any, ...] = node.args
-            message, operation, group_name = operands
-            if operation != "sum":
-                raise ValueError(f"all_reduce: expected a sum, as symmetric memory has no other, got {operation!r}")
-            where = (self.kind, group_name, self.seen)
-            gemm = _gemm_of(message)
-            with graph.inserting_before(node):
-                if gemm is None:
-                    reduced = graph.call_function(all_reduce, (message, *where))
-                else:
-                    reduced = graph.call_function(mm_all_reduce, (*gemm.args, *where))
-                    reduced = graph.call_function(aten.reshape.default, (reduced, list(message.meta["val"].shape)))
-            _replace(graph, node, reduced)
+        for node in [node for node in graph.nodes if is_call(node, _c10d.all_reduce.default)]:
+            self.change(graph, node)
             self.seen += 1
-        graph.eliminate_dead_code()
+
+    def change(self, graph: fx.Graph, node: fx.Node) -> None:
+        """What becomes of an all_reduce."""
 
     def uuid(self) -> None:
         """Not cached."""
 
 
-class DropAllReduces(compat.CustomGraphPass):
+class DropAllReduces(CountAllReduces):
     """Take every partial sum for the sum: the graph without communication. What it computes is no result."""
 
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for node in [one for one in graph.nodes if is_call(one, _c10d.all_reduce.default)]:
-            _replace(graph, node, node.args[0])
-            self.seen += 1
-        graph.eliminate_dead_code()
-
-    def uuid(self) -> None:
-        """Not cached."""
+    def change(self, graph: fx.Graph, node: fx.Node) -> None:
+        _replace(graph, node, node.args[0])
 
 
-class CountAllReduces(compat.CustomGraphPass):
-    """Change nothing."""
+class UseSymmetricMemory(CountAllReduces):
+    """Replace every all_reduce, and the matmul before it, by the operators here. For graphs of static sizes."""
 
-    def __init__(self) -> None:
-        self.seen = 0
+    def __init__(self, kind: SymmetricKernel) -> None:
+        super().__init__()
+        self.kind = kind
 
-    def __call__(self, graph: fx.Graph) -> None:
-        self.seen += sum(is_call(node, _c10d.all_reduce.default) for node in graph.nodes)
-
-    def uuid(self) -> None:
-        """Not cached."""
+    def change(self, graph: fx.Graph, node: fx.Node) -> None:
+        operands: tuple[Any, ...] = node.args
+        message, operation, group_name = operands
+        if operation != "sum":
+            raise ValueError(f"all_reduce: expected a sum, as symmetric memory has no other, got {operation!r}")
+        where = (self.kind, group_name, self.seen)
+        gemm = _gemm_of(message)
+        with graph.inserting_before(node):
+            if gemm is None:
+                reduced = graph.call_function(all_reduce, (message, *where))
+            else:
+                reduced = graph.call_function(mm_all_reduce, (*gemm.args, *where))
+                reduced = graph.call_function(aten.reshape.default, (reduced, list(message.meta["val"].shape)))
+        _replace(graph, node, reduced)
 
 
 def _gemm_of(message: fx.Node) -> fx.Node | None:
@@ -174,3 +157,4 @@ def _replace(graph: fx.Graph, node: fx.Node, by: Any) -> None:
         wait.replace_all_uses_with(by)
         graph.erase_node(wait)
     graph.erase_node(node)
+    graph.eliminate_dead_code()  # a matmul whose place another one has

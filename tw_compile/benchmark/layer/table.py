@@ -7,13 +7,13 @@ from typing import Any
 from rich.console import Console
 
 from tw_compile.benchmark.layer.results import LayerRow, rows_of
-from tw_compile.benchmark.table import ReportTable, mebibytes, number, times
+from tw_compile.harness.table import ReportTable, mebibytes, number, times
 
 
 class LayerTable(ReportTable[LayerRow]):
     own_columns = ("speed-up", "hidden", "peak memory", "fused")
     baseline = "the best unfused"
-    promise = "error budget, and equal bits on all ranks where every all_reduce is fused"
+    promise = "ours: error budget, and equal bits on all ranks where every all_reduce is fused, at every size"
 
     def unit(self) -> str:
         return "us a layer" if self.report["command"] == "bench layer" else "us a run"

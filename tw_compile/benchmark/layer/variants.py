@@ -7,22 +7,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tw_compile.benchmark.contender import Kind
+from tw_compile.benchmark.contender import ContenderKind
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.spec import check_labels, with_labels
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
 NO_COMMUNICATION = "no-communication"
 HALF_MULTIPLE = 16
 SWEEP_STEP, MOST_SWEPT = 128, 16
 
-GraphPass = CountAllReduces | DropAllReduces | UseSymmetricMemory
-
 
 @dataclass(frozen=True)
-class Variant:
+class LayerVariant:
     """One way to compile it.
 
     Attributes:
@@ -34,8 +32,8 @@ class Variant:
     """
 
     label: str
-    kind: Kind
-    make_pass: Callable[[], GraphPass] = CountAllReduces
+    kind: ContenderKind
+    make_pass: Callable[[], CountAllReduces] = CountAllReduces
     config: dict[str, Any] = field(default_factory=dict)
     halves: bool = False
     symmetric: bool = False
@@ -61,31 +59,33 @@ class Variant:
         return None
 
 
-FUSED = Variant("fused", "ours", config={"split": "off"})
-PLANNED = Variant("fused+split", "ours")
+FUSED = LayerVariant("fused", "ours", config={"split": "off"})
+PLANNED = LayerVariant("fused+split", "ours")
 """What a user gets by default."""
-SPLIT = (Variant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
-ALL_SMS = Variant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
+SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
+ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
-    Variant(
+    LayerVariant(
         "inductor+symm-one-shot",
         "peer",
         partial(UseSymmetricMemory, "one_shot"),
         symmetric=True,
         most_bytes=SYMM_MEM_ONE_SHOT_MAX_BYTES,
     ),
-    Variant("inductor+symm-two-shot", "peer", partial(UseSymmetricMemory, "two_shot"), symmetric=True),
+    LayerVariant("inductor+symm-two-shot", "peer", partial(UseSymmetricMemory, "two_shot"), symmetric=True),
 )
 
 
-def swept(tokens: int) -> list[Variant]:
+def swept(tokens: int) -> list[LayerVariant]:
     """Fused and split at every multiple of 128 tokens, or as many of them as there is room for."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
-    return [Variant(f"{SWEPT}{first}", "ours", config={"split": str(first)}) for first in range(step, tokens, step)]
+    return [
+        LayerVariant(f"{SWEPT}{first}", "ours", config={"split": str(first)}) for first in range(step, tokens, step)
+    ]
 
 
-def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
+def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     """Who takes part at ``tokens`` tokens, in the order of the report.
 
     Raises:
@@ -93,13 +93,9 @@ def variants(spec: LayerSpec, tokens: int) -> list[Variant]:
     """
     known = [FUSED, *SPLIT, *([ALL_SMS] if spec.scope == "layer" else [])]
     if spec.device == "cuda":
-        known += [Variant("inductor+nccl", "peer"), *SYMMETRIC]
+        known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC]
     else:
-        known += [Variant("inductor+gloo", "peer")]
-    known += [Variant(NO_COMMUNICATION, "bound", DropAllReduces)]
-    labels = [one.label for one in known]
-    for label in spec.only:
-        if label not in labels:
-            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
-    chosen = [one for one in known if not spec.only or one.label in spec.only]
-    return [*chosen, *(swept(tokens) if spec.sweep_split else ())]
+        known += [LayerVariant("inductor+gloo", "peer")]
+    known += [LayerVariant(NO_COMMUNICATION, "bound", DropAllReduces)]
+    check_labels(known, spec.only)
+    return [*with_labels(known, spec.only), *(swept(tokens) if spec.sweep_split else ())]

@@ -13,21 +13,21 @@ import torch
 from tw_compile import Config, collect_reports, compat
 from tw_compile.benchmark.layer.results import LayerRow, complete
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import Outputs, Run, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import reserve
-from tw_compile.benchmark.layer.variants import Variant, variants
-from tw_compile.benchmark.measure import Timer, interleaved, percentiles
+from tw_compile.benchmark.layer.variants import LayerVariant, variants
 from tw_compile.benchmark.ours import fallback
-from tw_compile.benchmark.ranks import Keep, Ranks, UnavailableError, work_as_rank
-from tw_compile.benchmark.results import Outcome
 from tw_compile.benchmark.short_kernels import ShortKernels
-from tw_compile.benchmark.spec import ELEMENT_BYTES
+from tw_compile.harness.measure import Timer, interleaved, peak_bytes, percentiles
 from tw_compile.harness.problems import Context, expect_same_on_all_ranks
+from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
+from tw_compile.harness.rows import Outcome
+from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.models import reference_forward
 from tw_compile.report import GraphReport, Split
 from tw_compile.runner.launch import Progress
-from tw_compile.runner.numerics import Comparison, finite
+from tw_compile.runner.numerics import OutputErrors, finite
 from tw_compile.runner.worker import silence_known_warnings
 from tw_compile.testing.error_budget import relative_error
 
@@ -55,19 +55,19 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     references = _references(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
+    result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
     for reference in references:
         # Reports come from compiling: a graph that comes out of a cache has none.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
             done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
         rows += [asdict(row) for row in done]
-        found["short_kernel_us"] = None if short is None else short.again()
-        keep(found)
-    return found
+        result["short_kernel_us"] = None if short is None else short.again()
+        keep(result)
+    return result
 
 
 @dataclass
-class Reference:
+class TokensReference:
     """What a run on ``inputs`` must come near to, in float64, and how far the eager unfused one on this rank is from it.
 
     Or the ``obstacle``, why that is not known.
@@ -75,11 +75,11 @@ class Reference:
 
     tokens: int
     inputs: torch.Tensor | None = None
-    want: Outputs | None = None
+    want: HiddenAndResidual | None = None
     unfused_errors: tuple[float, ...] = ()
     obstacle: str | None = None
 
-    def to(self, device: torch.device) -> Reference:
+    def to(self, device: torch.device) -> TokensReference:
         """The same with all tensors on ``device``."""
         if self.inputs is None or self.want is None:
             return self
@@ -88,15 +88,15 @@ class Reference:
 
 
 @dataclass
-class Entry:
+class VariantAtTokens:
     """A variant at one number of tokens; ``timer`` is there when it is to be timed."""
 
-    variant: Variant
+    variant: LayerVariant
     row: LayerRow
-    run: Run | None = None
+    run: CompiledRun | None = None
     timer: Timer | None = None
 
-    def fail(self, outcome: Outcome, reason: str) -> Entry:
+    def fail(self, outcome: Outcome, reason: str) -> VariantAtTokens:
         self.row.outcome, self.row.reason, self.timer = outcome, reason, None
         return self
 
@@ -104,15 +104,17 @@ class Entry:
 def bench_tokens(
     spec: LayerSpec,
     ranks: Ranks,
-    everyone: list[Variant],
+    everyone: list[LayerVariant],
     subject: Subject,
-    reference: Reference,
+    reference: TokensReference,
     progress: Progress,
 ) -> list[LayerRow]:
     """The rows of the number of tokens that ``reference`` is of."""
     tokens = reference.tokens
     nbytes = tokens * subject.hidden_size * ELEMENT_BYTES[spec.dtype]
-    entries = [Entry(one, LayerRow(one.label, one.kind, tokens, nbytes, "timed")) for one in everyone]
+    entries = [
+        VariantAtTokens(variant, LayerRow(variant.label, variant.kind, tokens, nbytes, "timed")) for variant in everyone
+    ]
     if reference.obstacle is not None:
         for entry in entries:
             progress(f"{tokens} tokens: skipping {entry.variant.label}")
@@ -140,33 +142,33 @@ def _release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _references(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[Reference]:
+def _references(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
     """One for each number of tokens, on the CPU: the float64 model is gone before what is timed needs the memory."""
     double = subject.in_float64()
-    found = []
+    references = []
     for tokens in spec.tokens:
         progress(f"{tokens} tokens: float64 reference")
         try:
             reference = ranks.together(partial(_reference, spec, ranks, subject, double, tokens))
         except UnavailableError as error:
-            reference = Reference(tokens, obstacle=str(error))
-        found.append(reference)
+            reference = TokensReference(tokens, obstacle=str(error))
+        references.append(reference)
     del double
     _release_memory()
-    return found
+    return references
 
 
-def _reference(spec: LayerSpec, ranks: Ranks, subject: Subject, double: Subject, tokens: int) -> Reference:
+def _reference(spec: LayerSpec, ranks: Ranks, subject: Subject, double: Subject, tokens: int) -> TokensReference:
     inputs = subject.inputs(spec, ranks.ctx, tokens)
     want = reference_forward(double, inputs.double() if inputs.is_floating_point() else inputs)
-    return Reference(tokens, inputs, want, _errors(subject(inputs), want)).to(torch.device("cpu"))
+    return TokensReference(tokens, inputs, want, _errors(subject(inputs), want)).to(torch.device("cpu"))
 
 
-def _errors(outputs: Outputs, want: Outputs) -> tuple[float, ...]:
+def _errors(outputs: HiddenAndResidual, want: HiddenAndResidual) -> tuple[float, ...]:
     return tuple(relative_error(output, exact) for output, exact in zip(outputs, want, strict=True))
 
 
-def _admit(spec: LayerSpec, ranks: Ranks, entry: Entry, subject: Subject, reference: Reference) -> None:
+def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subject, reference: TokensReference) -> None:
     """Compile, run, check, capture. What goes wrong on one rank ends it on all, with the reason."""
     inputs = reference.inputs
     assert inputs is not None
@@ -191,7 +193,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: Entry, subject: Subject, refere
         entry.fail("error", str(error))
 
 
-def _compiled(variant: Variant, subject: Subject, inputs: torch.Tensor) -> tuple[Run, int | None]:
+def _compiled(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
     """``subject``, compiled and run once, and how many all_reduces it had; None for ours, whose reports say."""
     graph_pass = None if variant.kind == "ours" else variant.make_pass()
     if graph_pass is None:
@@ -199,19 +201,19 @@ def _compiled(variant: Variant, subject: Subject, inputs: torch.Tensor) -> tuple
         backend, options = "tw_compile", Config(strict=True, **variant.options(batch * seq, batch)).as_options()
     else:
         backend, options = "inductor", {compat.POST_GRAD_HOOK: graph_pass}
-    run = Run(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    run = CompiledRun(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
     _finished(run)
     return run, None if graph_pass is None else graph_pass.seen
 
 
-def _finished(run: Run) -> Outputs:
+def _finished(run: CompiledRun) -> HiddenAndResidual:
     outputs = run()
     if outputs[0].is_cuda:
         torch.cuda.synchronize()
     return outputs
 
 
-def _deviation(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | None:
+def _deviation(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
     """What ran instead of what the label says; None when nothing did. Counts the all_reduces that are fused."""
     entry.row.fused = 0
     if entry.variant.kind == "ours":
@@ -219,10 +221,10 @@ def _deviation(ranks: Ranks, entry: Entry, reports: list[GraphReport]) -> str | 
         entry.row.all_reduces = len(sites)
         entry.row.fused = sum(site.decision == "fused" for site in sites)
         splits = [report.split for report in reports if report.split is not None]
-        entry.row.split = "; ".join(_split(one) for one in splits) or None
-        for one in splits:
-            if one.mode == "off" and one.asked != "auto":
-                return f"tokens are not split, {one.reason}: {one.detail}"
+        entry.row.split = "; ".join(_split(split) for split in splits) or None
+        for split in splits:
+            if split.mode == "off" and split.asked != "auto":
+                return f"tokens are not split, {split.reason}: {split.detail}"
         for transport in {site.transport for site in sites if site.transport is not None}:
             reason = fallback(ranks, get_transport(transport))
             if reason is not None:
@@ -234,7 +236,7 @@ def _split(split: Split) -> str:
     return f"off: {split.reason}" if split.mode == "off" else f"{split.sizes[0]} + {split.sizes[1]} {split.unit}s"
 
 
-def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:
+def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) -> bool:
     """Hold the outputs of the last run to the error budget of ``run``, and fused ones to equal bits on all ranks, too.
 
     False, and no time for who fails.
@@ -250,7 +252,7 @@ def _passes(ranks: Ranks, entry: Entry, reference: Reference) -> bool:
         # max() would lose what is not a number.
         error, unfused = (sorted((rank[which][index] for rank in errors), key=_badness)[-1] for which in (0, 1))
         worst.append(error)
-        if not Comparison(error, unfused).passed:
+        if not OutputErrors(error, unfused).passed:
             failures.append(f"{name}: error {error:.3e}, unfused {unfused:.3e}")
     checked = Context(ctx.rank, ctx.world_size, ctx.device, ctx.group_name)
     for name, output in zip(OUTPUT_NAMES, outputs, strict=True):
@@ -274,15 +276,14 @@ def _badness(error: float) -> tuple[bool, float]:
     return (error != error, error)
 
 
-def _peak_bytes(run: Run) -> int:
+def _peak_bytes(run: CompiledRun) -> int:
     run.outputs = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    _finished(run)
-    return torch.cuda.max_memory_allocated() - before
+    return peak_bytes(run)
 
 
-def _time(spec: LayerSpec, ranks: Ranks, entries: list[Entry], subject: Subject, reference: Reference) -> None:
+def _time(
+    spec: LayerSpec, ranks: Ranks, entries: list[VariantAtTokens], subject: Subject, reference: TokensReference
+) -> None:
     """Fill in the times, unless what the last timed run computed is not good enough either."""
     timers = {entry.variant.label: entry.timer for entry in entries if entry.timer is not None}
     times = interleaved(ranks, timers, spec.repeats)

@@ -30,10 +30,10 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
     llm = LLM(**job["arguments"])
     startup = time.monotonic() - begin
     llm.collective_rpc("tw_compile_randomise", args=(job["seed"], job["dtype"]))
-    traces = [Trace(one["kind"], tuple(one["prompts"]), tuple(one["outputs"])) for one in job["traces"]]
+    traces = [Trace(trace["kind"], tuple(trace["prompts"]), tuple(trace["outputs"])) for trace in job["traces"]]
     warm = warm_trace(traces, job["arguments"]["max_num_batched_tokens"])
     prompts = {trace: prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in (*traces, warm)}
-    found: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
+    results: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
     for number, trace in turns(traces, job["repeats"]):
         if not _await_turn(driver):
             break
@@ -41,21 +41,21 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
             _once(llm, warm, prompts[warm])
         outputs, times = _once(llm, trace, prompts[trace])
         if number > 0:
-            found[trace]["rounds"].append(times)
+            results[trace]["rounds"].append(times)
         elif trace.kind == ACCURACY:
-            found[trace]["logprobs"] = logprobs(outputs, prompts[trace])
+            results[trace]["logprobs"] = logprobs(outputs, prompts[trace])
         else:
-            found[trace]["tokens"] = [list(one.outputs[0].token_ids) for one in outputs]
+            results[trace]["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
     else:
         _await_turn(driver)  # an engine that ends would be in the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
-        "compile_seconds": max(one["compile_seconds"] for one in facts),
-        "peak_bytes": max(one["peak_bytes"] for one in facts),
+        "compile_seconds": max(worker["compile_seconds"] for worker in facts),
+        "peak_bytes": max(worker["peak_bytes"] for worker in facts),
         "device_name": facts[0]["device_name"],
-        "passes": all(one["passes"] for one in facts),
-        "traces": list(found.values()),
+        "passes": all(worker["passes"] for worker in facts),
+        "traces": list(results.values()),
     }
 
 
@@ -92,7 +92,7 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
         for count in trace.outputs
     ]
     llm.sleep(level=0)
-    llm.enqueue([{"prompt_token_ids": one} for one in prompts], asked, use_tqdm=False)
+    llm.enqueue([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
     begin = time.monotonic()
     llm.wake_up(tags=["scheduling"])
     outputs = llm.wait_for_completion(use_tqdm=False)
@@ -101,17 +101,19 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
         if len(output.outputs[0].token_ids) != count:
             raise RuntimeError(f"request {output.request_id}: {len(output.outputs[0].token_ids)} tokens, not {count}")
     stats = [output.metrics for output in outputs]
-    later = [one for one in stats if one.num_generation_tokens > 1]
+    later = [times for times in stats if times.num_generation_tokens > 1]
     return outputs, {
         "seconds": seconds,
-        "first": [one.first_token_ts - begin for one in stats],
-        "between": [(one.last_token_ts - one.first_token_ts) / (one.num_generation_tokens - 1) for one in later],
+        "first": [times.first_token_ts - begin for times in stats],
+        "between": [
+            (times.last_token_ts - times.first_token_ts) / (times.num_generation_tokens - 1) for times in later
+        ],
     }
 
 
 def main(job: str, result: str, driver: str) -> None:
-    found = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(driver)))
-    Path(result).write_text(json.dumps(found))
+    findings = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(driver)))
+    Path(result).write_text(json.dumps(findings))
 
 
 if __name__ == "__main__":

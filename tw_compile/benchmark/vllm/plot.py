@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from tw_compile.benchmark.plot import draw_lines, label_ends, save, tokens_axis
 from tw_compile.benchmark.vllm.results import rows_of
 from tw_compile.benchmark.vllm.spec import KINDS
+from tw_compile.harness.plot import draw_lines, label_ends, new_figure, save, tokens_axis
 
 
 def plot(report: dict[str, Any], path: str) -> None:
     """Two panels for each kind of trace, written to ``path`` (png or svg)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = rows_of(report)
     kinds = [kind for kind in KINDS if any(row.trace == kind for row in rows)]
-    figure = Figure(figsize=(6.5 * len(kinds), 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(kinds), squeeze=False)
+    figure, axes = new_figure(6.5 * len(kinds), 8.5, 2, len(kinds))
     for kind, upper, lower in zip(kinds, *axes, strict=True):
         own = [row for row in rows if row.trace == kind]
         draw_lines(upper, own, "tokens_per_s")
@@ -38,11 +33,8 @@ def plot(report: dict[str, Any], path: str) -> None:
         label_ends(panel)
     for panel in axes[1]:
         panel.axhline(1.0, color="#777777", linewidth=1.0)  # after the labels, which every line gets
-    figure.suptitle(
+    title = (
         f"vLLM {report['versions']['vllm']}, {report['model']}, {report['layers']} layers, {report['dtype']}, "
-        f"{report['world_size']} x {report['device_name']}",
-        x=0.01,
-        ha="left",
-        fontsize=12,
+        f"{report['world_size']} x {report['device_name']}"
     )
-    save(figure, path)
+    save(figure, path, title)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tw_compile.benchmark.vllm.spec import Kind
+from tw_compile.benchmark.vllm.spec import VariantKind
 from tw_compile.benchmark.vllm.traces import ACCURACY, Trace
+from tw_compile.harness.rows import csv_of
 
-SCHEMA_VERSION = 1
 NOISE = 3.0
 """Standard errors by which an agreement may be lower than the control's."""
 BUDGET = 1.1
@@ -52,7 +50,7 @@ class VllmRow:
     """
 
     label: str
-    kind: Kind
+    kind: VariantKind
     trace: str
     chunk: int
     requests: int
@@ -85,10 +83,10 @@ class VllmRow:
 
 def measure(row: VllmRow, trace: Trace, rounds: Sequence[dict[str, Any]]) -> None:
     """Fill in what follows from the times of ``rounds``, see :mod:`tw_compile.benchmark.vllm.engine`."""
-    rates = [_rate(trace, one) for one in rounds]
+    rates = [_rate(trace, times) for times in rounds]
     row.tokens_per_s, row.slowest, row.fastest = statistics.median(rates), min(rates), max(rates)
-    row.ttft_p50_ms, row.ttft_p99_ms = _percentiles([time for one in rounds for time in one["first"]])
-    between = [time for one in rounds for time in one["between"]]
+    row.ttft_p50_ms, row.ttft_p99_ms = _percentiles([time for times in rounds for time in times["first"]])
+    between = [time for times in rounds for time in times["between"]]
     if between:
         row.tpot_p50_ms, row.tpot_p99_ms = _percentiles(between)
 
@@ -111,9 +109,9 @@ def compare(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) ->
     After the first difference the two answer different questions, so nothing more is compared.
     """
     compared = differing = 0
-    for one, other in zip(tokens, others, strict=True):
-        equal = next((at for at, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-        compared += len(one) if equal is None else equal + 1
+    for own, other in zip(tokens, others, strict=True):
+        equal = next((at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] != pair[1]), None)
+        compared += len(own) if equal is None else equal + 1
         differing += equal is not None
     return compared, differing
 
@@ -155,8 +153,12 @@ def judge(rows: Sequence[VllmRow], world_size: int) -> None:
     for row in rows:
         if row.kind != "ours" or row.tokens_per_s is None:
             continue
-        here = [one for one in rows if (one.trace, one.chunk, one.requests) == (row.trace, row.chunk, row.requests)]
-        baseline = next((one for one in here if one.kind == "baseline" and one.tokens_per_s is not None), None)
+        here = [
+            other
+            for other in rows
+            if (other.trace, other.chunk, other.requests) == (row.trace, row.chunk, row.requests)
+        ]
+        baseline = next((other for other in here if other.kind == "baseline" and other.tokens_per_s is not None), None)
         if baseline is None:
             row.refused = NO_BASELINE
             continue
@@ -166,7 +168,7 @@ def judge(rows: Sequence[VllmRow], world_size: int) -> None:
         if referred or world_size == 2:
             row.refused = _inexact(errors.get(row.label), off if referred else None)
         if row.refused is None and world_size > 2:
-            everywhere = [one for one in rows if one.label == row.label]
+            everywhere = [other for other in rows if other.label == row.label]
             row.refused = _refusal([row], _controls(here)) or _refusal(everywhere, _controls(rows), " over all traces")
         if row.refused is None:
             assert baseline.tokens_per_s and baseline.fastest and baseline.slowest and row.slowest and row.fastest
@@ -185,11 +187,11 @@ def _inexact(error: float | None, off: float | None) -> str | None:
 
 
 def _controls(rows: Iterable[VllmRow]) -> dict[str, list[VllmRow]]:
-    found: dict[str, list[VllmRow]] = {}
+    controls: dict[str, list[VllmRow]] = {}
     for row in rows:
         if row.kind == "control":
-            found.setdefault(row.label, []).append(row)
-    return found
+            controls.setdefault(row.label, []).append(row)
+    return controls
 
 
 def _refusal(ours: Sequence[VllmRow], controls: dict[str, list[VllmRow]], where: str = "") -> str | None:
@@ -227,10 +229,4 @@ def rows_of(report: dict[str, Any]) -> list[VllmRow]:
 
 def as_csv(report: dict[str, Any]) -> str:
     """One line a variant and trace, each with the machine and the versions it was measured with."""
-    names = ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed")
-    made_with = {name: report[name] for name in names} | report["versions"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(VllmRow)] + list(made_with), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) | made_with for row in rows_of(report))
-    return text.getvalue()
+    return csv_of(report, ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed"))

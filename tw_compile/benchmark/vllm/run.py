@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import platform
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.run import MULTICAST_OFF, multicast_off
-from tw_compile.benchmark.vllm.results import SCHEMA_VERSION, VllmRow, compare, judge, logprob_error, measure, unrelated
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, engines, groups, traces_of
+from tw_compile.benchmark.vllm.results import VllmRow, compare, judge, logprob_error, measure, unrelated
+from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
+from tw_compile.harness.rows import SCHEMA_VERSION
+from tw_compile.harness.start import multicast_off
 from tw_compile.runner.launch import sigterm_interrupts
-from tw_compile.runner.machine import installed_version, nccl_version
 from tw_compile.runner.spec import UsageError
-from tw_compile.runner.versions import versions
+from tw_compile.runner.versions import installed_version, machine, nccl_version, versions
 
 
 def require_vllm() -> None:
@@ -74,25 +72,28 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
     Raises:
         UsageError: ``spec`` names a model or variants that are not there.
     """
-    found: list[dict[str, Any]] = []
+    findings: list[dict[str, Any]] = []
     whole = True
-    with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, multicast_off(), sigterm_interrupts():
+    with (
+        tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch,
+        multicast_off() as environment,
+        sigterm_interrupts(),
+    ):
         folder = Path(scratch) / "model"
         config = write_model(spec, folder)
         plan = engines(spec, str(folder))
         for group in groups(spec, plan):
             kept = Path(logs) if logs else None
             if not whole:
-                found += [{"error": "interrupted before it was started", "lines": []} for _ in group]
+                findings += [{"error": "interrupted before it was started", "lines": []} for _ in group]
                 continue
             of_group, whole = take_turns(group, spec, config.vocab_size, Path(scratch), kept, progress)
-            found += of_group
-        environment = {name: os.environ[name] for name in MULTICAST_OFF}
+            findings += of_group
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "bench vllm",
-        "machine": f"{platform.machine()} {os.cpu_count()} cpus",
-        "device_name": next((one["device_name"] for one in found if "device_name" in one), None),
+        "machine": machine(),
+        "device_name": next((finding["device_name"] for finding in findings if "device_name" in finding), None),
         "model": spec.model,
         "world_size": spec.world_size,
         "dtype": spec.dtype,
@@ -103,32 +104,32 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "seed": spec.seed,
         "together": spec.together,
         "environment": environment,
-        "engines": [described(engine) | _facts(one) for engine, one in zip(plan, found, strict=True)],
-        "rows": [asdict(row) for row in rows(plan, found, spec.world_size)],
+        "engines": [described(engine) | _facts(finding) for engine, finding in zip(plan, findings, strict=True)],
+        "rows": [asdict(row) for row in rows(plan, findings, spec.world_size)],
         "versions": {**versions(), "vllm": installed_version("vllm"), "nccl": nccl_version()},
     }
 
 
-def rows(plan: list[Engine], found: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
+def rows(plan: list[EngineStart], findings: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
     """A row for every engine and trace; ``found`` is what the engines of ``plan`` found, or their ``error``."""
     result = []
     of_kind = {
         (engine.variant.kind, engine.chunk, trace): own
-        for engine, one in zip(plan, found, strict=True)
-        if "error" not in one
-        for trace, own in zip(engine.traces, one["traces"], strict=True)
+        for engine, finding in zip(plan, findings, strict=True)
+        if "error" not in finding
+        for trace, own in zip(engine.traces, finding["traces"], strict=True)
     }
-    for engine, one in zip(plan, found, strict=True):
+    for engine, finding in zip(plan, findings, strict=True):
         for index, trace in enumerate(engine.traces):
             row = VllmRow(engine.variant.label, engine.variant.kind, trace.kind, engine.chunk, len(trace.prompts))
             result.append(row)
-            if "error" in one:
-                row.reason = one["error"]
+            if "error" in finding:
+                row.reason = finding["error"]
                 continue
             row.startup_s, row.compile_s, row.peak_bytes = (
-                one[name] for name in ("startup_seconds", "compile_seconds", "peak_bytes")
+                finding[name] for name in ("startup_seconds", "compile_seconds", "peak_bytes")
             )
-            own = one["traces"][index]
+            own = finding["traces"][index]
             baseline, reference = (of_kind.get((kind, engine.chunk, trace)) for kind in ("baseline", "reference"))
             if trace.kind == ACCURACY:
                 _measure_accuracy(row, own, baseline, reference)
@@ -149,7 +150,7 @@ def _measure_accuracy(
         row.logprob_error = logprob_error(own["logprobs"], reference["logprobs"])
 
 
-def described(engine: Engine) -> dict[str, Any]:
+def described(engine: EngineStart) -> dict[str, Any]:
     """What would be started."""
     return {
         "variant": engine.variant.label,
@@ -169,5 +170,5 @@ def described(engine: Engine) -> dict[str, Any]:
     }
 
 
-def _facts(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name != "traces"}
+def _facts(finding: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in finding.items() if name != "traces"}

@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import Any, Literal
 
 from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
+from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.runner.spec import UsageError
 
-Kind = Literal["baseline", "control", "ours", "reference"]
+VariantKind = Literal["baseline", "control", "ours", "reference"]
 KINDS = ("prefill", "mixed", "decode")
 DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
@@ -26,7 +27,7 @@ _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
 
 
 @dataclass(frozen=True)
-class Variant:
+class EngineVariant:
     """One way to run the engine.
 
     Attributes:
@@ -37,7 +38,7 @@ class Variant:
     """
 
     label: str
-    kind: Kind
+    kind: VariantKind
     environment: Mapping[str, str] = field(default_factory=lambda: dict(_OFF))
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -47,18 +48,20 @@ def _options(**options: Any) -> dict[str, Any]:
 
 
 VARIANTS = (
-    Variant("off", "baseline"),
-    Variant("fuse", "ours", _ON, _options(split="off")),
-    Variant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
-    Variant(SPLIT, "ours", _ON, _options(split="auto")),
-    Variant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
-    Variant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
+    EngineVariant("off", "baseline"),
+    EngineVariant("fuse", "ours", _ON, _options(split="off")),
+    EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
+    EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
+    EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
+    EngineVariant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
-    Variant("off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}),
+    EngineVariant(
+        "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
+    ),
     # float32 errs by 2^-16 of what bfloat16 does, and stands in for float64, which vLLM has not. Nothing may be tf32: Triton's
     # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default, which the environment
     # makes IEEE's, as it does torch's of matmuls; the rest is plain torch operators.
-    Variant(
+    EngineVariant(
         "reference",
         "reference",
         _FLOAT32,
@@ -116,48 +119,44 @@ class VllmSpec:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineStart:
     """One start of vLLM: a variant at a chunk size, and what it runs."""
 
-    variant: Variant
+    variant: EngineVariant
     chunk: int
     arguments: Mapping[str, Any]
     traces: tuple[Trace, ...]
 
 
-def variants(spec: VllmSpec) -> list[Variant]:
+def variants(spec: VllmSpec) -> list[EngineVariant]:
     """Who takes part, in the order of the runs.
 
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    labels = [one.label for one in VARIANTS]
-    for label in spec.only:
-        if label not in labels:
-            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
+    check_labels(VARIANTS, spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
-    everyone = [
-        replace(one, arguments=_merged(one.arguments, splits)) if one.label.startswith(SPLIT) else one
-        for one in VARIANTS
+    return [
+        replace(variant, arguments=_merged(variant.arguments, splits)) if variant.label.startswith(SPLIT) else variant
+        for variant in with_labels(VARIANTS, spec.only)
     ]
-    return [one for one in everyone if not spec.only or one.label in spec.only]
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
     """What the engines of a chunk size run for their times."""
-    found = []
+    chosen = []
     if "prefill" in spec.kinds:
-        found.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
+        chosen.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
     if "mixed" in spec.kinds:
-        found.append(Trace("mixed", *mixed_lengths(spec.requests, spec.seed)))
+        chosen.append(Trace("mixed", *mixed_lengths(spec.requests, spec.seed)))
     if "decode" in spec.kinds and chunk == max(spec.chunks):
         for batch in spec.batches:
             prompt = max(1, min(DECODE_PROMPT, chunk // batch))
-            found.append(Trace("decode", (prompt,) * batch, (spec.decode_tokens,) * batch))
-    return tuple(found)
+            chosen.append(Trace("decode", (prompt,) * batch, (spec.decode_tokens,) * batch))
+    return tuple(chosen)
 
 
-def engines(spec: VllmSpec, folder: str) -> list[Engine]:
+def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
     """Every start of vLLM, in order; ``folder`` has the model's ``config.json``.
 
     Raises:
@@ -172,9 +171,9 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
     if not any(plan.values()):
         raise UsageError(f"--traces: expected some of {', '.join(KINDS)}, got {','.join(spec.kinds)!r}")
     largest = max(spec.chunks)
-    if any(one.kind == "reference" for one in everyone):
+    if any(variant.kind == "reference" for variant in everyone):
         plan[largest] += (accuracy_trace(largest),)
-    everything = [trace for found in plan.values() for trace in found]
+    everything = [trace for of_chunk in plan.values() for trace in of_chunk]
     common = {
         "model": folder,
         "load_format": "dummy",
@@ -191,33 +190,35 @@ def engines(spec: VllmSpec, folder: str) -> list[Engine]:
     if spec.together:  # vLLM doesn't start where less than its share is free
         common["gpu_memory_utilization"] = GPU_MEMORY_PERCENT // len(everyone) / 100
 
-    def arguments(chunk: int, variant: Variant) -> dict[str, Any]:
+    def arguments(chunk: int, variant: EngineVariant) -> dict[str, Any]:
         sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # more than a step has tokens, vLLM refuses
         own = common | {"max_num_batched_tokens": chunk, "max_num_seqs": sequences}
         return _merged(own, spec.engine, variant.arguments)
 
     return [
-        Engine(one, chunk, arguments(chunk, one), plan[chunk][-1:] if one.kind == "reference" else plan[chunk])
+        EngineStart(
+            variant, chunk, arguments(chunk, variant), plan[chunk][-1:] if variant.kind == "reference" else plan[chunk]
+        )
         for chunk in spec.chunks
         if plan[chunk]
-        for one in everyone
-        if one.kind != "reference" or chunk == largest
+        for variant in everyone
+        if variant.kind != "reference" or chunk == largest
     ]
 
 
-def groups(spec: VllmSpec, plan: Sequence[Engine]) -> list[list[Engine]]:
+def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart]]:
     """Those of ``plan`` that are there at the same time: each by itself, or together all of a chunk size."""
     if not spec.together:
-        return [[one] for one in plan]
-    return [list(same) for _, same in groupby(plan, key=lambda one: one.chunk)]
+        return [[start] for start in plan]
+    return [list(same) for _, same in groupby(plan, key=lambda start: start.chunk)]
 
 
-def traces_of(group: Sequence[Engine]) -> tuple[Trace, ...]:
+def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
     """Of the engines of a group: all run the same, but the reference only the last."""
-    return max((one.traces for one in group), key=len)
+    return max((start.traces for start in group), key=len)
 
 
-def job(engine: Engine, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
+def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
     """What the engine's process is told."""
     return {
         "arguments": dict(engine.arguments),

@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from tw_compile.benchmark.table import WIDTH, mebibytes, number
 from tw_compile.benchmark.vllm.results import BUDGET, NOISE, VllmRow, failures, rows_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, MIXED
+from tw_compile.harness.table import mebibytes, number, plain_table, print_header, print_verdict, switches
 
 COLUMNS = ("", "tokens/s", "slowest - fastest", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "speed-up", "as off's")
 _STYLES = {"ours": "bold", "control": "dim"}
@@ -20,15 +19,8 @@ _STYLES = {"ours": "bold", "control": "dim"}
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Header, one table a trace, one of accuracy, one of starts, and who failed."""
     versions = report["versions"]
-    if not console.is_terminal:  # where lines have no end, rich takes 80 characters and cuts columns
-        console.width = max(console.width, WIDTH)
-    console.print(
-        f"{report['model']}, layers: {report['layers']}, {report['world_size']} x {report['device_name']}, "
-        f"{report['dtype']}, vLLM {versions['vllm']}, torch {versions['torch']}",
-        style="bold",
-        markup=False,
-    )
-    switched = ", ".join(f"{name}={value}" for name, value in report["environment"].items())
+    subject = f"{report['model']}, layers: {report['layers']}"
+    print_header(console, report, subject, f"vLLM {versions['vllm']}, torch {versions['torch']}")
     meaning = (
         "says nothing of rounding with 2 ranks, where every all_reduce gives the same bits"
         if report["world_size"] == 2
@@ -36,7 +28,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     )
     console.print(
         f"median of {report['repeats']} rounds; random weights and tokens, greedy; TTFT from the start, when all requests are "
-        f"there; as off's: share of the tokens after equal ones, which {meaning}; {switched}; NCCL {versions['nccl']}",
+        f"there; as off's: share of the tokens after equal ones, which {meaning}; {switches(report)}; NCCL {versions['nccl']}",
         style="dim",
         soft_wrap=True,
     )
@@ -50,15 +42,10 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         _print_accuracy(console, compared)
         console.print()
     _print_starts(console, report)
-    console.print()
-    bad = failures(rows)
-    for row in bad:
-        line = f"FAILED  {row.label}, {row.trace} at {row.tokens}: {row.reason or row.refused}"
-        console.print(line, style="red", markup=False, soft_wrap=True)
-    if report["incomplete"] is not None:
-        console.print(f"INCOMPLETE  {report['incomplete']}", style="red", markup=False)
-    elif not bad:
-        console.print("PASSED  all engines ran, and none of ours was found worse than vLLM alone", style="green")
+    failed = [f"{row.label}, {row.trace} at {row.tokens}: {row.reason or row.refused}" for row in failures(rows)]
+    print_verdict(
+        console, failed, "all engines ran, and none of ours was found worse than vLLM alone", report["incomplete"]
+    )
 
 
 def _order(row: VllmRow) -> tuple[int, str, int]:
@@ -67,9 +54,7 @@ def _order(row: VllmRow) -> tuple[int, str, int]:
 
 def _print_trace(console: Console, trace: str, tokens: int, rows: list[VllmRow]) -> None:
     what = f"decode, {tokens} requests" if trace == "decode" else f"{trace}, {tokens} tokens a step"
-    table = Table(title=what, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
-    for name in COLUMNS:
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = plain_table(COLUMNS, title=what, no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, _cells(row)), style=_STYLES.get(row.kind))
     console.print(table)
@@ -82,9 +67,7 @@ def _print_trace(console: Console, trace: str, tokens: int, rows: list[VllmRow])
 
 def _print_accuracy(console: Console, rows: list[VllmRow]) -> None:
     console.print(f"log-probabilities against the same weights in float32, one step of {rows[0].chunk} tokens")
-    table = Table(box=None, pad_edge=False, header_style="dim")  # narrower than its title, which it would wrap
-    for name in ("", "rms error", "of off's"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = plain_table(("", "rms error", "of off's"), no_wrap=True)  # narrower than its title, which it would wrap
     for row in rows:
         error, ratio = number(row.logprob_error, ".3g"), number(row.of_off, ".3f")
         table.add_row(escape(row.label), error, ratio, style=_STYLES.get(row.kind))
@@ -110,24 +93,22 @@ def _pair(p50: float | None, p99: float | None) -> str:
 
 def _print_starts(console: Console, report: dict[str, Any]) -> None:
     engines = report["engines"]
-    title = "starts with empty caches"
-    table = Table(title=title, title_justify="left", title_style="", box=None, pad_edge=False, header_style="dim")
-    for name in ("", "tokens a step", "start s", "torch.compile s", "peak memory"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for one in engines:
-        peak = one.get("peak_bytes")
+    columns = ("", "tokens a step", "start s", "torch.compile s", "peak memory")
+    table = plain_table(columns, title="starts with empty caches", no_wrap=True)
+    for engine in engines:
+        peak = engine.get("peak_bytes")
         table.add_row(
-            one["variant"],
-            str(one["chunk"]),
-            number(one.get("startup_seconds"), ".1f"),
-            number(one.get("compile_seconds"), ".1f"),
+            engine["variant"],
+            str(engine["chunk"]),
+            number(engine.get("startup_seconds"), ".1f"),
+            number(engine.get("compile_seconds"), ".1f"),
             "-" if peak is None else mebibytes(peak),
         )
     console.print(table)
     if report["together"]:
         text = "  engines of a chunk size started at once: these seconds are of a machine that all of them load"
         console.print(text, style="dim", soft_wrap=True)
-    for one in engines:
-        for line in one["lines"]:
-            text = f"  {one['variant']}, {one['chunk']}: {line}"
+    for engine in engines:
+        for line in engine["lines"]:
+            text = f"  {engine['variant']}, {engine['chunk']}: {line}"
             console.print(text, style="dim", markup=False, soft_wrap=True)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.vllm.spec import Engine, VllmSpec, job, traces_of
+from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, job, traces_of
 from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
@@ -31,7 +31,7 @@ _LOOK = 1.0
 
 
 def take_turns(
-    group: Sequence[Engine],
+    group: Sequence[EngineStart],
     spec: VllmSpec,
     vocabulary: int,
     scratch: Path,
@@ -48,7 +48,7 @@ def take_turns(
     running: list[_Process] = []
 
     def say(who: Sequence[_Process], what: str) -> None:
-        labels = ", ".join(one.engine.variant.label for one in who)
+        labels = ", ".join(process.engine.variant.label for process in who)
         progress(f"{labels}, {group[0].chunk} tokens a step: {what}")
 
     try:
@@ -57,19 +57,19 @@ def take_turns(
         say(running, "start")
         _wait(running)
         whole = _rounds(running, group, spec, say)
-        for one in _alive(running):
-            one.send(TURN if whole else STOP)
-        for one in _alive(running):
-            one.finish()
+        for process in _alive(running):
+            process.send(TURN if whole else STOP)
+        for process in _alive(running):
+            process.finish()
     finally:
-        for one in running:
-            one.end()
-    return [one.found() for one in running], whole
+        for process in running:
+            process.end()
+    return [process.result() for process in running], whole
 
 
 def _rounds(
     running: Sequence[_Process],
-    group: Sequence[Engine],
+    group: Sequence[EngineStart],
     spec: VllmSpec,
     say: Callable[[Sequence[_Process], str], None],
 ) -> bool:
@@ -77,12 +77,12 @@ def _rounds(
     number = 0
     try:
         for number, trace in turns(traces_of(group), spec.repeats):
-            if not (turn := [one for one in _alive(running) if trace in one.engine.traces]):
+            if not (turn := [process for process in _alive(running) if trace in process.engine.traces]):
                 continue
             say(turn, f"round {number + 1} of {1 + spec.repeats}, {trace.label}")
-            for one in reversed(turn) if number % 2 else turn:
-                one.send(TURN)
-                _wait([one])
+            for process in reversed(turn) if number % 2 else turn:
+                process.send(TURN)
+                _wait([process])
     except KeyboardInterrupt:
         if number < 2:  # round 0 warms up
             raise
@@ -99,7 +99,7 @@ class _Process:
         failure: Why it has ended without a result.
     """
 
-    def __init__(self, engine: Engine, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
+    def __init__(self, engine: EngineStart, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
         self.engine, self.timeout, self.left = engine, spec.timeout, spec.timeout
         self.failure: str | None = None
         name = f"{engine.variant.label}-{engine.chunk}"
@@ -164,31 +164,31 @@ class _Process:
         self._process.wait()
         self.socket.close()
 
-    def found(self) -> dict[str, Any]:
+    def result(self) -> dict[str, Any]:
         """Its result, or an ``error`` with the lines of its output that name one."""
         lines = self._log.read_text(errors="replace").splitlines()
         ours = {"lines": list(dict.fromkeys(_own(line) for line in lines if "tw_compile: " in line))}
         if self.failure is not None:
             return ours | {"error": f"{self.failure}: {' ... '.join(_errors(lines))}"}
-        found = json.loads((self._place / "result.json").read_text()) | ours
-        if found["passes"] != (self.engine.variant.kind == "ours"):
+        result = json.loads((self._place / "result.json").read_text()) | ours
+        if result["passes"] != (self.engine.variant.kind == "ours"):
             said = "; ".join(ours["lines"]) or "and said nothing"
-            return ours | {"error": f"vLLM ran {'with' if found['passes'] else 'without'} the passes: {said}"}
-        return found
+            return ours | {"error": f"vLLM ran {'with' if result['passes'] else 'without'} the passes: {said}"}
+        return result
 
 
 def _alive(running: Sequence[_Process]) -> list[_Process]:
-    return [one for one in running if one.failure is None]
+    return [process for process in running if process.failure is None]
 
 
 def _wait(waiting: Sequence[_Process]) -> None:
     """Until each has answered or failed."""
     while waiting:
         begin = time.monotonic()
-        readable, _, _ = select.select([one.socket for one in waiting], [], [], _LOOK)
+        readable, _, _ = select.select([process.socket for process in waiting], [], [], _LOOK)
         seconds = time.monotonic() - begin
-        answered = [one for one in waiting if one.look(one.socket in readable, seconds)]
-        waiting = [one for one in _alive(waiting) if one not in answered]
+        answered = [process for process in waiting if process.look(process.socket in readable, seconds)]
+        waiting = [process for process in _alive(waiting) if process not in answered]
 
 
 def _errors(lines: list[str]) -> list[str]:

@@ -26,7 +26,7 @@ class WorkerExtension:
             "compile_seconds": compilation.compilation_time,
             "device_name": torch.cuda.get_device_name(),
             "peak_bytes": torch.cuda.max_memory_allocated(),
-            "passes": any(type(one).__module__.startswith("tw_compile.") for one in inside),
+            "passes": any(type(custom_pass).__module__.startswith("tw_compile.") for custom_pass in inside),
         }
 
 

@@ -11,12 +11,31 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.benchmark.contender import Call
-from tw_compile.benchmark.ranks import Ranks
+from tw_compile.benchmark.contender import ContenderCall
+from tw_compile.harness.ranks import Ranks
 
 WARM_UP_ROUNDS = 3
 # About 0.25 ms on an H200: longer than the host needs to enqueue one replay.
-_HEAD_START_CYCLES = 500_000
+HEAD_START_CYCLES = 500_000
+
+
+def gpu_us(work: Callable[[], object]) -> float:
+    """Microseconds from one event on the current stream to another behind ``work``, which is over on return."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """What ``work`` allocates at its peak beyond what is there."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 class Timer(Protocol):
@@ -29,22 +48,17 @@ class Timer(Protocol):
 class GraphTimer:
     """``count`` calls, in turn from ``calls``, as one CUDA graph between two events on the GPU."""
 
-    def __init__(self, calls: Sequence[Call], count: int) -> None:
+    def __init__(self, calls: Sequence[ContenderCall], count: int) -> None:
         self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
         self._graph = capture(calls, count)
         self._count = count
         self._one = torch.ones(1, device="cuda")
 
     def run(self) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # Everything is in the queue when the GPUs meet in the all_reduce, so no rank's clock runs while another still launches.
-        compat.delay_stream(_HEAD_START_CYCLES)
+        compat.delay_stream(HEAD_START_CYCLES)
         dist.all_reduce(self._one, op=dist.ReduceOp.MAX)
-        begin.record()
-        self._graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / self._count
+        return gpu_us(self._graph.replay) / self._count
 
 
 def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:
@@ -70,7 +84,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUD
 class LoopTimer:
     """``count`` calls in turn from ``calls``, by the host's clock."""
 
-    def __init__(self, calls: Sequence[Call], count: int) -> None:
+    def __init__(self, calls: Sequence[ContenderCall], count: int) -> None:
         self._calls = calls
         self._count = count
 

@@ -69,6 +69,19 @@ class Ranks:
         return result[0]
 
 
+_symmetric_memory: list[tuple[torch.Tensor, Any]] = []
+"""Never given back: a pool hands freed blocks out again in an order that ranks need not share."""
+
+
+def symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """So many bytes on every rank, and torch's handle of those of all ranks. Collective."""
+    # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
+    buffer = ranks.together(lambda: compat.symm_mem_empty(nbytes, device))
+    handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
+    _symmetric_memory.append((buffer, handle))
+    return buffer, handle
+
+
 def work_as_rank(
     spec: RanksSpec,
     rank: int,

@@ -1,0 +1,35 @@
+"""What the requests of benchmarks share. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from tw_compile.runner.spec import UsageError
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+ONE_SHOT_BOUND, TWO_SHOT_BOUND = "one-shot-bound", "two-shot-bound"
+"""Labels of computed rows: what the links alone need where every rank sums for itself, and where each sum is formed once."""
+
+
+class Labelled(Protocol):
+    """Who can take part in a benchmark."""
+
+    @property
+    def label(self) -> str: ...
+
+
+AnyLabelled = TypeVar("AnyLabelled", bound=Labelled)
+
+
+def check_labels(known: Iterable[Labelled], only: Sequence[str]) -> None:
+    """UsageError where ``--only`` names nobody of ``known``."""
+    labels = [variant.label for variant in known]
+    for label in only:
+        if label not in labels:
+            raise UsageError(f"--only: expected some of {', '.join(labels)}, got {label!r}")
+
+
+def with_labels(known: Iterable[AnyLabelled], only: Sequence[str]) -> list[AnyLabelled]:
+    """Those of ``known`` that ``--only`` names; empty means all."""
+    return [variant for variant in known if not only or variant.label in only]

@@ -1,0 +1,67 @@
+"""Start the ranks of a benchmark, and say what a report was made with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
+
+from tw_compile.harness.rows import SCHEMA_VERSION
+from tw_compile.runner.launch import Progress, spawn_ranks
+from tw_compile.runner.spec import RankError
+from tw_compile.runner.versions import installed_version, machine, nccl_version, versions
+
+MULTICAST_OFF = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+
+
+@contextlib.contextmanager
+def multicast_off() -> Iterator[dict[str, str]]:
+    """Processes started meanwhile have NVLink multicast off before they import anything, unless the environment says.
+
+    Gives the variables as those processes have them.
+    """
+    unset = {name: value for name, value in MULTICAST_OFF.items() if name not in os.environ}
+    with mock.patch.dict(os.environ, unset):
+        yield {name: os.environ[name] for name in MULTICAST_OFF}
+
+
+def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progress) -> dict[str, Any]:
+    """Run ``entry`` on the ranks of ``spec``; the report has what was asked for, what they found, and what it was made with.
+
+    ``incomplete`` says why it lacks sizes, of which ``rows`` has none; None where all are there.
+
+    Raises:
+        UsageError: The ranks found the request to be impossible.
+        RankError: A rank failed, died or did not finish in time, before any size was done.
+    """
+    incomplete = None
+    with multicast_off() as environment:
+        progress(f"starting {spec.world_size} ranks")
+        try:
+            result = spawn_ranks(spec, progress, entry)
+        except RankError as error:
+            if error.so_far is None:
+                raise
+            result, incomplete = error.so_far, str(error)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "machine": machine(),
+        **asdict(spec),
+        **result,
+        "incomplete": incomplete,
+        "environment": environment,
+        "versions": all_versions(spec.device),
+    }
+
+
+def all_versions(device: str) -> dict[str, Any]:
+    return {
+        **versions(),
+        "triton": installed_version("triton"),
+        "nccl": nccl_version() if device == "cuda" else None,
+        "flashinfer": installed_version("flashinfer-python"),
+    }
