@@ -80,7 +80,7 @@ def device_uuids() -> list[str]:
 def sharing_obstacle(facts: Sequence[RankFacts]) -> str | None:
     """Why the ranks in ``facts`` cannot share GPUs as they do; None where each has its own.
 
-    Apart from the rest, so that checks of results alone (``tw_compile.testing.gpu_sharing``) can do without it.
+    Apart from the rest, so that checks of results alone (``tests/gpu/checks/sharing.py``) can do without it.
     """
     if len({fact.device_uuid for fact in facts}) < len(facts):
         return "two ranks share a GPU; kernels that wait for each other could not run at once"

@@ -1,4 +1,4 @@
-"""The GPU transports on real GPUs; the checks themselves are in ``tw_compile.testing.gpu_checks``.
+"""The GPU transports on real GPUs; the checks themselves are in ``checks``.
 
 Each world size is started once and runs every check; the tests here read its results. More ranks than GPUs share them.
 TW_COMPILE_REQUIRE_GPUS=N turns a skip for lack of GPUs into a failure.
@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from gpu.checks.run import selected
 from tw_compile.environment import required_gpus
-from tw_compile.testing.gpu_checks import selected
 
 pytestmark = pytest.mark.gpu
 
+CHECKS = Path(__file__).with_name("checks")
 SECONDS = 360
 SHARED_SECONDS = 1200
 RUNS = ((2, 2), (4, 4), (4, 2))
@@ -44,9 +45,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], d
 
     def run(world_size: int, gpus: int) -> dict[str, Any]:
         if (world_size, gpus) not in cache:
-            path: Path = tmp_path_factory.mktemp("gpu_checks") / f"{world_size}.json"
+            path: Path = tmp_path_factory.mktemp("checks") / f"{world_size}.json"
             seconds = SECONDS if gpus == world_size else SHARED_SECONDS
-            command = [sys.executable, "-m", "tw_compile.testing.gpu_checks"]
+            command = [sys.executable, str(CHECKS)]
             command += [f"--world-size={world_size}", f"--gpus={gpus}", f"--json={path}", f"--timeout={seconds}"]
             finished = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=False)
             cache[world_size, gpus] = json.loads(path.read_text()) if path.exists() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,16 @@ def test_every_folder_of_modules_is_a_package() -> None:
     for folder in FOLDERS:
         for module in (ROOT / folder).rglob("*.py"):
             assert (module.parent / "__init__.py").exists(), module
+
+
+def test_the_package_imports_nothing_of_the_tests() -> None:
+    """Only from a checkout could it."""
+    own = {path.stem for path in (ROOT / "tests").iterdir() if path.is_dir() or path.suffix == ".py"}
+    assert {"gpu", "emulator", "conftest"} <= own
+    names = re.compile(rf"^\s*(?:from|import) (?:tests|{'|'.join(sorted(own))})\b.*$", re.MULTILINE)
+    sources = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    assert len(sources) > 200
+    assert [(path, line) for path in sources for line in names.findall(path.read_text())] == []
 
 
 @pytest.mark.parametrize("name", ["passes", "kernels", "configs"])

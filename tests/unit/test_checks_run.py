@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from tw_compile.testing import gpu_checks
-from tw_compile.testing.gpu_checks import CHECKS, OF_EVERY_ALGORITHM, ON_REQUEST, joined, selected
-from tw_compile.testing.gpu_transports import ALGORITHMS
+from gpu.checks import run
+from gpu.checks.run import CHECKS, OF_EVERY_ALGORITHM, ON_REQUEST, joined, selected
+from gpu.checks.transports import ALGORITHMS
 
 
 @pytest.mark.parametrize("transport", ALGORITHMS)
@@ -47,9 +46,9 @@ def test_only_chooses_by_a_part_of_the_name_and_what_is_on_request_by_its_begin(
 def test_bad_arguments_are_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["gpu_checks", "--world-size", "2", *arguments])
+    monkeypatch.setattr("sys.argv", ["checks", "--world-size", "2", *arguments])
     with pytest.raises(SystemExit) as stop:
-        gpu_checks.main()
+        run.main()
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -79,8 +78,8 @@ def test_ranks_without_a_gpu_of_their_own_share_by_gloo(
     shared: list[str] = []
     monkeypatch.setattr("torch.cuda.set_device", devices.append)
     monkeypatch.setattr("torch.distributed.init_process_group", lambda name, **options: groups.append(name))
-    monkeypatch.setattr(gpu_checks, "share_gpus", lambda: shared.append("shared"))
-    ctx = gpu_checks.join(1, 2, gpus, str(tmp_path))
+    monkeypatch.setattr(run, "share_gpus", lambda: shared.append("shared"))
+    ctx = run.join(1, 2, gpus, str(tmp_path))
     assert (ctx.rank, ctx.world_size, ctx.device) == (1, 2, torch.device("cuda", device))
     assert devices == [ctx.device] and groups == [backend] and shared == shares
     assert ctx.calls(10_000) == calls

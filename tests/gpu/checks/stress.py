@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from triton import knobs
 
+from gpu.checks.transports import ALGORITHMS, Counting, Subject, finished, subject
 from tw_compile import compat
 from tw_compile.environment import SPIN_LIMIT
 from tw_compile.harness.problems import Context, Form, Problem, Results, expect_right, make_problem
@@ -27,13 +28,12 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.runtime import launch
 from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.kernels.transports.selection import Selector, Step
-from tw_compile.testing.gpu_transports import ALGORITHMS, Counting, Subject, finished, subject
 
 FIRST_SITE = Form(residual="none", out="sharded", residual_dtype=torch.float32)
 """A form that leaves a shard of the residual and that every algorithm serves."""
 
 LAUNCHES = 1_000_000
-_CALLS_PER_REPLAY = 100
+CALLS_PER_REPLAY = 100
 _REPORTS = 10
 _DECODE_SIZES = ((1, 4096), (2, 4096), (7, 4096), (16, 4096), (33, 4096), (64, 4096), (5, 1024), (300, 1024))
 
@@ -376,12 +376,12 @@ def million_launches(ctx: Context, transport: str, launches: int = LAUNCHES) -> 
     begin = used.algorithm.launches
     graphs = []
     for _ in range(4):
-        calls = order.choices(range(len(problems)), k=_CALLS_PER_REPLAY)
+        calls = order.choices(range(len(problems)), k=CALLS_PER_REPLAY)
         graphs.append(_capture_compared_calls(ctx, used, requests, want, calls, skew, right))
     captured = used.algorithm.launches - begin
-    ctx.expect(captured == len(graphs) * _CALLS_PER_REPLAY, f"{captured} launches in {len(graphs)} graphs")
+    ctx.expect(captured == len(graphs) * CALLS_PER_REPLAY, f"{captured} launches in {len(graphs)} graphs")
 
-    replays, start = launches // _CALLS_PER_REPLAY, time.perf_counter()
+    replays, start = launches // CALLS_PER_REPLAY, time.perf_counter()
     for replay in range(1, replays + 1):
         if skew.random() < 0.25:
             compat.delay_stream(skew.randrange(1_000_000))
@@ -391,11 +391,11 @@ def million_launches(ctx: Context, transport: str, launches: int = LAUNCHES) -> 
             time.sleep(skew.random() * 1e-3)
         order.choice(graphs)[0].replay()
         if replay % max(replays // _REPORTS, 1) == 0:
-            made, verified = replay * _CALLS_PER_REPLAY, int(right) * _CALLS_PER_REPLAY
+            made, verified = replay * CALLS_PER_REPLAY, int(right) * CALLS_PER_REPLAY
             if ctx.rank == 0:
                 seconds = time.perf_counter() - start
                 print(f"{transport}: {made} launches, {verified} verified, {seconds:.1f} s", flush=True)
-    ctx.counts = {"launches": replays * _CALLS_PER_REPLAY, "verified": int(right) * _CALLS_PER_REPLAY}
+    ctx.counts = {"launches": replays * CALLS_PER_REPLAY, "verified": int(right) * CALLS_PER_REPLAY}
     missing = replays - int(right)
     ctx.expect(missing == 0, f"{missing} of {replays} replays had wrong results")
 

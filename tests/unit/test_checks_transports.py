@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu.checks import transports
+from gpu.checks.transports import ALGORITHMS, Factors, Subject
 
 from tw_compile.harness.problems import Context
 from tw_compile.kernels.algorithms.push.push import PushParams
@@ -19,8 +21,6 @@ from tw_compile.kernels.collective.spec import NormSpec, Request, operands_of
 from tw_compile.kernels.collective.transport import Started
 from tw_compile.kernels.transports import p2p
 from tw_compile.kernels.transports.selection import Insist
-from tw_compile.testing import gpu_transports
-from tw_compile.testing.gpu_transports import ALGORITHMS, Factors, Subject
 
 DEVICE = torch.device("cpu")
 
@@ -176,7 +176,7 @@ def test_a_product_elsewhere_is_a_failure_if_peers_could_read_it_in_the_slot(
 
 
 def test_new_memory_is_nan_only_inside() -> None:
-    with gpu_transports.new_memory_is_nan():
+    with transports.new_memory_is_nan():
         assert torch.ones(3).new_empty((4, 5), dtype=torch.bfloat16).isnan().all()
     assert not torch.are_deterministic_algorithms_enabled()
 

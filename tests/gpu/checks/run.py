@@ -1,20 +1,20 @@
 """Checks of the GPU transports on real GPUs: one process per rank, every check in the same processes.
 
-    python -m tw_compile.testing.gpu_checks --world-size 4 --json results.json [--only accuracy] [--timeout 360]
+    python tests/gpu/checks --world-size 4 --json results.json [--only accuracy] [--timeout 360]
 
 Each rank has a GPU of its own. With fewer GPUs they share them, for results alone: slowly, joined by gloo, without the checks
-that need NCCL, and with a hundredth of the calls where there are very many (``gpu_sharing``)::
+that need NCCL, and with a hundredth of the calls where there are very many (``sharing``)::
 
-    python -m tw_compile.testing.gpu_checks --world-size 8 --gpus 2 --timeout 580 [--only push]
+    python tests/gpu/checks --world-size 8 --gpus 2 --timeout 580 [--only push]
 
 Exits 0 when every check passed on every rank. ``tests/gpu/test_p2p.py`` runs this and reads the results. A check's name ends
-in what it is about and begins with the transport (see ``gpu_transports``); it fails when another one served a call. Those of
+in what it is about and begins with the transport (see ``transports``); it fails when another one served a call. Those of
 ``split_attention`` need no other rank; ``thousand_split_steps`` are about whole compiled models.
 
 Two kinds of checks run only when ``--only`` is the beginning of their name. ``million_launches`` (10 to 90 s a transport)
 reports how many launches were made, and how many of them were found right::
 
-    python -m tw_compile.testing.gpu_checks --world-size 4 --only million_launches_push --timeout 580 --json million.json
+    python tests/gpu/checks --world-size 4 --only million_launches_push --timeout 580 --json million.json
 
 ``sanitizer_small`` is a few small calls for compute-sanitizer, which slows kernels down a hundredfold. Memory of its own for
 each tensor shows the tool their bounds, and the kernel's name (``push``, ``stream``, ``all_reduce_rms_norm_kernel``) keeps it
@@ -22,9 +22,9 @@ from instrumenting all of NCCL and torch::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \\
         --error-exitcode 1 --kernel-name kernel_substring=push \\
-        python -m tw_compile.testing.gpu_checks --world-size 2 --only sanitizer_small_push --timeout 580
+        python tests/gpu/checks --world-size 2 --only sanitizer_small_push --timeout 580
     compute-sanitizer --tool racecheck --target-processes all --error-exitcode 1 --kernel-name kernel_substring=stream \\
-        python -m tw_compile.testing.gpu_checks --world-size 2 --only sanitizer_small_stream --timeout 580
+        python tests/gpu/checks --world-size 2 --only sanitizer_small_stream --timeout 580
 
 Racecheck knows shared memory only; what peers do to each other's memory is what the other checks are for.
 """
@@ -35,7 +35,6 @@ import argparse
 import faulthandler
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -55,14 +54,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from gpu.checks import accuracy, overlap, producer, split_attention, split_steps, stress
+from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
+from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
+from gpu.checks.transports import ALGORITHMS
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form
 from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective.transports import TRANSPORTS
-from tw_compile.testing import gpu_accuracy, gpu_overlap, gpu_producer, gpu_split_attention, gpu_split_steps, gpu_stress
-from tw_compile.testing.gpu_accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
-from tw_compile.testing.gpu_sharing import NEED_NCCL, SHORTENED_BY, share_gpus
-from tw_compile.testing.gpu_transports import ALGORITHMS
 
 Check = Callable[[Context], None]
 
@@ -72,21 +71,21 @@ HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
 EMULATED_HIDDEN_SIZES = (2880, 4096)
 NCCL_FORMS = ("first_norm", "sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp8", "fp32_residual")
 OF_EVERY_ALGORITHM = (
-    gpu_accuracy.chain_of_sharded_residuals,
-    gpu_accuracy.values_that_are_not_finite,
-    gpu_stress.shapes_in_turn,
-    gpu_stress.ten_thousand_calls,
-    gpu_stress.random_skew,
-    gpu_stress.non_default_stream,
-    gpu_stress.two_slots_on_two_streams,
-    gpu_stress.two_groups_at_once,
-    gpu_stress.captured_and_replayed,
-    gpu_stress.growth_keeps_captured_graphs_alive,
-    gpu_producer.mm_gives_the_same_bits,
-    gpu_producer.mm_shapes_in_turn,
-    gpu_producer.mm_random_skew,
-    gpu_producer.mm_captured_and_replayed,
-    gpu_stress.lost_peer_is_reported,
+    accuracy.chain_of_sharded_residuals,
+    accuracy.values_that_are_not_finite,
+    stress.shapes_in_turn,
+    stress.ten_thousand_calls,
+    stress.random_skew,
+    stress.non_default_stream,
+    stress.two_slots_on_two_streams,
+    stress.two_groups_at_once,
+    stress.captured_and_replayed,
+    stress.growth_keeps_captured_graphs_alive,
+    producer.mm_gives_the_same_bits,
+    producer.mm_shapes_in_turn,
+    producer.mm_random_skew,
+    producer.mm_captured_and_replayed,
+    stress.lost_peer_is_reported,
 )
 OVERLAPPED = (
     *(checked.name for entry in REGISTRY for checked in entry.checked if checked.beside),
@@ -94,29 +93,29 @@ OVERLAPPED = (
 )
 """Transports whose calls may be beside other work; "stream_in_slot" may, too, but leaves results where the next call writes."""
 OF_OVERLAPPED = (
-    gpu_overlap.overlap_gives_the_same_bits,
-    gpu_overlap.overlap_random_skew,
-    gpu_overlap.overlap_captured_and_replayed,
-    gpu_overlap.overlap_two_slots,
-    gpu_overlap.overlap_mixed_on_one_slot,
+    overlap.overlap_gives_the_same_bits,
+    overlap.overlap_random_skew,
+    overlap.overlap_captured_and_replayed,
+    overlap.overlap_two_slots,
+    overlap.overlap_mixed_on_one_slot,
 )
 ALONE = (
-    gpu_accuracy.new_memory_holds_nan,
-    gpu_accuracy.through_the_operators,
-    gpu_accuracy.empty_message,
-    gpu_accuracy.unsupported_messages_are_refused,
-    gpu_accuracy.plain_shard_makes_one_shot_fall_back,
-    gpu_overlap.overlap_by_default,
-    gpu_stress.capture_without_room_uses_nccl,
-    gpu_stress.first_use_in_capture_is_refused,
-    gpu_stress.other_steps_are_loaded_before_capture,
-    gpu_producer.mm_leaving_sms_is_a_matmul,
-    gpu_producer.joint_mm_leaving_sms_is_as_near_as_matmuls,
-    gpu_producer.gated_mm_leaving_sms_is_silu_times_a_product,
-    gpu_producer.grouped_mm_leaving_sms_gives_the_same_bits,
-    gpu_producer.mm_reserve_is_measured,
-    gpu_split_steps.thousand_split_steps,
-    gpu_split_steps.thousand_split_steps_of_experts,
+    accuracy.new_memory_holds_nan,
+    accuracy.through_the_operators,
+    accuracy.empty_message,
+    accuracy.unsupported_messages_are_refused,
+    accuracy.plain_shard_makes_one_shot_fall_back,
+    overlap.overlap_by_default,
+    stress.capture_without_room_uses_nccl,
+    stress.first_use_in_capture_is_refused,
+    stress.other_steps_are_loaded_before_capture,
+    producer.mm_leaving_sms_is_a_matmul,
+    producer.joint_mm_leaving_sms_is_as_near_as_matmuls,
+    producer.gated_mm_leaving_sms_is_silu_times_a_product,
+    producer.grouped_mm_leaving_sms_gives_the_same_bits,
+    producer.mm_reserve_is_measured,
+    split_steps.thousand_split_steps,
+    split_steps.thousand_split_steps_of_experts,
 )
 
 
@@ -138,26 +137,26 @@ def default_checks() -> dict[str, Check]:
             accuracy_of_form, transport="nccl", form=FORMS[form_name], hidden_sizes=(4096,)
         )
     checks["nccl_form_replicated"] = partial(accuracy_of_form, transport="nccl", form=Form(), hidden_sizes=(2880, 4096))
-    checks["nccl_chain_of_sharded_residuals"] = partial(gpu_accuracy.chain_of_sharded_residuals, transport="nccl")
+    checks["nccl_chain_of_sharded_residuals"] = partial(accuracy.chain_of_sharded_residuals, transport="nccl")
     for name in OVERLAPPED:
         for overlap_check in OF_OVERLAPPED:
             checks[f"{name}_{overlap_check.__name__}"] = partial(overlap_check, transport=name)
-    for name in gpu_split_attention.KERNELS:
-        checks[f"split_attention_{name}"] = partial(gpu_split_attention.split_attention, kernel=name)
+    for name in split_attention.KERNELS:
+        checks[f"split_attention_{name}"] = partial(split_attention.split_attention, kernel=name)
     return checks | {check.__name__: check for check in ALONE}
 
 
 def sanitizer_small(ctx: Context, transport: str) -> None:
     """More rows than ranks and fewer, a row that fills its threads and one that doesn't, one and several phases."""
     for hidden_size in (1024, 1032):
-        for form in (Form(), gpu_stress.FIRST_SITE):
+        for form in (Form(), stress.FIRST_SITE):
             accuracy_of_hidden_size(ctx, transport, hidden_size, (1, 2 * ctx.world_size + 1), form)
 
 
 CHECKS = default_checks()
 ON_REQUEST: dict[str, Check] = {
     f"{check.__name__}_{name}": partial(check, transport=name)
-    for check in (gpu_stress.million_launches, sanitizer_small)
+    for check in (stress.million_launches, sanitizer_small)
     for name in ALGORITHMS
 }
 
@@ -276,7 +275,3 @@ def main() -> int:
     seconds = sum(result["seconds"] for result in results.values())
     print(f"{seconds:7.2f} s  in all, {world_size} ranks on {gpus} GPUs")
     return int(any(result["outcome"] != "ok" for result in results.values()))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

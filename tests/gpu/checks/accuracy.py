@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from gpu.checks.transports import ALGORITHMS, finished, new_memory_is_nan, subject
 from tw_compile.harness.problems import (
     BF16,
     EPS,
@@ -24,7 +25,6 @@ from tw_compile.kernels.collective.spec import ResidualOut
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.transports.p2p import P2PTransport
-from tw_compile.testing.gpu_transports import ALGORITHMS, finished, new_memory_is_nan, subject
 
 TOKENS = (1, 2, 3, 5, 63, 64, 1000, 1025, 4096)
 

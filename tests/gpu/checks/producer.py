@@ -13,6 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from gpu.checks.stress import (
+    FIRST_SITE,
+    count_differences,
+    expected_results,
+    new_counter,
+    replay_with_other_inputs,
+)
+from gpu.checks.transports import Factors, Subject, subject
 from tw_compile import compat
 from tw_compile.autotune.measured_reserve import Operand, measured_reserve
 from tw_compile.harness.problems import Context, Form, Problem, Results, expect_within_budget, make_problem
@@ -22,14 +30,6 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
     joint_mm_leaving_sms,
     mm_leaving_sms,
 )
-from tw_compile.testing.gpu_stress import (
-    FIRST_SITE,
-    count_differences,
-    expected_results,
-    new_counter,
-    replay_with_other_inputs,
-)
-from tw_compile.testing.gpu_transports import Factors, Subject, subject
 
 _K = 512
 _FORMS = (Form(), FIRST_SITE, Form(torch.float16, bias=True), Form(out="none", hidden_scale=0.02))

@@ -9,10 +9,10 @@ from threading import Thread
 import pytest
 import torch
 import torch.distributed as dist
+from gpu.checks.sharing import share_gpus
 
 from tw_compile.kernels.collective import p2p_group
 from tw_compile.kernels.collective.p2p_group import RankFacts, peer_obstacle
-from tw_compile.testing.gpu_sharing import share_gpus
 
 ALLOW = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 SHARING = [RankFacts("host", "a"), RankFacts("host", "b"), RankFacts("host", "a"), RankFacts("host", "b")]

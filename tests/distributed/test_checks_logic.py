@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from gpu.checks import accuracy, overlap, producer, run, stress
+from gpu.checks.transports import Factors, Subject, Work, finished
 
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form, Problem, Results, make_problem
@@ -24,8 +26,7 @@ from tw_compile.kernels.collective.transport import Started, get_transport
 from tw_compile.kernels.runtime import launch
 from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.kernels.transports.selection import Selector
-from tw_compile.testing import GlooRanks, gpu_accuracy, gpu_checks, gpu_overlap, gpu_producer, gpu_stress
-from tw_compile.testing.gpu_transports import Factors, Subject, Work, finished
+from tw_compile.testing import GlooRanks
 
 ACCURACY: dict[str, dict[str, Any]] = {
     "accuracy_of_hidden_size": {"hidden_size": 328, "tokens": (1, 5)},
@@ -46,13 +47,13 @@ PRODUCER: dict[str, dict[str, Any]] = {
     "mm_random_skew": {},
     "mm_captured_and_replayed": {},
 }
-OVERLAP: dict[str, dict[str, Any]] = {check.__name__: {} for check in gpu_checks.OF_OVERLAPPED}
+OVERLAP: dict[str, dict[str, Any]] = {check.__name__: {} for check in run.OF_OVERLAPPED}
 MODULES = {
-    gpu_accuracy: ACCURACY,
-    gpu_stress: STRESS,
-    gpu_producer: PRODUCER,
-    gpu_overlap: OVERLAP,
-    gpu_checks: {"sanitizer_small": {}},
+    accuracy: ACCURACY,
+    stress: STRESS,
+    producer: PRODUCER,
+    overlap: OVERLAP,
+    run: {"sanitizer_small": {}},
 }
 
 
@@ -129,22 +130,22 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
         subject.gemms = real_gemms(ctx)
         return subject.gemms
 
-    real_gemms = gpu_overlap.make_gemms
+    real_gemms = overlap.make_gemms
 
     def small_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Problem:
         return make_problem(ctx, min(tokens, 70), max(hidden_size // 32, 128), form, seed)
 
     with ExitStack() as stack:
-        for module in (gpu_accuracy, gpu_stress, gpu_producer, gpu_overlap):
+        for module in (accuracy, stress, producer, overlap):
             stack.enter_context(mock.patch.object(module, "subject", lambda _: subject))
-        for module in (gpu_stress, gpu_producer, gpu_overlap):
+        for module in (stress, producer, overlap):
             stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
             stack.enter_context(mock.patch.object(module, "new_counter", new_counter))
-        for module in (gpu_stress, gpu_overlap):
+        for module in (stress, overlap):
             stack.enter_context(mock.patch.object(module, "capture", capture))
-        stack.enter_context(mock.patch.object(gpu_stress, "_CALLS_PER_REPLAY", 20))
-        stack.enter_context(mock.patch.object(gpu_overlap, "_GEMM", 16))
-        stack.enter_context(mock.patch.object(gpu_overlap, "make_gemms", make_gemms))
+        stack.enter_context(mock.patch.object(stress, "CALLS_PER_REPLAY", 20))
+        stack.enter_context(mock.patch.object(overlap, "GEMM", 16))
+        stack.enter_context(mock.patch.object(overlap, "make_gemms", make_gemms))
         stack.enter_context(mock.patch.object(compat, "delay_stream"))
         for what in ("synchronize", "Stream"):
             stack.enter_context(mock.patch.object(torch.cuda, what))
@@ -165,7 +166,7 @@ def test_right_results_pass(gloo_ranks: GlooRanks, name: str) -> None:
 
 @pytest.mark.parametrize("form", ["first_norm", "from_sharded", "last_norm", "no_weight", "fp16", "fp8"])
 def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
-    options = {"hidden_size": 328, "tokens": (1, 5), "form": gpu_accuracy.FORMS[form]}
+    options = {"hidden_size": 328, "tokens": (1, 5), "form": accuracy.FORMS[form]}
     contexts = gloo_ranks.run(run_check, "accuracy_of_hidden_size", options, None, 0)
     assert [ctx.failures for ctx in contexts] == [[], []]
 
@@ -250,12 +251,12 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
         stack.enter_context(mock.patch.object(P2PTransport, "_state", lambda *_: state))
         stack.enter_context(mock.patch.object(P2PTransport, "_slot", lambda *_: slot))
         stack.enter_context(mock.patch.object(launch, "_kernels", loaded))
-        stack.enter_context(mock.patch.object(gpu_stress, "capture", capture))
+        stack.enter_context(mock.patch.object(stress, "capture", capture))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)))
         stack.enter_context(mock.patch.object(torch.cuda, "device", lambda device: nullcontext()))
         stack.enter_context(mock.patch.object(torch.cuda, "synchronize"))
-        gpu_stress.other_steps_are_loaded_before_capture(ctx)
+        stress.other_steps_are_loaded_before_capture(ctx)
     return ctx
 
 

@@ -10,21 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from gpu.checks import split_steps
 from torch._inductor.fx_passes.control_dependencies import ControlDeps
 
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.harness.problems import Context
 from tw_compile.models import Decoder
 from tw_compile.report import GraphReport, Split
-from tw_compile.testing import GlooRanks, gpu_split_steps
+from tw_compile.testing import GlooRanks
 
 STEPS = 50
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-SMALL, SMALL_EXPERTS = gpu_split_steps.MODEL | SIZES, gpu_split_steps.EXPERTS | SIZES
+SMALL, SMALL_EXPERTS = split_steps.MODEL | SIZES, split_steps.EXPERTS | SIZES
 
 
 Check = Callable[[Context, int], None]
-CHECKS: tuple[Check, ...] = (gpu_split_steps.thousand_split_steps, gpu_split_steps.thousand_split_steps_of_experts)
+CHECKS: tuple[Check, ...] = (split_steps.thousand_split_steps, split_steps.thousand_split_steps_of_experts)
 
 
 def run_check(rank: int, compiled: bool, fault: str | None = None, check: Check = CHECKS[0]) -> Context:
@@ -59,7 +60,7 @@ def run_check(rank: int, compiled: bool, fault: str | None = None, check: Check 
         mock.patch.object(ControlDeps, "__call__", lambda self, deps, run, *args, **named: run(*args, **named)),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(compat, "delay_stream") as delay,
-        mock.patch.multiple(gpu_split_steps, MODEL=SMALL, EXPERTS=SMALL_EXPERTS, TOKENS=33, FIRST=16),
+        mock.patch.multiple(split_steps, MODEL=SMALL, EXPERTS=SMALL_EXPERTS, TOKENS=33, FIRST=16),
     ):
         check(ctx, STEPS)
     assert 0.2 * STEPS < delay.call_count < 0.6 * STEPS
@@ -92,6 +93,6 @@ def test_a_model_that_is_not_split_is_found(gloo_ranks: GlooRanks) -> None:
 
 def test_a_graph_that_is_split_otherwise_is_found() -> None:
     ctx = Context(0, 2, torch.device("cpu"), "")
-    gpu_split_steps._expect_split(ctx, [GraphReport(split=Split("160", "off", reason="no_tokens"))])
+    split_steps.expect_split(ctx, [GraphReport(split=Split("160", "off", reason="no_tokens"))])
     unfused, otherwise = ctx.failures
     assert unfused.startswith("not all fused") and otherwise.startswith("split otherwise")

@@ -6,11 +6,11 @@ from itertools import product
 
 import pytest
 import torch
+from gpu.checks.split_attention import CUTS, KERNELS, Kernel, compare, sliding_window
 
 from tw_compile.harness.problems import Context
 from tw_compile.passes.split.rules import attention as rules_attention
 from tw_compile.planning.suffix import pays
-from tw_compile.testing.gpu_split_attention import CUTS, KERNELS, Kernel, compare, sliding_window
 
 aten = torch.ops.aten
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default

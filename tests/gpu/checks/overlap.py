@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from gpu.checks.producer import Product, make_product, replay_products
+from gpu.checks.stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
+from gpu.checks.transports import finished, subject
 from tw_compile import compat
 from tw_compile.harness.problems import Context, Form, Results, expect_right, make_problem
 from tw_compile.kernels.transports.p2p import P2PTransport
-from tw_compile.testing.gpu_producer import Product, make_product, replay_products
-from tw_compile.testing.gpu_stress import FIRST_SITE, capture, count_differences, expected_results, new_counter
-from tw_compile.testing.gpu_transports import finished, subject
 
 _FORMS = (Form(), FIRST_SITE, Form(torch.float16, bias=True), Form(out="none", hidden_scale=0.02))
-_GEMM = 2048
+GEMM = 2048
 _TWO_AT_ONCE = 24
 """SMs of each of two calls at once: half of the SMs of a GPU that has at least 96."""
 
@@ -42,7 +42,7 @@ class Gemms:
 
 
 def make_gemms(ctx: Context) -> Gemms:
-    a, b = (torch.randn(_GEMM, _GEMM, generator=ctx.generator(seed), device=ctx.device).bfloat16() for seed in (1, 2))
+    a, b = (torch.randn(GEMM, GEMM, generator=ctx.generator(seed), device=ctx.device).bfloat16() for seed in (1, 2))
     return Gemms(a, b, a @ b, new_counter(ctx))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gpu.checks.stress import count_differences, new_counter
 from tw_compile import Config, collect_reports, compat
 from tw_compile.harness.problems import BF16, Context, expect_same_on_all_ranks
 from tw_compile.kernels.collective.transport import get_transport
@@ -16,7 +17,6 @@ from tw_compile.models import build_decoder, reference_forward, to_double
 from tw_compile.models.config import config_from_dict
 from tw_compile.report import GraphReport
 from tw_compile.testing.error_budget import budget, relative_error
-from tw_compile.testing.gpu_stress import count_differences, new_counter
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -63,7 +63,7 @@ def _split_steps(ctx: Context, config: dict[str, Any], steps: int) -> None:
     # Reports come from compiling: a graph that comes out of a cache has none.
     with torch.no_grad(), compat.cold_compile(None), collect_reports() as reports:
         firsts = [(hidden.clone(), residual.clone()) for hidden, residual in map(step, range(_PROMPTS))]
-        _expect_split(ctx, reports)
+        expect_split(ctx, reports)
         double = to_double(decoder)
         for prompt, first in zip(prompts, firsts, strict=True):
             want, base = reference_forward(double, prompt), decoder(prompt)
@@ -80,7 +80,7 @@ def _split_steps(ctx: Context, config: dict[str, Any], steps: int) -> None:
     ctx.counts["steps"] = ctx.calls(steps)
 
 
-def _expect_split(ctx: Context, reports: list[GraphReport]) -> None:
+def expect_split(ctx: Context, reports: list[GraphReport]) -> None:
     """What was compiled is one graph, all of it fused, split where it was asked for, over peer to peer memory on GPUs."""
     ctx.expect(len(reports) == 1, f"expected one graph, got {len(reports)}")
     for report in reports:
