@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from multiprocessing import util
 from typing import NoReturn
 
 
@@ -13,10 +14,22 @@ def leave(code: int) -> NoReturn:
 
     Their destructors may wait for ranks that are gone. And a gloo thread that drops its last reference to a tensor while
     Python finalises aborts the process; DTensor's caches keep the group, and so those threads, alive until then. After a
-    success (``code`` 0) exit handlers run, which give back what is shared with other processes.
+    success (``code`` 0) exit handlers run, which give back what is shared with other processes; after a failure only those
+    of multiprocessing, which wait for nobody.
     """
     if code == 0:
         atexit._run_exitfuncs()
+    else:
+        release_semaphores()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def release_semaphores() -> None:
+    """Unlink this process's named semaphores, as its exit would.
+
+    Otherwise multiprocessing's resource tracker, which ranks share with the process that started them, unlinks them and
+    warns of a leak. A rank has one as soon as anything makes a progress bar of tqdm; torch.fx's interpreter does.
+    """
+    util._run_finalizers(0)  # type: ignore[attr-defined]

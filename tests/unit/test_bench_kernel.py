@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -492,6 +493,27 @@ def test_incomplete_run_writes_its_rows_and_decides_nothing(monkeypatch: pytest.
     for name in ("table", "regret"):
         assert not files[name].exists()
         assert f"--{name}: '{files[name]}' is not written, as the run is incomplete" in result.output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_run_keeps_its_rows_and_ends_as_the_signal_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    def spawn(spec: BenchSpec, progress: Any, entry: Any) -> dict[str, Any]:
+        try:
+            os.kill(os.getpid(), number)
+            raise AssertionError("not interrupted")
+        except KeyboardInterrupt:
+            so_far = {"device_name": "d", "cache_bytes": 1, "rows": [asdict(row("tw-nccl", "ours", 10.0, tokens=1))]}
+            raise RankError("interrupted", so_far) from None
+
+    monkeypatch.setattr(bench_run, "spawn_ranks", spawn)
+    files = [tmp_path / name for name in ("rows.csv", "report.json")]
+    options = ["--tokens", "1,5", "--hidden", "8192", "--csv", str(files[0]), "--json", str(files[1])]
+    result = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", *options])
+    assert result.exit_code == code, result.output
+    assert "INCOMPLETE  missing [5, 8192]: interrupted" in result.output
+    assert len(list(csv.DictReader(files[0].open()))) == len(json.loads(files[1].read_text())["rows"]) == 1
 
 
 def test_exit_code_tells_whether_ours_failed(monkeypatch: pytest.MonkeyPatch) -> None:

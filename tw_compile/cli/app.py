@@ -8,7 +8,8 @@ from tw_compile.cli import bench, bench_layer, bench_vllm, doctor, explain, insp
 
 app = typer.Typer(
     name="tw-compile",
-    help="torch.compile passes that fuse all_reduce + residual + RMSNorm in tensor-parallel inference.",
+    help="torch.compile passes that fuse all_reduce + residual + RMSNorm in tensor-parallel inference. Every command ends with "
+    "exit code 130 after Ctrl-C and 143 after SIGTERM; a benchmark writes what it has measured by then.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

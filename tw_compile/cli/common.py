@@ -6,10 +6,14 @@ import contextlib
 import functools
 import itertools
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -23,6 +27,8 @@ from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_SIGNAL = 128
+"""Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
 MOST = 10**9 - 1
 """Of what is counted in an option; texts of numbers have as many digits (``config.whole_number``)."""
 MOST_RANKS = 1024
@@ -61,21 +67,57 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def one_line_errors(command: Command) -> Command:
-    """A wrong request ends with one line and exit code 2, a failed rank with its traceback and exit code 1."""
+    """A wrong request ends with one line and exit code 2, a failed rank with its traceback and exit code 1.
+
+    A command that Ctrl-C or SIGTERM has interrupted ends with the signal's exit code, also when it could keep some results.
+    """
 
     @functools.wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        try:
-            _check_variables()
-            return command(*args, **kwargs)
-        except UsageError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(EXIT_USAGE) from None
-        except RankError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(EXIT_FAILED) from None
+        with _exit_codes_of_signals():
+            try:
+                _check_variables()
+                return command(*args, **kwargs)
+            except UsageError as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(EXIT_USAGE) from None
+            except RankError as error:
+                typer.echo(f"error: {error}", err=True)
+                raise typer.Exit(EXIT_FAILED) from None
 
     return wrapped  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _exit_codes_of_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, unless this process was started to ignore them, and decide the exit code.
+
+    Of SIGTERMs only the first does: timeout(1) sends two, and the second would interrupt what cleans up after the first.
+    Ranks of a launcher are left alone: it ends them while they wait for each other, where a handler of Python's isn't run.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and number in received:
+            return
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {}
+    if threading.current_thread() is threading.main_thread() and "RANK" not in os.environ:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    except (typer.Exit, KeyboardInterrupt):
+        if not received:
+            raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise typer.Exit(EXIT_SIGNAL + received[0])
 
 
 def _check_variables() -> None:

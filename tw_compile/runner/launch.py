@@ -14,11 +14,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
+from tw_compile.child import Child, end, wait_for_end
 from tw_compile.config import whole_number
 from tw_compile.leave import leave
 from tw_compile.runner.spec import RankError, RanksSpec, RunSpec, UsageError
@@ -52,17 +52,14 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
         RankError: A rank failed, died or did not finish in time; the other ranks have been ended. It has what rank 0 last
             sent as ``"so far"``, and stands for Ctrl-C and SIGTERM, too, where something was sent.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
         ranks: list[_Rank] = []
+        stack.callback(_end, ranks)
         for rank in range(spec.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=entry, args=(spec, rank, scratch, theirs), daemon=False)
-            process.start()
-            theirs.close()
-            ranks.append(_Rank(rank, process, ours))
-            stack.callback(ranks[-1].end)
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            with theirs:
+                ranks.append(_Rank(rank, Child(entry, spec, rank, scratch, theirs, scratch=scratch), ours))
         try:
             return _watch(ranks, spec.timeout, progress)
         except RankError as error:
@@ -76,19 +73,23 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """A time limit from outside ends a command as Ctrl-C does: what it has found is not lost, and its ranks are ended."""
-    if threading.current_thread() is not threading.main_thread():
+    """A time limit from outside ends a command as Ctrl-C does: what it has found is not lost, and its ranks are ended.
+
+    Where somebody has said what SIGTERM does, it still does that.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def interrupt(number: int, frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
@@ -115,9 +116,9 @@ def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
 class _Rank:
     """The parent's end of one rank."""
 
-    def __init__(self, rank: int, process: BaseProcess, messages: Connection) -> None:
+    def __init__(self, rank: int, child: Child, messages: Connection) -> None:
         self.rank = rank
-        self.process = process
+        self.child = child
         self.messages = messages
         self.doing = "starting"
         self.so_far: dict[str, Any] | None = None
@@ -136,24 +137,25 @@ class _Rank:
                     self.finished = True
                 yield kind, payload
         except (EOFError, ConnectionError):
-            self.process.join(_GRACE_SECONDS)
+            self.child.join(_GRACE_SECONDS)
             if not self.finished:
                 self.finished = True
-                yield "died", _describe_exit(self.process.exitcode)
+                yield "died", _describe_exit(self.child.exitcode)
 
     def ask(self) -> None:
         """Have the rank print the stacks of its threads; one that has not come to its work yet ends instead."""
-        if self.process.is_alive() and self.process.pid is not None:
-            os.kill(self.process.pid, _WHERE)
+        if not self.child.join(0):
+            os.kill(self.child.pid, _WHERE)
 
-    def end(self) -> None:
-        if self.finished:
-            self.process.join(_GRACE_SECONDS)
-        for stop in (self.process.terminate, self.process.kill):
-            if self.process.is_alive():
-                stop()
-                self.process.join(_GRACE_SECONDS)
-        self.messages.close()
+
+def _end(ranks: list[_Rank]) -> None:
+    """Let those that have finished leave, end the others."""
+    if all(rank.finished for rank in ranks):
+        for rank in ranks:
+            rank.child.join(_GRACE_SECONDS)
+    end([rank.child for rank in ranks], _GRACE_SECONDS)
+    for rank in ranks:
+        rank.messages.close()
 
 
 def _watch(ranks: list[_Rank], timeout: float, progress: Progress) -> dict[str, Any]:
@@ -231,8 +233,10 @@ def report_to_parent(messages: Connection, work: Callable[[Progress], dict[str, 
         messages.send(("result", work(lambda what: messages.send(("doing", what)))))
         leave(0)
     except UsageError as error:
-        messages.send(("usage", str(error)))
-        leave(1)
+        last_word = "usage", str(error)
     except BaseException as error:
-        messages.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        last_word = "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    with contextlib.suppress(BrokenPipeError):
+        messages.send(last_word)
         leave(1)
+    wait_for_end()

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -21,11 +20,13 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tw_compile import compat
+from tw_compile.child import Child, end, wait_for_end
 from tw_compile.leave import leave
 from tw_compile.report import collect_reports
 from tw_compile.testing.error_budget import budget, relative_error
 
 _GRACE_SECONDS = 2.0
+_NO_MORE_CALLS = b""
 
 
 class RankError(RuntimeError):
@@ -48,7 +49,7 @@ class GlooRanks:
             raise ValueError(f"world_size: expected at least 1, got {world_size}")
         self.world_size = world_size
         self.timeout = timeout
-        self._workers: list[tuple[BaseProcess, Connection]] = []
+        self._workers: list[tuple[Child, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> GlooRanks:
@@ -79,17 +80,14 @@ class GlooRanks:
         self._stop(polite=True)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="tw_compile_ranks_", ignore_cleanup_errors=True)
-        store = os.path.join(self._folder.name, "store")
+        folder = self._folder.name
+        store = os.path.join(folder, "store")
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(theirs, rank, self.world_size, store, self.timeout), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
+            ours, theirs = multiprocessing.Pipe()
+            with theirs:
+                served = (theirs, rank, self.world_size, store, self.timeout)
+                self._workers.append((Child(_serve, *served, scratch=folder, daemon=True), ours))
 
     def _collect(self) -> list[Any]:
         deadline = time.monotonic() + self.timeout
@@ -118,17 +116,15 @@ class GlooRanks:
 
     def _stop(self, *, polite: bool) -> None:
         workers, self._workers = self._workers, []
-        for process, connection in workers:
-            if not polite:
-                process.kill()
-            # A closed pipe tells the worker to leave.
-            with contextlib.suppress(OSError):
-                connection.close()
-        for process, _ in workers:
-            process.join(timeout=10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        if polite:
+            for _, connection in workers:
+                with contextlib.suppress(OSError):
+                    connection.send_bytes(_NO_MORE_CALLS)
+            for child, _ in workers:
+                child.join(10.0)
+        end([child for child, _ in workers], _GRACE_SECONDS)
+        for _, connection in workers:
+            connection.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -147,19 +143,21 @@ def _serve(connection: Connection, rank: int, world_size: int, store: str, timeo
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
     )
-    while True:
-        try:
-            call = connection.recv_bytes()
-        except (EOFError, OSError):
-            break
-        try:
-            function, args = pickle.loads(call)
-            answer = pickle.dumps((True, function(rank, *args)))
-        except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+    try:
+        while (call := connection.recv_bytes()) != _NO_MORE_CALLS:
+            connection.send_bytes(_answer(call, rank))
+    except (EOFError, OSError):
+        wait_for_end()
     dist.destroy_process_group()
     leave(0)
+
+
+def _answer(call: bytes, rank: int) -> bytes:
+    try:
+        function, args = pickle.loads(call)
+        return pickle.dumps((True, function(rank, *args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
 
 
 @dataclass(frozen=True)

@@ -52,19 +52,20 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from gpu.checks import accuracy, overlap, producer, split_attention, split_steps, stress
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
 from gpu.checks.transports import ALGORITHMS
 from tw_compile import compat
+from tw_compile.child import Child, end
 from tw_compile.harness.problems import Context, Form
 from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective.transports import TRANSPORTS
 
 Check = Callable[[Context], None]
 
+_GRACE_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 5.0
 """Before ranks are killed: when they say where they are."""
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
@@ -214,22 +215,18 @@ def run_rank(rank: int, world_size: int, gpus: int, folder: str, names: list[str
 def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> dict[str, dict[str, Any]]:
     """Run ``names`` with ``world_size`` ranks on ``gpus`` GPUs: check -> :func:`joined` of its ranks' lines."""
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
         deadline = time.monotonic() + timeout
-        workers = [
-            context.Process(target=run_rank, args=(rank, world_size, gpus, folder, names, deadline))
+        ranks = [
+            Child(run_rank, rank, world_size, gpus, folder, names, deadline, scratch=folder)
             for rank in range(world_size)
         ]
-        for worker in workers:
-            worker.start()
-        while any(worker.is_alive() for worker in workers) and time.monotonic() < deadline:
-            if any(worker.exitcode not in (None, 0) for worker in workers):
-                deadline = min(deadline, time.monotonic() + 5)
-            time.sleep(0.1)
-        for worker in workers:
-            if worker.is_alive():
-                worker.kill()
-            worker.join()
+        try:
+            while not all([rank.join(0) for rank in ranks]) and time.monotonic() < deadline:  # all are asked
+                if any(rank.exitcode not in (None, 0) for rank in ranks):
+                    deadline = min(deadline, time.monotonic() + 5)
+                time.sleep(0.1)
+        finally:
+            end(ranks, _GRACE_SECONDS)
         reports = [_read_report(Path(folder) / f"rank{rank}.jsonl") for rank in range(world_size)]
     return {name: joined([report.get(name, {"outcome": "did not start"}) for report in reports]) for name in names}
 

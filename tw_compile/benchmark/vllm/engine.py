@@ -1,11 +1,13 @@
 """The process of one engine: starts vLLM, runs the traces, writes their times and tokens. Imports vLLM.
 
-Started by :mod:`tw_compile.benchmark.vllm.turns` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json FD``,
-whose last argument is the number of a socket that says when it's this engine's turn.
+Started by :mod:`tw_compile.benchmark.vllm.turns` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json TURNS
+LINE SCRATCH``. TURNS is the number of a socket that says when it's this engine's turn, LINE and SCRATCH are for
+``child.live_with``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -13,7 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tw_compile import child
 from tw_compile.benchmark.vllm.traces import ACCURACY, TURN, Trace, prompt_tokens, turns, warm_trace
+
+
+class ParentGoneError(RuntimeError):
+    """Nobody is there to say whose turn it is."""
 
 
 def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
@@ -70,10 +77,12 @@ def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
 
 def _await_turn(driver: socket.socket) -> bool:
     """Say that this engine is ready, or that its turn is over, and wait for the next; whether there is one."""
-    driver.sendall(TURN)
-    answer = driver.recv(1)
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        driver.sendall(TURN)
+        answer = driver.recv(1)
     if not answer:
-        raise RuntimeError("the benchmark that started this engine has ended")
+        raise ParentGoneError("the benchmark that started this engine has ended")
     return answer == TURN
 
 
@@ -111,8 +120,12 @@ def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], 
     }
 
 
-def main(job: str, result: str, driver: str) -> None:
-    findings = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(driver)))
+def main(job: str, result: str, driver: str, line: str, scratch: str) -> None:
+    child.live_with(int(line), scratch)
+    try:
+        findings = run(json.loads(Path(job).read_text()), socket.socket(fileno=int(driver)))
+    except ParentGoneError:
+        child.wait_for_end()
     Path(result).write_text(json.dumps(findings))
 
 

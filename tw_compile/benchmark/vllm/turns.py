@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tw_compile import child
 from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, job, traces_of
 from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
 
@@ -112,14 +113,16 @@ class _Process:
         command = [sys.executable, "-m", "tw_compile.benchmark.vllm.engine"]
         command += [str(self._place / "job.json"), str(self._place / "result.json")]
         self.socket, theirs = socket.socketpair()
-        with theirs, self._log.open("w") as output:
+        line, self._line = multiprocessing.Pipe(duplex=False)
+        passed = theirs.fileno(), line.fileno()
+        with theirs, line, self._log.open("w") as output:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*command, *map(str, passed), str(scratch)],
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=passed,
             )
 
     def send(self, word: bytes) -> None:
@@ -159,10 +162,10 @@ class _Process:
         """Also of what the engine has left behind, which would hold GPUs' memory."""
         if self.socket.fileno() < 0:  # closed: has been ended, and its number may be another's
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        child.kill_group(self._process.pid)
         self._process.wait()
         self.socket.close()
+        self._line.close()
 
     def result(self) -> dict[str, Any]:
         """Its result, or an ``error`` with the lines of its output that name one."""
