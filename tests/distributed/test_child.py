@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tw_compile.runner import launch
-from tw_compile.runner.spec import RankError, RunSpec
+from tw_compile.harness import launch
+from tw_compile.harness.requests import RankError
+from tw_compile.runner.spec import RunSpec
 
 ASLEEP = """
 import multiprocessing, os, subprocess, sys, time
@@ -33,9 +34,9 @@ def asleep(*args):
 RUN = f"""{ASLEEP}
 if __name__ == "__main__":
     from tw_compile.cli import main
-    from tw_compile.runner import launch
+    from tw_compile.runner import ranks
 
-    launch.run_in_process_group = asleep
+    ranks.run_in_process_group = asleep
     main()
 """
 GLOO = f"""{ASLEEP}
@@ -48,10 +49,10 @@ if __name__ == "__main__":
 """
 CHECKS = f"""{ASLEEP}
 if __name__ == "__main__":
-    from tw_compile.testing import gpu_checks
+    from gpu.checks import run
 
-    gpu_checks.run_rank = asleep
-    gpu_checks.run_checks(2, 2, [], 60)
+    run.run_rank = asleep
+    run.run_checks(2, 2, [], 60)
 """
 ENGINES = """
 import tempfile
@@ -77,7 +78,7 @@ def started(folder: Path, program: str, *arguments: str) -> Iterator[subprocess.
     command = subprocess.Popen(
         [sys.executable, "program.py", *arguments],
         cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder / "scratch"), "PYTHONPATH": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder / "scratch"), "PYTHONPATH": os.pathsep.join([str(folder), TESTS])},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

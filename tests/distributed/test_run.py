@@ -16,9 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
-from tw_compile.runner import launch
-from tw_compile.runner.launch import Entry, run_in_process_group, spawn_ranks
-from tw_compile.runner.spec import RankError, RunSpec, UsageError
+from tw_compile.harness import launch
+from tw_compile.harness.launch import Entry, spawn_ranks
+from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.runner.ranks import run_in_process_group
+from tw_compile.runner.spec import RunSpec
 
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
 
@@ -149,7 +151,7 @@ def test_a_time_limit_from_outside_is_an_interruption_while_ranks_run() -> None:
 
 ASKED = """
 import multiprocessing, os, signal
-from tw_compile.runner.launch import report_to_parent
+from tw_compile.harness.launch import report_to_parent
 
 def work(doing):
     os.kill(os.getpid(), signal.SIGUSR1)

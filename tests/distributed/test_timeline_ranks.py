@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tw_compile.runner.group import meet
+from tw_compile.harness.group import meet
 from tw_compile.runner.timeline import Hidden, profile
 from tw_compile.testing import GlooRanks
 

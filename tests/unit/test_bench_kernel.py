@@ -38,11 +38,11 @@ from tw_compile.cli.app import app
 from tw_compile.harness import measure, start
 from tw_compile.harness.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.harness.plot import spread
+from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.rows import Outcome, failures
 from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.selection import Step
-from tw_compile.runner.spec import RankError, UsageError
 
 SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))
 MIB = 2**20

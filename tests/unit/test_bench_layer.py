@@ -34,10 +34,10 @@ from tw_compile.cli import common
 from tw_compile.cli.app import app
 from tw_compile.harness import start
 from tw_compile.harness.ranks import one_line
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.models import reference, reference_forward
-from tw_compile.runner.spec import UsageError
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.capture import capture_graphs
 

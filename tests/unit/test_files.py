@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
 from tw_compile.gating import threshold_layers
+from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.transports.selection import user_table
 from tw_compile.planning.device import user_profile
-from tw_compile.runner.spec import UsageError
 from tw_compile.tuning.run import PARTIAL, earlier_stages
 from tw_compile.tuning.tables import check_folder
 

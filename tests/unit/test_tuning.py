@@ -20,10 +20,10 @@ from tw_compile.cli import tune as command
 from tw_compile.cli.app import app
 from tw_compile.gating import Gate, Node, Settings, read_table, tables_of, threshold_layers
 from tw_compile.harness import start
+from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.transports.selection import shipped_steps, steps_for, steps_of
 from tw_compile.planning.communication import fused_us, traffic_bytes
 from tw_compile.planning.device import parse_profile, profile_of_device, shipped_profile
-from tw_compile.runner.spec import UsageError
 from tw_compile.tuning import busy, run, show
 from tw_compile.tuning.beside import beside_contenders, contentions, pair_costs
 from tw_compile.tuning.busy import Usage, obstacles

@@ -11,8 +11,8 @@ from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
-from tw_compile.runner.spec import UsageError
 
 
 def contenders(spec: BenchSpec) -> list[Contender]:

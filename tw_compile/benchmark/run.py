@@ -7,8 +7,8 @@ from typing import Any
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.spec import LINK_GB_PER_S, BenchSpec
 from tw_compile.benchmark.worker import rank_process
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.start import launch
-from tw_compile.runner.launch import Progress
 
 
 def steps(spec: BenchSpec) -> int:

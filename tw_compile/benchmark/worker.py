@@ -17,6 +17,7 @@ from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.results import Row, complete
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, input_sets
 from tw_compile.current import current_node
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer, interleaved, percentiles
 from tw_compile.harness.problems import (
     Context,
@@ -32,7 +33,6 @@ from tw_compile.harness.problems import (
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.harness.rows import Outcome
 from tw_compile.kernels.collective.spec import row_range
-from tw_compile.runner.launch import Progress
 
 CPU_CACHE_BYTES = 32 * 2**20
 

@@ -22,9 +22,10 @@ from tw_compile.cli.bench_common import (
     TimeoutOption,
 )
 from tw_compile.cli.common import JsonOption, ModelOption
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION, csv_text
 from tw_compile.harness.table import plain_table
-from tw_compile.runner.spec import RunSpec, UsageError
+from tw_compile.runner.spec import RunSpec
 
 TOKENS = 4096
 COLUMNS = ("model", "world_size", "layers", "all_reduces", "fused", "compile_seconds", "passes_seconds", "share")
@@ -53,8 +54,8 @@ def passes(
     console = common.make_console(json_file)
     with common.stages(console) as progress:
         progress("importing torch and transformers")
+        from tw_compile.harness.versions import machine, versions
         from tw_compile.runner.fake import inspect_model
-        from tw_compile.runner.versions import machine, versions
 
         deepest = RunSpec(model, tp, "cuda", (TOKENS,), "bfloat16", counts[-1])
         bench_common.check_depth(model, counts[-1])

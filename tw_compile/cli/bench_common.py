@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 
 from tw_compile.cli import common
-from tw_compile.runner.spec import DTYPES, UsageError
+from tw_compile.harness.requests import UsageError
+from tw_compile.runner.spec import DTYPES
 
 CUDA_RANKS = (8, 4, 2)
 MIN_REPEATS = 20
@@ -84,7 +85,7 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
 
 def refuse_launcher(command: str) -> None:
     """UsageError where this is one of the ranks that a launcher has started."""
-    from tw_compile.runner.launch import torchrun_world_size
+    from tw_compile.harness.launch import torchrun_world_size
 
     if torchrun_world_size() is not None:
         raise UsageError(

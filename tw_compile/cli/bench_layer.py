@@ -21,7 +21,7 @@ from tw_compile.cli.bench_common import (
     TimeoutOption,
 )
 from tw_compile.cli.common import JsonOption
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.requests import UsageError
 
 CUDA_MODEL, CPU_MODEL = "llama-3.3-70b", "tiny-llama"
 CPU_TOKENS, CPU_LAYERS = "8", 1

@@ -16,7 +16,7 @@ from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption
 from tw_compile.cli.common import JsonOption, LayersOption
 from tw_compile.config import whole_number
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.requests import UsageError
 
 MOST_GIB = 2**20
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"

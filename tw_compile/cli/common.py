@@ -21,9 +21,9 @@ from rich.console import Console
 
 from tw_compile.config import whole_number
 from tw_compile.environment import check_environment
+from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.kernels.collective import transports as entries
 from tw_compile.model_file import read_model_file
-from tw_compile.runner.spec import RankError, UsageError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

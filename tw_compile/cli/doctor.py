@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.requests import UsageError
 
 if TYPE_CHECKING:
     from tw_compile.runner.machine import Report

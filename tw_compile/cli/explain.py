@@ -16,9 +16,9 @@ from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
 from tw_compile.gating.layers import tables_of, threshold_layers
 from tw_compile.gating.table import size
+from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer, profile_of_device
-from tw_compile.runner.spec import UsageError
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}

@@ -14,10 +14,10 @@ from rich.markup import escape
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.config import whole_number
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.table import plain_table, widen
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, evidence, layer_shape, load_profile, plan_layer
 from tw_compile.planning.windows import PlannedWindow
-from tw_compile.runner.spec import UsageError
 
 SCHEMA_VERSION = 1
 ATTENTION = ("auto", "split", "join")

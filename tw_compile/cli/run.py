@@ -18,9 +18,10 @@ from tw_compile.cli.common import (
     SplitOption,
     TransportOption,
 )
+from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.transports import AUTO, names_for
 from tw_compile.leave import leave
-from tw_compile.runner.spec import DTYPES, MODES, RunSpec, UsageError
+from tw_compile.runner.spec import DTYPES, MODES, RunSpec
 
 CPU_TOKENS = "64,63,1"
 CUDA_TOKENS = "4096,1023,1"
@@ -63,7 +64,8 @@ def run(
     Starts the ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ,
     2 bad input.
     """
-    from tw_compile.runner.launch import run_in_process_group, spawn_ranks, torchrun_world_size
+    from tw_compile.harness.launch import spawn_ranks, torchrun_world_size
+    from tw_compile.runner.ranks import run_in_process_group
 
     common.splitting(split, device_profile)
     common.writable("--trace", trace)
@@ -90,7 +92,7 @@ def _show(report: dict[str, Any], console: Console, json_file: str | None) -> in
 
 def _join(spec: RunSpec, console: Console) -> dict[str, Any] | None:
     """As one rank of torchrun; rank 0 alone shows something and gets the report."""
-    from tw_compile.runner.launch import join_ranks
+    from tw_compile.runner.ranks import join_ranks
 
     if os.environ["RANK"] != "0":
         return join_ranks(spec, lambda what: None)
@@ -145,7 +147,7 @@ def resolve(
 
 
 def _world_size(tp: int | None, device: str, gpus: int) -> int:
-    from tw_compile.runner.launch import torchrun_world_size
+    from tw_compile.harness.launch import torchrun_world_size
 
     launched = torchrun_world_size()
     if launched is not None:

@@ -10,7 +10,7 @@ import typer
 
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.requests import UsageError
 
 WORLD_SIZES = "2,4"
 RESULTS = {"cuda": "tune.json", "cpu": "tune-cpu.json"}

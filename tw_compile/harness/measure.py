@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.benchmark.contender import ContenderCall
 from tw_compile.harness.ranks import Ranks
 
 WARM_UP_ROUNDS = 3
@@ -48,7 +47,7 @@ class Timer(Protocol):
 class GraphTimer:
     """``count`` calls, in turn from ``calls``, as one CUDA graph between two events on the GPU."""
 
-    def __init__(self, calls: Sequence[ContenderCall], count: int) -> None:
+    def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
         self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
         self._graph = capture(calls, count)
         self._count = count
@@ -84,7 +83,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUD
 class LoopTimer:
     """``count`` calls in turn from ``calls``, by the host's clock."""
 
-    def __init__(self, calls: Sequence[ContenderCall], count: int) -> None:
+    def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
         self._calls = calls
         self._count = count
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import ONE_SHOT_BOUND, TWO_SHOT_BOUND
-from tw_compile.runner.spec import UsageError
 
 SUFFIXES = (".png", ".svg")
 

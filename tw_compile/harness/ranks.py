@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.agree import first_obstacle, gather
+from tw_compile.harness.group import host_group, meet, process_group
+from tw_compile.harness.launch import Progress, report_to_parent
 from tw_compile.harness.problems import Context
-from tw_compile.runner.group import host_group, meet, process_group
-from tw_compile.runner.launch import Progress, report_to_parent
-from tw_compile.runner.spec import RanksSpec
+from tw_compile.harness.requests import RanksSpec
 
 T = TypeVar("T")
 Keep = Callable[[dict[str, Any]], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from tw_compile.runner.spec import UsageError
+from tw_compile.harness.requests import UsageError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ONE_SHOT_BOUND, TWO_SHOT_BOUND = "one-shot-bound", "two-shot-bound"

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
+from tw_compile.harness.launch import Progress, spawn_ranks
+from tw_compile.harness.requests import RankError
 from tw_compile.harness.rows import SCHEMA_VERSION
-from tw_compile.runner.launch import Progress, spawn_ranks
-from tw_compile.runner.spec import RankError
-from tw_compile.runner.versions import installed_version, machine, nccl_version, versions
+from tw_compile.harness.versions import installed_version, machine, nccl_version, versions
 
 MULTICAST_OFF = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from tw_compile.harness.versions import versions
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.model import build_model
 from tw_compile.runner.spec import RunSpec
-from tw_compile.runner.versions import versions
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 
 

@@ -18,10 +18,10 @@ from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import threshold_layers
 from tw_compile.gating.table import size
+from tw_compile.harness.versions import installed_version, nccl_version, versions
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
-from tw_compile.runner.versions import installed_version, nccl_version, versions
 
 Report = dict[str, Any]
 

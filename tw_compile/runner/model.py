@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from tw_compile.harness.requests import UsageError
 from tw_compile.models import Decoder, build_decoder, load_config
-from tw_compile.runner.spec import UsageError
 
 
 class ModelSpec(Protocol):

@@ -23,17 +23,17 @@ import torch.distributed as dist
 
 from tw_compile import collect_reports, compat
 from tw_compile.agree import gather
+from tw_compile.harness.group import host_group, meet
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import gpu_us, peak_bytes
+from tw_compile.harness.versions import versions
 from tw_compile.kernels.collective.transport import reserved_bytes
 from tw_compile.models import Decoder, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
-from tw_compile.runner.group import host_group, meet
-from tw_compile.runner.launch import Progress
 from tw_compile.runner.model import build_model
 from tw_compile.runner.numerics import OutputErrors, digest, finite, worst
 from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
-from tw_compile.runner.versions import versions
 from tw_compile.testing.error_budget import relative_error
 
 ModelOutputs = tuple[torch.Tensor, ...]

@@ -13,11 +13,11 @@ from typing import Any
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.files import read_if_there
+from tw_compile.harness.launch import spawn_ranks
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION
 from tw_compile.harness.start import MULTICAST_OFF, all_versions, multicast_off
-from tw_compile.runner.launch import spawn_ranks
-from tw_compile.runner.spec import UsageError
-from tw_compile.runner.versions import machine
+from tw_compile.harness.versions import machine
 from tw_compile.tuning import beside
 from tw_compile.tuning.spec import Stage, TuneSpec
 

@@ -14,12 +14,12 @@ from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
 from tw_compile.gating.table import Entry, Source, Table, read_table, table_text
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.table import mebibytes
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
-from tw_compile.runner.spec import UsageError
 from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings

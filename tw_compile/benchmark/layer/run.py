@@ -8,8 +8,8 @@ from tw_compile.benchmark.layer.results import rows_of, sweeps
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.benchmark.layer.worker import rank_process
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.start import launch
-from tw_compile.runner.launch import Progress
 
 
 def steps(spec: LayerSpec) -> int:

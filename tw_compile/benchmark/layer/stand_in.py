@@ -34,12 +34,12 @@ from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNI
 from tw_compile.harness.measure import HEAD_START_CYCLES, WARM_UP_ROUNDS, capture, gpu_us
 from tw_compile.harness.problems import Context
 from tw_compile.harness.start import all_versions
+from tw_compile.harness.versions import machine
 from tw_compile.kernels.collective import transport
 from tw_compile.kernels.collective.beside import cluster_size, fork_and_join
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started, Transport
 from tw_compile.planning import DeviceProfile, communication, load_profile, profile_of_device
-from tw_compile.runner.versions import machine
 from tw_compile.testing import fake_process_group
 
 VARIANTS: dict[str, dict[str, Any] | None] = {

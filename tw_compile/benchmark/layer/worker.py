@@ -18,6 +18,7 @@ from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import LayerVariant, variants
 from tw_compile.benchmark.ours import fallback
 from tw_compile.benchmark.short_kernels import ShortKernels
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import Timer, interleaved, peak_bytes, percentiles
 from tw_compile.harness.problems import Context, expect_same_on_all_ranks
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
@@ -26,7 +27,6 @@ from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.models import reference_forward
 from tw_compile.report import GraphReport, Split
-from tw_compile.runner.launch import Progress
 from tw_compile.runner.numerics import OutputErrors, finite
 from tw_compile.runner.worker import silence_known_warnings
 from tw_compile.testing.error_budget import relative_error

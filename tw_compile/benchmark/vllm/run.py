@@ -13,11 +13,11 @@ from tw_compile.benchmark.vllm.results import VllmRow, compare, judge, logprob_e
 from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, engines, groups, traces_of
 from tw_compile.benchmark.vllm.traces import ACCURACY, turns
 from tw_compile.benchmark.vllm.turns import take_turns
+from tw_compile.harness.launch import sigterm_interrupts
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION
 from tw_compile.harness.start import multicast_off
-from tw_compile.runner.launch import sigterm_interrupts
-from tw_compile.runner.spec import UsageError
-from tw_compile.runner.versions import installed_version, machine, nccl_version, versions
+from tw_compile.harness.versions import installed_version, machine, nccl_version, versions
 
 
 def require_vllm() -> None:

@@ -8,8 +8,8 @@ from itertools import groupby
 from typing import Any, Literal
 
 from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
-from tw_compile.runner.spec import UsageError
 
 VariantKind = Literal["baseline", "control", "ours", "reference"]
 KINDS = ("prefill", "mixed", "decode")

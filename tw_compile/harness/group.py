@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.runner.spec import RanksSpec
+from tw_compile.harness.requests import RanksSpec
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Start the ranks of a run: as processes of this machine, or as the one process that torchrun made of us."""
+"""Start ranks as processes of this machine, and say what a launcher has started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -14,14 +13,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 from tw_compile.child import Child, end, wait_for_end
 from tw_compile.config import whole_number
+from tw_compile.harness.requests import RankError, RanksSpec, UsageError
 from tw_compile.leave import leave
-from tw_compile.runner.spec import RankError, RanksSpec, RunSpec, UsageError
 
 Progress = Callable[[str], None]
 Spec = TypeVar("Spec", bound=RanksSpec)
@@ -90,27 +88,6 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
-    """Be the rank that the environment says (torchrun's variables); only rank 0 gets the result, the others None."""
-    import torch.distributed as dist
-
-    from tw_compile.runner.group import process_group
-    from tw_compile.runner.worker import run_rank
-
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-    with process_group(spec, rank, local_rank, "env://"):
-        token: list[str] = [os.urandom(8).hex()]
-        dist.broadcast_object_list(token)
-        scratch = Path(tempfile.gettempdir()) / f"tw_compile_{token[0]}"
-        scratch.mkdir(exist_ok=True)
-        try:
-            result = run_rank(spec, scratch, progress)
-        finally:
-            if local_rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
-    return result if rank == 0 else None
 
 
 class _Rank:
@@ -206,21 +183,6 @@ def _describe_exit(code: int | None) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name} (SIGKILL often means out of memory)"
     return f"exit code {code}"
-
-
-def run_in_process_group(spec: RunSpec, rank: int, scratch: str, messages: Connection) -> None:
-    """Entry point of a spawned rank of a run."""
-    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
-
-    def work(doing: Progress) -> dict[str, Any]:
-        doing("importing torch and transformers")
-        from tw_compile.runner.group import process_group
-        from tw_compile.runner.worker import run_rank
-
-        with process_group(spec, rank, rank, f"file://{scratch}/store"):
-            return run_rank(spec, Path(scratch), doing)
-
-    report_to_parent(messages, work)
 
 
 def report_to_parent(messages: Connection, work: Callable[[Progress], dict[str, Any]]) -> None:
