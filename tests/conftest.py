@@ -16,6 +16,21 @@ from torch._inductor import config as inductor_config
 from tw_compile.testing import GlooRanks, fake_process_group
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="also the tests marked full: a quarter of an hour on two cores"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without --full the tests marked so are not collected, unless they are named, as ``file.py::test``."""
+    if config.getoption("--full") or any("::" in argument for argument in config.args):
+        return
+    full = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=full)
+    items[:] = [item for item in items if item not in set(full)]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Generated code of this run alone, child processes included: what another run left would decide what compiles.

@@ -76,6 +76,7 @@ def _fails_late(spec: BenchSpec, rank: int, scratch: str, messages: Connection) 
         rank_process(spec, rank, scratch, messages)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_sizes_done_before_a_rank_failed_are_reported() -> None:
     spec = dataclasses.replace(SPEC, tokens=(1, 5), timeout=100.0)
@@ -145,6 +146,7 @@ def _bench_broken(ranks: Ranks) -> dict[str, tuple[str, str | None, bool, str]]:
     return {row.label: (row.outcome, row.reason, row.p50_us is not None, row.numerics) for row in rows}
 
 
+@pytest.mark.full
 def test_contender_that_fails_on_one_rank_is_a_row_with_its_reason_on_all(gloo_ranks: GlooRanks) -> None:
     rows, other = gloo_ranks.run(_on_ranks, _bench_broken)
     assert rows == other

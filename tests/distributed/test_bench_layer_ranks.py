@@ -31,6 +31,7 @@ from tw_compile.testing import GlooRanks
 SPEC = LayerSpec("layer", "tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("scope", "all_reduces"), [("layer", 2), ("model", 3)])
 def test_smoke_test_on_gloo_ranks(scope: str, all_reduces: int, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
     return [vars(row) for row in rows]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scope", ["layer", "model"])
 def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: GlooRanks, scope: Scope) -> None:
     results = gloo_ranks.run(_on_ranks, partial(_bench_broken, scope=scope))

@@ -155,6 +155,7 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
     return ctx
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for names in MODULES.values() for name in names])
 def test_right_results_pass(gloo_ranks: GlooRanks, name: str) -> None:
     options = (ACCURACY | STRESS).get(name, {})
@@ -171,6 +172,7 @@ def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
     assert [ctx.failures for ctx in contexts] == [[], []]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "fault", "begin", "message"),
     [

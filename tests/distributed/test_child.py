@@ -21,6 +21,7 @@ from tw_compile.harness import launch
 from tw_compile.harness.requests import RankError
 from tw_compile.runner.spec import RunSpec
 
+TESTS = str(Path(__file__).parents[1])
 ASLEEP = """
 import multiprocessing, os, subprocess, sys, time
 

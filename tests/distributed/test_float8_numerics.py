@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from hf_norm import HFNorm
@@ -67,6 +68,7 @@ def test_norms_before_quantised_layers_give_float8() -> None:
     assert [site.quantisation for site in reports[0].sites] == ["float8_e4m3fn"] * 3 + [""]
 
 
+@pytest.mark.full
 def test_errors_are_within_the_budget_on_every_rank(gloo_ranks: GlooRanks) -> None:
     comparison = compare_on_gloo(build, arguments, ranks=gloo_ranks, options={"tw_compile.strict": True})
     assert comparison.counts == {"all_reduce": 4, "fused": 4, "refused": 0, "gated": 0}

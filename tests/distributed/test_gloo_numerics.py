@@ -65,6 +65,7 @@ def comparison(gloo_ranks: GlooRanks) -> Comparison:
     return compare(gloo_ranks, "auto")
 
 
+@pytest.mark.full
 def test_every_site_is_fused(comparison: Comparison) -> None:
     assert comparison.counts == {"all_reduce": 4, "fused": 4, "refused": 0, "gated": 0}
 
@@ -82,6 +83,7 @@ def test_ranks_hold_the_same_bits(comparison: Comparison) -> None:
     assert comparison.passed
 
 
+@pytest.mark.full
 def test_absorbed_gemms_change_no_bit(gloo_ranks: GlooRanks, comparison: Comparison) -> None:
     absorbed = compare(gloo_ranks, "always")
     assert absorbed.counts == comparison.counts

@@ -93,6 +93,7 @@ def outcomes(gloo_ranks: GlooRanks) -> list[Outcome]:
     return [outcome for per_rank in gloo_ranks.run(check_seeds, 0, GRAPHS) for outcome in per_rank]
 
 
+@pytest.mark.full
 def test_rewritten_graph_computes_the_same_or_is_untouched(outcomes: list[Outcome]) -> None:
     failures = [outcome for outcome in outcomes if outcome.failure]
     assert not failures, f"seeds {sorted({one.seed for one in failures})}\n{failures[0].failure}"

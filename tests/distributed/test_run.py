@@ -56,6 +56,7 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     assert report["memory"] is None
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_model_that_a_rank_cannot_build_is_bad_input() -> None:
     spec = dataclasses.replace(SPEC, world_size=1, layers=99)
@@ -109,12 +110,14 @@ def _sends_parts_late(spec: RunSpec, rank: int, scratch: str, messages: Connecti
     time.sleep(60)
 
 
+@pytest.mark.full
 def test_failure_of_a_rank_leaves_what_rank_0_had_so_far() -> None:
     with pytest.raises(RankError, match="rank 1 failed while row 3: KeyError") as caught:
         spawn_ranks(SPEC, lambda what: None, _sends_parts)
     assert caught.value.so_far == {"rank": 0, "rows": [1, 2]}
 
 
+@pytest.mark.full
 def test_time_limit_leaves_what_rank_0_had_so_far() -> None:
     with pytest.raises(RankError, match="no result after 8 s; unfinished: rank 0: row 2; rank 1: row 2") as caught:
         spawn_ranks(dataclasses.replace(SPEC, timeout=8), lambda what: None, _sends_parts_late)
@@ -167,6 +170,7 @@ def test_a_rank_that_is_asked_prints_where_it_is_and_goes_on() -> None:
     assert done.returncode == 0 and "in work" in done.stderr
 
 
+@pytest.mark.full
 def test_ranks_are_asked_where_they_are_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(launch._Rank, "ask", lambda rank: asked.append(rank.rank))
@@ -174,6 +178,7 @@ def test_ranks_are_asked_where_they_are_at_the_time_limit(monkeypatch: pytest.Mo
     assert asked == [1]
 
 
+@pytest.mark.full
 def test_rank_that_raises_is_named_with_its_traceback() -> None:
     message = _fails(_rank_1_raises)
     assert message.startswith("rank 1 failed while thinking")

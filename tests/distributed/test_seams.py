@@ -109,6 +109,7 @@ def _run(rank: int, tokens: int, options: dict[str, Any], name: str) -> dict[str
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_groups_of_layers_leave_shards_to_each_other(ranks: GlooRanks, tokens: int) -> None:
     for result in ranks.run(_run, tokens, {}, "group"):

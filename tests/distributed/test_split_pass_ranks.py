@@ -20,6 +20,7 @@ def prompt(rank: int, call: int) -> tuple[torch.Tensor]:
     return (torch.randint(0, 120, (1, 63), generator=torch.Generator().manual_seed(call)),)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", ["off", "1", "32"])
 def test_compiled_model_stays_within_its_budget(gloo_ranks: GlooRanks, split: str) -> None:
     options = {"tw_compile.split": split, "tw_compile.strict": True}

@@ -133,6 +133,7 @@ def run_many_groups(source: Path, seed: int) -> None:
     check([0] * 450 + [1], 256, 64, seed, source=source)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_grouped_kernels_are_caught(tmp_path: Path, name: str) -> None:
     source = broken_copy(tmp_path, SOURCE, *BROKEN[name])

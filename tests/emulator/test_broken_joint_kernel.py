@@ -226,12 +226,14 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_joint_kernels_are_caught(tmp_path: Path, name: str) -> None:
     runs, file, changes = BROKEN[name]
     check_caught(runs, broken_copy(tmp_path, SOURCE, file, changes), SEEDS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("runs", [run, run_bands, run_biased, run_gated])
 def test_the_joint_kernel_as_it_is_passes(runs: Callable[[Path, int], None]) -> None:
     """What catches the broken ones lets it pass."""

@@ -196,6 +196,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
     file, run, old, new = BROKEN[name]

@@ -215,6 +215,7 @@ def test_seed_decides_the_run() -> None:
     assert len(set(first)) > 1
 
 
+@pytest.mark.full
 def test_ucontext_does_what_the_written_out_switch_does() -> None:
     run_push(0, portable=True)
     with pytest.raises((WrongValues, EmulationError)):

@@ -51,6 +51,7 @@ def random_calls(machine: PushMachine | StreamMachine, seed: int, count: int, sl
 # --- every form of the operator --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @ONE_AND_TWO_SHOT
 @pytest.mark.parametrize("form", FORMS)
 def test_push_gives_what_the_operator_asks_for(form: str, one_shot: bool) -> None:
@@ -62,6 +63,7 @@ def test_push_gives_what_the_operator_asks_for(form: str, one_shot: bool) -> Non
         machine.run()
 
 
+@pytest.mark.full
 @OUTPUTS
 @pytest.mark.parametrize("form", FORMS)
 def test_stream_gives_what_the_operator_asks_for(form: str, private_output: bool) -> None:
@@ -76,6 +78,7 @@ def test_stream_gives_what_the_operator_asks_for(form: str, private_output: bool
 # --- many calls, many schedules --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @ONE_AND_TWO_SHOT
 @pytest.mark.parametrize(
     ("world_size", "hidden_size", "threads", "form"),
@@ -96,6 +99,7 @@ def test_push_calls_follow_each_other(
         machine.run()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("staged", [True, False], ids=["staged", "in_slot"])
 @OUTPUTS
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ def run(tmp_path: Path, code: str, *launcher: str) -> str:
     return result.stdout
 
 
+@pytest.mark.full
 def test_hugging_face_example_fuses_every_all_reduce(tmp_path: Path) -> None:
     output = run(tmp_path, HUGGING_FACE, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     found = re.search(r"'all_reduce': (\d+), 'fused': (\d+).*\n?.*uncompiled model ([\d.]+)%", output)
@@ -44,11 +45,13 @@ def test_hugging_face_example_fuses_every_all_reduce(tmp_path: Path) -> None:
     assert float(percent) < 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("code", [OPTIONS, BARE_PASS], ids=["options", "bare pass"])
 def test_snippet_runs(tmp_path: Path, code: str) -> None:
     run(tmp_path, code)
 
 
+@pytest.mark.full
 def test_testing_example_passes(tmp_path: Path) -> None:
     run(tmp_path, TESTING + "\n\ntest_block_is_fused()\n")
 

@@ -186,6 +186,7 @@ def stack_bytes(made: Any, folder: Any) -> int:
     return int(found[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("has_earlier", [True, False])
 def test_for_sm_90_it_multiplies_by_warp_groups_and_spills_nothing(
@@ -253,6 +254,7 @@ def run_interpreted() -> None:
     torch.testing.assert_close(out.transpose(1, 2).double(), expected(given, 1.0), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.full
 def test_the_interpreted_kernel_is_within_the_budget_of_fused_attention() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -368,6 +368,7 @@ def test_what_wakes_an_engine_is_in_none_of_its_times_and_tokens(monkeypatch: py
     assert not accuracy["rounds"] and len(accuracy["logprobs"]) == 63
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("failing", "timeout", "reason"),
     [

@@ -29,6 +29,7 @@ def context() -> Context:
     return Context(0, 1, torch.device("cpu"), "")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "tokens"), CUTS[:-1])
 def test_prefix_and_suffix_are_within_the_budget(first: int, tokens: int) -> None:
     ctx = context()
@@ -38,6 +39,7 @@ def test_prefix_and_suffix_are_within_the_budget(first: int, tokens: int) -> Non
     assert ctx.failures == [] and ctx.counts == {"cuts": 4}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("cudnn_on_cpu")
 @pytest.mark.parametrize(("first", "tokens"), CUTS)
 def test_two_roundings_of_cudnn_are_within_the_budget(first: int, tokens: int) -> None:

@@ -88,6 +88,7 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
     assert len(lines) == 1 and named in lines[0] and came in lines[0] and "expected" in lines[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [["plan", "--tp", "2"], ["inspect"], ["run", "--device", "cpu"]], ids=" ".join)
 @pytest.mark.parametrize(
     ("changed", "came"),
@@ -114,6 +115,7 @@ def test_a_config_that_makes_no_sense_is_one_line_that_names_the_file(
     assert "Traceback" not in result.output
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [["inspect", "--tp", "2"], ["run", "--device", "cpu", "--tp", "1"]], ids=" ".join)
 def test_an_unknown_activation_is_one_line(tmp_path: Path, command: list[str]) -> None:
     config = json.loads((files("tw_compile.configs") / "models" / "tiny-llama.json").read_text())
@@ -240,6 +242,7 @@ def test_help_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.full
 def test_inspect_reports_every_all_reduce(inspected: tuple[Result, dict[str, Any]]) -> None:
     _, report = inspected
     assert report["schema_version"] == 1
@@ -309,7 +312,7 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     assert files[1].read_text().count('class="box matmul added"') >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("flash")
 def test_inspect_splits_all_layers_as_planned() -> None:
     args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--split", "auto"]

@@ -54,6 +54,7 @@ def chosen(tokens: int, named: str = "auto", model: str = MODEL) -> SplitChoice 
         return choose_split(graph, Config(split="auto", device_profile=named), profile)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("named", ["auto", "H100"])
 @pytest.mark.parametrize(("tokens", "splits"), [(4096, True), (64, False)])

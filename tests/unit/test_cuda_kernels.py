@@ -94,6 +94,7 @@ def stack_bytes(cubin: bytes, folder: Path) -> int:
 # --- everything compiles ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 def test_rows_stay_in_registers(
@@ -106,6 +107,7 @@ def test_rows_stay_in_registers(
             assert stack_bytes(cubin, tmp_path) <= MOST_STACK_BYTES, kind
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hidden_size", HIDDEN_SIZES)
 def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, hidden_size: int) -> None:
     for kind in KINDS:

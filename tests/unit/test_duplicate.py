@@ -63,6 +63,7 @@ def assert_same_results(before: fx.Graph, after: fx.Graph, sizes: dict[str, int]
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_one_request_of_63_tokens(family: str) -> None:
     graph = captured(family, 1, 63)
@@ -73,6 +74,7 @@ def test_one_request_of_63_tokens(family: str) -> None:
         assert report.duplicated > report.joined
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "seq"),
     [
@@ -88,6 +90,7 @@ def test_one_long_request(family: str, seq: int) -> None:
     assert set(report.joins) == ({"contracts_tokens"} if family in EAGER else set())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_symbolic_token_count(family: str) -> None:
     graph = copy_of(captured(family, 1, 63, dynamic=True))
@@ -119,6 +122,7 @@ def test_halves_that_are_computed_when_the_graph_runs(family: str) -> None:
         assert_same_results(before, graph, {str(seq): tokens})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FEW)
 def test_a_half_may_end_inside_of_a_request(family: str) -> None:
     graph = captured(family, 3, 21)
@@ -136,6 +140,7 @@ def test_whole_requests_have_no_join(family: str) -> None:
         assert report.joins == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_padding_of_ragged_requests_is_respected(family: str) -> None:
     """Requests of 21, 13 and 5 tokens, padded behind them or before."""

@@ -107,6 +107,7 @@ def test_every_family_has_an_expectation() -> None:
     assert len(FAMILIES) >= 24
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world_size", [2, 8], ids="tp{}".format)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str, world_size: int) -> None:

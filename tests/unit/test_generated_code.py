@@ -83,6 +83,7 @@ def code(request: pytest.FixtureRequest) -> str:
     return code_of(request.param)
 
 
+@pytest.mark.full
 def test_every_site_starts_and_waits_in_turn(code: str) -> None:
     starts, waits = calls_of(code, START), calls_of(code, WAIT)
     assert len(starts) == len(waits) >= 2

@@ -227,6 +227,7 @@ def test_there_must_be_room_for_a_known_call_too(device: Device, group: Group, m
     assert device.choices == chosen and asked == [(DEVICE, 4)]
 
 
+@pytest.mark.full
 def test_operands_of_a_known_call_live_until_the_join(
     device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:

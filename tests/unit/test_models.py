@@ -192,6 +192,7 @@ def test_fake_cuda_needs_no_memory_for_a_large_model() -> None:
     assert decoder.model.layers[79].mlp.up_proj.weight.shape == (28672 // 8, 8192)
 
 
+@pytest.mark.full
 def test_capture_keeps_the_sequence_length_symbolic() -> None:
     with fake_process_group(2), fake_cuda():
         decoder = build_decoder(tiny("llama"), device="cuda", dtype=torch.bfloat16)
@@ -231,6 +232,7 @@ def _run_sharded(rank: int, folder: Path) -> None:
     leave(0)
 
 
+@pytest.mark.full
 def test_two_ranks_compute_what_one_unsharded_model_computes(tmp_path: Path) -> None:
     """A wrong slice, a missing sum or a bias added twice changes the hidden state."""
     mp.spawn(_run_sharded, (tmp_path,), nprocs=2)
@@ -281,6 +283,7 @@ def _run_checkpoint(rank: int, folder: Path) -> None:
     leave(0)
 
 
+@pytest.mark.full
 def test_checkpoint_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers loads a sharded checkpoint only with accelerate installed")
     torch.save(_save_checkpoint("mixtral", tmp_path), tmp_path / "expected.pt")

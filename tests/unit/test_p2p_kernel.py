@@ -147,6 +147,7 @@ def instructions(ptx: str, pattern: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("dtype", SUMS)
 @pytest.mark.parametrize("hidden_size", [1024, 2880, 8192])
@@ -594,6 +595,7 @@ def interpreted() -> Iterator[dict[tuple[int, str], str]]:
 CHECK_NAMES = [case.name for case in CASES] + ["epochs", "lost-peer", "wrap-around"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECK_NAMES)
 def test_interpreted(interpreted: dict[tuple[int, str], str], name: str) -> None:
     for rank in range(WORLD_SIZE):

@@ -135,6 +135,7 @@ def test_every_count_that_pays_is_split_where_two_cuts_do(begin: int, length: in
         assert split[0].low >= begin and (split[0].high <= end or otherwise == NEARLY)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks"), [("llama-3.1-8b", 2), ("llama-3.3-70b", 4)])
 def test_long_steps_of_models_are_split_from_some_count_on(name: str, ranks: int) -> None:
     model = load_config(name)

@@ -122,6 +122,7 @@ def test_decoder_is_fused_whole(norm: str, device: str) -> None:
     assert {site.transport for site in result.report.sites} == {"gloo" if device == "cpu" else "p2p"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_three_dimensional_static_and_symbolic(group: None, dtype: torch.dtype, dynamic: bool) -> None:
@@ -519,6 +520,7 @@ def test_failure_in_the_middle_leaves_the_graph_as_it_was(
     assert snapshot(graph) == before
 
 
+@pytest.mark.full
 def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> None:
     module, stream = Decoder("torch", layers=1), torch.randn(3, 64)
     expected = torch.autograd.grad(module(stream).square().sum(), list(module.parameters()))
@@ -531,6 +533,7 @@ def test_training_graphs_are_refused_and_gradients_are_right(group: None) -> Non
     assert set(backward.refusals) <= {Refusal.TRAINING_GRAPH} and backward.counts["fused"] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("eps", [1e-6, 3.0])
 def test_dynamic_true_makes_eps_an_input_which_the_operator_reads(group: None, eps: float) -> None:
     module, stream = Decoder("hf", layers=1), torch.randn(5, 64)

@@ -57,6 +57,7 @@ def assert_respects(order: fx.Graph, before: dict[fx.Node, list[fx.Node]]) -> No
         assert all(place[one] < place[node] for one in earlier), node.name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unit", ["token", "request"])
 @pytest.mark.parametrize(("family", "fuse"), FORMS)
 def test_order_is_valid_and_computes_the_same(family: str, unit: Unit, fuse: bool) -> None:

@@ -189,6 +189,7 @@ def calls(lines: list[str]) -> list[str]:
     return [call for line in lines if (call := in_code(line)) is not None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_calls_and_matmuls_keep_their_order(form: str) -> None:
     found = generated(form)
@@ -214,6 +215,7 @@ def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
     assert all("reinterpret_tensor(arg" in line for line in products), "weights are read where they are"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["requests", "all_reduce"])
 def test_without_the_lock_inductor_undoes_the_schedule(form: str) -> None:
     found = generated(form, False)

@@ -553,6 +553,7 @@ def shown_later(mask: torch.Tensor) -> bool:
     return bool((scores + mask).softmax(-1).nan_to_num(0.0).triu(1).any())
 
 
+@pytest.mark.full
 def test_masks_are_called_causal_only_if_they_are() -> None:
     proven: dict[bool, int] = {True: 0, False: 0}
     causal: dict[bool, int] = {True: 0, False: 0}

@@ -139,6 +139,7 @@ def _want_all_rows_of_the_residual(graph: fx.Graph, hidden: fx.Node, reader: fx.
     start.args = tuple("replicated" if one == "sharded" else one for one in start.args)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change", [_add_pointwise, _return, _read_beside_the_next_call, _want_all_rows_of_the_residual]
 )
@@ -157,6 +158,7 @@ def test_the_report_counts_them() -> None:
     assert split.overlap is not None and split.overlap.in_slot == len(hold.args[0]) > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("held", [True, False])
 def test_memory_of_what_stays_in_a_slot_is_given_to_nothing_else(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
     """Code for an H100. Without the operator that holds them Inductor does give it away: so this can fail."""

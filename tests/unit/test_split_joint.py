@@ -97,6 +97,7 @@ def test_what_is_joint_computes_the_same() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "biases"), [("qwen3", 0), ("mistral", 0), ("mixtral", 0), ("qwen2", 3)])
 def test_other_families_compute_the_same(family: str, biases: int) -> None:
     graph, budgets = planned(family)

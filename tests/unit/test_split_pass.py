@@ -157,6 +157,7 @@ def test_plan_says_why_a_graph_is_left() -> None:
     assert snapshot(graph) == snapshot(fused)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -206,6 +207,7 @@ def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Pa
     assert (split.mode, split.reason) == ("off", SplitRefusal.ATTENTION_NOT_MEASURED), split.detail
 
 
+@pytest.mark.full
 def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> None:
     split, graph = inspected(bounds=(4096, 8192))
     first, second = split.sizes
@@ -217,6 +219,7 @@ def test_any_number_of_tokens_is_cut_where_one_share_of_them_pays_for_all() -> N
     assert (fixed.mode, fixed.sizes) == ("split", (600, "s-(600)"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [{"seq": 8192}, {"bounds": (4096, 8192)}])
 def test_kernels_of_halves_are_not_combined(tokens: dict[str, Any]) -> None:
     with inductor_config.patch(combo_kernels=True, benchmark_combo_kernel=True):
@@ -227,6 +230,7 @@ def test_kernels_of_halves_are_not_combined(tokens: dict[str, Any]) -> None:
     assert not inductor_config.combo_kernels
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seq", [8192, 5000])
 def test_kernels_are_tuned_with_halves_that_are_no_more_than_the_whole(
     seq: int, monkeypatch: pytest.MonkeyPatch
@@ -247,12 +251,14 @@ def test_kernels_are_tuned_with_halves_that_are_no_more_than_the_whole(
     assert hints and all(whole == seq and 0 < scaled < 7 * seq for whole, scaled in hints)
 
 
+@pytest.mark.full
 def test_examples_are_no_hints_of_what_is_compiled_next() -> None:
     """Those are part of the keys by which vLLM finds that a piece is the same as an earlier one."""
     _, graph = inspected(bounds=(4096, 8192))
     assert not compat.graph_fake_mode(graph).shape_env.var_to_hint_override
 
 
+@pytest.mark.full
 def test_requests_of_any_length_are_split_where_the_plan_does_not_change() -> None:
     split, _ = inspected(batch=4, seq=1024, bounds=(512, 2048))
     assert (split.mode, split.unit, split.sizes) == ("split", "request", (2, 2))
@@ -311,6 +317,7 @@ def failing(self: _Duplicator, node: fx.Node, verdict: object) -> None:
 _duplicate = _Duplicator._duplicate
 
 
+@pytest.mark.full
 def test_exception_leaves_the_fused_graph_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
 ) -> None:

@@ -283,6 +283,7 @@ def test_short_ranges_stay_whole() -> None:
     assert snapshot(seen.graph) == snapshot(seen.fused) and seen.guards == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
@@ -319,6 +320,7 @@ def test_exception_behind_the_rewrite_restores_the_fused_piece(
 # A whole model
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 def test_one_compilation_serves_every_count_of_a_bounded_range() -> None:
     """A model with attention in it: half 2 of a sequence sees the keys and values of half 1."""
@@ -374,6 +376,7 @@ ROWS: dict[str, Callable[[Any, int], torch.Tensor]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_views_that_all_tokens_share_are_those_of_the_half(name: str) -> None:

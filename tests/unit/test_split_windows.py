@@ -51,6 +51,7 @@ def planned(
     return split_and_planned(family, tokens, PROFILE, config, **fields)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tokens", [21, 32])
 def test_windows_between_requests_and_within_one_are_those_of_the_plan(tokens: int) -> None:
     graph, budgets = planned(tokens=tokens)
@@ -272,6 +273,7 @@ def test_gemms_without_a_call_beside_them_stay() -> None:
     assert reserve_sms(graph, result, budgets) == {}
 
 
+@pytest.mark.full
 def test_gemms_that_inductor_tunes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, budgets = planned()
     budgets = budgeted(budgets, "qkv")
@@ -341,6 +343,7 @@ def test_budgets_can_be_switched_off() -> None:
     assert any(window.overlap_sms for window in split.overlap.windows)
 
 
+@pytest.mark.full
 def test_a_split_that_an_option_names_is_planned_for_and_goes_between_requests_where_it_can() -> None:
     for first, unit, sizes in ((42, "request", (2, 1)), (41, "token", (41, 22))):
         graph = family_graph("llama", 3, 21, dtype=torch.bfloat16)

@@ -31,6 +31,7 @@ from tw_compile.testing import (
 )
 
 
+@pytest.mark.full
 def test_the_example_runs_as_pasted(tmp_path: Path) -> None:
     assert tw_compile.testing.__doc__ is not None
     blocks = re.split(r"\n(?=\S)", tw_compile.testing.__doc__)
@@ -132,6 +133,7 @@ def sleep_long(rank: int) -> None:
     time.sleep(60)
 
 
+@pytest.mark.full
 def test_ranks_stay_and_report_errors_and_recover() -> None:
     with GlooRanks(2, timeout=60.0) as ranks:
         assert ranks.run(add_ranks, 2.0) == [6.0, 6.0]
@@ -145,6 +147,7 @@ def test_ranks_stay_and_report_errors_and_recover() -> None:
     ranks.close()
 
 
+@pytest.mark.full
 def test_ranks_that_do_not_answer_are_ended() -> None:
     with GlooRanks(1, timeout=60.0) as ranks:
         ranks.run(pid)

@@ -137,6 +137,7 @@ def planned(
     return plan.planned_ranges(engine, config, choices, first, ends, (H200, layer), inside)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks"), [("llama-3.1-8b", 2), ("llama-3.3-70b", 4), ("llama-3.3-70b", 2)])
 def test_steps_are_split_from_where_the_gpu_takes_longer_than_the_host(name: str, ranks: int) -> None:
     ranges, line = planned(name, ranks)
@@ -178,6 +179,7 @@ def test_attention_that_stays_whole_is_planned_so(monkeypatch: pytest.MonkeyPatc
         assert seen == {expected}
 
 
+@pytest.mark.full
 def test_ranges_that_are_not_fused_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     row_bytes = 2 * 8192
     assert planned(fuse=False) == (((513, 8192),), "split auto: none of up to 8192 tokens pays")
