@@ -1,8 +1,8 @@
 """The transports, as data: what each can serve, from facts that all ranks share, and where its implementation is.
 
-A new one is a module with a subclass of :class:`~tw_compile.kernels.collective.transport.Transport` and an entry here. Users
-give theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the names
-from here. All transports leave identical bits on all ranks.
+A new one is a module with a subclass of :class:`~tw_compile.kernels.collective.transport.Transport` and an entry here.
+Users give theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks
+take the names from here. All transports leave identical bits on all ranks.
 """
 
 from __future__ import annotations
