@@ -13,7 +13,7 @@ from emulator import Emulator
 from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
 from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams
 from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines
-from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.slot import NOT_ARRIVED
 from tw_compile.kernels.collective.spec import (
     NormSpec,
@@ -23,6 +23,8 @@ from tw_compile.kernels.collective.spec import (
     row_range,
     rows_per_rank,
 )
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.registry import load
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 
 ALGORITHMS = Path(__file__).parents[2] / "kernels" / "algorithms"
@@ -51,6 +53,7 @@ class Form:
     cast: torch.dtype | None = None
     hidden_dtype: torch.dtype | None = None
     scale: float = 1.0
+    epilogue: str = RMS_NORM
 
     def for_one_shot(self) -> Form:
         """The same with all rows of the residual, which is what a one-shot kernel takes and gives."""
@@ -60,7 +63,9 @@ class Form:
     @property
     def norm(self) -> NormSpec:
         hidden_dtype = self.hidden_dtype or self.dtype
-        return NormSpec(1e-5, self.weight_offset, self.cast, hidden_dtype, self.residual_dtype, self.scale)
+        return NormSpec(
+            1e-5, self.weight_offset, self.cast, hidden_dtype, self.residual_dtype, self.scale, self.epilogue
+        )
 
 
 @dataclass
@@ -135,7 +140,7 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int) -> Call:
     # A cast before the weight is part of what is asked for, but no part of what is exact.
     exact = replace(norm, hidden_dtype=torch.float64, residual_dtype=torch.float64, cast_before_weight=None)
     total = torch.stack([x.double() for x in xs]).sum(0)
-    want_hidden, want_h = add_rms_norm(total, residual, bias, weight, exact)
+    want_hidden, want_h = load(EPILOGUES[norm.epilogue].reference)(total, residual, bias, weight, exact)
     if hidden_scale is not None:
         want_hidden = (want_hidden / hidden_scale.double()).clamp(-448, 448)
     return Call(tokens, ranks, want_hidden, want_h)
@@ -320,7 +325,8 @@ class PushMachine(Machine):
                     end=end,
                     **shared,
                 )
-                grid, shared_bytes = min(end - begin, max_sms), 2 * self.threads // 32 * 4
+                of_a_warp = EPILOGUES[self.form.epilogue].statistics_bytes
+                grid, shared_bytes = min(end - begin, max_sms), 2 * self.threads // 32 * of_a_warp
                 self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
         return call
 

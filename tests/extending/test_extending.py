@@ -1,0 +1,214 @@
+"""Transports, algorithms and epilogues are added by new files and an entry: no file of the project knows the toys here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import toy_algorithm
+import toy_epilogue
+import toy_store
+from emulator import EmulationError
+from emulator.kernels import ALGORITHMS as SOURCES
+from emulator.kernels import FP32, Form, PushMachine, StreamMachine
+from torch import nn
+
+from tw_compile import Config
+from tw_compile.benchmark.ours import variants
+from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.algorithms.push.push import Push
+from tw_compile.kernels.algorithms.stream.stream import Shape
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.transports.selection import Selector, Step, steps_of, table_text
+from tw_compile.kernels.collective.spec import row_range
+from tw_compile.kernels.collective.transport import choose_transport, get_transport, registered
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, names_for
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.testing import GlooRanks, compare_on_gloo, fake_process_group
+
+RANKS, TOKENS, HIDDEN = 2, 5, 64
+HEADERS = Path(toy_epilogue.__file__).parents[2] / "kernels" / "runtime"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[GlooRanks]:
+    """Processes of this file's own: what is registered there stays."""
+    with GlooRanks(RANKS, timeout=120) as processes:
+        yield processes
+
+
+# --- a transport -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(rank)
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.projection = nn.Parameter(0.2 * torch.randn(HIDDEN, HIDDEN, generator=own))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        partial = x @ self.projection
+        dist.all_reduce(partial)
+        h = x + partial
+        return nn.functional.rms_norm(h, (HIDDEN,), self.weight, 1e-5), h
+
+
+def block(rank: int) -> nn.Module:
+    if toy_store.ENTRY.name not in TRANSPORTS:
+        TRANSPORTS.register(toy_store.ENTRY)
+    return Block(rank)
+
+
+def message(rank: int, call: int) -> tuple[torch.Tensor]:
+    return (torch.randn(TOKENS + call, HIDDEN, generator=torch.Generator().manual_seed(call)),)
+
+
+def calls_of_the_toy(rank: int) -> int:
+    transport = get_transport(toy_store.ENTRY.name)
+    assert isinstance(transport, toy_store.ToyStore)
+    return transport.calls
+
+
+def test_a_compiled_model_runs_on_the_transport(ranks: GlooRanks) -> None:
+    options = {"tw_compile.strict": True, "tw_compile.transport": toy_store.ENTRY.name}
+    comparison = compare_on_gloo(block, message, calls=2, ranks=ranks, options=options)
+    assert comparison.counts["fused"] == 1 and comparison.passed, comparison
+    assert all(count >= 2 for count in ranks.run(calls_of_the_toy))
+
+
+def test_names_choice_and_benchmark_come_from_the_entry() -> None:
+    name = toy_store.ENTRY.name
+    with pytest.raises(ValueError, match="toy_store"):
+        Config(transport=name)
+    with registered(toy_store.ENTRY):
+        assert Config(transport=name).transport == name
+        assert name in names_for("cpu") and name not in names_for("cuda")
+        cpu, cuda = (GroupFacts(device, RANKS, 1) for device in ("cpu", "cuda"))
+        assert choose_transport(cpu, HIDDEN, FP32, name).name == name
+        assert choose_transport(cpu, HIDDEN, FP32).name == "gloo", "auto does not ask it"
+        assert choose_transport(cpu, 5000, FP32, name).limited_by == "hidden_size"
+        assert choose_transport(cuda, HIDDEN, FP32, name).limited_by == "device"
+        assert [variant.label for variant in variants("cpu")] == ["tw-gloo", "tw-toy-store"]
+        assert isinstance(get_transport(name), toy_store.ToyStore)
+        with pytest.raises(ValueError, match="transport: expected a name that is not taken, got 'toy_store'"):
+            TRANSPORTS.register(toy_store.ENTRY)
+    with pytest.raises(ValueError, match="transport: expected one of gloo, multimem, nccl, p2p, got 'toy_store'"):
+        get_transport(name)
+
+
+# --- an algorithm ----------------------------------------------------------------------------------------------------
+
+
+def of(tokens: int) -> Any:
+    """A message of as many bytes as tokens."""
+    return SimpleNamespace(x=SimpleNamespace(shape=(tokens, HIDDEN), nbytes=tokens), overlap_sms=0)
+
+
+def test_a_table_takes_the_algorithm_and_what_is_to_serve_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: dict[type, str | None] = {}
+    monkeypatch.setattr(Push, "obstacle", lambda self, request, state: served.get(Push))
+    text = table_text("GPU", [Step(2, 100, "toy_algorithm", 3)], "")
+    with pytest.raises(ValueError, match=r"steps\[0\]: algorithm: expected one of"):
+        steps_of(text, "t")
+    with ALGORITHMS.registered(toy_algorithm.ENTRY):
+        _, steps = steps_of(text, "t")
+        with pytest.raises(ValueError, match="sms: max_sms: expected 1 to 4, got 5"):
+            steps_of(text.replace("sms = 3", "sms = 5"), "t")
+        state: Any = SimpleNamespace(world_size=2, rank=0)
+        selector = Selector(steps)
+        toy = selector.choose(of(toy_algorithm.MOST_TOKENS), state)
+        assert isinstance(toy, toy_algorithm.ToyAlgorithm) and toy.sms(100, 2) == 3
+        assert isinstance(selector.choose(of(toy_algorithm.MOST_TOKENS + 1), state), Push)
+        served[Push] = "no"
+        assert isinstance(selector.choose(of(toy_algorithm.MOST_TOKENS + 1), state), TwoShot)
+        (line,) = [variant for variant in variants("cuda") if variant.label == "tw-toy-algorithm"]
+        assert (line.algorithm, line.sms, line.most_sms) == ("toy_algorithm", 2, 4)
+
+
+# --- an epilogue -----------------------------------------------------------------------------------------------------
+
+
+def layer_norm(rank: int, residual_out: str, float64: bool) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """What one call gives on this rank, and its largest error against float64."""
+    if toy_epilogue.ENTRY.name not in EPILOGUES:
+        EPILOGUES.register(toy_epilogue.ENTRY)
+    start, mm_start = ops.operators_of(toy_epilogue.ENTRY.name)
+    shared = torch.Generator().manual_seed(9)
+    residual = torch.randn(TOKENS, HIDDEN, generator=shared)
+    bias, weight = (torch.randn(HIDDEN, generator=shared) for _ in range(2))
+    xs = [torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(each)) + 3 for each in range(RANKS)]
+    name = dist.group.WORLD.group_name
+    rest = (residual, bias, weight, 1e-5, 1.0, None, FP32, FP32, False, residual_out, name, "gloo", 0)
+    hidden, h = mm_start(xs[rank], torch.eye(HIDDEN), *rest) if float64 else start(xs[rank], *rest)
+    ops.wait_(hidden, h, [], name, 0)
+    total = torch.stack(xs).double().sum(0) + residual.double() + bias.double()
+    expected = nn.functional.layer_norm(total, (HIDDEN,), weight.double() + 1.0, None, 1e-5)
+    begin, end = row_range(TOKENS, RANKS, rank) if residual_out == "sharded" else (0, TOKENS)
+    error = max(float((hidden - expected).abs().max()), float((h[: end - begin] - total[begin:end]).abs().max()))
+    return hidden, h, error
+
+
+@pytest.mark.parametrize("multiplies", [False, True])
+@pytest.mark.parametrize("residual_out", ["replicated", "sharded"])
+def test_layer_norm_is_right_on_two_ranks(ranks: GlooRanks, residual_out: str, multiplies: bool) -> None:
+    first, second = ranks.run(layer_norm, residual_out, multiplies)
+    assert torch.equal(first[0], second[0]), "ranks hold other bits"
+    assert max(first[2], second[2]) < 1e-5
+
+
+def test_the_epilogue_is_part_of_a_calls_form_and_an_unknown_one_is_refused() -> None:
+    arguments = ops.Arguments(None, None, None, 1e-5, 0.0, None, FP32, FP32, False, "none", "0", "gloo", 0)
+    x = torch.randn(TOKENS, HIDDEN)
+    forms = {ops._form("x", (x,), arguments._replace(epilogue=name)) for name in ("rms_norm", "toy_layer_norm")}
+    assert len(forms) == 2
+    with (
+        fake_process_group(RANKS),
+        pytest.raises(ValueError, match="epilogue: expected one of rms_norm, got 'softmax'"),
+    ):
+        ops.operators_of("softmax")
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Path:
+    """The project's CUDA sources and the toy's header side by side, as the compiler is given them."""
+    for file in (*SOURCES.glob("*/*.cu"), *HEADERS.glob("*.cuh"), toy_epilogue.ENTRY.header):
+        assert file is not None
+        shutil.copy(file, tmp_path)
+    return tmp_path
+
+
+FORM = Form(FP32, residual_dtype=FP32, weight_dtype=FP32, bias=True, epilogue=toy_epilogue.ENTRY.name)
+
+
+def run_push(sources: Path, seed: int) -> None:
+    machine = PushMachine(2, 136, FORM, one_shot=False, most_tokens=5, seed=seed, threads=64, sources=sources)
+    machine.call(5, 2)
+    machine.run()
+
+
+def run_stream(sources: Path, seed: int) -> None:
+    shape = Shape(64, 2, 2)
+    options: dict[str, Any] = {"staged": True, "private_output": True, "sources": sources}
+    machine = StreamMachine(2, 136, FORM, most_tokens=5, seed=seed, shape=shape, **options)
+    machine.call(5, 2)
+    machine.run()
+
+
+@pytest.mark.parametrize("run", [run_push, run_stream])
+def test_cuda_kernels_take_the_row_code_of_the_epilogue(sources: Path, run: Any) -> None:
+    with EPILOGUES.registered(toy_epilogue.ENTRY):
+        run(sources, 1)
+        header = sources / "toy_layer_norm_row.cuh"
+        text = header.read_text()
+        assert "h[i] - factor.mean" in text
+        header.write_text(text.replace("h[i] - factor.mean", "h[i]"))
+        with pytest.raises((EmulationError, AssertionError)):
+            run(sources, 1)
