@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from tw_compile import Config, TWCompilePass
+from tw_compile import Config, TWCompilePass, current
 from tw_compile.current import agreed_gate, own_gate
 from tw_compile.gating import (
     ANY,
@@ -28,7 +28,6 @@ from tw_compile.gating import (
     Source,
     Table,
     active_backend,
-    current,
     host_names,
     table_text,
     tables_of,
