@@ -500,7 +500,7 @@ def test_digest_tells_bits_apart() -> None:
 
 @pytest.mark.parametrize("promised", [True, False])
 def test_ranks_that_differ_fail_where_equal_bits_are_promised(monkeypatch: pytest.MonkeyPatch, promised: bool) -> None:
-    monkeypatch.setattr(worker, "_all_gather", lambda value: [value, value[::-1] if isinstance(value, str) else value])
+    monkeypatch.setattr(worker, "gather", lambda value: [value, value[::-1] if isinstance(value, str) else value])
     exact = [(torch.linspace(0.1, 1, 7, dtype=torch.float64),) * 2]
     rounded = [tuple(output.to(torch.bfloat16) for output in exact[0])]
     spec = RunSpec("m", 2, "cpu", tokens=(7,), dtype="bfloat16")

@@ -129,8 +129,8 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
 ) -> None:
     """Planned as if the piece between two attentions were one of Llama-70B; ``joins``: as if our own GEMM were faster."""
 
-    def layer_of_piece(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefused:
-        found = original(graph, axis)
+    def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str) -> GraphLayer | SplitRefused:
+        found = original(graph, axis, kernel)
         if isinstance(found, SplitRefused):
             return found
         assert (found.shape.world_size, found.shape.hidden_size, found.transport) == (WORLD_SIZE, HIDDEN, "gloo")
