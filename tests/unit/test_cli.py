@@ -137,6 +137,7 @@ def test_a_file_that_is_no_configuration_is_named_before_transformers_is_importe
     tmp_path: Path, command: list[str], content: bytes | None, came: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tw_compile.models.config.load_config", None)
+    monkeypatch.setattr("tw_compile.runner.model.load_config", None)
     file = tmp_path / "config.json"
     os.mkfifo(file) if content is None else file.write_bytes(content)
     result = invoke(*command, "--model", str(tmp_path))
@@ -438,6 +439,7 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], option: str, file: str
 ) -> None:
     monkeypatch.setattr("tw_compile.models.load_config", None)
+    monkeypatch.setattr("tw_compile.runner.model.load_config", None)
     result = invoke(*command, option, str(tmp_path / file))
     assert result.exit_code == 2 and f"error: {option}: expected a file in a folder that exists" in result.output
     assert result.stdout == ""

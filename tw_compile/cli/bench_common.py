@@ -102,14 +102,9 @@ def check_gpus(tp: int | None, gpus: int) -> None:
 
 def check_depth(model: str, layers: int | None) -> None:
     common.model_file(model)
-    from tw_compile.models import load_config
+    from tw_compile.runner.model import model_config
 
-    try:
-        depth = load_config(model).num_hidden_layers
-    except ValueError as error:
-        raise UsageError(f"--model {model}: {error}") from error
-    if layers is not None and layers > depth:
-        raise UsageError(f"--layers: expected at most {depth}, the layers of {model}, got {layers}")
+    model_config(model, layers)
 
 
 def measure(

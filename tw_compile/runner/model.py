@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from transformers import PretrainedConfig
 
 from tw_compile.harness.requests import UsageError
 from tw_compile.models import Decoder, build_decoder, load_config
+from tw_compile.models.config import truncate_layers
 
 
 class ModelSpec(Protocol):
@@ -25,6 +27,24 @@ class ModelSpec(Protocol):
 
     @property
     def layers(self) -> int | None: ...
+
+
+def model_config(model: str, layers: int | None) -> PretrainedConfig:
+    """Of the model, cut to so many layers.
+
+    Raises:
+        UsageError: There is no such model, or it has fewer layers.
+    """
+    try:
+        config = load_config(model)
+    except ValueError as error:
+        raise UsageError(f"--model {model}: {error}") from error
+    if layers is None:
+        return config
+    depth = config.num_hidden_layers
+    if layers > depth:
+        raise UsageError(f"--layers: expected at most {depth}, the layers of {model}, got {layers}")
+    return truncate_layers(config, layers)
 
 
 def build_model(

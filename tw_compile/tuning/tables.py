@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tw_compile.benchmark.results import rows_of
 from tw_compile.files import read_if_there
@@ -29,6 +29,8 @@ from tw_compile.tuning.spec import TuneSpec
 
 THRESHOLDS_FILE = "thresholds.toml"
 KERNELS_FILE = selection.USER_FILE
+
+AnyTable = TypeVar("AnyTable")
 
 
 @dataclass(frozen=True)
@@ -182,14 +184,19 @@ def _read_back(name: str, text: str) -> None:
         parse_profile(text, name)
 
 
-def _merged_table(file: Path, own: Table) -> Table:
+def _read(file: Path, what: str, parse: Callable[[str, str], AnyTable]) -> AnyTable | None:
+    """The table in ``file``; None where there is no such file."""
     try:
-        text = read_if_there(file, "thresholds")
-        if text is None:
-            return own
-        there = read_table(text, str(file))
+        text = read_if_there(file, what)
+        return None if text is None else parse(text, str(file))
     except ValueError as error:
         raise UsageError(f"--out: expected a table that can be read, got {error}") from error
+
+
+def _merged_table(file: Path, own: Table) -> Table:
+    there = _read(file, "thresholds", read_table)
+    if there is None:
+        return own
     if there.device_class != own.device_class:
         raise UsageError(
             f"--out: expected a folder whose tables are about {own.device_class}, got {file} about {there.device_class}"
@@ -214,13 +221,10 @@ def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Step]:
-    try:
-        text = read_if_there(file, "kernels")
-        if text is None:
-            return list(own)
-        device, there = steps_of(text, str(file))
-    except ValueError as error:
-        raise UsageError(f"--out: expected a table that can be read, got {error}") from error
+    table = _read(file, "kernels", steps_of)
+    if table is None:
+        return list(own)
+    device, there = table
     if device != device_name:
         raise UsageError(f"--out: expected a folder whose tables are about {device_name}, got {file} about {device}")
     world_sizes = {step.world_size for step in own}

@@ -34,18 +34,9 @@ def write_model(spec: VllmSpec, folder: Path) -> Any:
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from tw_compile.models.config import load_config, truncate_layers
+    from tw_compile.runner.model import model_config
 
-    try:
-        config = load_config(spec.model)
-    except ValueError as error:
-        raise UsageError(f"--model {spec.model}: {error}") from error
-    if spec.layers is not None:
-        if spec.layers > config.num_hidden_layers:
-            raise UsageError(
-                f"--layers: expected at most {config.num_hidden_layers}, the layers of {spec.model}, got {spec.layers}"
-            )
-        config = truncate_layers(config, spec.layers)
+    config = model_config(spec.model, spec.layers)
     longest = max(trace.longest for engine in engines(spec, str(folder)) for trace in engine.traces)
     if longest > config.max_position_embeddings:
         raise UsageError(
