@@ -221,7 +221,8 @@ def run_checks(world_size: int, gpus: int, names: list[str], timeout: float) -> 
             for rank in range(world_size)
         ]
         try:
-            while not all([rank.join(0) for rank in ranks]) and time.monotonic() < deadline:  # all are asked
+            # A list: who has ended has an exit code once it has been joined.
+            while not all([rank.join(0) for rank in ranks]) and time.monotonic() < deadline:
                 if any(rank.exitcode not in (None, 0) for rank in ranks):
                     deadline = min(deadline, time.monotonic() + 5)
                 time.sleep(0.1)
