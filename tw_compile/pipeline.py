@@ -6,7 +6,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch.fx as fx
 
@@ -18,12 +17,9 @@ from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, split
 from tw_compile.passes.reasons import HostRefusal, SplitRefusal
 from tw_compile.planning import DeviceProfile
+from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
-
-_PACKAGE = Path(__file__).parent
-_SOURCES = (_PACKAGE, _PACKAGE / "passes", _PACKAGE / "kernels")  # rglob does not follow links to folders
-_SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 
 class TWCompilePass(compat.CustomGraphPass):
@@ -132,18 +128,3 @@ class TWCompilePass(compat.CustomGraphPass):
         profile = split.current_profile(self.config)
         groups = compat.process_group_facts()
         return "\n".join([source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)])
-
-
-_digests: dict[tuple[Path, ...], str] = {}
-
-
-def source_digest() -> str:
-    """Hash of the package's own source files; read once per process."""
-    if _SOURCES not in _digests:
-        hasher = hashlib.sha256()
-        files = sorted({path for folder in _SOURCES for kind in _SOURCE_KINDS for path in folder.rglob(kind)})
-        for path in files:
-            hasher.update(path.name.encode())
-            hasher.update(path.read_bytes())
-        _digests[_SOURCES] = hasher.hexdigest()
-    return _digests[_SOURCES]
