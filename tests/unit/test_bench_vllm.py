@@ -41,6 +41,7 @@ from tw_compile.benchmark.vllm.traces import (
     turns,
     warm_trace,
 )
+from tw_compile.cli import bench_common
 from tw_compile.cli.app import app
 from tw_compile.models import preset_names
 from tw_compile.runner.spec import UsageError
@@ -519,7 +520,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None
 
 
 def test_without_vllm_or_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "expected vLLM to be installed" in invoke().stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -528,7 +529,7 @@ def test_without_vllm_or_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command_writes_what_was_asked_for(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(bench_common, "_gpus", lambda: 2)
     monkeypatch.syspath_prepend(vllm)
     small = ("--model", "tiny-llama", "--chunks", "64", "--batches", "2", "--requests", "3", "--prompts", "2")
     given = (*small, "--prompt-tokens", "9", "--repeats", "1", "--only", "off,fuse,off-nccl")

@@ -81,6 +81,7 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
     if tp == 1:
         raise UsageError("--tp: expected at least 2 ranks, got 1")
     if device == "cpu":
+        common.cpu_ranks("--tp", tp)
         return tp or 2
     gpus = _gpus()
     if gpus < 2:
@@ -90,10 +91,7 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
     return tp or next(ranks for ranks in CUDA_RANKS if ranks <= gpus)
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+_gpus = common.gpus
 
 
 def check_depth(model: str, layers: int | None) -> None:

@@ -87,7 +87,7 @@ def vllm(
         timeout=timeout,
     )
     _check(spec, tp)
-    common.model_file(model)
+    common.model_file(model, layers=layers)  # vLLM gives ranks copies of key heads where there are fewer
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None:
         logs = str(common.folder("--logs", logs))
@@ -156,11 +156,9 @@ def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:
     """The spec for ``tp`` ranks or as many as there are GPUs; a dry run takes what is asked for, or 2."""
     import dataclasses
 
-    import torch
-
     from tw_compile.benchmark.vllm.run import require_vllm
 
-    gpus = torch.cuda.device_count()
+    gpus = bench_common._gpus()
     ranks = tp or next((ranks for ranks in bench_common.CUDA_RANKS if ranks <= gpus), 2)
     if not dry_run:
         require_vllm()

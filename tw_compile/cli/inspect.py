@@ -48,7 +48,7 @@ def inspect(
     common.splitting(split, device_profile)
     common.thresholds()
     common.writable("--html", html)
-    common.model_file(model)
+    common.model_file(model, tp, layers)
     spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:

@@ -127,7 +127,7 @@ def named_profile(name: str) -> DeviceProfile:
 
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
-    common.model_file(model)
+    common.model_file(model, tp)
     from tw_compile.models.config import load_config, tensor_parallel_plan
 
     try:

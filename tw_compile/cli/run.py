@@ -122,17 +122,20 @@ def resolve(
         common.one_of("--device", device, ("cpu", "cuda"))
     common.seconds("--timeout", timeout)
     common.thresholds()
-    common.model_file(model)
+    common.model_file(model, tp, layers)
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
-    if device == "cpu" and transport in ("p2p", "multimem", "nccl"):
-        raise UsageError(f"--transport: expected auto or gloo with --device cpu, got {transport!r}")
     gpus = 0 if device == "cpu" else _gpus()
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
     chosen = device or ("cuda" if gpus >= _ranks_here() else "cpu")
+    if chosen == "cpu" and transport in ("p2p", "multimem", "nccl"):
+        why = "--device cpu" if device else f"the CPU, which is taken as there are {gpus} GPUs"
+        raise UsageError(f"--transport: expected auto or gloo with {why}, got {transport!r}")
+    world_size = _world_size(tp, chosen, gpus)
+    common.model_file(model, world_size, layers)
     return RunSpec(
         model=model,
-        world_size=_world_size(tp, chosen, gpus),
+        world_size=world_size,
         device=chosen,
         tokens=asked_tokens or common.numbers("--tokens", CUDA_TOKENS if chosen == "cuda" else CPU_TOKENS),
         dtype=dtype,
@@ -152,6 +155,7 @@ def _world_size(tp: int | None, device: str, gpus: int) -> int:
             raise UsageError(f"--tp: expected {launched}, the number of processes that torchrun started, got {tp}")
         return launched
     if device == "cpu":
+        common.cpu_ranks("--tp", tp)
         return tp or CPU_RANKS
     if tp is not None and tp > gpus:
         raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
@@ -163,7 +167,4 @@ def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "2"))
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+_gpus = common.gpus

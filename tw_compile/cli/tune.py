@@ -151,6 +151,7 @@ def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> t
     for ranks in asked or ():
         common.ranks("--tp", ranks, least=2)
     if device == "cpu":
+        common.cpu_ranks("--tp", max(asked or (2,)))
         return asked or (2,)
     gpus = _gpus()
     usual = common.numbers("--tp", WORLD_SIZES)
@@ -200,7 +201,4 @@ def _say_if_not_used(console: Any, device_class: str) -> None:
         )
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
+_gpus = common.gpus
