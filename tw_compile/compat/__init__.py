@@ -384,11 +384,15 @@ def delay_stream(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+_CUDNN_MAX_HEAD_DIM = 128
+
+
 @contextlib.contextmanager
-def trace_fused_attention() -> Iterator[None]:
+def trace_fused_attention(cudnn: bool = False) -> Iterator[None]:
     """Trace half-precision attention on (fake) CUDA tensors to the flash kernel, or with a mask to the efficient one.
 
     Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, these or cuDNN's.
+    ``cudnn``: in place of the flash kernel, as on GPUs where torch prefers it.
     """
     aten = torch.ops.aten
     operator = aten.scaled_dot_product_attention.default
@@ -407,6 +411,10 @@ def trace_fused_attention() -> Iterator[None]:
         is_half = query.dtype in (torch.float16, torch.bfloat16)
         same_width = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
         fused = query.device.type == "cuda" and is_half and same_width
+        if fused and attn_mask is None and cudnn and query.shape[-1] <= _CUDNN_MAX_HEAD_DIM:
+            return aten._scaled_dot_product_cudnn_attention.default(
+                query, keys, value, None, False, dropout_p, is_causal, scale=scale
+            )[0]
         if fused and attn_mask is None:
             outputs = aten._scaled_dot_product_flash_attention.default(
                 query, keys, value, dropout_p, is_causal, scale=scale
