@@ -17,8 +17,36 @@ from tw_compile.files import read_text
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 WHOLE_HEADS = frozenset(
-    "apertus arcee cohere cohere2 ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 gpt_oss granite helium llama llama4_text "
-    "minimax mistral mixtral olmo phi qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2".split()
+    (
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt_oss",
+        "granite",
+        "helium",
+        "llama",
+        "llama4_text",
+        "minimax",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "phi",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    )
 )
 """Model types whose tensor-parallel plan deals out whole heads of attention; of others only transformers knows."""
 

@@ -15,7 +15,13 @@ from tw_compile.models import load_config
 from tw_compile.models.alike import Alike, alike_layers, choose
 from tw_compile.models.config import config_from_dict, keep_layers
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+}
 GEMMA = SMALL | {"model_type": "gemma2", "num_hidden_layers": 8, "head_dim": 16, "sliding_window": 8}
 LLAMA = SMALL | {"model_type": "llama", "num_hidden_layers": 6}
 

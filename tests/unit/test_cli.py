@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import explain, plan, render, run
+from tw_compile.cli import explain, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.collective import selection
 from tw_compile.kernels.collective.selection import Step
-from tw_compile.planning import LayerShape
 from tw_compile.runner import machine, worker
 from tw_compile.runner.numerics import Comparison, digest, worst
 from tw_compile.runner.spec import RunSpec
@@ -88,7 +86,9 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
     assert len(lines) == 1 and named in lines[0] and came in lines[0] and "expected" in lines[0]
 
 
-@pytest.mark.parametrize("command", [["plan", "--tp", "2"], ["inspect"], ["run", "--device", "cpu"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["plan", "--tp", "2"], ["inspect", "--tp", "2"], ["run", "--device", "cpu"]], ids=" ".join
+)
 @pytest.mark.parametrize(
     ("changed", "came"),
     [

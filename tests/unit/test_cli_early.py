@@ -28,7 +28,10 @@ REFUSED = [
     (["run", "--tp", "8"], KEY_HEADS),
     (["run", "--layers", "5"], DEPTH),
     (["run", "--device", "cpu", "--tp", "64"], "--tp: expected a divisor of 8"),
-    (["run", "--device", "cpu", "--transport", "p2p"], "--transport: expected auto or gloo with --device cpu, got 'p2p'"),
+    (
+        ["run", "--device", "cpu", "--transport", "p2p"],
+        "--transport: expected auto or gloo with --device cpu, got 'p2p'",
+    ),
     (["run", "--device", "cpu", "--json", "nowhere/report.json"], "--json: expected a file in a folder that exists"),
     (["inspect", *TINY, "--tp", "3"], HEADS),
     (["inspect", *TINY, "--layers", "5"], DEPTH),

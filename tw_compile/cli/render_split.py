@@ -46,8 +46,8 @@ def split_lines(split: dict[str, Any], layers_traced: Sequence[int] | None = Non
         yield f"token split {first} + {second} {split['unit']}s, {attention}"
         joins = ", ".join(f"{count} {reason}" for reason, count in split["joins"].items()) or "none"
         yield (
-            f"{counted}{split['duplicated']} operators run once for each half, {split['joined']} for both, {split['shared']} are "
-            f"shared; joins: {joins}; {split['slices']} values sliced, {split['cats']} put together"
+            f"{counted}{split['duplicated']} operators run once for each half, {split['joined']} for both, {split['shared']} "
+            f"are shared; joins: {joins}; {split['slices']} values sliced, {split['cats']} put together"
         )
     if split["overlap"] is not None:
         yield counted + _overlap_line(split["overlap"])

@@ -40,7 +40,9 @@ def alike_layers(config: PretrainedConfig) -> Alike:
     found = choose([(layer, tuple(repr(value[index]) for value in values)) for index, layer in enumerate(built)])
     if len(found.layers) == total:
         return found
-    return found if _built(keep_layers(config, found.layers)) == [built[index] for index in found.layers] else _all(total)
+    return (
+        found if _built(keep_layers(config, found.layers)) == [built[index] for index in found.layers] else _all(total)
+    )
 
 
 def choose(kinds: Sequence[Hashable]) -> Alike:
@@ -50,7 +52,11 @@ def choose(kinds: Sequence[Hashable]) -> Alike:
     inner = set(contexts[:-1])
     front = next(count for count in range(1, total + 1) if set(contexts[:count]) >= inner)
     # Behind the front goes on what went on there in the model: the same kind after the same kind.
-    ends = (end for end in range(total - 1, front, -1) if list(kinds[end - 1 : end + 1]) == list(kinds[front - 1 : front + 1]))
+    ends = (
+        end
+        for end in range(total - 1, front, -1)
+        if list(kinds[end - 1 : end + 1]) == list(kinds[front - 1 : front + 1])
+    )
     layers = (*range(front), *range(next(ends, front), total))
     first = {}
     for position, context in enumerate(_contexts([kinds[index] for index in layers])):

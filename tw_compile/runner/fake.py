@@ -14,7 +14,7 @@ from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.models import build_decoder, load_config
 from tw_compile.models.alike import Alike, alike_layers
-from tw_compile.models.config import keep_layers, truncate_layers
+from tw_compile.models.config import check_activation, keep_layers, truncate_layers
 from tw_compile.planning import DeviceProfile, load_profile
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.spec import RunSpec, UsageError
@@ -57,6 +57,7 @@ def inspect_model(spec: RunSpec, *, all_layers: bool = True) -> Inspection:
     with fake_process_group(spec.world_size), fake_cuda(cudnn=profile is not None and "cudnn" in profile.attention):
         try:
             config = load_config(spec.model)
+            check_activation(config)  # before layers are built to be compared
             config = config if spec.layers is None else truncate_layers(config, spec.layers)
             layers, traced = config.num_hidden_layers, None if all_layers else alike_layers(config)
             if traced is not None and len(traced.layers) == layers:
