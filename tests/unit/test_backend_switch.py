@@ -54,7 +54,7 @@ def test_otherwise_the_passes_are_in(
 
 def test_wrong_options_are_refused_where_it_is_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TW_COMPILE", "0")
-    with pytest.raises(ValueError, match="did you mean tw_compile.fuse"):
+    with pytest.raises(ValueError, match=r"did you mean tw_compile\.fuse"):
         backend.tw_compile_backend(None, [], options={"tw_compile.fuze": True})  # type: ignore[arg-type]
 
 

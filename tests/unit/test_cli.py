@@ -362,15 +362,21 @@ def test_explain_says_for_each_message_what_happens_and_which_entry_says_so() ->
     args = ["--tokens", "48,64,96,128", "--host", "vllm-0.24"]
     messages = explained(*args)
     assert [(one["tokens"], one["bytes"]) for one in messages] == [(n, n * 4096) for n in (48, 64, 96, 128)]
-    assert [one["decision"] for one in messages] == ["fused", "left", "left", "left"]
+    assert [one["decision"] for one in messages] == ["fused", "gated", "gated", "gated"]
     assert [one["transport"] for one in messages] == ["p2p", None, None, None]
     assert [one["backend"] for one in messages] == ["custom"] + ["multimem"] * 3
     assert all("sm90-multicast.toml: " in one["entry"] and "44079" in one["source"] for one in messages)
-    lines = invoke(*EXPLAIN, *args).output.splitlines()
-    assert lines[4:] == [explain.WITHOUT_MODEL]
+    output = invoke(*EXPLAIN, *args).output
+    head, *lines = output.splitlines()
+    assert head.split() == ["tokens", "message", "decision", "unfused", "by", "why"]
     for line, message in zip(lines[:4], messages, strict=True):
-        assert line.startswith(f"{message['tokens']} tokens, ")
-        assert all(message[key] in line for key in ("decision", "backend", "entry", "source"))
+        tokens, _, unit, decision, *rest = line.split()
+        assert (tokens, decision) == (str(message["tokens"]), message["decision"]) and message["backend"] in rest
+        assert unit == "KiB" and "left" not in line
+    assert max(map(len, output.splitlines())) <= 80, "fits a terminal"
+    text = " ".join(output.split())
+    assert text.endswith(explain.WITHOUT_MODEL)
+    assert all(text.count(f"{one['entry']}; {one['source']}") == 1 for one in messages), "each reason once"
 
 
 def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +384,7 @@ def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyP
     messages = explained("--tokens", "64,96", "--host", "vllm-0.24")
     assert [(one["backend"], one["decision"]) for one in messages] == [("custom", "fused")] * 2
     messages = explained("--tokens", "64,96", "--backend", "multimem")
-    assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "left")] * 2
+    assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "gated")] * 2
 
 
 def test_explain_names_the_transport_that_can_serve_the_message() -> None:

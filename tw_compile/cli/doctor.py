@@ -78,7 +78,7 @@ def print_vllm(console: Console, report: Report) -> None:
             console.print(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})", markup=False)
         for device_class, stretches in group["thresholds"].items():
             for one in stretches:
-                decided = f"{'fused' if one['fused'] else 'left'}, unfused {one['backend']}"
+                decided = f"{'fused' if one['fused'] else 'gated'}, unfused {one['backend']}"
                 line = f"{device_class}: from {one['from_tokens']} tokens {decided}: {one['entry']}; {one['source']}"
                 console.print(line, markup=False, soft_wrap=True)
 

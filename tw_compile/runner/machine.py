@@ -148,7 +148,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
-            f"from {size(one.nbytes)} {'fused' if one.fused else 'left'}, unfused {one.backend} "
+            f"from {size(one.nbytes)} {'fused' if one.fused else 'gated'}, unfused {one.backend} "
             f"({one.backend_why}): {one.entry}; {one.source}"
             for one in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
