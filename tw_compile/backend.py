@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.fx as fx
 
-from tw_compile import compat
+from tw_compile import compat, environment
 from tw_compile.config import Config
 from tw_compile.pipeline import TWCompilePass
+from tw_compile.report import collect_reports
+
+logger = logging.getLogger("tw_compile")
+
+_said_off = False
 
 
 def tw_compile_backend(
@@ -25,6 +31,10 @@ def tw_compile_backend(
         mode: As torch.compile's: ``default``, ``reduce-overhead``, ``max-autotune``, ``max-autotune-no-cudagraphs``.
         options: ``tw_compile.*`` keys configure the passes (:class:`tw_compile.Config`), all others are Inductor's own.
             A ``post_grad_custom_post_pass`` among them, or set globally, runs before the passes.
+
+    torch.compile takes either ``mode`` or ``options``, and says so itself; both together have :func:`make_backend`.
+
+    ``TW_COMPILE=0`` in the environment leaves the passes out: what remains is Inductor with the same options.
 
     Raises:
         ValueError, TypeError: An option is unknown or has a bad value.
@@ -71,6 +81,24 @@ def _compile(
         if name not in known:
             raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
         patches[name] = value
+    if environment.enabled() is False:
+        _say_off()
+        return compat.compile_with_inductor(gm, list(example_inputs), patches)
     users = patches[compat.POST_GRAD_HOOK] if compat.POST_GRAD_HOOK in patches else compat.global_post_grad_pass()
     patches[compat.POST_GRAD_HOOK] = TWCompilePass(config, before=compat.chain_passes(users))
-    return compat.compile_with_inductor(gm, list(example_inputs), patches)
+    with collect_reports() as reports:
+        compiled = compat.compile_with_inductor(gm, list(example_inputs), patches)
+    if not reports:
+        logger.info(
+            "tw_compile: a graph came out of Inductor's cache as the passes left it before; it is not rewritten again and has "
+            "no report (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew)"
+        )
+    return compiled
+
+
+def _say_off() -> None:
+    """Once, as a model may have many graphs."""
+    global _said_off
+    if not _said_off:
+        _said_off = True
+        logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class Config:
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
         disable_custom_all_reduce: A host that has an all_reduce of its own does not use it, as a setting of that name says.
         split: Whether the tokens of a graph are split into two halves: ``auto`` (where the planner says that it is faster),
-            ``off``, or the number of tokens in the first half, as ``512``.
+            ``off``, or the number of tokens in the first half, as ``512`` or ``"512"``, which are the same.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
         vllm_layer_groups: For vLLM alone, in steps too long for CUDA graphs: up to so many layers are compiled
@@ -74,12 +74,19 @@ class Config:
     host: str = DEFAULT_HOST
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
-    split: str = "auto"
+    split: str | int = "auto"
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"
     disable_passes: tuple[str, ...] = ()
     strict: bool = dataclasses.field(default_factory=environment.strict)
+
+    def __new__(cls, *values: Any, **named: Any) -> Config:
+        try:
+            _check_names(named)
+        except ValueError as error:
+            raise TypeError(str(error)) from None
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in _SWITCHES:
@@ -117,6 +124,8 @@ class Config:
 
     def _check_split(self) -> None:
         wording = "off, auto or a number of tokens as '512'"
+        if isinstance(self.split, int) and not isinstance(self.split, bool):
+            object.__setattr__(self, "split", str(self.split))
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
             raise ValueError(f"{OPTION_PREFIX}split: expected {wording}, got {self.split!r}")
@@ -133,7 +142,7 @@ class Config:
     @property
     def split_tokens(self) -> int | None:
         """The tokens of half 1 that ``split`` asks for; None where it names no number."""
-        return whole_number(self.split) or None
+        return whole_number(str(self.split)) or None
 
     def _check_count(self, name: str, unit: str) -> None:
         value = getattr(self, name)
@@ -149,12 +158,7 @@ class Config:
         Raises:
             ValueError: A key is unknown; the message names it and the nearest known one.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {OPTION_PREFIX}{near[0]}?" if near else ""
-                raise ValueError(f"unknown option {OPTION_PREFIX}{key}: expected one of {', '.join(known)}{hint}")
+        _check_names(values)
         return cls(**values)
 
     @classmethod
@@ -180,3 +184,12 @@ class Config:
     def digest(self) -> str:
         """Changes exactly when a field changes; part of the compile caches' key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _check_names(values: Iterable[str]) -> None:
+    known = [field.name for field in dataclasses.fields(Config)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {OPTION_PREFIX}{near[0]}?" if near else ""
+            raise ValueError(f"unknown option {OPTION_PREFIX}{key}: expected one of {', '.join(known)}{hint}")

@@ -19,7 +19,10 @@ _MOST = 2**31 - 1
 
 
 def enabled(environment: Mapping[str, str] = os.environ) -> bool | None:
-    """What ``TW_COMPILE`` tells a host with a plugin: to use the passes, or not to; None where it is unset."""
+    """What ``TW_COMPILE`` says: to use the passes, or not to; None where it is unset.
+
+    vLLM uses them if it is 1, torch.compile's backend ``tw_compile`` unless it is 0.
+    """
     return _switch(environment, ENABLE)
 
 

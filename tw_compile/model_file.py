@@ -6,6 +6,7 @@ What transformers makes of it is :mod:`tw_compile.models.config`'s; what is wron
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -14,6 +15,40 @@ from typing import Any
 from tw_compile.files import read_text
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+WHOLE_HEADS = frozenset(
+    (
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "ernie4_5",
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "gpt_oss",
+        "granite",
+        "helium",
+        "llama",
+        "llama4_text",
+        "minimax",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "phi",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+    )
+)
+"""Model types whose tensor-parallel plan deals out whole heads of attention; of others only transformers knows."""
 
 
 def preset_names() -> list[str]:
@@ -43,7 +78,7 @@ def read_model_file(source: str) -> tuple[dict[str, Any], str]:
         if not there:
             raise ValueError(
                 f"source: expected a preset ({', '.join(preset_names())}), a config.json or a checkpoint directory, "
-                f"got {source!r}"
+                f"got {source!r}{_hub_hint(source)}"
             )
         name, text = str(path), read_text(path, "source")
     try:
@@ -57,6 +92,35 @@ def read_model_file(source: str) -> tuple[dict[str, Any], str]:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     return values, name
+
+
+def _hub_hint(source: str) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source, re.ASCII) is None:
+        return ""
+    name = source.partition("/")[2]
+    return (
+        "; if that is a model of the Hugging Face Hub: nothing is downloaded here, so run "
+        f"'hf download {source} config.json --local-dir {name}' and give '{name}'"
+    )
+
+
+def check_shape(values: dict[str, Any], world_size: int | None, layers: int | None) -> None:
+    """Whether a model has so many layers, and heads for so many ranks, as far as its file tells; None is not asked.
+
+    Raises:
+        ValueError: It has not; the message names the key, what was expected and what it has.
+    """
+    of_text = values.get("text_config")
+    text = of_text if isinstance(of_text, dict) else values
+    depth = text.get("num_hidden_layers")
+    if layers is not None and isinstance(depth, int) and layers > depth:
+        raise ValueError(f"--layers: expected at most {depth}, its num_hidden_layers, got {layers}")
+    if world_size is None or text.get("model_type") not in WHOLE_HEADS:
+        return
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = text.get(name)
+        if isinstance(heads, int) and heads % world_size:
+            raise ValueError(f"--tp: expected a divisor of {heads}, its {name}, got {world_size}")
 
 
 def check_sizes(get: Callable[[str, int], Any]) -> None:

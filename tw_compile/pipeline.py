@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from pathlib import Path
 
 import torch.fx as fx
 
@@ -19,12 +18,9 @@ from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, manager, split
 from tw_compile.passes.contract import Context, HostGraph, InductorNeed
 from tw_compile.passes.reasons import SplitRefusal, refusals
+from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
-
-_PACKAGE = Path(__file__).parent
-_SOURCES = (_PACKAGE, _PACKAGE / "passes", _PACKAGE / "kernels")  # rglob does not follow links to folders
-_SOURCE_KINDS = ("*.py", "*.cu", "*.cuh")
 
 
 class TWCompilePass(compat.CustomGraphPass):
@@ -144,7 +140,7 @@ def _split(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split 
 
 
 def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Split:
-    return report.Split(context.config.split, "off", reason, detail)
+    return report.Split(str(context.config.split), "off", reason, detail)
 
 
 def _log(result: report.GraphReport) -> None:
@@ -159,18 +155,3 @@ def _log(result: report.GraphReport) -> None:
         logger.info("tw_compile: tokens not split, %s: %s", done.reason, done.detail)
     else:
         logger.info("tw_compile: %ss split %s + %s, joins %s", done.unit, *done.sizes, done.joins or "none")
-
-
-_digests: dict[tuple[Path, ...], str] = {}
-
-
-def source_digest() -> str:
-    """Hash of the package's own source files; read once per process."""
-    if _SOURCES not in _digests:
-        hasher = hashlib.sha256()
-        files = sorted({path for folder in _SOURCES for kind in _SOURCE_KINDS for path in folder.rglob(kind)})
-        for path in files:
-            hasher.update(path.name.encode())
-            hasher.update(path.read_bytes())
-        _digests[_SOURCES] = hasher.hexdigest()
-    return _digests[_SOURCES]

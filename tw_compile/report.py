@@ -229,7 +229,7 @@ def publish(report: GraphReport) -> None:
 def collect_reports() -> Iterator[list[GraphReport]]:
     """Collect the report of every graph that is compiled inside the ``with`` block, in order.
 
-    A graph that comes out of Inductor's cache is not compiled, and has no report.
+    A graph that comes out of Inductor's cache is not compiled, and has no report; the backend logs that at INFO.
     """
     collected: list[GraphReport] = []
     with _lock:

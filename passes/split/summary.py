@@ -16,7 +16,7 @@ from tw_compile.report import Overlap, OverlapWindow, Split
 
 def summarise(context: Context) -> Split | None:
     """Of a graph over which all passes of the split have run, or said why not; None where nothing asked for a split."""
-    asked = context.config.split
+    asked = str(context.config.split)
     device_profile = "" if context.profile is None else context.profile.name
     left = context.kept(NotSplit)
     if left is not None:

@@ -430,6 +430,7 @@ def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: py
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     result = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", "--plot", "plot.png"])
     assert result.exit_code == 2 and "pip install matplotlib" in result.output
+    assert "pip install 'tw-compile[plot]'" in result.output
 
 
 @pytest.mark.parametrize(("gpus", "tp", "ranks"), [(8, None, 8), (3, None, 2), (4, 2, 2)])

@@ -41,6 +41,7 @@ from tw_compile.benchmark.vllm.traces import (
     turns,
     warm_trace,
 )
+from tw_compile.cli import common
 from tw_compile.cli.app import app
 from tw_compile.harness.requests import UsageError
 from tw_compile.models import preset_names
@@ -520,7 +521,7 @@ def test_bad_input_is_one_line(arguments: tuple[str, ...], message: str) -> None
 
 
 def test_without_vllm_or_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(common, "gpus", lambda: 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "expected vLLM to be installed" in invoke().stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
@@ -529,7 +530,7 @@ def test_without_vllm_or_gpus_is_one_line(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_command_writes_what_was_asked_for(vllm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(common, "gpus", lambda: 2)
     monkeypatch.syspath_prepend(vllm)
     small = ("--model", "tiny-llama", "--chunks", "64", "--batches", "2", "--requests", "3", "--prompts", "2")
     given = (*small, "--prompt-tokens", "9", "--repeats", "1", "--only", "off,fuse,off-nccl")
@@ -555,6 +556,8 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
         and "disable_custom_all_reduce=True" in result.stdout
     )
     assert "decode-64: 64 requests" in result.stdout
+    assert len(result.stdout.splitlines()) <= 14 and "about 16 minutes of starts" in result.stdout
+    assert all(f"\n{one.label}: " in result.stdout for one in VARIANTS)
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
     together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
     assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.11" in together

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from tw_compile.cli import common, explain, plan, render, run
+from tw_compile.cli import common, explain, render, run
 from tw_compile.cli.app import app
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step
-from tw_compile.planning import LayerShape
 from tw_compile.runner import machine, worker
 from tw_compile.runner.numerics import OutputErrors, digest, worst
 from tw_compile.runner.spec import RunSpec
@@ -89,7 +87,9 @@ def test_bad_input_is_one_line_that_names_the_option_and_the_value(args: list[st
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [["plan", "--tp", "2"], ["inspect"], ["run", "--device", "cpu"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [["plan", "--tp", "2"], ["inspect", "--tp", "2"], ["run", "--device", "cpu"]], ids=" ".join
+)
 @pytest.mark.parametrize(
     ("changed", "came"),
     [
@@ -277,25 +277,14 @@ def test_inspect_shows_the_change_of_one_layer(inspected: tuple[Result, dict[str
     assert sum(line.startswith("- mm") for line in lines) == 2
 
 
-@pytest.fixture
-def flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``plan`` for the attention kernel that torch takes without a GPU."""
-    of_model = plan.layer_of_model
-
-    def layer_with_flash(model: str, tp: int) -> tuple[LayerShape, int]:
-        layer, layers = of_model(model, tp)
-        return replace(layer, attention=replace(layer.attention, kernel="flash")), layers
-
-    monkeypatch.setattr(plan, "layer_of_model", layer_with_flash)
-
-
-@pytest.mark.usefixtures("flash")
 def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
     files = tmp_path / "report.json", tmp_path / "page.html"
     args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--layers", "1", "--split", "auto"]
     result = invoke(*args, "--device-profile", "h200", "--json", str(files[0]), "--html", str(files[1]))
     assert result.exit_code == 0, result.output
-    (split,) = json.loads(files[0].read_text())["splits"]
+    report = json.loads(files[0].read_text())
+    assert all("sm90.toml: world_size 4" in site["entry"] for site in report["sites"]), "thresholds of the named device"
+    (split,) = report["splits"]
     planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
     assert split["plan"] == planned
     assert (split["mode"], split["unit"], split["sizes"]) == ("split", "token", planned["sizes"])
@@ -314,9 +303,8 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("flash")
 def test_inspect_splits_all_layers_as_planned() -> None:
-    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--split", "auto"]
+    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--all-layers"]
     (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]
     planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
     assert split["plan"] == planned and split["sizes"] == planned["sizes"]
@@ -378,15 +366,21 @@ def test_explain_says_for_each_message_what_happens_and_which_entry_says_so() ->
     args = ["--tokens", "48,64,96,128", "--host", "vllm-0.24"]
     messages = explained(*args)
     assert [(one["tokens"], one["bytes"]) for one in messages] == [(n, n * 4096) for n in (48, 64, 96, 128)]
-    assert [one["decision"] for one in messages] == ["fused", "left", "left", "left"]
+    assert [one["decision"] for one in messages] == ["fused", "gated", "gated", "gated"]
     assert [one["transport"] for one in messages] == ["p2p", None, None, None]
     assert [one["backend"] for one in messages] == ["custom"] + ["multimem"] * 3
     assert all("sm90-multicast.toml: " in one["entry"] and "44079" in one["source"] for one in messages)
-    lines = invoke(*EXPLAIN, *args).output.splitlines()
-    assert lines[4:] == [explain.WITHOUT_MODEL]
+    output = invoke(*EXPLAIN, *args).output
+    head, *lines = output.splitlines()
+    assert head.split() == ["tokens", "message", "decision", "unfused", "by", "why"]
     for line, message in zip(lines[:4], messages, strict=True):
-        assert line.startswith(f"{message['tokens']} tokens, ")
-        assert all(message[key] in line for key in ("decision", "backend", "entry", "source"))
+        tokens, _, unit, decision, *rest = line.split()
+        assert (tokens, decision) == (str(message["tokens"]), message["decision"]) and message["backend"] in rest
+        assert unit == "KiB" and "left" not in line
+    assert max(map(len, output.splitlines())) <= 80, "fits a terminal"
+    text = " ".join(output.split())
+    assert text.endswith(explain.WITHOUT_MODEL)
+    assert all(text.count(f"{one['entry']}; {one['source']}") == 1 for one in messages), "each reason once"
 
 
 def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,7 +388,7 @@ def test_explain_follows_the_environment_of_the_host(monkeypatch: pytest.MonkeyP
     messages = explained("--tokens", "64,96", "--host", "vllm-0.24")
     assert [(one["backend"], one["decision"]) for one in messages] == [("custom", "fused")] * 2
     messages = explained("--tokens", "64,96", "--backend", "multimem")
-    assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "left")] * 2
+    assert [(one["backend"], one["decision"]) for one in messages] == [("multimem", "gated")] * 2
 
 
 def test_explain_names_the_transport_that_can_serve_the_message() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tw_compile.cli.app import app
@@ -106,3 +108,18 @@ def test_multicast_is_planned_where_the_profile_has_it() -> None:
 def test_the_command_itself_imports_no_torch() -> None:
     code = "import sys; import tw_compile.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_fits_a_terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def narrow(json_file: str | None) -> Console:
+        return Console(width=80, force_terminal=True, no_color=True, highlight=False)
+
+    monkeypatch.setattr("tw_compile.cli.common.make_console", narrow)
+    output = re.sub("\x1b\\[[0-9;]*m", "", invoke("--tp", "4", "--tokens", "4096,65536").output)
+    lines = [line.rstrip() for line in output.splitlines()]
+    assert max(map(len, lines)) <= 80 and "…" not in output
+    assert any(line.split()[:5] == ["65536", "split*", "32768", "+", "32768"] for line in lines)
+    assert "*: half 2 begins within a sequence" in lines
+    windows = [line for line in lines if "MiB of half" in line]
+    assert len(windows) == 8 and all(line.split()[-1].isdecimal() for line in windows)
+    assert sum("qkv" in line or "gate_up" in line for line in lines) >= 8, "GEMMs of each window are told, too"

@@ -105,7 +105,9 @@ def test_digest_changes_with_each_field() -> None:
             "tw_compile.all_reduce_backend: expected one of auto, .*, got 'mpi'",
         ),
         ({"thresholds": 5}, TypeError, "tw_compile.thresholds: expected auto, off or a file, got 5"),
-        ({"split": 512}, TypeError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 512"),
+        ({"split": 0}, ValueError, "tw_compile.split: expected off, auto or a number of tokens as '512', got '0'"),
+        ({"split": True}, TypeError, "tw_compile.split: expected off, auto or a number of tokens as '512', got True"),
+        ({"split": 1.5}, TypeError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 1.5"),
         ({"split": "on"}, ValueError, "tw_compile.split: expected off, auto or a number of tokens as '512', got 'on'"),
         ({"split": "0"}, ValueError, "tw_compile.split: expected off, auto or .*, got '0'"),
         ({"vllm_layer_groups": -1}, ValueError, "tw_compile.vllm_layer_groups: expected 0 layers or more, got -1"),
@@ -188,3 +190,15 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TW_COMPILE_STRICT", "true")
     with pytest.raises(ValueError, match="TW_COMPILE_STRICT: expected '0' or '1', got 'true'"):
         Config()
+
+
+def test_a_number_of_tokens_may_be_a_number() -> None:
+    assert Config(split=512) == Config(split="512") and Config(split=512).split_tokens == 512
+    assert Config(split=512).digest() == Config(split="512").digest()
+
+
+def test_a_keyword_that_is_no_option_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(
+        TypeError, match=r"unknown option tw_compile.fuse_min_byte: .*did you mean tw_compile.fuse_min_bytes\?"
+    ):
+        Config(fuse_min_byte=1)  # type: ignore[call-arg]

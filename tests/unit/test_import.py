@@ -39,3 +39,18 @@ def test_names_are_importable_and_others_are_not() -> None:
         assert getattr(tw_compile, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = tw_compile.nothing
+
+
+@pytest.mark.parametrize("command", [["explain"], ["doctor"], ["tune", "--dry-run"]])
+def test_commands_that_compile_nothing_import_neither_dynamo_nor_inductor(command: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["tw-compile", *{command}]
+from tw_compile.cli import main
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+print("imported:", [name for name in ("torch._dynamo", "torch._inductor", "transformers") if name in sys.modules])
+"""
+    assert run(code).splitlines()[-1] == "imported: []"

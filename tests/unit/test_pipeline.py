@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline
+from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline, sources
 from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.planning import load_profile
 from tw_compile.testing import count_ops, fake_process_group, snapshot
@@ -211,17 +211,17 @@ def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.Monkey
     seen = {before}
     for text in ("a = 1\n", "a = 2\n"):
         source.write_text(text)
-        monkeypatch.setattr(pipeline, "_SOURCES", (tmp_path,))
-        monkeypatch.setattr(pipeline, "_digests", {})
+        monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
+        monkeypatch.setattr(sources, "_digests", {})
         seen.add(TWCompilePass().uuid())
     assert len(seen) == 3
 
 
 def test_uuid_changes_with_the_name_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_SOURCES", (tmp_path,))
+    monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
     seen = set()
     for name in ("one.py", "two.py"):
-        monkeypatch.setattr(pipeline, "_digests", {})
+        monkeypatch.setattr(sources, "_digests", {})
         source = tmp_path / name
         source.write_text("a = 1\n")
         seen.add(TWCompilePass().uuid())
@@ -238,7 +238,7 @@ def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_uuid_covers_every_source_folder() -> None:
-    names = {path.name for folder in pipeline._SOURCES for path in folder.rglob("*.py")}
+    names = {path.name for folder in sources._SOURCES for path in folder.rglob("*.py")}
     assert {"find.py", "ops.py", "duplicate.py", "pipeline.py", "lowering.py"} <= names
 
 

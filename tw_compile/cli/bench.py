@@ -48,8 +48,8 @@ def passes(
     GPU and are not in it, so the share of the passes is an upper bound.
     """
     common.ranks("--tp", tp)
-    common.model_file(model)
     counts = sorted(common.numbers("--layers", layers))
+    common.model_file(model, tp, counts[-1])
     common.writable("--csv", csv_file)
     console = common.make_console(json_file)
     with common.stages(console) as progress:

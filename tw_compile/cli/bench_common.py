@@ -77,6 +77,7 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
     if tp == 1:
         raise UsageError("--tp: expected at least 2 ranks, got 1")
     if device == "cpu":
+        common.cpu_ranks("--tp", tp)
         return tp or 2
     gpus = common.gpus()
     check_gpus(tp, gpus)

@@ -147,7 +147,9 @@ def _spec(
 
 def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:
     bench_common.check(spec, tp, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
+    common.model_file(spec.model, tp, spec.layers)
     ranks = bench_common.ranks_here(f"bench {spec.scope}", tp, spec.device)
+    common.model_file(spec.model, ranks)
     bench_common.check_depth(spec.model, spec.layers)
     spec = dataclasses.replace(spec, world_size=ranks)
     from tw_compile.benchmark.layer.plot import plot

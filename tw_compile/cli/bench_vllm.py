@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from functools import partial
@@ -19,6 +20,8 @@ from tw_compile.config import whole_number
 from tw_compile.harness.requests import UsageError
 
 MOST_GIB = 2**20
+START_SECONDS = 120.0
+"""benchmarks/results/2026-11-22-2xh200-vllm-llama-3.1-8b-8192-tp2-groups.json: 107 to 136, compiling included."""
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
 
 
@@ -88,7 +91,7 @@ def vllm(
         timeout=timeout,
     )
     _check(spec, tp)
-    common.model_file(model)
+    common.model_file(model, layers=layers)  # vLLM gives ranks copies of key heads where there are fewer
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None:
         logs = str(common.folder("--logs", logs))
@@ -179,16 +182,50 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
         plan = [described(engine) for engine in engines(spec, "MODEL")]
     how = "those of a chunk size at once, taking turns" if spec.together else "one after the other"
     console.print(f"{len(plan)} starts of vLLM with {spec.world_size} ranks, {how}; {1 + spec.repeats} rounds each")
-    for one in plan:
-        console.print(f"{one['variant']}, {one['chunk']} tokens a step", style="bold", markup=False)
-        environment = " ".join(f"{name}={value}" for name, value in one["environment"].items())
-        arguments = ", ".join(f"{name}={value!r}" for name, value in one["arguments"].items())
-        console.print(f"  {environment} vllm.LLM({arguments})", markup=False, soft_wrap=True)
-        for trace in one["traces"]:
-            text = f"{trace['prompt_tokens']} tokens in, {trace['output_tokens']} out"
-            text += ", once" if trace["trace"] == ACCURACY else ""
-            console.print(f"  {trace['trace']}: {trace['requests']} requests, {text}", markup=False)
+    console.print(_estimate(spec, len(plan)), markup=False)
+    shared = {
+        name: value for name, value in plan[0]["arguments"].items() if all(_has(one, name, value) for one in plan)
+    }
+    console.print(f"all: vllm.LLM({_arguments(shared)})", markup=False, soft_wrap=True)
+    for variant, same in itertools.groupby(plan, key=lambda one: one["variant"]):
+        first = next(same)
+        own = {
+            name: value for name, value in first["arguments"].items() if name not in shared and name not in _OF_CHUNK
+        }
+        environment = " ".join(f"{name}={value}" for name, value in first["environment"].items())
+        console.print(f"{variant}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
+    for chunk in spec.chunks:
+        found: dict[str, str] = {}
+        for one in plan:
+            if one["chunk"] == chunk:
+                found |= {trace["trace"]: _trace(trace, ACCURACY) for trace in one["traces"]}
+        console.print(f"{chunk} tokens a step: {'; '.join(found.values())}", markup=False, soft_wrap=True)
     common.write_json({"schema_version": 1, "command": "bench vllm --dry-run", "engines": plan}, json_file)
+
+
+_OF_CHUNK = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
+
+
+def _has(engine: dict[str, Any], name: str, value: Any) -> bool:
+    return bool(engine["arguments"].get(name) == value)
+
+
+def _arguments(arguments: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+
+
+def _trace(trace: dict[str, Any], once: str) -> str:
+    text = f"{trace['trace']}: {trace['requests']} requests, {trace['prompt_tokens']} tokens in, {trace['output_tokens']} out"
+    return text + (", once" if trace["trace"] == once else "")
+
+
+def _estimate(spec: VllmSpec, starts: int) -> str:
+    """How long, as far as it is known: starts take most of it."""
+    waits = len(spec.chunks) if spec.together else starts
+    return (
+        f"about {waits * START_SECONDS / 60:.0f} minutes of starts, at {START_SECONDS:.0f} s each as llama-3.1-8b takes on two "
+        f"H200, more for larger models; the traces come on top. An engine is given up after {spec.timeout:.0f} s (--timeout)"
+    )
 
 
 def _bench(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import json
@@ -23,7 +24,7 @@ from tw_compile.config import whole_number
 from tw_compile.environment import check_environment
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.kernels.collective import transports as entries
-from tw_compile.model_file import read_model_file
+from tw_compile.model_file import check_shape, read_model_file
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -32,6 +33,7 @@ EXIT_SIGNAL = 128
 MOST = 10**9 - 1
 """Of what is counted in an option; texts of numbers have as many digits (``config.whole_number``)."""
 MOST_RANKS = 1024
+MOST_CPU_RANKS = 16
 LONGEST = 365 * 86400.0
 TRANSPORTS = (entries.AUTO, *entries.TRANSPORTS.names())
 
@@ -158,11 +160,10 @@ def ranks_of_gpus(tp: int | None, gpus: int) -> None:
         raise UsageError(f"--tp: expected at most {gpus}, the number of GPUs here, got {tp}")
 
 
-def gpus() -> int:
-    """How many torch finds here."""
-    import torch
-
-    return torch.cuda.device_count()
+def cpu_ranks(option: str, value: int | None) -> None:
+    """Each is a process with a model of its own; on one CPU more of them show nothing that fewer don't."""
+    if value is not None and value > MOST_CPU_RANKS:
+        raise UsageError(f"{option}: expected at most {MOST_CPU_RANKS} ranks on a CPU, got {value}")
 
 
 def seconds(option: str, value: float) -> None:
@@ -170,12 +171,27 @@ def seconds(option: str, value: float) -> None:
         raise UsageError(f"{option}: expected a positive number of seconds, at most {LONGEST:.0f}, got {value}")
 
 
-def model_file(model: str) -> None:
-    """Refuse a file of ``--model`` that holds no configuration, before torch and transformers are imported or ranks started."""
+def model_file(model: str, tp: int | None = None, layers: int | None = None) -> None:
+    """Refuse a file of ``--model`` that holds no configuration, or none for so many ranks and layers.
+
+    Before torch and transformers are imported or ranks started; what only transformers can tell is found later.
+    """
     try:
-        read_model_file(model)
+        values, _ = read_model_file(model)
+        check_shape(values, tp, layers)
     except ValueError as error:
         raise UsageError(f"--model {model}: {error}") from None
+
+
+def gpus() -> int:
+    """How many GPUs torch finds; none where NVIDIA's driver is not installed, which is told without importing torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def folder(option: str, text: str) -> Path:

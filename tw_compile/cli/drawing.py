@@ -20,9 +20,11 @@ PLUMBING = frozenset(
     | {"clone", "alias", "full", "full_default", "slice", "iota", "select", "detach"}
 )
 _BOX_WIDTH, _BOX_HEIGHT, _GAP = 270, 40, 14
-_LANE = 350
+_LANE = 392
 _PANEL = 430
 _TOP = 64
+_DOT = 10
+"""Half the width of the dot on the lane, and a gap."""
 
 
 @dataclass
@@ -35,6 +37,10 @@ class Box:
     lines: list[Line] = field(default_factory=list)
     changed: bool = False
     on_lane: bool = False
+
+    @property
+    def half(self) -> int | None:
+        return self.lines[0].half
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -82,7 +88,8 @@ def boxes(lines: Sequence[Line], kept: set[str]) -> list[Box]:
         changed = line.name not in kept
         kind = _kind(line, stream)
         last = result[-1] if result else None
-        if kind == "pointwise" and last is not None and last.kind == "pointwise" and last.changed == changed:
+        alike = last is not None and (last.kind, last.changed, last.half) == (kind, changed, line.half)
+        if kind == "pointwise" and last is not None and alike:
             last.lines.append(line)
         else:
             result.append(Box(kind, line.op, line.result, [line], changed))
@@ -128,7 +135,8 @@ def _label(box: Box) -> None:
             box.title = "activation"
         box.subtitle = " · ".join(dict.fromkeys(ops))
     elif box.kind == "matmul":
-        box.title = f"{box.title} {box.lines[0].module}"
+        kind = box.title.removesuffix("_leaving_sms").replace("_", " ").strip()
+        box.title = f"{kind} {_factors(box.lines[0])}"
     elif box.kind == "residual":
         box.title, box.on_lane = "+ residual", True
     elif box.kind == "fused":
@@ -143,6 +151,22 @@ def _label(box: Box) -> None:
         else:
             box.title = "wait"
             box.subtitle = ""
+
+
+_SEVERAL = {
+    "q_proj": "q, k, v",
+    "k_proj": "q, k, v",
+    "v_proj": "q, k, v",
+    "gate_proj": "gate, up",
+    "up_proj": "gate, up",
+}
+
+
+def _factors(line: Line) -> str:
+    """The projections that a GEMM does; one for several is called by all of them, and not by the first or the next."""
+    if line.op == "gated_mm_leaving_sms":
+        return "gate, up, activation"
+    return _SEVERAL.get(line.module, line.module) if line.op == "joint_mm_leaving_sms" else line.module
 
 
 def _panel_header(panel: int, title: str, content: list[Box], height: int) -> str:
@@ -177,12 +201,17 @@ def _draw_box(panel: int, box: Box, y: int) -> str:
     width = _PANEL - 32 if box.on_lane else _BOX_WIDTH
     state = ("removed" if panel == 0 else "added") if box.changed else "same"
     tooltip = "\n".join(f"{line.name} = {line.call}  {line.result}" for line in box.lines)
+    room = min(width, _LANE - 16 - _DOT)  # what is written ends before the residual's dot
+    half = "" if box.half is None else f" half{box.half}"
+    subtitle = " · ".join(filter(None, ["" if box.half is None else f"half {box.half}", box.subtitle]))
     parts = [
-        f'<g class="box {box.kind} {state}"><title>{html.escape(tooltip)}</title>',
+        f'<g class="box {box.kind} {state}{half}"><title>{html.escape(tooltip)}</title>',
         f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="7"/>',
-        f'<text class="name" x="{x + 12}" y="{y + (18 if box.subtitle else 25)}">{html.escape(_cut(box.title, width))}</text>',
-        f'<text class="what" x="{x + 12}" y="{y + 33}">{html.escape(_cut(box.subtitle, width))}</text>',
+        f'<text class="name" x="{x + 12}" y="{y + (18 if subtitle else 25)}">{html.escape(_cut(box.title, room))}</text>',
+        f'<text class="what" x="{x + 12}" y="{y + 33}">{html.escape(_cut(subtitle, room))}</text>',
     ]
+    if box.half is not None:
+        parts.append(f'<rect class="stripe" x="{x}" y="{y}" width="6" height="{_BOX_HEIGHT}" rx="3"/>')
     if box.on_lane:
         parts.append(f'<circle class="tap" cx="{panel * _PANEL + _LANE}" cy="{y + _BOX_HEIGHT // 2}" r="6"/>')
     return "".join([*parts, "</g>"])

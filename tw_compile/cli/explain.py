@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
@@ -95,10 +99,9 @@ def explain(
         message = {"tokens": count, **_decision(gate, count, tp, hidden, dtype)}
         split = None if layer is None else _split(layer, profile, device_profile != "auto", dtype, host, message)
         messages.append(message | {"split": split})
-    for message in messages:
-        console.print(_line(message), markup=False, soft_wrap=True)
+    _print(console, messages)
     if layer is None:
-        console.print(WITHOUT_MODEL, style="dim", markup=False, soft_wrap=True)
+        console.print(WITHOUT_MODEL, style="dim", markup=False)
     report = {
         "schema_version": 2,
         "command": "explain",
@@ -143,7 +146,7 @@ def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype:
         "bytes": verdict.nbytes,
         "backend": str(verdict.backend),
         "backend_why": verdict.backend_why,
-        "decision": "fused" if verdict.fused else "left",
+        "decision": "fused" if verdict.fused else "gated",
         "transport": transport,
         "entry": verdict.entry,
         "source": verdict.source,
@@ -194,20 +197,47 @@ def _split(
     }
 
 
-def _line(message: dict[str, Any]) -> str:
-    decided = message["decision"] + (f" by {message['transport']}" if message["transport"] else "")
-    if message["split"] is not None:
-        decided += f", {_split_words(message['split'])}"
-    return (
-        f"{message['tokens']} tokens, {size(message['bytes'])}: {decided}; unfused {message['backend']} "
-        f"({message['backend_why']}); {message['entry']}; {message['source']}"
-    )
+def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
+    """A row for each message; why that is decided, once for all that it holds for, below by number."""
+    reasons: list[str] = []
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    with_splits = messages[0]["split"] is not None
+    for name in ("tokens", "message", "decision", "unfused by", "why", *(("split",) if with_splits else ())):
+        table.add_column(name, justify="right" if name in ("tokens", "message", "why") else "left")
+    for message in messages:
+        told = [
+            f"{message['entry']}; {message['source']}",
+            f"unfused by {message['backend']}: {message['backend_why']}",
+        ]
+        cells = [str(message["tokens"]), size(message["bytes"]), _decided(message), message["backend"]]
+        if with_splits:
+            told += [_split_reason(message["split"])] if _split_reason(message["split"]) else []
+        reasons += [one for one in told if one not in reasons]
+        cells.append(",".join(str(reasons.index(one) + 1) for one in told))
+        table.add_row(*map(escape, cells + ([_split_words(message["split"])] if with_splits else [])))
+    console.print(table)
+    console.print()
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"{number}: {reason}", style="dim", markup=False)
+
+
+def _decided(message: dict[str, Any]) -> str:
+    return f"{message['decision']} ({message['transport']})" if message["transport"] else str(message["decision"])
 
 
 def _split_words(split: dict[str, Any]) -> str:
     if split["mode"] == UNKNOWN:
-        return f"split or not ({split['detail']})"
+        return "unknown"
     if split["mode"] == Mode.OFF:
-        return f"not split ({split['reason']}: {split['detail']})"
-    joined = ", attention of all tokens" if split["mode"] == Mode.JOIN else ""
-    return f"split {' + '.join(map(str, split['sizes']))}{joined} (predicted {split['gain']:.2f}x of unfused)"
+        return f"no, {split['reason']}"
+    joined = " (join)" if split["mode"] == Mode.JOIN else ""
+    return f"{' + '.join(map(str, split['sizes']))}{joined}, {split['gain']:.2f}x"
+
+
+def _split_reason(split: dict[str, Any]) -> str:
+    if split["mode"] == UNKNOWN:
+        return f"split or not: {split['detail']}"
+    if split["mode"] == Mode.OFF:
+        return f"not split, {split['reason']}: {split['detail']}"
+    attention = "attention of all tokens" if split["mode"] == Mode.JOIN else "attention of each half"
+    return f"split, {attention}: predicted speed-up over the unfused layer"

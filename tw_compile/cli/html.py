@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from tw_compile.cli.drawing import draw
-from tw_compile.cli.render import absorbed, device, duration, group_sites, size
+from tw_compile.cli.render import absorbed, device, duration, group_sites, layers_of, ranges, size, traced_line
 from tw_compile.cli.render_split import WINDOW_COLUMNS, split_lines, window_rows
 from tw_compile.graph import text
 
@@ -21,7 +21,7 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
     if layer is not None:
         lines = text.layer_lines(before, layer), text.layer_lines(after, layer)
         drawn = (
-            f"<h2>Layer {layer}, before and after</h2>{_LEGEND}"
+            f"<h2>Layer {layer}, before and after</h2>{_LEGEND}{_HALVES if _is_split(lines[1]) else ''}"
             f'<figure class="drawing">{draw(*lines)}</figure>'
             f"<details><summary>the same as text</summary>{_diff_text(lines)}</details>"
         )
@@ -32,7 +32,8 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
         facts=html.escape(
             f"{report['layers']} layers, {report['dtype']}, {report['tokens'][0]} tokens, "
             f"{report['world_size']} ranks of {device(report)}"
-        ),
+        )
+        + (f"<br>{html.escape(line)}" if (line := traced_line(report)) else ""),
         counts=_counts(report),
         drawing=drawn,
         groups=_groups(report),
@@ -51,6 +52,16 @@ _LEGEND = (
     "is the residual stream; a dot is a node that reads and writes it. Views are left out, runs of pointwise nodes are one "
     "box; hover over a box for its nodes.</p>"
 )
+
+
+_HALVES = (
+    '<p class="legend">The tokens are split: a stripe says whose half a box computes, <span class="key half1">half 1</span> '
+    '<span class="key half2">half 2</span>; boxes without one are for all tokens.</p>'
+)
+
+
+def _is_split(lines: list[text.Line]) -> bool:
+    return any(line.half is not None for line in lines)
 
 
 def _counts(report: dict[str, Any]) -> str:
@@ -98,7 +109,7 @@ def _not_fused(report: dict[str, Any]) -> str:
     if not sites:
         return ""
     lines = "".join(
-        f"<li>site {site['index']}, layer {'-' if site['layer'] is None else site['layer']}: "
+        f"<li>site {site['index']}, layer {ranges(layers_of(site)) or '-'}: "
         f"<b>{html.escape(site['reason'])}</b>, {html.escape(site['detail'])}</li>"
         for site in sites
     )
@@ -106,9 +117,9 @@ def _not_fused(report: dict[str, Any]) -> str:
 
 
 def _splits(report: dict[str, Any]) -> str:
-    text = ""
+    text, traced = "", report.get("layers_traced")
     for split in report["splits"]:
-        text += f"<p>{'<br>'.join(map(html.escape, split_lines(split)))}</p>"
+        text += f"<p>{'<br>'.join(map(html.escape, split_lines(split, traced)))}</p>"
         rows = [list(row) for row in window_rows(split)]
         text += _table(list(WINDOW_COLUMNS), rows) if rows else ""
     return f"<h3>Token split</h3>{text}" if text else ""
@@ -118,7 +129,7 @@ def _sites(report: dict[str, Any]) -> str:
     rows = [
         [
             site["index"],
-            "-" if site["layer"] is None else site["layer"],
+            ranges(layers_of(site)) or "-",
             site["node"],
             site["form"],
             size(site["bytes"]),

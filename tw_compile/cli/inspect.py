@@ -36,6 +36,9 @@ def inspect(
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
     split: SplitOption = "auto",
     device_profile: DeviceProfileOption = "auto",
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="Trace every layer, and not only those that differ.")
+    ] = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML page.")] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -48,7 +51,7 @@ def inspect(
     common.splitting(split, device_profile)
     common.thresholds()
     common.writable("--html", html)
-    common.model_file(model)
+    common.model_file(model, tp, layers)
     spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
     console = common.make_console(json_file)
     with common.stages(console) as progress:
@@ -56,7 +59,7 @@ def inspect(
         from tw_compile.runner.fake import as_report, inspect_model
 
         progress(f"compiling {model} for one of {tp} fake ranks, up to the passes")
-        inspection = inspect_model(spec)
+        inspection = inspect_model(spec, all_layers=all_layers)
     report = as_report(spec, inspection)
 
     from tw_compile.cli.render import print_header, print_sites
@@ -64,7 +67,7 @@ def inspect(
 
     print_header(console, report)
     print_sites(console, report)
-    print_splits(console, report["splits"])
+    print_splits(console, report["splits"], report["layers_traced"])
     layer = shown_layer(report)
     if layer is not None:
         _print_layer(console, layer, layer_diff(inspection, layer))

@@ -22,6 +22,8 @@ from tw_compile.planning.windows import PlannedWindow
 SCHEMA_VERSION = 1
 ATTENTION = ("auto", "split", "join")
 _WIDTH = 120
+_WIDE = 110
+"""Columns of a terminal from which on a window's GEMMs stand beside it, and not in a table of their own."""
 
 
 @common.one_line_errors
@@ -127,7 +129,7 @@ def named_profile(name: str) -> DeviceProfile:
 
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
-    common.model_file(model)
+    common.model_file(model, tp)
     from tw_compile.models.config import load_config, tensor_parallel_plan
 
     try:
@@ -148,25 +150,29 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
     console.print(str(report["evidence"]["text"]), style="dim", markup=False)
     _print_summary(console, plans)
-    if any(one.mode is not Mode.OFF for one in plans):
+    split = [one for one in plans if one.mode is not Mode.OFF]
+    if any(one.cuts_sequence for one in split):
+        console.print("*: half 2 begins within a sequence", style="dim", markup=False)
+    if split:
         console.print()
-        _print_windows(console, plans)
+        _print_windows(console, split)
     for one in plans:
         if one.off is not None:
             console.print(f"{one.tokens} tokens: off, {one.off}: {one.reason}", style="yellow", markup=False)
 
 
 def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
-    columns = ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "as planned")
-    table = plain_table(columns, ("mode",), no_wrap=True)
+    wide = console.width >= _WIDE
+    columns = ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "gain")
+    table = plain_table([name for name in columns if wide or name != "waves"], ("mode",), no_wrap=True)
     for one in plans:
         predicted = one.predicted
         whole, first, second = (sum(getattr(gemm, name) for gemm in one.waves) for name in ("whole", "first", "second"))
         table.add_row(
             str(one.tokens),
-            one.mode.value + (" in a sequence" if one.cuts_sequence else ""),
+            one.mode.value + ("*" if one.cuts_sequence else ""),
             " + ".join(map(str, one.sizes)) if one.mode is not Mode.OFF else "-",
-            f"{whole} -> {first} + {second}" if one.waves else "-",
+            *([f"{whole} -> {first} + {second}" if one.waves else "-"] if wide else []),
             *(f"{us:.0f}" for us in (predicted.unfused_us, predicted.no_communication_us, predicted.fused_us)),
             "-" if predicted.split_us is None else f"{predicted.split_us:.0f}",
             f"{one.gain:.2f}x",
@@ -174,16 +180,28 @@ def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
     console.print(table)
 
 
+_WINDOW_COLUMNS = ("window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "in all")
+
+
 def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
-    columns = ("tokens", "window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "window takes")
-    table = plain_table(columns, ("window", "GEMMs: waves on SMs", "travels"), no_wrap=True)
-    table.columns[2].no_wrap = False
-    for one in plans:
-        if one.mode is Mode.OFF:
-            continue
-        for index, window in enumerate(one.windows):
-            table.add_row("" if index else str(one.tokens), *map(escape, _window_cells(window)))
-    console.print(table)
+    """As one table where it has room, else without the GEMMs, which follow in a second one."""
+    gemms = _WINDOW_COLUMNS.index("GEMMs: waves on SMs")
+    everything = range(len(_WINDOW_COLUMNS))
+    parts: list[Sequence[int]] = [everything]
+    if console.width < _WIDE:
+        parts = [[column for column in everything if column != gemms], [0, gemms]]
+    for number, part in enumerate(parts):
+        columns = ("tokens", *(_WINDOW_COLUMNS[column] for column in part))
+        table = plain_table(columns, ("window", "GEMMs: waves on SMs", "travels"), no_wrap=True)
+        if gemms in part:
+            table.columns[1 + list(part).index(gemms)].no_wrap = False
+        for one in plans:
+            for index, window in enumerate(one.windows):
+                cells = _window_cells(window)
+                table.add_row("" if index else str(one.tokens), *(escape(cells[column]) for column in part))
+        if number:
+            console.print()
+        console.print(table)
 
 
 def _window_cells(window: PlannedWindow) -> tuple[str, ...]:

@@ -52,9 +52,10 @@ def group_sites(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault(tuple(site[key] for key in GROUP_KEYS), []).append(site)
     result = []
     for members in groups.values():
-        layers = [site["layer"] for site in members if site["layer"] is not None]
+        layers = [layer for site in members for layer in layers_of(site)]
         entry = {key: members[0][key] for key in GROUP_KEYS}
-        entry |= {"count": len(members), "layers": ranges(layers) or "-", "why": members[0]["detail"]}
+        count = sum(map(count_of, members))
+        entry |= {"count": count, "layers": ranges(layers) or "-", "why": members[0]["detail"]}
         result.append(entry)
     return result
 
@@ -66,6 +67,9 @@ def print_header(console: Console, report: dict[str, Any]) -> None:
     if report.get("hosts", 1) > 1:
         ranks += f" on {report['hosts']} hosts"
     console.print(Text(f"{report['model']}{layers}, {report['dtype']}", style="bold"))
+    line = traced_line(report)
+    if line is not None:
+        console.print(Text(line, style="yellow"), soft_wrap=True)
     console.print(
         f"{ranks} on {escape(device(report))}, torch {versions['torch']}, transformers {versions['transformers']}"
     )
@@ -73,7 +77,30 @@ def print_header(console: Console, report: dict[str, Any]) -> None:
 
 def absorbed(sites: list[dict[str, Any]]) -> int:
     """How many fused operators do the GEMM of their message themselves."""
-    return sum(site["producer"] == "mm" for site in sites)
+    return sum(count_of(site) for site in sites if site["producer"] == "mm")
+
+
+def layers_of(site: dict[str, Any]) -> list[int]:
+    """The layers that a site is of: its own, and those that were not traced as they are like it."""
+    if site.get("stands_for"):
+        return list(site["stands_for"])
+    return [] if site["layer"] is None else [site["layer"]]
+
+
+def count_of(site: dict[str, Any]) -> int:
+    """How many all_reduces of the whole model a site stands for."""
+    return len(layers_of(site)) or 1
+
+
+def traced_line(report: dict[str, Any]) -> str | None:
+    """What the counts rest on; None where every layer was traced."""
+    traced = report.get("layers_traced")
+    if traced is None:
+        return None
+    return (
+        f"traced: layers {ranges(traced)}, which the other {report['layers'] - len(traced)} are like; counts are scaled to all "
+        f"{report['layers']} layers (--all-layers traces every one)"
+    )
 
 
 def device(report: dict[str, Any]) -> str:
@@ -111,7 +138,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
         console.print(f"thresholds: {entry}; unfused {backend}; {source}", style="dim", markup=False, soft_wrap=True)
     for site in report["sites"]:
         if site["decision"] != "fused":
-            where = "outside of layers" if site["layer"] is None else f"layer {site['layer']}"
+            layers = layers_of(site)
+            where = f"layer{'s'[: len(layers) > 1]} {ranges(layers)}" if layers else "outside of layers"
             line = Text(f"site {site['index']}, {where}: ")
             line.append(f"{site['decision']}, {site['reason']}", style=STYLES[site["decision"]])
             console.print(line.append(f": {site['detail']}"), soft_wrap=True)

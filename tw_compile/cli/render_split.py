@@ -16,10 +16,12 @@ WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "left by", "compute us", "
 """SMs of the sum that travels, the GEMMs that are planned for the others, and predicted times."""
 
 
-def print_splits(console: Console, splits: Sequence[dict[str, Any]]) -> None:
+def print_splits(
+    console: Console, splits: Sequence[dict[str, Any]], layers_traced: Sequence[int] | None = None
+) -> None:
     """One paragraph for each graph, and its windows; nothing where the option is off."""
     for split in splits:
-        first, *rest = split_lines(split)
+        first, *rest = split_lines(split, layers_traced)
         console.print()
         console.print(Text(first, style="bold" if split["mode"] != "off" else "yellow"), soft_wrap=True)
         for line in rest:
@@ -32,8 +34,9 @@ def print_splits(console: Console, splits: Sequence[dict[str, Any]]) -> None:
             console.print(table)
 
 
-def split_lines(split: dict[str, Any]) -> Iterator[str]:
-    """The decision, what became of the operators, and what was predicted."""
+def split_lines(split: dict[str, Any], layers_traced: Sequence[int] | None = None) -> Iterator[str]:
+    """The decision, what became of the operators, and what was predicted; counts are of the graph, not scaled."""
+    counted = "" if layers_traced is None else f"in the {len(layers_traced)} layers traced: "
     if split["mode"] == "off":
         yield f"token split off, {split['reason']}: {split['detail']}"
     else:
@@ -42,11 +45,11 @@ def split_lines(split: dict[str, Any]) -> Iterator[str]:
         yield f"token split {first} + {second} {split['unit']}s, {attention}"
         joins = ", ".join(f"{count} {reason}" for reason, count in split["joins"].items()) or "none"
         yield (
-            f"{split['duplicated']} operators run once for each half, {split['joined']} for both, {split['shared']} are "
-            f"shared; joins: {joins}; {split['slices']} values sliced, {split['cats']} put together"
+            f"{counted}{split['duplicated']} operators run once for each half, {split['joined']} for both, {split['shared']} "
+            f"are shared; joins: {joins}; {split['slices']} values sliced, {split['cats']} put together"
         )
     if split["overlap"] is not None:
-        yield _overlap_line(split["overlap"])
+        yield counted + _overlap_line(split["overlap"])
     if split["plan"] is not None:
         yield _plan_line(split["plan"], split["device_profile"])
 

@@ -125,7 +125,7 @@ def resolve(
         common.one_of("--device", device, ("cpu", "cuda"))
     common.seconds("--timeout", timeout)
     common.thresholds()
-    common.model_file(model)
+    common.model_file(model, tp, layers)
     asked_tokens = common.numbers("--tokens", tokens) if tokens is not None else None
     if device == "cpu" and transport not in (of_cpu := (AUTO, *names_for("cpu"))):
         raise UsageError(f"--transport: expected {' or '.join(of_cpu)} with --device cpu, got {transport!r}")
@@ -133,9 +133,14 @@ def resolve(
     if device == "cuda" and gpus == 0:
         raise UsageError("--device: expected cpu, as torch finds no GPU here, got 'cuda'")
     chosen = device or ("cuda" if gpus >= _ranks_here() else "cpu")
+    if chosen == "cpu" and transport in ("p2p", "multimem", "nccl"):
+        why = "--device cpu" if device else f"the CPU, which is taken as there are {gpus} GPUs"
+        raise UsageError(f"--transport: expected auto or gloo with {why}, got {transport!r}")
+    world_size = _world_size(tp, chosen, gpus)
+    common.model_file(model, world_size, layers)
     return RunSpec(
         model=model,
-        world_size=_world_size(tp, chosen, gpus),
+        world_size=world_size,
         device=chosen,
         tokens=asked_tokens or common.numbers("--tokens", CUDA_TOKENS if chosen == "cuda" else CPU_TOKENS),
         dtype=dtype,
@@ -155,6 +160,7 @@ def _world_size(tp: int | None, device: str, gpus: int) -> int:
             raise UsageError(f"--tp: expected {launched}, the number of processes that torchrun started, got {tp}")
         return launched
     if device == "cpu":
+        common.cpu_ranks("--tp", tp)
         return tp or CPU_RANKS
     common.ranks_of_gpus(tp, gpus)
     return tp or next((ranks for ranks in CUDA_RANKS if ranks <= gpus), gpus)

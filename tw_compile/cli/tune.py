@@ -149,6 +149,7 @@ def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> t
     for ranks in asked or ():
         common.ranks("--tp", ranks, least=2)
     if device == "cpu":
+        common.cpu_ranks("--tp", max(asked or (2,)))
         return asked or (2,)
     gpus = common.gpus()
     usual = common.numbers("--tp", WORLD_SIZES)

@@ -7,23 +7,20 @@ has a test per difference.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
-from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
-from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
@@ -31,6 +28,30 @@ from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
 from tw_compile.compat.new_sizes import example_of as example_of
 from tw_compile.compat.new_sizes import new_size as new_size
 from tw_compile.compat.new_sizes import tune_for_examples as tune_for_examples
+
+if TYPE_CHECKING:
+    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
+
+_OF_COMPILING = {
+    "BackendCompilerFailed": "torch._dynamo.exc",
+    "CustomGraphPass": "torch._inductor.custom_graph_pass",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "ShapeEnv": "torch.fx.experimental.symbolic_shapes",
+    "statically_known_true": "torch.fx.experimental.symbolic_shapes",
+}
+"""Imported when they are asked for: Dynamo and Inductor take seconds, and who only asks about a machine needs neither."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OF_COMPILING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_OF_COMPILING[name]), name)
+    return found
+
 
 POST_GRAD_HOOK = "post_grad_custom_post_pass"
 """Inductor's option for a pass over the functional graph, right before its own last passes."""
@@ -118,24 +139,11 @@ def process_group_facts() -> list[tuple[str, int, int]]:
 
 def chain_passes(hook: Any) -> Callable[[fx.Graph], object] | None:
     """What Inductor's custom pass option holds, as one pass: None, a callable, or (from 2.14) a list of them."""
+    from tw_compile.compat.pass_sequence import PassSequence
+
     if hook is None or not isinstance(hook, list | tuple):
         return hook
     return PassSequence(list(hook)) if hook else None
-
-
-class PassSequence(CustomGraphPass):
-    """Several passes as one; identified only if each of them is."""
-
-    def __init__(self, passes: list[Callable[[fx.Graph], object]]) -> None:
-        self.passes = passes
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for one in self.passes:
-            one(graph)
-
-    def uuid(self) -> Any:
-        uuids = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.passes]
-        return None if None in uuids else tuple(uuids)
 
 
 def emulates_precision_casts() -> bool:
@@ -185,7 +193,12 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def one_shot_all_reduce_bytes() -> int:
-    """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none."""
+    """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none.
+
+    An option that only Python sets: while nothing has imported Inductor, nothing has.
+    """
+    if "torch._inductor" not in sys.modules:
+        return 0
     from torch._inductor import config
 
     return config._collective.one_shot_all_reduce_threshold_bytes if config._collective.auto_select else 0
@@ -381,11 +394,15 @@ def delay_stream(cycles: int) -> None:
     torch.cuda._sleep(cycles)
 
 
+_CUDNN_MAX_HEAD_DIM = 128
+
+
 @contextlib.contextmanager
-def trace_fused_attention() -> Iterator[None]:
+def trace_fused_attention(cudnn: bool = False) -> Iterator[None]:
     """Trace half-precision attention on (fake) CUDA tensors to the flash kernel, or with a mask to the efficient one.
 
     Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, these or cuDNN's.
+    ``cudnn``: in place of the flash kernel, as on GPUs where torch prefers it.
     """
     aten = torch.ops.aten
     operator = aten.scaled_dot_product_attention.default
@@ -404,6 +421,10 @@ def trace_fused_attention() -> Iterator[None]:
         is_half = query.dtype in (torch.float16, torch.bfloat16)
         same_width = query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
         fused = query.device.type == "cuda" and is_half and same_width
+        if fused and attn_mask is None and cudnn and query.shape[-1] <= _CUDNN_MAX_HEAD_DIM:
+            return aten._scaled_dot_product_cudnn_attention.default(
+                query, keys, value, None, False, dropout_p, is_causal, scale=scale
+            )[0]
         if fused and attn_mask is None:
             outputs = aten._scaled_dot_product_flash_attention.default(
                 query, keys, value, dropout_p, is_causal, scale=scale

@@ -18,6 +18,7 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.graph.layer import layer_of
+from tw_compile.passes.nodes import annotation
 
 Change = Literal["same", "removed", "added", "folded"]
 
@@ -32,6 +33,7 @@ _OP_NAMES = {
     "mm_all_reduce_rms_norm_start": "fused_mm_start",
     "all_reduce_rms_norm_wait_": "fused_wait",
     "_scaled_dot_product_flash_attention": "flash_attention",
+    "_scaled_dot_product_cudnn_attention": "cudnn_attention",
 }
 _NODE_NAMES = (
     ("all_reduce_rms_norm_start_default", "fused_start"),
@@ -40,6 +42,7 @@ _NODE_NAMES = (
     ("convert_element_type", "cast"),
     ("reshape_default", "reshape"),
     ("_scaled_dot_product_flash_attention", "flash_attention"),
+    ("_scaled_dot_product_cudnn_attention", "cudnn_attention"),
 )
 FUSED_STARTS = ("fused_start", "fused_mm_start")
 NO_RESIDUAL = "no residual"
@@ -50,7 +53,8 @@ _TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
 @dataclass(frozen=True)
 class Line:
     """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes;
-    ``module`` the last part of the path of the module it came from.
+    ``module`` the last part of the path of the module it came from, ``half`` the half of the tokens that it computes, 1 or 2;
+    None where it is for all of them.
 
     Names are shortened, in the same way everywhere.
     """
@@ -61,6 +65,7 @@ class Line:
     result: str
     detail: str = ""
     module: str = ""
+    half: int | None = None
 
     @property
     def call(self) -> str:
@@ -105,6 +110,7 @@ def line(node: fx.Node) -> Line:
         describe(node.meta.get("val")),
         _detail(node),
         _module(node),
+        _half(node),
     )
 
 
@@ -181,6 +187,11 @@ def _module(node: fx.Node) -> str:
     path = str(list(stack.values())[-1][0]) if stack else ""
     words = re.findall(r"[A-Za-z_]\w*", path)
     return words[-1] if words else ""
+
+
+def _half(node: fx.Node) -> int | None:
+    part = annotation(node).get("split")
+    return part if isinstance(part, int) else None
 
 
 def _detail(node: fx.Node) -> str:

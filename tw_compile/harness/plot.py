@@ -40,7 +40,8 @@ def require(path: str) -> None:
         raise UsageError(f"--plot: expected a file that ends in {' or '.join(SUFFIXES)}, got {path!r}")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            f"--plot: expected matplotlib to be installed (pip install matplotlib), got {path!r} without it"
+            f"--plot: expected matplotlib, of the extra plot (pip install 'tw-compile[plot]', or pip install matplotlib), "
+            f"got {path!r} without it"
         )
 
 

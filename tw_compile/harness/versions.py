@@ -10,10 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-import transformers
 
 from tw_compile import __version__
-from tw_compile.pipeline import source_digest
+from tw_compile.sources import source_digest
 
 
 def versions() -> dict[str, str]:
@@ -23,7 +22,7 @@ def versions() -> dict[str, str]:
         "commit": _commit(),
         "source": source_digest()[:12],
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }

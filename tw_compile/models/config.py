@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,9 +90,15 @@ def truncate_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConf
     total = config.num_hidden_layers
     if not 1 <= num_layers <= total:
         raise ValueError(f"num_layers: expected 1 to {total}, got {num_layers}")
-    truncated = copy.deepcopy(config)
-    truncated.num_hidden_layers = num_layers
-    for name, value in vars(truncated).items():
+    return keep_layers(config, range(num_layers))
+
+
+def keep_layers(config: PretrainedConfig, layers: Sequence[int]) -> PretrainedConfig:
+    """A copy of ``config`` with the layers of these indices alone, per-layer lists cut to match."""
+    total = config.num_hidden_layers
+    kept = copy.deepcopy(config)
+    kept.num_hidden_layers = len(layers)
+    for name, value in vars(kept).items():
         if isinstance(value, list) and len(value) == total:
-            setattr(truncated, name, value[:num_layers])
-    return truncated
+            setattr(kept, name, [value[index] for index in layers])
+    return kept

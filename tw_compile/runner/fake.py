@@ -9,58 +9,97 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from tw_compile.current import own_gate
+from tw_compile.gating.facts import Node
+from tw_compile.gating.gate import Gate
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import versions
+from tw_compile.models import build_decoder, load_config
+from tw_compile.models.alike import Alike, alike_layers
+from tw_compile.models.config import check_activation, keep_layers, truncate_layers
+from tw_compile.planning import DeviceProfile, load_profile
 from tw_compile.report import SCHEMA_VERSION, GraphReport
-from tw_compile.runner.model import build_model
 from tw_compile.runner.spec import RunSpec
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """The graphs from right before and after the passes, and the seconds of everything up to there."""
+    """The graphs from right before and after the passes, and the seconds of everything up to there.
+
+    ``layers`` is how many the model has, and ``traced`` which of them are in the graphs, standing for all of them; None where
+    all are.
+    """
 
     before: fx.Graph
     after: fx.Graph
     result: GraphReport
     layers: int
+    traced: Alike | None
     build_seconds: float
     compile_seconds: float
 
 
-def inspect_model(spec: RunSpec) -> Inspection:
+CAPABILITIES = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
+"""By a word of the device's name."""
+
+
+def inspect_model(spec: RunSpec, *, all_layers: bool = True) -> Inspection:
     """Compile the model of ``spec`` at its first token count up to the passes; no weights, no kernels.
+
+    With a device profile that is named, attention and thresholds are those of its device. Without ``all_layers`` only those
+    that differ are compiled, see :func:`tw_compile.models.alike.alike_layers`.
 
     Raises:
         UsageError: The model can't be built as asked.
     """
     begin = time.perf_counter()
-    with fake_process_group(spec.world_size), fake_cuda():
-        decoder = build_model(spec, "cuda")
+    profile = None if spec.device_profile == "auto" else load_profile(spec.device_profile)
+    with fake_process_group(spec.world_size), fake_cuda(cudnn=profile is not None and "cudnn" in profile.attention):
+        try:
+            config = load_config(spec.model)
+            check_activation(config)  # before layers are built to be compared
+            config = config if spec.layers is None else truncate_layers(config, spec.layers)
+            layers, traced = config.num_hidden_layers, None if all_layers else alike_layers(config)
+            if traced is not None and len(traced.layers) == layers:
+                traced = None
+            kept = config if traced is None else keep_layers(config, traced.layers)
+            decoder = build_decoder(kept, device="cuda", dtype=getattr(torch, spec.dtype))
+        except ValueError as error:
+            raise UsageError(f"--model {spec.model} --tp {spec.world_size}: {error}") from error
         ids = torch.zeros(1, spec.tokens[0], dtype=torch.long, device="cuda")
         built = time.perf_counter()
-        seen = rewrite(decoder, (ids,), world_size=spec.world_size, config=spec.config)
+        gate = None if profile is None else _gate_of(profile, spec)
+        seen = rewrite(decoder, (ids,), world_size=spec.world_size, config=spec.config, gate=gate)
     end = time.perf_counter()
-    layers = decoder.config.num_hidden_layers
-    return Inspection(seen.before.graph, seen.after.graph, seen.report, layers, built - begin, end - built)
+    return Inspection(seen.before.graph, seen.after.graph, seen.report, layers, traced, built - begin, end - built)
+
+
+def _gate_of(profile: DeviceProfile, spec: RunSpec) -> Gate | None:
+    """The gate of a process on the profile's device; None where nothing says what that can do."""
+    words = {word for name in profile.device_names for word in name.split()}
+    capability = next((CAPABILITIES[word] for word in sorted(words & CAPABILITIES.keys())), None)
+    return None if capability is None else own_gate(spec.config, Node(capability, profile.fused_kernel(None).multicast))
 
 
 def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
     """The same report as a run's, without what only a run can know."""
     result = inspection.result
+    sites, counts = _of_all_layers(inspection)
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "inspect",
         "model": spec.model,
         "layers": inspection.layers,
+        "layers_traced": None if inspection.traced is None else list(inspection.traced.layers),
         "world_size": spec.world_size,
         "device": "cuda",
         "device_name": "fake",
         "dtype": spec.dtype,
         "tokens": list(spec.tokens),
         "warnings": [result.warning] if result.warning else [],
-        "sites": [asdict(site) for site in result.sites],
-        "counts": result.counts,
+        "sites": sites,
+        "counts": counts,
         "splits": [result.split.as_dict()] if result.split else [],
         "passes": [[asdict(done) for done in result.passes]],
         "seconds": {
@@ -70,3 +109,26 @@ def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
         },
         "versions": versions(),
     }
+
+
+def _of_all_layers(inspection: Inspection) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """The sites, numbered as the model's layers are, and what of the whole model they stand for; the model's counts.
+
+    ``stands_for`` has the layers whose site is like this one, its own among them; None where it is no layer's, or where all
+    layers were traced.
+    """
+    traced, result = inspection.traced, inspection.result
+    if traced is None:
+        return [asdict(site) | {"stands_for": None} for site in result.sites], result.counts
+    sites = []
+    for site in result.sites:
+        values = asdict(site) | {"stands_for": None}
+        if site.layer is not None:
+            values |= {"layer": traced.layers[site.layer], "stands_for": list(traced.stand_for[site.layer])}
+        sites.append(values)
+    counts = dict.fromkeys(result.counts, 0)
+    for values in sites:
+        count = len(values["stands_for"] or (0,))
+        counts["all_reduce"] += count
+        counts[values["decision"]] += count
+    return sites, counts

@@ -149,7 +149,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
-            f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'left'}, unfused {crossover.backend} "
+            f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'gated'}, unfused {crossover.backend} "
             f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
             for crossover in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],

@@ -62,12 +62,15 @@ class _CapturedError(Exception):
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[None]:
-    """Tensors made inside have no storage, and ``device="cuda"`` works on a machine without a GPU."""
+def fake_cuda(*, cudnn: bool = False) -> Iterator[None]:
+    """Tensors made inside have no storage, and ``device="cuda"`` works on a machine without a GPU.
+
+    ``cudnn``: attention without a mask is cuDNN's, which torch prefers on H100 and later, and not flash.
+    """
     with (
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),
         mock.patch("torch.cuda.get_device_capability", lambda device=None: (9, 0)),
         fold_constants_on_cpu(),
-        trace_fused_attention(),
+        trace_fused_attention(cudnn),
     ):
         yield

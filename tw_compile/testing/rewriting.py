@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from tw_compile import compat
 from tw_compile.config import Config
+from tw_compile.gating.gate import Gate
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.report import GraphReport, collect_reports
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
@@ -37,6 +38,7 @@ def rewrite(
     device: Literal["cuda", "cpu"] = "cuda",
     config: Config | None = None,
     dynamic: bool | None = None,
+    gate: Gate | None = None,
 ) -> Rewritten:
     """Compile ``module`` for ``args`` up to the passes and return the graph before and after them.
 
@@ -48,14 +50,15 @@ def rewrite(
         module: A module or function without graph breaks. A ``GraphModule`` is rewritten as it is, on a copy; nodes
             without metadata get theirs from running it on fake ``args`` if none has any.
         dynamic: As torch.compile's.
+        gate: What decides which messages are fused; default: that of this process.
     """
     passes = TWCompilePass(Config() if config is None else config)
     with process_group(world_size), collect_reports() as reports:
         if isinstance(module, fx.GraphModule):
-            recorder = _Recorder(passes)
+            recorder = _Recorder(passes, gate)
             recorder(_with_metadata(module, args).graph)
         else:
-            recorder = _Recorder(passes)
+            recorder = _Recorder(passes, gate)
             with contextlib.ExitStack() as stack:
                 if device == "cuda" and not compat.fake_mode_active():
                     stack.enter_context(fake_cuda())
@@ -96,13 +99,17 @@ def on_fake_cuda(module: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
 class _Recorder:
     """Runs the passes and keeps a copy of each graph from before and after."""
 
-    def __init__(self, passes: TWCompilePass) -> None:
+    def __init__(self, passes: TWCompilePass, gate: Gate | None) -> None:
         self.passes = passes
+        self.gate = gate
         self.seen: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         before = _copy(graph)
-        self.passes(graph)
+        if self.gate is None:
+            self.passes(graph)
+        else:
+            self.passes.rewrite(graph, self.gate)
         graph.lint()
         self.seen.append((before, _copy(graph)))
 

@@ -79,7 +79,7 @@ def _lines(group: Report) -> list[str]:
         lines.append(f"FlashInfer's fusion, where it is installed: up to {limit} bytes ({of_vllm})")
     for device_class, stretches in group["thresholds"].items():
         for stretch in stretches:
-            decided = f"{'fused' if stretch['fused'] else 'left'}, unfused {stretch['backend']}"
+            decided = f"{'fused' if stretch['fused'] else 'gated'}, unfused {stretch['backend']}"
             where = f"{device_class}: from {stretch['from_tokens']} tokens {decided}"
             lines.append(f"{where}: {stretch['entry']}; {stretch['source']}")
     return lines

@@ -1,0 +1,115 @@
+"""What a command can know to be wrong without torch is refused without it, and so before any process starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tw_compile.cli import bench_common, common, run
+from tw_compile.cli.common import UsageError
+from tw_compile.model_file import WHOLE_HEADS, check_shape
+from tw_compile.models.config import CONFIG_MAPPING, tensor_parallel_plan
+
+HEADS = "--model tiny-llama: --tp: expected a divisor of 8, its num_attention_heads, got 3"
+KEY_HEADS = "--model tiny-llama: --tp: expected a divisor of 4, its num_key_value_heads, got 8"
+DEPTH = "--model tiny-llama: --layers: expected at most 4, its num_hidden_layers, got 5"
+HUB = "meta-llama/Llama-3.1-8B"
+TINY = ["--model", "tiny-llama"]
+
+REFUSED = [
+    (["run", "--model", "llama-4-70b"], "expected a preset (gemma-2-9b"),
+    (["run", "--model", HUB], f"run 'hf download {HUB} config.json --local-dir Llama-3.1-8B' and give 'Llama-3.1-8B'"),
+    (["run", "--tp", "3"], HEADS),
+    (["run", "--tp", "8"], KEY_HEADS),
+    (["run", "--layers", "5"], DEPTH),
+    (["run", "--device", "cpu", "--tp", "64"], "--tp: expected a divisor of 8"),
+    (
+        ["run", "--device", "cpu", "--transport", "p2p"],
+        "--transport: expected auto or gloo with --device cpu, got 'p2p'",
+    ),
+    (["run", "--device", "cpu", "--json", "nowhere/report.json"], "--json: expected a file in a folder that exists"),
+    (["inspect", *TINY, "--tp", "3"], HEADS),
+    (["inspect", *TINY, "--layers", "5"], DEPTH),
+    (["plan", *TINY, "--tp", "3"], HEADS),
+    (["bench", "passes", *TINY, "--layers", "1", "--tp", "3"], HEADS),
+    (["bench", "passes", *TINY, "--layers", "1,5"], DEPTH),
+    (["bench", "layer", "--device", "cpu", "--tp", "3"], HEADS),
+    (["bench", "model", "--device", "cpu", "--layers", "5"], DEPTH),
+    (["bench", "kernel", "--device", "cpu", "--tp", "17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
+    (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),
+    (["tune", "--device", "cpu", "--tp", "2,17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
+]
+
+REFUSE = """
+import json, sys
+from typer.testing import CliRunner
+from tw_compile.cli.app import app
+refused = []
+for args in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, args)
+    refused.append((args, result.exit_code, result.output, [name for name in ("torch", "transformers") if name in sys.modules]))
+print(json.dumps(refused))
+"""
+
+
+def test_bad_input_is_refused_without_torch() -> None:
+    code = [sys.executable, "-c", REFUSE, json.dumps([args for args, _ in REFUSED])]
+    done = subprocess.run(code, check=True, capture_output=True, text=True, timeout=120)
+    for (args, exit_code, output, imported), (_, words) in zip(json.loads(done.stdout), REFUSED, strict=True):
+        assert (exit_code, imported) == (2, []), (args, output)
+        assert output.startswith("error: ") and output.count("\n") == 1 and words in output, (args, output)
+
+
+def test_a_transport_of_gpus_is_refused_where_the_cpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "gpus", lambda: 0)
+    with pytest.raises(UsageError, match="auto or gloo with the CPU, which is taken as there are 0 GPUs, got 'p2p'"):
+        run.resolve("tiny-llama", None, None, None, None, "p2p", "bfloat16", "default", 60.0)
+
+
+def test_the_ranks_that_are_taken_by_default_must_fit_the_heads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(common, "gpus", lambda: 8)
+    with pytest.raises(UsageError, match="--tp: expected a divisor of 4, its num_key_value_heads, got 8"):
+        run.resolve("tiny-llama", None, None, None, None, "auto", "bfloat16", "default", 60.0)
+    assert bench_common.ranks_here("bench kernel", 16, "cpu") == 16
+
+
+@pytest.mark.parametrize("model_type", sorted(WHOLE_HEADS))
+def test_families_whose_heads_are_dealt_out_whole_are_those_of_transformers(model_type: str) -> None:
+    plan = tensor_parallel_plan(CONFIG_MAPPING[model_type]())
+    assert {plan[f"layers.*.self_attn.{name}_proj"] for name in "qkv"} == {"colwise"}
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"model_type": "llama", "num_attention_heads": 9}, True),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "num_key_value_heads": 1}}, True),
+        ({"model_type": "olmo2", "num_attention_heads": 9}, False),
+        ({"model_type": "llama"}, False),
+        ({"model_type": "llama", "num_attention_heads": "many", "text_config": 3}, False),
+    ],
+)
+def test_only_what_the_file_tells_is_judged(values: dict[str, Any], refused: bool) -> None:
+    if refused:
+        with pytest.raises(ValueError, match="--tp: expected a divisor of"):
+            check_shape(values, 2, None)
+    else:
+        check_shape(values, 2, None)
+
+
+def test_without_the_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", absent)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert common.gpus() == 0
+    monkeypatch.setattr("ctypes.CDLL", lambda name: name)
+    assert common.gpus() == 3
