@@ -80,7 +80,10 @@ def draw_layer() -> None:
     row(picture, 154, [("attention,\no_proj", 110, COMPUTE), fused, ("gate, up,\ndown", 110, COMPUTE), fused])
 
     picture.text(
-        20, 252, "Fused and split: two micro-batches of tokens, so one computes while the other's sum travels.", bold=True
+        20,
+        252,
+        "Fused and split: two micro-batches of tokens, so one computes while the other's sum travels.",
+        bold=True,
     )
     picture.text(20, 300, "compute")
     picture.text(20, 318, "stream", size=13)
@@ -114,25 +117,23 @@ def draw_layer() -> None:
 
 
 def draw_graph() -> None:
-    picture = Picture(1000, 470, "The way of a graph through tw_compile")
+    picture = Picture(1000, 455, "The way of a graph through tw_compile")
     picture.box(20, 20, 300, 50, 'torch.compile(backend="tw_compile")', NEUTRAL)
     picture.box(350, 20, 300, 50, "a host with a post-grad slot", NEUTRAL)
     picture.box(680, 20, 300, 50, "vLLM's compiler (plugin)", NEUTRAL)
     picture.box(180, 112, 640, 50, "post-grad FX graph: functional, all_reduce + wait_tensor, symbolic sizes", COMPUTE)
     for x in (170, 500, 830):
         picture.arrow(x, 71, min(max(x, 300), 700), 111)
-    steps = [
-        ("fusion pass", ["find a site:\nprove or refuse", "gate:\nby bytes", "choose\ntransport", "residual\nlayout", "rewrite"]),
-        ("split pass", ["find the\ntoken axis", "ask the\nplanner", "duplicate into\ntwo halves", "order:\nthe weave", "lock\nthe order"]),
-    ]
+    fusion = ["find a site:\nprove or refuse", "gate:\nby bytes", "choose\ntransport", "residual\nlayout", "rewrite"]
+    split = ["find the\ntoken axis", "ask the\nplanner", "make two\nhalves", "order:\nthe weave", "lock\nthe order"]
     y = 200
-    for name, labels in steps:
+    for name, labels, fill in (("fusion pass", fusion, FUSED), ("split pass", split, SECOND)):
         picture.text(20, y + 33, name, bold=True)
         for index, label in enumerate(labels):
             x = 140 + 170 * index
             if index:
                 picture.arrow(x - 19, y + 28, x - 1, y + 28)
-            picture.box(x, y, 150, 56, label, FUSED if name == "fusion pass" else SECOND)
+            picture.box(x, y, 150, 56, label, fill)
         y += 90
     picture.arrow(500, 163, 500, 198)
     picture.arrow(500, 257, 500, 288)
