@@ -159,7 +159,7 @@ def _option_row(option: Any) -> str:
         text = "on" if default else "off"
     else:
         text = "" if default is None else f"`{default}`"
-    return f"| `{names}{value}` | {_cell(text)} | {_cell(option.help or '')} |\n"
+    return f"| `{names}`{value} | {_cell(text)} | {_cell(option.help or '')} |\n"
 
 
 def _attributes(docstring: str) -> dict[str, str]:
@@ -181,6 +181,7 @@ def _paragraphs(text: str | None) -> str:
 
 
 def _cell(text: str) -> str:
+    """Text of one table cell; not for code, in which Markdown has no escapes."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
