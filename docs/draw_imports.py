@@ -17,12 +17,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "tw_compile"
 SPLIT_UP = ("kernels", "passes", "hosts")
 """Folders whose own folders and modules are parts."""
-PAGE = ROOT / "docs" / "imports.md"
-HEAD = """# Which part imports which
-
-This page is written by `python docs/draw_imports.py`. A part may import the parts below it, and no other.
-A test fails when two parts import each other.
-"""
+PICTURE = ROOT / "docs" / "images" / "imports.svg"
+WIDTH, ROW, BOX, GAP = 1240, 62, 26, 12
+STYLE = """<style>
+rect { fill: #f4f6f8; stroke: #455a64 } text { font: 13px monospace; text-anchor: middle; fill: #102027 }
+path { fill: none; stroke: #78909c; stroke-width: 1.2 }
+@media (prefers-color-scheme: dark) {
+  rect { fill: #263238; stroke: #90a4ae } text { fill: #eceff1 } path { stroke: #78909c }
+}
+</style>"""
 
 Graph = dict[str, set[str]]
 
@@ -99,26 +102,45 @@ def cycles(graph: Graph, among: set[str]) -> list[tuple[str, str]]:
     return sorted((part, target) for part in among for target in graph[part] & among if part in reaches(target))
 
 
-def page(graph: Graph, placed: list[list[str]]) -> str:
-    """Markdown with one drawing; an arrow that follows from two others is left out."""
+def arrows_to_draw(graph: Graph, placed: list[list[str]]) -> list[tuple[str, str]]:
+    """All arrows but those that follow from two others."""
     below: dict[str, set[str]] = {}
     for layer in placed:
         for part in layer:
             below[part] = set().union(graph[part], *(below[target] for target in graph[part]))
-    lines = ["```mermaid", "flowchart TB"]
-    for index, layer in reversed(list(enumerate(placed))):
-        names = "; ".join(f'{part.replace(".", "_")}["{part}"]' for part in layer)
-        lines += [f"  subgraph layer{index}[ ]", f"    {names}", "  end"]
-    for part, targets in sorted(graph.items()):
-        for target in sorted(targets):
-            if not any(target in below[other] for other in targets - {target}):
-                lines.append(f"  {part.replace('.', '_')} --> {target.replace('.', '_')}")
-    return "\n".join([HEAD, *lines, "```", ""])
+    return [
+        (part, target)
+        for part, targets in sorted(graph.items())
+        for target in sorted(targets)
+        if not any(target in below[other] for other in targets - {target})
+    ]
+
+
+def drawing(graph: Graph, placed: list[list[str]]) -> str:
+    """An SVG with a row for each layer, the highest on top."""
+    places: dict[str, tuple[float, float, float]] = {}
+    for index, layer in enumerate(reversed(placed)):
+        widths = [len(part) * 7.5 + 16 for part in layer]
+        left = (WIDTH - sum(widths) - GAP * (len(layer) - 1)) / 2
+        for part, width in zip(layer, widths, strict=True):
+            places[part] = (left, index * ROW, width)
+            left += width + GAP
+    height = (len(placed) - 1) * ROW + BOX
+    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-8 -8 {WIDTH + 16} {height + 16}" role="img">', STYLE]
+    for part, target in arrows_to_draw(graph, placed):
+        (x, y, width), (to_x, to_y, to_width) = places[part], places[target]
+        begin, end, middle = x + width / 2, to_x + to_width / 2, (y + BOX + to_y) / 2
+        curve = f"M{begin:.0f},{y + BOX:.0f} C{begin:.0f},{middle:.0f} {end:.0f},{middle:.0f} {end:.0f},{to_y:.0f}"
+        lines.append(f'<path d="{curve}"/>')
+    for part, (x, y, width) in places.items():
+        lines.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX}" rx="4"/>')
+        lines.append(f'<text x="{x + width / 2:.0f}" y="{y + BOX / 2 + 4:.0f}">{part}</text>')
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draw which part of the package imports which.")
-    parser.add_argument("--check", action="store_true", help="only compare the page with the code")
+    parser.add_argument("--check", action="store_true", help="only compare the picture with the code")
     check = parser.parse_args().check
     graph = arrows()
     placed, left = layers(graph)
@@ -126,13 +148,15 @@ def main() -> int:
         print(f"{part} imports {target}, which imports it in turn", file=sys.stderr)
     if left:
         return 1
-    text = page(graph, placed)
+    text = drawing(graph, placed)
     if check:
-        if PAGE.read_text() != text:
-            print("docs/imports.md: expected what the code has, run python docs/draw_imports.py", file=sys.stderr)
+        if PICTURE.read_text() != text:
+            print(
+                "docs/images/imports.svg: expected what the code has, run python docs/draw_imports.py", file=sys.stderr
+            )
             return 1
         return 0
-    PAGE.write_text(text)
+    PICTURE.write_text(text)
     return 0
 
 

@@ -1,29 +1,82 @@
-"""What the README shows runs as pasted, and what it lists is complete."""
+"""What README and docs show: their code runs as pasted, and what they list is what the code has."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+import typer
 
-from tw_compile.passes.reasons import Refusal, refusals
+from tw_compile.cli.app import app
+from tw_compile.hosts.vllm import reasons as vllm
+from tw_compile.passes import reasons
+from tw_compile.passes.fusion.fuse import GATED_ABOVE, GATED_BELOW, GATED_FASTER_UNFUSED, GATED_OFF
+from tw_compile.passes.split.schedule.windows import Exposure
+from tw_compile.planning.plan import Off
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-HUGGING_FACE, OPTIONS, BARE_PASS, TESTING = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:<!-- run(?:: ([\w ,]+))? -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+MARKED = re.compile(r"<!-- run(?:: [\w ,]+)? -->\n")
 
 
-def run(tmp_path: Path, code: str, *launcher: str) -> str:
-    """Run ``code`` as a script in an empty folder; the output, both streams."""
-    script = tmp_path / "script.py"
+@dataclass(frozen=True)
+class Block:
+    """One code block; ``how`` is what its mark says, None where it has none."""
+
+    page: str
+    line: int
+    language: str
+    code: str
+    how: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    text = page.read_text()
+    for found in BLOCK.finditer(text):
+        line = text.count("\n", 0, found.start()) + 1
+        how = (found[1] or "") if found[0].startswith("<!--") else None
+        yield Block(str(page.relative_to(ROOT)), line, found[2], found[3], how)
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+RUN = [block for block in PYTHON if block.how is not None]
+COMMANDS = [
+    (str(block), line.split("  #")[0].strip())
+    for block in BLOCKS
+    if block.language == "bash"
+    for line in block.code.splitlines()
+    if re.match(r"(uv run )?tw-compile\b", line)
+] + [
+    (page.name, command)
+    for page in PAGES
+    for command in re.findall(r"`(tw-compile [a-z][^`]*)`", page.read_text())
+    if page.name not in ("commands.md", "json.md")
+]
+
+
+def run(folder: Path, code: str, *launcher: str) -> str:
+    """Run ``code`` as a script in ``folder``; the output, both streams."""
+    script = folder / "script.py"
     script.write_text(code)
     result = subprocess.run(
         [sys.executable, *launcher, str(script)],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")},
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -34,9 +87,50 @@ def run(tmp_path: Path, code: str, *launcher: str) -> str:
     return result.stdout
 
 
+TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+WITH_CHECKPOINT = """
+import torch
+from tw_compile import collect_reports
+from transformers.generation.configuration_utils import CompileConfig as _CompileConfig
+
+torch.distributed.init_process_group("gloo")
+_CompileConfig._compile_all_devices = True  # transformers would not compile on a CPU
+_collecting = collect_reports()
+_reports = _collecting.__enter__()
+torch.set_grad_enabled(False)
+{code}
+if "tokens" not in globals():
+    model(torch.arange(9).unsqueeze(0), use_cache=False)
+print("counts", *(report.counts for report in _reports))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_marks_stand_before_blocks_and_are_known() -> None:
+    assert sum(len(MARKED.findall(page.read_text())) for page in PAGES) == len(RUN)
+    assert {block.how for block in RUN} == {"", "pytest", "torchrun, all fused", "torchrun with a checkpoint"}
+
+
 @pytest.mark.full
-def test_hugging_face_example_fuses_every_all_reduce(tmp_path: Path) -> None:
-    output = run(tmp_path, HUGGING_FACE, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+@pytest.mark.parametrize("block", [block for block in RUN if block.how == ""], ids=str)
+def test_script_runs(block: Block, tmp_path: Path) -> None:
+    run(tmp_path, block.code)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [block for block in RUN if block.how == "pytest"], ids=str)
+def test_test_passes(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "test_pasted.py").write_text(block.code)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    output = run(tmp_path, "import sys, pytest; sys.exit(pytest.main(['-q', 'test_pasted.py']))")
+    assert re.search(r"[1-9]\d* passed", output), output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [block for block in RUN if block.how == "torchrun, all fused"], ids=str)
+def test_example_fuses_every_all_reduce(block: Block, tmp_path: Path) -> None:
+    output = run(tmp_path, block.code, *TWO_RANKS)
     found = re.search(r"'all_reduce': (\d+), 'fused': (\d+).*\n?.*uncompiled model ([\d.]+)%", output)
     assert found is not None, output
     all_reduces, fused, percent = found.groups()
@@ -46,15 +140,82 @@ def test_hugging_face_example_fuses_every_all_reduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("code", [OPTIONS, BARE_PASS], ids=["options", "bare pass"])
-def test_snippet_runs(tmp_path: Path, code: str) -> None:
-    run(tmp_path, code)
+@pytest.mark.parametrize("block", [block for block in RUN if block.how == "torchrun with a checkpoint"], ids=str)
+def test_five_lines_fuse_every_all_reduce_of_a_checkpoint(block: Block, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "CHECKPOINT")
+    output = run(tmp_path, WITH_CHECKPOINT.format(code=block.code), *TWO_RANKS)
+    counts = re.findall(r"'all_reduce': (\d+), 'fused': (\d+)", output)
+    assert counts and all(all_reduces == fused and int(fused) >= 4 for all_reduces, fused in counts), output
 
 
-@pytest.mark.full
-def test_testing_example_passes(tmp_path: Path) -> None:
-    run(tmp_path, TESTING + "\n\ntest_block_is_fused()\n")
+def write_checkpoint(folder: Path) -> None:
+    """A small Llama with random weights, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"Hello": 3, "<unk>": 0}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
 
 
-def test_every_refusal_is_listed() -> None:
-    assert {*refusals()} - {Refusal.REWRITE_FAILED} <= set(re.findall(r"`(\w+)`", README))
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_can_be_parsed_and_imports_what_is_there(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                assert importlib.util.find_spec(name.name) is not None, name.name
+        if isinstance(node, ast.ImportFrom):
+            assert node.module is not None
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name), f"{node.module} has no {name.name}"
+
+
+@pytest.mark.parametrize("where, command", COMMANDS, ids=lambda text: text)
+def test_command_has_the_options_that_it_is_shown_with(where: str, command: str) -> None:
+    words = shlex.split(command.removeprefix("uv run "))[1:]
+    known = typer.main.get_command(app)
+    while words and hasattr(known, "commands"):
+        name = words.pop(0)
+        assert name in known.commands, f"{where}: {command}"
+        known = known.commands[name]
+    if words:
+        known.make_context("tw-compile", words)  # parses, and runs nothing
+
+
+def test_every_reason_is_explained() -> None:
+    rows = re.findall(r"^\| ([^|]+?) \| `(\w+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    listed: dict[str, set[str]] = {}
+    for where, reason in rows:
+        listed.setdefault(where, set()).add(reason)
+    gates = {GATED_ABOVE, GATED_BELOW, GATED_FASTER_UNFUSED, GATED_OFF}
+    assert listed == {
+        "site": {*reasons.Refusal, *gates},
+        "float8": {*reasons.QuantRefusal},
+        "split": {*reasons.SplitRefusal, *Off},
+        "join": {*reasons.JoinReason},
+        "exposed": {*Exposure},
+        "vLLM": {*vllm.HostRefusal},
+        "vLLM groups": {*vllm.GroupRefusal},
+        "vLLM attention": {*vllm.WholeAttention},
+    }
+
+
+def test_every_result_file_that_is_linked_is_there_and_marked_if_dirty() -> None:
+    pages = [*PAGES, *(ROOT / "benchmarks").glob("*.md")]
+    for page in pages:
+        for line in page.read_text().splitlines():
+            for target in re.findall(r"\]\(([^)#]*benchmarks/results/[^)#]+)\)", line):
+                file = (page.parent / target).resolve()
+                assert file.is_file(), f"{page}: {target}"
+                if page.name in ("README.md", "results.md") and file.suffix in (".csv", ".json"):
+                    assert ("-dirty" not in file.read_text()) or "dirty" in line, f"{page}: {target} is dirty"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
