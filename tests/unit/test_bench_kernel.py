@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from tw_compile import compat
 from tw_compile.benchmark import measure
+from tw_compile.benchmark import plot as bench_plot
 from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders, select
@@ -303,6 +304,27 @@ def test_plot_is_written(suffix: str, tmp_path: Path) -> None:
     plot(report_of(measured((1, 16, 64, 256))), str(file))
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 10_000
+
+
+def test_a_plot_without_bounds_has_labelled_ticks_and_no_empty_panel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(bench_plot, "save", lambda figure, path: figures.append(figure))
+    rows = [replace(row, share_of_bound=None) for row in measured((1, 16, 64)) if row.kind != "bound"]
+    for row in rows:
+        for name in ("p20_us", "p50_us", "p80_us"):
+            if getattr(row, name) is not None:
+                setattr(row, name, 200.0 + row.tokens)  # less than a power of ten
+    plot(report_of(rows), str(tmp_path / "plot.svg"))
+    (figure,) = figures
+    (panel,) = figure.axes
+    low, high = panel.get_ylim()
+    ticks = [tick for tick in panel.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert ticks and all(tick.label1.get_text() for tick in ticks)
+    with pytest.raises(UsageError, match="--plot: expected a report with times"):
+        plot(report_of([replace(row, p50_us=None) for row in rows]), str(tmp_path / "plot.svg"))
 
 
 def test_labels_of_lines_that_end_together_are_spread_in_order_and_stay_inside() -> None:

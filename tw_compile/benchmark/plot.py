@@ -82,11 +82,18 @@ def times_panel(rows: Sequence[Point], unit: str, title: str = "") -> Panel:
 
 
 def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
-    """Lines of as many panels each, written to ``path``; shares are in percent."""
+    """Lines of as many panels each, written to ``path``; shares are in percent. Panels without a number are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5.2 * len(lines) + 0.6), layout="constrained")
+    drawn = [
+        any(getattr(row, line[index].field) is not None for line in lines for row in line[index].rows)
+        for index in range(len(lines[0]))
+    ]
+    lines = [[panel for panel, has_numbers in zip(line, drawn, strict=True) if has_numbers] for line in lines]
+    if not lines[0]:
+        raise UsageError(f"--plot: expected a report with times, got one without any; {path!r} is not written")
+    figure = Figure(figsize=(6.5 * len(lines[0]), 5.2 * len(lines) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(lines), len(lines[0]), squeeze=False)
     placed = [
@@ -99,6 +106,8 @@ def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
         if panel.field.startswith("share"):
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
         tokens_axis(axis, sorted({row.tokens for row in panel.rows}))
+        if panel.settings.get("yscale") == "log":
+            label_log_axis(axis.yaxis)
     figure.canvas.draw()  # settles the limits that the labels are placed by
     for axis, panel in placed:
         label_ends(axis)
@@ -111,7 +120,7 @@ def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
 def save(figure: Any, path: str) -> None:
     """Write a figure; UsageError when the file can't be written."""
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
     except OSError as error:
         raise UsageError(f"--plot: expected a file that can be written, got {path!r} ({error.strerror})") from error
 
@@ -167,6 +176,15 @@ def tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
     panel.set_xticks(tokens, [str(count) for count in tokens])
     panel.minorticks_off()
     panel.set_xlabel("tokens")
+
+
+def label_log_axis(axis: Any) -> None:
+    """Numbers at 1, 2 and 5 of each power of ten: a range of less than one has hardly any of the powers alone."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, position: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def label_ends(panel: Any) -> None:
