@@ -58,13 +58,13 @@ def choose(kinds: Sequence[Hashable]) -> Alike:
         if list(kinds[end - 1 : end + 1]) == list(kinds[front - 1 : front + 1])
     )
     layers = (*range(front), *range(next(ends, front), total))
-    first = {}
+    first: dict[Hashable, int] = {}
     for position, context in enumerate(_contexts([kinds[index] for index in layers])):
         first.setdefault(context, position)
     own = {index: position for position, index in enumerate(layers)}
     stand_for: list[list[int]] = [[] for _ in layers]
     for index, context in enumerate(contexts):
-        stand_for[own.get(index, first[context])].append(index)
+        stand_for[own[index] if index in own else first[context]].append(index)
     return Alike(layers, tuple(map(tuple, stand_for)))
 
 
