@@ -74,7 +74,7 @@ class Config:
     host: str = DEFAULT_HOST
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
-    split: str | int = "auto"
+    split: str = "auto"
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"
@@ -124,7 +124,7 @@ class Config:
 
     def _check_split(self) -> None:
         wording = "off, auto or a number of tokens as '512'"
-        if isinstance(self.split, int) and not isinstance(self.split, bool):
+        if type(self.split) is int:  # options come untyped; as text there is one spelling, and one digest
             object.__setattr__(self, "split", str(self.split))
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
@@ -142,7 +142,7 @@ class Config:
     @property
     def split_tokens(self) -> int | None:
         """The tokens of half 1 that ``split`` asks for; None where it names no number."""
-        return whole_number(str(self.split)) or None
+        return whole_number(self.split) or None
 
     def _check_count(self, name: str, unit: str) -> None:
         value = getattr(self, name)

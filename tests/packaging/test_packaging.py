@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -63,6 +64,29 @@ def test_wheel_has_every_source(tmp_path: Path) -> None:
     }
     assert {"tw_compile/kernels/runtime/probe.cuh", "tw_compile/kernels/collective/probe.cu"} <= sources
     assert sources <= set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_sdist_has_what_the_readme_names(tmp_path: Path) -> None:
+    tracked = subprocess.run(["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True).stdout.split(
+        "\n"
+    )
+    for name in filter(None, tracked):
+        if not (ROOT / name).is_dir():  # links in the package
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("passes", "kernels", "configs"):
+        (tmp_path / "tw_compile" / name).symlink_to(Path("..") / name)
+    build = "from setuptools import build_meta; build_meta.build_sdist('.')"
+    subprocess.run([sys.executable, "-c", build], check=True, cwd=tmp_path, timeout=120, capture_output=True)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    text = (ROOT / "README.md").read_text()
+    named = {name for name in re.findall(r"`([\w./-]+)`", text) if (ROOT / name).is_file()}
+    assert {"DESIGN.md", "CONTRIBUTING.md", "benchmarks/README.md"} <= named
+    in_package = {name for name in named if name.partition("/")[0] in FOLDERS and not name.startswith("tw_compile/")}
+    assert named - in_package | {f"tw_compile/{name}" for name in in_package} <= names
+    assert {".ci/run", "tests/conftest.py", "tw_compile/kernels/__init__.py"} <= names
 
 
 def test_no_file_is_long() -> None:

@@ -36,6 +36,7 @@ from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.harness import measure, start
+from tw_compile.harness import plot as harness_plot
 from tw_compile.harness.measure import GraphTimer, LoopTimer, capture, percentiles, round_robin, slowest
 from tw_compile.harness.plot import spread
 from tw_compile.harness.requests import RankError, UsageError
@@ -307,6 +308,27 @@ def test_plot_is_written(suffix: str, tmp_path: Path) -> None:
     plot(report_of(measured((1, 16, 64, 256))), str(file))
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml") and len(content) > 10_000
+
+
+def test_a_plot_without_bounds_has_labelled_ticks_and_no_empty_panel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    figures: list[Any] = []
+    monkeypatch.setattr(harness_plot, "save", lambda figure, path, title: figures.append(figure))
+    rows = [replace(row, share_of_bound=None) for row in measured((1, 16, 64)) if row.kind != "bound"]
+    for row in rows:
+        for name in ("p20_us", "p50_us", "p80_us"):
+            if getattr(row, name) is not None:
+                setattr(row, name, 200.0 + row.tokens)  # less than a power of ten
+    plot(report_of(rows), str(tmp_path / "plot.svg"))
+    (figure,) = figures
+    (panel,) = figure.axes
+    low, high = panel.get_ylim()
+    ticks = [tick for tick in panel.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert ticks and all(tick.label1.get_text() for tick in ticks)
+    with pytest.raises(UsageError, match="--plot: expected a report with times"):
+        plot(report_of([replace(row, p50_us=None) for row in rows]), str(tmp_path / "plot.svg"))
 
 
 def test_labels_of_lines_that_end_together_are_spread_in_order_and_stay_inside() -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from tw_compile import __version__
 from tw_compile.cli import bench_common, common, run
+from tw_compile.cli.app import app
 from tw_compile.cli.common import UsageError
 from tw_compile.model_file import WHOLE_HEADS, check_shape
 from tw_compile.models.config import CONFIG_MAPPING, tensor_parallel_plan
@@ -113,3 +116,25 @@ def test_without_the_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -
     assert common.gpus() == 0
     monkeypatch.setattr("ctypes.CDLL", lambda name: name)
     assert common.gpus() == 3
+
+
+def test_the_version_is_told_without_torch() -> None:
+    code = "import sys; from tw_compile.cli import main; sys.argv = ['tw-compile', '--version']; main()"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"tw-compile {__version__}\n"
+
+
+def test_help_is_grouped_and_completion_is_offered() -> None:
+    text = CliRunner().invoke(app, ["--help"]).output
+    assert all(word in text for word in ("See what would be done", "Run and check", "Measure", "--install-completion"))
+
+
+@pytest.mark.parametrize(
+    ("device", "tokens", "trace", "compiles", "steps"),
+    [("cpu", (64, 63, 1), None, 4, 11), ("cuda", (64, 1), None, 4, 15), ("cuda", (64,), "t.json", 2, 12)],
+)
+def test_a_run_knows_how_many_steps_it_has(
+    device: str, tokens: tuple[int, ...], trace: str | None, compiles: int, steps: int
+) -> None:
+    spec = run.RunSpec("tiny-llama", 2, device, tokens, "bfloat16", trace=trace)
+    assert (spec.compiles, spec.steps) == (compiles, steps)

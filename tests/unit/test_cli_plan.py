@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from tw_compile.cli.app import app
-from tw_compile.cli.plan import sequences, token_counts
+from tw_compile.cli.plan import FASTER_THAN_SILENT, sequences, token_counts
 from tw_compile.planning.device import load_profile
 
 
@@ -76,6 +76,8 @@ def test_the_report_has_a_plan_for_every_token_count(tmp_path: Path) -> None:
     assert plans[4096]["mode"] == "split" and sum(plans[4096]["sizes"]) == 4096
     assert [window["computes"] for window in plans[4096]["windows"]] == ["attention", "attention", "mlp", "mlp"]
     assert plans[4096]["gain"] == pytest.approx(plans[4096]["predicted"]["unfused_us"] / plans[4096]["us"])
+    assert any(plan["us"] < plan["predicted"]["no_communication_us"] for plan in plans.values())
+    assert FASTER_THAN_SILENT in result.output, "why it is faster than without communication"
     svg = files[1].read_text()
     assert svg.startswith("<?xml") and svg.rstrip().endswith("</svg>")
 

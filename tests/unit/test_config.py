@@ -193,8 +193,9 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_number_of_tokens_may_be_a_number() -> None:
-    assert Config(split=512) == Config(split="512") and Config(split=512).split_tokens == 512
-    assert Config(split=512).digest() == Config(split="512").digest()
+    config = Config.from_mapping({"split": 512})
+    assert config == Config(split="512") and config.split_tokens == 512
+    assert config.digest() == Config(split="512").digest()
 
 
 def test_a_keyword_that_is_no_option_is_named_with_the_nearest_one() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
-from tw_compile.cli.drawing import boxes
+from tw_compile.cli.drawing import boxes, draw
 from tw_compile.graph.text import Line, aligned, diff
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -109,3 +109,38 @@ def test_boxes_join_pointwise_runs_and_leave_views_out() -> None:
         ("norm", True),
     ]
     assert drawn[-1].key == ("pow", "rsqrt", "mul")
+
+
+def test_halves_and_what_a_gemm_of_several_does_are_told() -> None:
+    lines = [
+        Line("joint", "joint_mm_leaving_sms", (), "bf16[8, 64]", module="q_proj", half=1),
+        Line("gated", "gated_mm_leaving_sms", (), "bf16[8, 64]", module="down_proj", half=2),
+        Line("down", "mm_leaving_sms", (), "bf16[8, 64]", module="down_proj", half=2),
+        Line("one", "mul", (), "bf16[8, 64]", half=1),
+        Line("two", "mul", (), "bf16[8, 64]", half=2),
+    ]
+    assert [(box.title, box.half) for box in boxes(lines, set())] == [
+        ("joint mm q, k, v", 1),
+        ("gated mm gate, up, activation", 2),
+        ("mm down_proj", 2),
+        ("pointwise", 1),
+        ("pointwise", 2),
+    ]
+    svg = draw([], lines)
+    assert svg.count('class="box matmul added half2"') == 2 and svg.count('class="stripe"') == 5
+    assert svg.count("half 1 · ") == 2
+
+
+def test_what_is_written_ends_before_the_dot_of_the_residual() -> None:
+    start = Line(
+        "s",
+        "fused_mm_start",
+        (),
+        "(bf16[8, 64], f32[4, 64])",
+        "residual_sharded=True, residual_out=sharded, transport=p2p",
+    )
+    svg = draw([], [start])
+    dot = float(re.findall(r'class="tap" cx="(\d+)"', svg)[0])
+    begin, words = re.findall(r'class="name" x="(\d+)" y="\d+">([^<]*)<', svg)[0]
+    assert words == "mm + all_reduce + residual + RMSNorm: start"
+    assert float(begin) + 7.9 * len(words) < dot - 6, "7.9: of a bold letter of 13 px, on average"

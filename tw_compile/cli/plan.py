@@ -21,6 +21,9 @@ from tw_compile.planning.windows import PlannedWindow
 
 SCHEMA_VERSION = 1
 ATTENTION = ("auto", "split", "join")
+FASTER_THAN_SILENT = (
+    "split below no comm.: without communication every rank still norms all tokens, fused each its own share of them"
+)
 _WIDTH = 120
 _WIDE = 110
 """Columns of a terminal from which on a window's GEMMs stand beside it, and not in a table of their own."""
@@ -153,6 +156,8 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     split = [one for one in plans if one.mode is not Mode.OFF]
     if any(one.cuts_sequence for one in split):
         console.print("*: half 2 begins within a sequence", style="dim", markup=False)
+    if any(one.us < one.predicted.no_communication_us for one in split):
+        console.print(FASTER_THAN_SILENT, style="dim", markup=False)
     if split:
         console.print()
         _print_windows(console, split)

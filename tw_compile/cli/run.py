@@ -26,12 +26,16 @@ from tw_compile.runner.spec import DTYPES, MODES, RunSpec
 CPU_TOKENS = "64,63,1"
 CUDA_TOKENS = "4096,1023,1"
 CPU_RANKS = 2
+DEFAULT_MODEL = "tiny-llama"
+START_SECONDS = 40.0
+COMPILE_SECONDS = 35.0
+"""Of tiny-llama on a CPU of its own, cold: Dynamo, Inductor and the compiler of C++."""
 CUDA_RANKS = (8, 4, 2)
 
 
 @common.one_line_errors
 def run(
-    model: ModelOption = "tiny-llama",
+    model: ModelOption = DEFAULT_MODEL,
     tp: Annotated[
         int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there, 2 on CPU")
     ] = None,
@@ -75,10 +79,21 @@ def run(
     if torchrun_world_size() is not None:
         report = _join(spec, console)
         leave(0 if report is None else _show(report, console, json_file))
-    with common.stages(console) as progress:
+    if spec.device == "cpu":
+        console.print(_estimate(spec), style="dim", markup=False)
+    with common.stages(console, spec.steps) as progress:
         progress(f"starting {spec.world_size} ranks")
         report = spawn_ranks(spec, progress, run_in_process_group)
     raise typer.Exit(_show(report, console, json_file))
+
+
+def _estimate(spec: RunSpec) -> str:
+    """Of the CPU, where compilers of C++ take most of the time."""
+    seconds = (START_SECONDS + COMPILE_SECONDS * spec.compiles) * max(1.0, spec.world_size / (os.cpu_count() or 1))
+    return (
+        f"{spec.compiles} models are compiled on each of {spec.world_size} ranks, on {os.cpu_count()} CPUs: for "
+        f"{DEFAULT_MODEL} about {seconds / 60:.0f} minutes, fewer models with --tokens of one length"
+    )
 
 
 def _show(report: dict[str, Any], console: Console, json_file: str | None) -> int:

@@ -56,11 +56,12 @@ def tune(
         require(plot_file)
     folder = _folder(out)
     asked = common.numbers("--tp", tp) if tp is not None else None
+    world_sizes = _world_sizes(asked, device, dry_run)
     from tw_compile.tuning.show import print_grid
     from tw_compile.tuning.spec import TuneSpec
 
     console = common.make_console(json_file)
-    spec = TuneSpec(_world_sizes(asked, device, dry_run), device, timeout)
+    spec = TuneSpec(world_sizes, device, timeout)
     if dry_run:
         print_grid(console, spec)
         console.print(f"would write to {folder}", markup=False, soft_wrap=True)

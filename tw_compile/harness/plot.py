@@ -65,8 +65,15 @@ def times_panel(rows: Sequence[Point], unit: str, title: str = "") -> Panel:
 
 
 def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
-    """Lines of as many panels each, written to ``path``; shares are in percent."""
-    figure, axes = new_figure(13, 5.2 * len(lines) + 0.6, len(lines), len(lines[0]))
+    """Lines of as many panels each, written to ``path``; shares are in percent. Panels without a number are left out."""
+    drawn = [
+        any(getattr(row, line[index].field) is not None for line in lines for row in line[index].rows)
+        for index in range(len(lines[0]))
+    ]
+    lines = [[panel for panel, has_numbers in zip(line, drawn, strict=True) if has_numbers] for line in lines]
+    if not lines[0]:
+        raise UsageError(f"--plot: expected a report with times, got one without any; {path!r} is not written")
+    figure, axes = new_figure(6.5 * len(lines[0]), 5.2 * len(lines) + 0.6, len(lines), len(lines[0]))
     placed = [
         (axis, panel) for row, line in zip(axes, lines, strict=True) for axis, panel in zip(row, line, strict=True)
     ]
@@ -77,6 +84,8 @@ def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
         if panel.field.startswith("share"):
             axis.yaxis.set_major_formatter(lambda value, position: f"{value:.0%}")
         tokens_axis(axis, sorted({row.tokens for row in panel.rows}))
+        if panel.settings.get("yscale") == "log":
+            label_log_axis(axis.yaxis)
     figure.canvas.draw()  # settles the limits that the labels are placed by
     for axis, panel in placed:
         label_ends(axis)
@@ -100,7 +109,7 @@ def save(figure: Any, path: str, title: str | None = None) -> None:
     if title is not None:
         figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, bbox_inches="tight")
     except OSError as error:
         raise UsageError(f"--plot: expected a file that can be written, got {path!r} ({error.strerror})") from error
 
@@ -156,6 +165,15 @@ def tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
     panel.set_xticks(tokens, [str(count) for count in tokens])
     panel.minorticks_off()
     panel.set_xlabel("tokens")
+
+
+def label_log_axis(axis: Any) -> None:
+    """Numbers at 1, 2 and 5 of each power of ten: a range of less than one has hardly any of the powers alone."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(lambda value, position: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def label_ends(panel: Any) -> None:

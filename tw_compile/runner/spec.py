@@ -42,6 +42,17 @@ class RunSpec:
     trace: str | None = None
 
     @property
+    def compiles(self) -> int:
+        """How many models are compiled: on a CPU the unfused one for the first prompt length only."""
+        return len(self.tokens) + (len(self.tokens) if self.device == "cuda" else 1)
+
+    @property
+    def steps(self) -> int:
+        """How often a run of it tells its progress; on GPUs every compiled model is timed, too."""
+        others = 7  # starting, importing, building, float64, eager, starting the compiler, comparing
+        return others + self.compiles * (2 if self.device == "cuda" else 1) + (self.trace is not None)
+
+    @property
     def config(self) -> Config:
         """The options of the passes."""
         return Config(transport=self.transport, split=self.split, device_profile=self.device_profile)
