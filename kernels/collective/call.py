@@ -59,9 +59,9 @@ class Call:
         hidden, residual_out = self.allocate() if outputs is None else outputs
         if self.residual_of is not None and operands.residual is not None:
             operands = operands._replace(residual=self.residual_of(operands.residual))
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*operands, hidden, residual_out)]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
         for params, ctas in self.launches:
-            _write_pointers(params, 0, *addresses)
+            _write_pointers(params, 0, *addresses, hidden.data_ptr(), residual_out.data_ptr())
             self.kernel.launch(params, stream=stream, grid=ctas, **self.options)
         return hidden, residual_out if self.residual_out_of is None else self.residual_out_of(residual_out)
 
