@@ -24,7 +24,8 @@ from tw_compile.gating import (
     threshold_layers,
 )
 from tw_compile.gating.layers import shipped_tables
-from tw_compile.gating.table import DEVICE_CLASSES, TRANSPORTS
+from tw_compile.gating.table import DEVICE_CLASSES
+from tw_compile.kernels.collective.transports.entries import AUTO, names_for
 
 WORDS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20).filter(str.strip)
 NAMES = st.text(st.characters(codec="utf-8"), max_size=8)
@@ -49,7 +50,7 @@ def tables(draw: st.DrawFn, device_class: str | None = None) -> Table:
         bounds: list[int | None] = [0, *sorted(inner), None]
         for begin, end in itertools.pairwise(bounds):
             assert begin is not None
-            transport = draw(st.sampled_from([None, *TRANSPORTS]))
+            transport = draw(st.sampled_from([None, AUTO, *names_for("cuda")]))
             decision = "left" if transport is None else "fused"
             source = draw(st.sampled_from(known))
             entries.append(Entry(world_size, backend, begin, end, decision, transport, source))  # type: ignore[arg-type]
