@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from tw_compile import compat
-from tw_compile.kernels.collective.beside import fork_and_join
 from tw_compile.kernels.collective.call import Call
+from tw_compile.kernels.collective.side_stream import fork_and_join
 from tw_compile.kernels.collective.spec import Operands
 from tw_compile.kernels.collective.transport import Started
 

@@ -13,8 +13,8 @@ call, so none is freed or reused while a peer or another stream may still read i
 is in flight: a start completes the one before it.
 
 With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
-many SMs (see ``beside.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the current
-stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
+many SMs (see ``side_stream.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the
+current stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
 ``reserved_sms`` SMs to what runs beside it (see ``kernels/gemm/mm_leaving_sms.py``).
 
 With ``results_in_slot`` a call may leave its results in the slot's memory, where the slot's next call overwrites them: who asks

@@ -128,6 +128,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "one host, two-shot kernel over symmetric memory, NVLink multicast if there is any",
             _p2p_obstacle,
             message_buffers=True,
+            repeatable=False,  # the switch promises no order of the addends
         ),
         TransportEntry(
             "nccl",

@@ -2,7 +2,7 @@
 
 A slot belongs to (group, slot index, device) and owns everything that a launch needs: buffers, pads and epochs (see
 ``tw_compile.kernels.runtime.barrier``), so calls on different slots or groups may run at once, on different streams. Calls on
-one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`beside`).
+one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`side_stream`).
 
 What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
 or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the NCCL transport.
@@ -26,10 +26,10 @@ from tw_compile.agree import common_obstacle
 from tw_compile.environment import spin_limit
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.beside import start_beside
 from tw_compile.kernels.collective.cuda_variant import variant_of
 from tw_compile.kernels.collective.known import MOST_FORMS, Known
 from tw_compile.kernels.collective.p2p_group import group_obstacle, outside_pools
+from tw_compile.kernels.collective.side_stream import start_beside
 from tw_compile.kernels.collective.slot import GroupState, Slot, grow
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport

@@ -7,6 +7,8 @@ import torch.distributed as dist
 import toy_epilogue
 import toy_store
 from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
 
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.spec import row_range
@@ -33,6 +35,9 @@ class Block(nn.Module):
 
 
 def block(rank: int) -> nn.Module:
+    # Every rank compiles: what comes from the other one's cache is not reported.
+    inductor_config.fx_graph_cache = False
+    functorch_config.enable_autograd_cache = False
     if toy_store.ENTRY.name not in TRANSPORTS:
         TRANSPORTS.register(toy_store.ENTRY)
     return Block(rank)

@@ -14,8 +14,8 @@ import toy_algorithm
 import toy_epilogue
 import toy_store
 from emulator.kernels import ALGORITHMS as SOURCES
-from emulator.kernels import FP32, Form, PushMachine, StreamMachine
-from on_ranks import HIDDEN, RANKS, TOKENS, block, calls_of_the_toy, layer_norm, message
+from emulator.kernels import Form, PushMachine, StreamMachine
+from on_ranks import FP32, HIDDEN, RANKS, TOKENS, block, calls_of_the_toy, layer_norm, message
 
 from tw_compile import Config
 from tw_compile.benchmark.ours import variants

@@ -32,6 +32,19 @@ def test_package_alone_does_not_import_torch() -> None:
     assert run("import sys, tw_compile; print('torch' in sys.modules, tw_compile.__version__)").startswith("False ")
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from tw_compile.config import Config; Config(transport='p2p')",
+        "from tw_compile.kernels.collective.transports import TRANSPORTS; TRANSPORTS.names()",
+        "from tw_compile.kernels.algorithms import ALGORITHMS; ALGORITHMS.names()",
+        "from tw_compile.kernels.epilogues import EPILOGUES; EPILOGUES.names()",
+    ],
+)
+def test_registries_and_options_do_not_import_torch(statement: str) -> None:
+    assert run(f"import sys\n{statement}\nprint([name for name in ('torch', 'triton') if name in sys.modules])") == "[]"
+
+
 def test_names_are_importable_and_others_are_not() -> None:
     import tw_compile
 

@@ -17,8 +17,8 @@ from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream import stream
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.beside import _events, side_stream
 from tw_compile.kernels.collective.known import MOST_FORMS
+from tw_compile.kernels.collective.side_stream import _events, side_stream
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, grow
 from tw_compile.kernels.collective.spec import slice_of_whole_residual
 from tw_compile.kernels.collective.transport import _instances

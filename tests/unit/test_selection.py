@@ -156,6 +156,9 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     selector = Selector(STEPS)
     x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16, device="cuda:0")
-    request: Any = SimpleNamespace(x=x, residual=None, bias=None, weight=None, residual_sharded=False, overlap_sms=0)
+    norm = SimpleNamespace(epilogue="rms_norm")
+    request: Any = SimpleNamespace(
+        x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=0
+    )
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1

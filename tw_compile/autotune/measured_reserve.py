@@ -26,7 +26,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.autotune.hold_sms import hold_sms
-from tw_compile.kernels.collective.beside import cluster_size, side_stream
+from tw_compile.kernels.collective.side_stream import cluster_size, side_stream
 from tw_compile.kernels.runtime.program import FULL_SHARED_MAJORS
 
 _MORE = (0, 4, 8, 12)

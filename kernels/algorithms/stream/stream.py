@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.beside import cluster_size
 from tw_compile.kernels.collective.call import Call, allocators
 from tw_compile.kernels.collective.cuda_variant import (
     NUMBER_FIELDS,
@@ -25,6 +24,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     row_obstacle,
     variant_of,
 )
+from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, operands_of, rows_per_rank
 from tw_compile.kernels.collective.transport import Started

@@ -36,7 +36,7 @@ from tw_compile.harness.problems import Context
 from tw_compile.harness.start import all_versions
 from tw_compile.harness.versions import machine
 from tw_compile.kernels.collective import transport
-from tw_compile.kernels.collective.beside import cluster_size, fork_and_join
+from tw_compile.kernels.collective.side_stream import cluster_size, fork_and_join
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started, Transport
 from tw_compile.planning import DeviceProfile, communication, load_profile, profile_of_device

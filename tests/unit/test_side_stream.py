@@ -16,7 +16,7 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.beside import _events, cluster_size, side_stream, start_beside
+from tw_compile.kernels.collective.side_stream import _events, cluster_size, side_stream, start_beside
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import Started, _instances
