@@ -117,7 +117,7 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
         obstacle = _device_obstacle(entry, facts) or entry.obstacle(facts, hidden_size, dtype)
         return Choice(entry.name, entry.why) if obstacle is None else Choice(None, obstacle.reason, obstacle.limited_by)
     passed_over: list[Obstacle] = []
-    for entry in _preferred(facts.device_type):
+    for entry in _preferred(_moved_as(facts.device_type)):
         obstacle = entry.obstacle(facts, hidden_size, dtype)
         if obstacle is not None:
             passed_over.append(obstacle)
@@ -125,9 +125,12 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
             return Choice(entry.name, passed_over[0].reason, passed_over[0].limited_by)
         else:
             return Choice(entry.name, entry.why)
-    if not passed_over:
-        return Choice(None, f"no transport moves {facts.device_type} tensors", "device")
     return Choice(None, passed_over[-1].reason, passed_over[-1].limited_by)
+
+
+def _moved_as(device_type: str) -> str:
+    """The device type whose transports serve such tensors. CPU's serve those that have none, such as meta tensors."""
+    return device_type if any(device_type in entry.device_types for entry in TRANSPORTS) else "cpu"
 
 
 def _preferred(device_type: str) -> list[TransportEntry]:
@@ -140,7 +143,7 @@ def _preferred(device_type: str) -> list[TransportEntry]:
 
 
 def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | None:
-    if facts.device_type in entry.device_types:
+    if _moved_as(facts.device_type) in entry.device_types:
         return None
     needed = " or ".join(name.upper() for name in entry.device_types)
     reason = f"transport {entry.name!r} needs {needed} tensors, the graph has {facts.device_type} tensors"

@@ -185,8 +185,10 @@ def test_its_refusal_is_reported_by_name_and_one_that_is_not_registered_is_none(
 def test_the_command_line_knows_it() -> None:
     command = ["explain", "--device", "sm90", "--multicast", "--tp", "8", "--hidden", "2048", "--tokens", "63,64"]
     lines = CliRunner().invoke(app, [*command, "--host", "toy-2"]).output.splitlines()
-    assert "63 tokens" in lines[0] and "fused" in lines[0] and f"toy-2: below {LARGE} bytes" in lines[0]
-    assert "64 tokens" in lines[1] and "left" in lines[1] and f"toy-2: from {LARGE} bytes" in lines[1]
+    first, second = (line.split() for line in lines[1:3])
+    assert (first[0], "fused" in first, second[0], "gated" in second) == ("63", True, "64", True)
+    reasons = "\n".join(lines[3:])
+    assert f"toy-2: below {LARGE} bytes" in reasons and f"toy-2: from {LARGE} bytes" in reasons
 
 
 def test_a_host_is_registered_once_and_takes_no_name_of_another() -> None:

@@ -82,7 +82,7 @@ def test_sdist_has_what_the_readme_names(tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     text = (ROOT / "README.md").read_text()
-    named = {name for name in re.findall(r"`([\w./-]+)`", text) if (ROOT / name).is_file()}
+    named = {name for name in re.findall(r"\]\(([\w./-]+)\)", text) if (ROOT / name).is_file()}
     assert {"DESIGN.md", "CONTRIBUTING.md", "benchmarks/README.md"} <= named
     in_package = {name for name in named if name.partition("/")[0] in FOLDERS and not name.startswith("tw_compile/")}
     assert named - in_package | {f"tw_compile/{name}" for name in in_package} <= names

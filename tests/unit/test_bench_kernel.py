@@ -32,7 +32,6 @@ from tw_compile.benchmark.plot import plot
 from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import print_report
-from tw_compile.benchmark.tune import steps_from, table_of
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.harness import measure, start
@@ -43,7 +42,6 @@ from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.rows import Outcome, failures
 from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.transport import get_transport
-from tw_compile.kernels.transports.selection import Step
 
 SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))
 MIB = 2**20
@@ -530,7 +528,7 @@ def test_interrupted_run_keeps_its_rows_and_ends_as_the_signal_says(
             so_far = {"device_name": "d", "cache_bytes": 1, "rows": [asdict(row("tw-nccl", "ours", 10.0, tokens=1))]}
             raise RankError("interrupted", so_far) from None
 
-    monkeypatch.setattr(bench_run, "spawn_ranks", spawn)
+    monkeypatch.setattr(start, "spawn_ranks", spawn)
     files = [tmp_path / name for name in ("rows.csv", "report.json")]
     options = ["--tokens", "1,5", "--hidden", "8192", "--csv", str(files[0]), "--json", str(files[1])]
     result = CliRunner().invoke(app, ["bench", "kernel", "--device", "cpu", *options])
@@ -561,65 +559,3 @@ def test_contender_is_a_complete_interface() -> None:
 
     one, size = Minimal(), MessageSize(1, 8, "float32")
     assert (one.kind, one.obstacle(size, 2), one.num_sms(size, 2)) == ("peer", None, None)
-
-
-def timed(algorithm: str, sms: int, nbytes: int, us: float, hidden: int = 8192, numerics: str = "ok") -> Row:
-    size = (nbytes // 2 // hidden, hidden, nbytes)
-    found = Row("ours", "ours", *size, 1, "", sms, "timed", None, numerics, 0.9 * us, us, 1.1 * us)
-    return replace(found, algorithm=algorithm, max_sms=sms)
-
-
-def test_a_table_takes_the_fastest_kernel_of_each_size_and_meets_half_way() -> None:
-    rows = [
-        timed("push_one_shot", 64, 2**18, 8.0),
-        timed("stream", 16, 2**18, 12.0),
-        timed("push_one_shot", 64, 2**20, 20.0),
-        timed("stream", 16, 2**20, 15.0),
-        timed("stream", 16, 2**24, 85.0),
-        timed("two_shot", 32, 2**24, 30.0, numerics="failed"),
-    ]
-    assert steps_from(rows, 4) == [Step(4, 2**19, "push_one_shot", 64), Step(4, 2**24, "stream", 16)]
-
-
-def test_a_table_spends_ctas_and_changes_kernels_for_more_than_noise() -> None:
-    rows = [
-        timed("stream", 8, 2**20, 10.1),
-        timed("stream", 32, 2**20, 10.0),
-        timed("stream", 8, 2**22, 30.5),
-        timed("push_two_shot", 8, 2**22, 30.0),
-    ]
-    assert steps_from(rows, 2) == [Step(2, 2**22, "stream", 8)]
-
-
-def test_a_shipped_choice_that_is_as_good_stays_with_its_bound() -> None:
-    shipped = (Step(2, 1_500_000, "push_one_shot", 64), Step(2, 2**22, "push_two_shot", 64))
-    rows = [
-        timed("push_one_shot", 64, 2**20, 10.1),
-        timed("stream", 8, 2**20, 10.0),
-        timed("push_two_shot", 64, 2**21, 20.0),
-        timed("stream", 8, 2**21, 20.1),
-        timed("push_two_shot", 64, 2**24, 90.0),
-        timed("stream", 8, 2**24, 80.0),
-    ]
-    half_way = 5_931_641  # between 2 and 16 MiB, in the logarithm
-    assert steps_from(rows, 2, shipped) == [
-        *shipped[:1],
-        Step(2, half_way, "push_two_shot", 64),
-        Step(2, 2**24, "stream", 8),
-    ]
-    assert steps_from(rows, 2) == [Step(2, 2**24, "stream", 8)]
-
-
-def test_a_table_weighs_hidden_sizes_of_the_same_bytes_alike() -> None:
-    rows = [
-        timed("stream", 8, 2**20, 10.0, hidden=4096),
-        timed("push_two_shot", 8, 2**20, 11.0, hidden=4096),
-        timed("stream", 8, 2**20, 150.0, hidden=8192),
-        timed("push_two_shot", 8, 2**20, 100.0, hidden=8192),
-    ]
-    assert steps_from(rows, 2) == [Step(2, 2**20, "push_two_shot", 8)]
-
-
-def test_a_table_needs_a_kernel_that_it_can_name() -> None:
-    with pytest.raises(ValueError, match="no kernel that a table can name"):
-        table_of({"rows": [asdict(row("nccl+norm", "peer", 5.0))], "world_size": 4})

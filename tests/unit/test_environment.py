@@ -104,3 +104,11 @@ def test_every_variable_of_the_docs_has_a_reader() -> None:
     named = {line.split("`")[1].partition("=")[0] for line in page.splitlines() if line.startswith("| `TW_COMPILE")}
     known = {value for name, value in vars(environment).items() if name.isupper() and not name.startswith("_")}
     assert named == known
+
+
+def test_spin_limit_is_validated() -> None:
+    assert environment.spin_limit({}) == 0
+    assert environment.spin_limit({"TW_COMPILE_SPIN_LIMIT": "5000"}) == 5000
+    for text in ("-1", "many", "1e6", str(2**31)):
+        with pytest.raises(ValueError, match="TW_COMPILE_SPIN_LIMIT"):
+            environment.spin_limit({"TW_COMPILE_SPIN_LIMIT": text})

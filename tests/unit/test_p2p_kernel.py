@@ -240,16 +240,6 @@ def test_grid_and_capacity_depend_on_shapes_only() -> None:
     assert capacity_for(MIN_CAPACITY_BYTES + 1) == 2 * MIN_CAPACITY_BYTES
 
 
-def test_spin_limit_is_validated() -> None:
-    from tw_compile.environment import spin_limit
-
-    assert spin_limit({}) == 0
-    assert spin_limit({"TW_COMPILE_SPIN_LIMIT": "5000"}) == 5000
-    for text in ("-1", "many", "1e6", str(2**31)):
-        with pytest.raises(ValueError, match="TW_COMPILE_SPIN_LIMIT"):
-            spin_limit({"TW_COMPILE_SPIN_LIMIT": text})
-
-
 # --- interpreter -----------------------------------------------------------------------------------------------------
 
 
