@@ -328,7 +328,7 @@ def test_nothing_outlives_the_memory_that_it_names(
 ) -> None:
     call()
     assert len(group.state.known) == 1
-    monkeypatch.setattr("tw_compile.kernels.collective.slot.agree", lambda *_: "no memory")
+    monkeypatch.setattr("tw_compile.kernels.collective.slot.common_obstacle", lambda *_: "no memory")
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
     assert grow(group.state, 0, {"x": 2**20}) is None
     assert group.state.known == {} and group.state.obstacle
@@ -338,7 +338,7 @@ def test_nothing_outlives_memory_that_is_replaced(
     device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call()
-    monkeypatch.setattr("tw_compile.kernels.collective.slot.agree", lambda *_: None)
+    monkeypatch.setattr("tw_compile.kernels.collective.slot.common_obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     monkeypatch.setattr(p2p.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [0] * RANKS, 0, 0))
