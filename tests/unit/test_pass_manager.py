@@ -278,4 +278,4 @@ def test_unknown_passes_are_refused_and_the_nearest_is_suggested() -> None:
     with pytest.raises(
         ValueError, match=f"disable_passes: expected passes, of {', '.join(NAMES)}; got 'lock_ordr'; did you"
     ):
-        Config(disable_passes=("lock_ordr",))
+        TWCompilePass(Config(disable_passes=("lock_ordr",)))
