@@ -39,7 +39,7 @@ def listed(command: str) -> set[str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the page has the reports of a machine without GPUs")
 @pytest.mark.parametrize(
-    "command", [*make_reference.QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in make_reference.SLOW)]
+    "command", [*make_reference.QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in make_reference.SLOW)]
 )
 def test_keys_of_a_report_are_listed(command: str, tmp_path: Path) -> None:
     found = make_reference.keys_of(make_reference.report_of(COMMANDS[command], tmp_path))
