@@ -202,16 +202,15 @@ def _draw_box(panel: int, box: Box, y: int) -> str:
     state = ("removed" if panel == 0 else "added") if box.changed else "same"
     tooltip = "\n".join(f"{line.name} = {line.call}  {line.result}" for line in box.lines)
     room = min(width, _LANE - 16 - _DOT)  # what is written ends before the residual's dot
-    half = "" if box.half is None else f" half{box.half}"
     subtitle = " · ".join(filter(None, ["" if box.half is None else f"half {box.half}", box.subtitle]))
     parts = [
-        f'<g class="box {box.kind} {state}{half}"><title>{html.escape(tooltip)}</title>',
+        f'<g class="box {box.kind} {state}"><title>{html.escape(tooltip)}</title>',
         f'<rect x="{x}" y="{y}" width="{width}" height="{_BOX_HEIGHT}" rx="7"/>',
         f'<text class="name" x="{x + 12}" y="{y + (18 if subtitle else 25)}">{html.escape(_cut(box.title, room))}</text>',
         f'<text class="what" x="{x + 12}" y="{y + 33}">{html.escape(_cut(subtitle, room))}</text>',
     ]
     if box.half is not None:
-        parts.append(f'<rect class="stripe" x="{x}" y="{y}" width="6" height="{_BOX_HEIGHT}" rx="3"/>')
+        parts.append(f'<rect class="stripe half{box.half}" x="{x}" y="{y}" width="6" height="{_BOX_HEIGHT}" rx="3"/>')
     if box.on_lane:
         parts.append(f'<circle class="tap" cx="{panel * _PANEL + _LANE}" cy="{y + _BOX_HEIGHT // 2}" r="6"/>')
     return "".join([*parts, "</g>"])
