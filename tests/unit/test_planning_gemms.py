@@ -12,14 +12,14 @@ import pytest
 from tw_compile.planning import DeviceProfile, Gemm, load_profile
 from tw_compile.planning.gemm import gemm_time
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+DATA = Path(__file__).parents[1] / "data"
 H100, H200 = load_profile("H100"), load_profile("H200")
-FILES = {"H100": "2026-11-23-h100-gemms.csv", "H200": "2026-11-22-h200-gemms.csv"}
+FILES = {"H100": "h100-gemms.csv", "H200": "h200-gemms.csv"}
 
 
 def errors(reserved: str, most_columns: int = 10**6, profile: DeviceProfile = H200) -> list[float]:
     """Relative errors of all shapes; ``reserved``: SMs that cuBLASLt leaves, empty for cuBLAS as it is."""
-    text = (RESULTS / FILES[profile.name]).read_text()
+    text = (DATA / FILES[profile.name]).read_text()
     lines = (line for line in text.splitlines() if not line.startswith("#"))
     found = []
     for row in csv.DictReader(lines):

@@ -19,8 +19,8 @@ from tw_compile.planning import gemm as gemm_module
 from tw_compile.planning.device import Tile
 from tw_compile.planning.gemm import full_wave_tokens, gemm_time
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-23-h200-grouped-gemms.csv"
-OWN_FILE = FILE.with_name("2026-11-23-h200-own-grouped-gemms.csv")
+FILE = Path(__file__).parents[1] / "data" / "h200-grouped-gemms.csv"
+OWN_FILE = FILE.with_name("h200-own-grouped-gemms.csv")
 H200 = load_profile("H200")
 TALL, SHORT = Tile(128, 256), Tile(64, 128)
 FIRST = 12.0
@@ -78,7 +78,7 @@ def test_what_halves_gain_by_their_own_kernel_is_predicted_within_six_percent() 
 
 MIXTRAL = [
     row
-    for row in json.loads(FILE.with_name("2026-11-23-h200-stand-in-tp4.json").read_text())["rows"]
+    for row in json.loads(FILE.with_name("h200-stand-in-tp4.json").read_text())["rows"]
     if row["model"].startswith("mixtral")  # routing among many small experts takes longer than the planner knows
 ]
 

@@ -17,8 +17,8 @@ from tw_compile.planning.gemm import full_wave_tokens, gemm_time, joint_gemm
 from tw_compile.planning.joint_tiles import MOST_JOINT, tiling
 from tw_compile.planning.windows import Costs, Gemms
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-FILE = RESULTS / "2026-11-23-h200-joint-gemms.csv"
+DATA = Path(__file__).parents[1] / "data"
+FILE = DATA / "h200-joint-gemms.csv"
 H200 = load_profile("H200")
 CUBLAS = dataclasses.replace(H200, gemm=dataclasses.replace(H200.gemm, own_gemms=False))
 QKV = tuple(Gemm("qkv", columns, 8192) for columns in (2048, 256, 256))
@@ -42,15 +42,15 @@ def test_what_is_computed_as_one_is_predicted_within_four_percent() -> None:
 
 
 def rows_of(name: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / name).read_text())["rows"]
+    return json.loads((DATA / name).read_text())["rows"]
 
 
 STAND_INS = [
     # Biases kept GEMMs of Qwen2.5 apart then.
-    *(("H200", row) for row in rows_of("2026-11-23-h200-stand-in-joint.json") if row["model"] != "qwen2.5-72b"),
-    *(("H200", row) for row in rows_of("2026-11-23-h200-stand-in-biases.json")),
+    *(("H200", row) for row in rows_of("h200-stand-in-joint.json") if row["model"] != "qwen2.5-72b"),
+    *(("H200", row) for row in rows_of("h200-stand-in-biases.json")),
     # The rates of H100's GEMMs were others then.
-    *(("H100", row) for row in rows_of("2026-11-23-h100-stand-in-llama-3.3-70b.json") if row["commit"] != "701c9ce"),
+    *(("H100", row) for row in rows_of("h100-stand-in-llama-3.3-70b.json") if row["commit"] != "701c9ce"),
 ]
 
 
@@ -73,7 +73,7 @@ def test_one_rank_with_stand_ins_for_calls_is_predicted_within_eleven_percent(de
 
 
 def test_the_planned_place_of_the_split_is_as_fast_as_the_best_of_a_sweep() -> None:
-    (row,) = rows_of("2026-11-23-h200-stand-in-sweep-llama-3.3-70b.json")
+    (row,) = rows_of("h200-stand-in-sweep-llama-3.3-70b.json")
     planned = plan_layer(H200, layer_of("llama-3.3-70b"), row["tokens"]).sizes[0]
     swept = {int(label.partition("@")[2]): us for label, us in row["us_a_layer"].items() if "@" in label}
     assert len(swept) == 15 and swept[planned] <= 1.02 * min(swept.values())

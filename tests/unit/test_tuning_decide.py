@@ -20,7 +20,7 @@ from tw_compile.tuning.decide import MOST_APART, NOISE, Chooser, entries_from
 from tw_compile.tuning.measured import AT_LEAST, LEFT, UNFUSED, Timing, measured_steps, timings
 from tw_compile.tuning.tables import shipped_gate
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+DATA = Path(__file__).parents[1] / "data"
 HERE = Source("here", "measured", ("2x GPU", "torch 2", "2026-11-21", "tune"))
 BEFORE = Source("before", "default", ("somebody said so",))
 WAYS = (LEFT, "p2p", "nccl")
@@ -196,12 +196,12 @@ def test_a_lower_bound_can_show_that_fusing_pays_and_not_that_it_does_not() -> N
 @pytest.mark.parametrize(
     ("ranks", "files"),
     [
-        (2, ["2026-11-21-2xh200-kernel-tp2.csv"]),
-        (4, ["2026-11-22-4xh200-kernel-tp4.csv", "2026-11-22-4xh200-kernel-tp4-gated.csv"]),
+        (2, ["h200-kernel-tp2.csv"]),
+        (4, ["h200-kernel-tp4.csv", "h200-kernel-tp4-gated.csv"]),
     ],
 )
 def test_shipped_ranges_of_h200_follow_from_the_committed_rows(ranks: int, files: list[str]) -> None:
-    runs = [run for file in files for run in runs_of_file(str(RESULTS / file))]
+    runs = [run for file in files for run in runs_of_file(str(DATA / file))]
     steps = measured_steps(runs, ())
     shipped = shipped_steps("NVIDIA H200", ranks)
     assert tuple(steps) == shipped == tuple(measured_steps(runs, shipped))
