@@ -167,7 +167,7 @@ def test_a_parent_that_exits_ends_children_that_it_has_not_ended(tmp_path: Path)
 @pytest.mark.parametrize(
     ("program", "arguments"),
     [(RUN, RUN_ARGUMENTS), (GLOO, []), (CHECKS, []), (ENGINES, [])],
-    ids=["run", "gloo", "gpu_checks", "vllm"],
+    ids=["run", "gloo", "checks", "vllm"],
 )
 def test_ranks_end_when_what_started_them_is_killed(tmp_path: Path, program: str, arguments: list[str]) -> None:
     with started(tmp_path, program, *arguments) as command:

@@ -275,7 +275,7 @@ def test_calls_may_be_given_no_sms_of_their_own() -> None:
     assert {node.kwargs["overlap_sms"] for node in find_ops(graph, "all_reduce_rms_norm_start")} == {0}
 
 
-def test_calls_in_flight_share_the_sms_that_all_may_have_and_every_operator_is_in_a_window_that_there_is() -> None:
+def test_calls_share_the_sms_that_all_may_have_and_operators_have_windows() -> None:
     graph = split_graph("llama", "request")
     result = schedule(graph, 8, 8)
     assert isinstance(result, Schedule)

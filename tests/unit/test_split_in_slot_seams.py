@@ -87,7 +87,7 @@ def stays(graph: fx.Graph) -> list[bool]:
     return [bool(argument(node, "results_in_slot")) for node in find_ops(graph, "all_reduce_rms_norm_start")]
 
 
-def test_what_both_halves_leave_stays_where_matmuls_alone_read_it_before_the_slots_first_call() -> None:
+def test_what_halves_leave_stays_where_matmuls_read_it_before_the_slots_first_call() -> None:
     assert stays(layer()) == [True] * 4
 
 

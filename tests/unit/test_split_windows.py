@@ -344,7 +344,7 @@ def test_budgets_can_be_switched_off() -> None:
 
 
 @pytest.mark.full
-def test_a_split_that_an_option_names_is_planned_for_and_goes_between_requests_where_it_can() -> None:
+def test_a_split_that_an_option_names_is_planned_and_goes_between_requests() -> None:
     for first, unit, sizes in ((42, "request", (2, 1)), (41, "token", (41, 22))):
         graph = family_graph("llama", 3, 21, dtype=torch.bfloat16)
         graph = fx.GraphModule(torch.nn.Module(), graph).graph

@@ -106,7 +106,7 @@ def test_ranges_follow_the_options() -> None:
     assert plan.range_endpoints(ENGINE, config, plan.gates(config, (9, 0))) == [7, 64]
 
 
-def test_an_option_that_names_the_first_half_has_a_range_from_where_the_second_is_half_as_long() -> None:
+def test_a_named_first_half_has_a_range_from_where_the_second_is_half_as_long() -> None:
     def ends(split: str) -> list[int]:
         config = Config(host="vllm-0.24", split=split)
         return plan.range_endpoints(replace(ENGINE, tensor_parallel_size=4), config, plan.gates(config, (9, 0)))

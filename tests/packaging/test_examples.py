@@ -1,0 +1,52 @@
+"""The examples run: on two ranks of a CPU, or without vLLM as far as they come."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def run(folder: Path, *command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.full
+def test_generate_fuses_every_all_reduce_of_a_checkpoint(tmp_path: Path) -> None:
+    from test_readme import write_checkpoint
+
+    write_checkpoint(tmp_path / "CHECKPOINT")
+    output = run(tmp_path, *TWO_RANKS, str(EXAMPLES / "generate.py"), "CHECKPOINT", "Hello")
+    counts = re.findall(r"fused (\d+) of (\d+) all_reduces", output)
+    assert counts and all(fused == total and int(fused) >= 4 for fused, total in counts), output
+
+
+@pytest.mark.full
+def test_a_host_with_a_pipeline_of_its_own_gets_the_fused_operator(tmp_path: Path) -> None:
+    output = run(tmp_path, *TWO_RANKS, str(EXAMPLES / "own_pipeline.py"))
+    assert output.count("'all_reduce': 1, 'fused': 1") == 2 and output.count("nodes before the passes") == 2, output
+
+
+def test_the_graph_test_passes(tmp_path: Path) -> None:
+    assert "1 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "test_graph.py"))
+
+
+def test_the_example_of_vllm_gives_options_that_there_are() -> None:
+    from tw_compile import Config
+
+    tree = ast.parse((EXAMPLES / "vllm_offline.py").read_text())
+    (table,) = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Dict) and ast.unparse(node.keys[0]) == "'tw_compile'"
+    ]
+    Config.from_mapping(ast.literal_eval(table)["tw_compile"])
