@@ -121,6 +121,7 @@ def runs(pid: int) -> bool:
         return False
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_a_command_and_its_ranks_with_nothing_to_complain_of(
@@ -135,6 +136,7 @@ def test_a_signal_ends_a_command_and_its_ranks_with_nothing_to_complain_of(
     assert not list((tmp_path / "scratch").iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_an_interrupt_ends_ranks_of_tests_with_no_complaint_of_theirs(tmp_path: Path) -> None:
     with started(tmp_path, GLOO) as tests:
@@ -163,6 +165,7 @@ def test_a_parent_that_exits_ends_children_that_it_has_not_ended(tmp_path: Path)
         assert not left(tmp_path, 0.5)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("program", "arguments"),

@@ -43,6 +43,7 @@ def ranks() -> Iterator[GlooRanks]:
 # --- a transport -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_compiled_model_runs_on_the_transport(ranks: GlooRanks) -> None:
     options = {"tw_compile.strict": True, "tw_compile.transport": toy_store.ENTRY.name}
     comparison = compare_on_gloo(block, message, calls=2, ranks=ranks, options=options)
@@ -148,6 +149,7 @@ def run_stream(sources: Path, seed: int) -> None:
     machine.run()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("run", [run_push, run_stream])
 def test_cuda_kernels_take_the_row_code_of_the_epilogue(sources: Path, run: Any) -> None:
     with EPILOGUES.registered(toy_epilogue.ENTRY):

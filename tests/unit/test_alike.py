@@ -78,6 +78,7 @@ def test_lists_of_layers_are_cut_alike() -> None:
     assert len(config.layer_types) == config.num_hidden_layers == 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("values", "traced"), [(LLAMA, [0, 1, 5]), (GEMMA, [0, 1, 2, 7])], ids=["llama", "gemma2"])
 def test_what_is_said_of_the_model_is_what_all_layers_give(
     tmp_path: Path, values: dict[str, Any], traced: list[int]
