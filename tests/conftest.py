@@ -19,7 +19,7 @@ from tw_compile.testing import GlooRanks, fake_process_group
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--full", action="store_true", help="also the tests marked full: a quarter of an hour on two cores"
+        "--full", action="store_true", help="also the tests marked full: about 20 minutes on two cores"
     )
 
 
