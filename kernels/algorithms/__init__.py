@@ -1,4 +1,4 @@
-"""The kernels of the P2P transport, a folder each. A new one is a folder with its entry, and a line here.
+"""The kernels over memory of slots, a folder each. A new one is a folder with its entry, and a line here.
 
 Outside of this project one is added by ``ALGORITHMS.register``.
 """
@@ -6,15 +6,20 @@ Outside of this project one is added by ``ALGORITHMS.register``.
 from __future__ import annotations
 
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
+from tw_compile.kernels.algorithms.host import entries as host
 from tw_compile.kernels.algorithms.push.entries import ONE_SHOT, TWO_SHOT
 from tw_compile.kernels.algorithms.stream.entries import STREAM
 from tw_compile.kernels.algorithms.two_shot.entries import SERVES_ALL
 from tw_compile.kernels.registry import Registry
 
-ALGORITHMS: Registry[AlgorithmEntry] = Registry("algorithm", (ONE_SHOT, TWO_SHOT, STREAM, SERVES_ALL))
+ALGORITHMS: Registry[AlgorithmEntry] = Registry(
+    "algorithm", (ONE_SHOT, TWO_SHOT, STREAM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT)
+)
 
 
-def beside_work() -> list[AlgorithmEntry]:
-    """Those that serve calls beside other work, in the order in which they are asked."""
-    ranked = [(entry.beside, entry) for entry in ALGORITHMS if entry.beside is not None]
+def beside_work(transport: str) -> list[AlgorithmEntry]:
+    """Those of a transport that serve calls beside other work, in the order in which they are asked."""
+    ranked = [
+        (entry.beside, entry) for entry in ALGORITHMS if entry.beside is not None and entry.transport == transport
+    ]
     return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]

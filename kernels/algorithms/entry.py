@@ -1,4 +1,4 @@
-"""What a registry knows of a kernel of the P2P transport: plain data, without torch."""
+"""What a registry knows of a kernel over memory of slots: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class AlgorithmEntry:
     Attributes:
         name: What tables of ``configs/kernels`` call it.
         factory: ``module:attribute`` of the class; called with ``options``, and ``max_sms`` where it has a number of SMs.
+        transport: Which transport's memory it works on.
         sms: SMs that it has unless a table says otherwise; None: its own number, whatever a table says.
         most_sms: SMs that it can have.
         beside: Where it is asked among those that serve calls beside other work, lowest first; None: not there.
         instead: Which algorithm is asked next where this one can't serve a message.
-        serves_all: Whether it serves what no other does; of exactly one.
+        serves_all: Whether it serves what no other does; of exactly one of a transport.
         profile: The key of ``fused`` in device profiles whose figures are measured with it; None: they are not.
         benchmarked: Its lines in the benchmark of the operator; the first plain one is what tables are made of.
         checked: How checks on GPUs run it.
@@ -46,6 +47,7 @@ class AlgorithmEntry:
     name: str
     factory: str
     options: Options = ()
+    transport: str = "p2p"
     sms: int | None = None
     most_sms: int = 0
     beside: int | None = None

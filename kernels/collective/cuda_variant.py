@@ -17,8 +17,11 @@ from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
-MIN_CAPABILITY = (9, 0)
-"""What griddepcontrol and bulk copies need."""
+PEER_KERNELS = (9, 0)
+"""The least compute capability of the kernels over peer memory: griddepcontrol and bulk copies."""
+HOST_KERNELS = (7, 5)
+"""The same of those over host memory: what PyTorch runs on."""
+_FP8_CAPABILITY = (8, 9)
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
 _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_ROWS"}
@@ -35,12 +38,13 @@ def numbers_of(norm: NormSpec) -> dict[str, float]:
     return dict(zip(PARAMETERS, _numbers(norm), strict=True))
 
 
-def row_obstacle(request: Request) -> str | None:
-    """Why these kernels cannot serve the request; None when they can. The same on all ranks."""
+def row_obstacle(request: Request, min_capability: tuple[int, int] = PEER_KERNELS) -> str | None:
+    """Why a kernel of at least ``min_capability`` cannot serve the request; None when it can. The same on all ranks."""
     hidden_size = request.x.shape[1]
     capability = torch.cuda.get_device_capability(request.x.device)
-    if capability < MIN_CAPABILITY:
-        expected, got = (".".join(map(str, version)) for version in (MIN_CAPABILITY, capability))
+    needed = max(min_capability, _FP8_CAPABILITY) if request.norm.hidden_dtype == FP8 else min_capability
+    if capability < needed:
+        expected, got = (".".join(map(str, version)) for version in (needed, capability))
         return f"needs compute capability {expected}, the device has {got}"
     if hidden_size % VECTOR:
         return f"hidden_size {hidden_size} is not a multiple of {VECTOR}"

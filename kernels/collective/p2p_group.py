@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can read and write each other's memory.
+"""Whether the ranks of a group can read and write each other's memory, or memory of their host.
 
 Everything here is collective, waits on the host, and runs at the first use of a group only.
 """
@@ -87,6 +87,14 @@ def sharing_obstacle(facts: Sequence[RankFacts]) -> str | None:
     return None
 
 
+def host_obstacle(facts: Sequence[RankFacts]) -> str | None:
+    """Why kernels of the ranks in ``facts`` cannot wait for each other on one host; None where they can."""
+    hosts = sorted({fact.host for fact in facts})
+    if len(hosts) > 1:
+        return f"the group spans {len(hosts)} hosts ({', '.join(hosts)})"
+    return sharing_obstacle(facts)
+
+
 def peer_obstacle(
     own: int,
     facts: Sequence[RankFacts],
@@ -95,10 +103,7 @@ def peer_obstacle(
     has_atomics: Callable[[int, int], bool],
 ) -> str | None:
     """Why the device with ordinal ``own`` cannot work on the memory of all ranks in ``facts``; None when it can."""
-    hosts = sorted({fact.host for fact in facts})
-    if len(hosts) > 1:
-        return f"the group spans {len(hosts)} hosts ({', '.join(hosts)})"
-    obstacle = sharing_obstacle(facts)
+    obstacle = host_obstacle(facts)
     if obstacle is not None:
         return obstacle
     for rank, fact in enumerate(facts):
@@ -114,11 +119,21 @@ def peer_obstacle(
     return None
 
 
-def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the group cannot use P2P kernels, or None; the same answer on every rank. Collective."""
+def _facts(group: dist.ProcessGroup, device: torch.device) -> tuple[int, list[str], list[RankFacts]]:
+    """This rank's CUDA ordinal, the devices it sees, and where all ranks run. Collective."""
     own = torch.cuda.current_device() if device.index is None else device.index
     visible = device_uuids()
-    facts = gather(RankFacts(_host_id(), visible[own]), group)
+    return own, visible, gather(RankFacts(_host_id(), visible[own]), group)
+
+
+def host_group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the group cannot use kernels over host memory, or None; the same answer on every rank. Collective."""
+    return common_obstacle(group, host_obstacle(_facts(group, device)[2]))
+
+
+def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the group cannot use P2P kernels, or None; the same answer on every rank. Collective."""
+    own, visible, facts = _facts(group, device)
     try:
         obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, _native_atomics)
         if obstacle is None:

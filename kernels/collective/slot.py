@@ -1,10 +1,11 @@
-"""Symmetric memory of the P2P transport: what a group has, slot by slot, and how it grows."""
+"""Memory that all ranks of a node reach: what a group has, slot by slot, and how it grows."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Hashable
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,10 @@ INBOX = "inbox"
 NOT_ARRIVED = -(2**31)
 """The word of an inbox to which nothing has been written, as int32; elements.cuh has it too."""
 
-_INBOX_STATE_WORDS = 5  # PushState of push.cu
+OUTBOX, WORDS = "outbox", "words"
+
+_STATE_WORDS = {INBOX: 5, OUTBOX: 2 * MAX_CTAS, WORDS: 2}
+"""Of int32, by buffer: PushState of push.cu, the state of host_rows.cu, HostWordsState of host_words.cu."""
 
 
 def capacity_for(nbytes: int) -> int:
@@ -38,11 +42,62 @@ def capacity_for(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """A buffer as all ranks have it.
+
+    ``handle``: what it must not outlive. ``addresses``: of each rank's part, as this rank's device reaches it. ``multicast``: the
+    address of all parts, or 0. ``offset``: of the part in its allocation, which must be the same on all ranks.
+    """
+
+    handle: Any
+    addresses: list[int]
+    multicast: int = 0
+    offset: int = 0
+
+
+class SlotMemory(ABC):
+    """What slots are made of."""
+
+    def capacity_for(self, nbytes: int) -> int:
+        """Bytes to allocate where ``nbytes`` are needed."""
+        return capacity_for(nbytes)
+
+    @abstractmethod
+    def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """This rank's parts, ``uint8 [bytes]``; RuntimeError where there is no room."""
+
+    @abstractmethod
+    def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
+        """The parts of all ranks. Collective, after all have allocated; RuntimeError where this rank can't reach one."""
+
+    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Called when all ranks have everything, or when it is given up: nothing else will ask for the parts."""
+
+
+class SymmetricMemory(SlotMemory):
+    """torch's: memory of the GPUs, which peers reach."""
+
+    def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """See :class:`SlotMemory`."""
+        try:
+            return {name: compat.symm_mem_empty(size, device) for name, size in sizes.items()}
+        except RuntimeError as error:
+            raise RuntimeError(f"symmetric memory: cannot allocate {sum(sizes.values())} bytes: {error}") from error
+
+    def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
+        """See :class:`SlotMemory`."""
+        try:
+            return {name: Shared(*compat.symm_mem_rendezvous(tensor, state.name)) for name, tensor in tensors.items()}
+        except RuntimeError as error:
+            raise RuntimeError(f"symmetric memory: rendezvous failed: {error}") from error
+
+
+@dataclass(frozen=True)
 class SymmetricBuffer:
     """``capacity`` bytes on every rank.
 
-    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: of an
-    inbox, ``PushState`` of push.cu; it goes with the buffer, as captured graphs use both on.
+    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: what a
+    kernel keeps of such a buffer, see ``_STATE_WORDS``; it goes with the buffer, as captured graphs use both on.
     """
 
     tensor: torch.Tensor
@@ -77,8 +132,8 @@ class Slot:
 
     @property
     def nbytes(self) -> int:
-        """Symmetric memory of this rank."""
-        return sum(one.capacity for one in (self.pads, *self.buffers.values(), *self.retired))
+        """Memory of this rank that peers reach."""
+        return sum(buffer.capacity for buffer in (self.pads, *self.buffers.values(), *self.retired))
 
 
 @dataclass
@@ -102,12 +157,14 @@ class GroupState:
     warned: bool = False
     prepared: set[Hashable] = field(default_factory=set)
     known: dict[Hashable, Known] = field(default_factory=dict)
+    memory: SlotMemory = field(default_factory=SymmetricMemory)
+    label: str = "P2P transport"
 
     def give_up(self, reason: str) -> None:
-        """From now on this group uses NCCL."""
+        """From now on this group uses the next transport."""
         self.obstacle = reason
         self.known.clear()
-        logger.warning("P2P transport: group %r uses NCCL instead; %s", self.name, reason)
+        logger.warning("%s: not for group %r; %s", self.label, self.name, reason)
 
 
 def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
@@ -117,38 +174,42 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
     transport, on all ranks alike.
     """
     state.known.clear()
-    sizes = {name: capacity_for(nbytes) for name, nbytes in lacking.items()}
+    memory = state.memory
+    sizes = {name: memory.capacity_for(nbytes) for name, nbytes in lacking.items()}
     if index not in state.slots:
         sizes["pads"] = MAX_CTAS * MAX_WORLD_SIZE * 4
     tensors: dict[str, torch.Tensor] = {}
+    shared: dict[str, Shared] = {}
     made: dict[str, SymmetricBuffer] = {}
-    has_multicast = True
-    offsets: dict[str, int] = {}
     obstacle = None
     try:
-        tensors = {name: compat.symm_mem_empty(size, state.device) for name, size in sizes.items()}
-    except RuntimeError as error:
-        obstacle = f"symmetric memory: cannot allocate {sum(sizes.values())} bytes: {error}"
-    obstacle = common_obstacle(state.group, obstacle, sizes)
-    if obstacle is None:
         try:
+            tensors = memory.allocate(sizes, state.device)
+        except RuntimeError as error:
+            obstacle = str(error)
+        obstacle = common_obstacle(state.group, obstacle, sizes)
+        if obstacle is None:
             for name, tensor in tensors.items():
                 tensor.view(torch.int32).fill_(NOT_ARRIVED if name == INBOX else 0)
-                handle, addresses, multicast, offsets[name] = compat.symm_mem_rendezvous(tensor, state.name)
-                table = torch.tensor([*addresses, multicast], dtype=torch.int64, device=state.device)
-                has_multicast &= multicast != 0
-                words = torch.zeros(_INBOX_STATE_WORDS, dtype=torch.int32, device=state.device)
-                made[name] = SymmetricBuffer(tensor, handle, table, sizes[name], words if name == INBOX else None)
-        except RuntimeError as error:
-            obstacle = f"symmetric memory: rendezvous failed: {error}"
-        epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
-        status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
-        # The agreement is the barrier after which peers may write here: what was filled in must be in memory before it.
-        torch.cuda.synchronize(state.device)
-        obstacle = common_obstacle(state.group, obstacle, offsets)
+            try:
+                shared = memory.share(tensors, state)
+            except RuntimeError as error:
+                obstacle = str(error)
+            for name, parts in shared.items():
+                table = torch.tensor([*parts.addresses, parts.multicast], dtype=torch.int64, device=state.device)
+                words = torch.zeros(_STATE_WORDS.get(name, 0), dtype=torch.int32, device=state.device)
+                made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
+            epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
+            status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
+            # The agreement is the barrier after which peers may write here: what was filled in must be in memory before it.
+            torch.cuda.synchronize(state.device)
+            obstacle = common_obstacle(state.group, obstacle, {name: parts.offset for name, parts in shared.items()})
+    finally:
+        memory.settle(tensors)
     if obstacle is not None:
         state.give_up(obstacle)
         return None
+    has_multicast = all(parts.multicast for parts in shared.values())
     if state.multimem:
         state.multimem = common_obstacle(state.group, None if has_multicast else "no multicast address") is None
     if index not in state.slots:

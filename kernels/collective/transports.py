@@ -22,6 +22,7 @@ AUTO = "auto"
 P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
+HOST_HIDDEN_MULTIPLE = 8
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
@@ -77,9 +78,9 @@ class TransportEntry:
     benchmarked: tuple[Benchmarked, ...] = ()
     checked_beside: bool = False
 
-    def make(self) -> Any:
-        """The :class:`Transport`; imports its module."""
-        return load(self.factory)(self.name)
+    def make(self, *arguments: Any) -> Any:
+        """The :class:`Transport`, by its name and what its class takes besides; imports its module."""
+        return load(self.factory)(self.name, *arguments)
 
 
 def _nccl_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
@@ -105,7 +106,17 @@ def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Ob
     return None
 
 
+def _host_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    """What keeps the message from going through host memory: what keeps it from peers' memory, but for peer access."""
+    if obstacle := _p2p_obstacle(facts, hidden_size, dtype):
+        return obstacle
+    if hidden_size % HOST_HIDDEN_MULTIPLE:
+        return Obstacle(f"hidden_size {hidden_size} is not a multiple of {HOST_HIDDEN_MULTIPLE}", "hidden_size")
+    return None
+
+
 _P2P = "tw_compile.kernels.transports.p2p:P2PTransport"
+_HOST = "tw_compile.kernels.transports.host:HostTransport"
 _PROCESS_GROUP = "tw_compile.kernels.transports.process_group:CollectiveTransport"
 
 TRANSPORTS: Registry[TransportEntry] = Registry(
@@ -131,12 +142,21 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             repeatable=False,  # the switch promises no order of the addends
         ),
         TransportEntry(
+            "host",
+            ("cuda",),
+            _HOST,
+            "one host, kernels over pinned host memory",
+            _host_obstacle,
+            preference=1,
+            benchmarked=(Benchmarked("tw-host", sharded=False),),
+        ),
+        TransportEntry(
             "nccl",
             ("cuda",),
             _PROCESS_GROUP,
             "requested",
             _nccl_obstacle,
-            preference=1,
+            preference=2,
             keeps_shards=False,
             repeatable=False,
             benchmarked=(Benchmarked("tw-nccl", sharded=False),),

@@ -66,6 +66,15 @@ DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
 DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// Each 64-bit word is read and written whole.
+DEVICE void load_pairs_relaxed_sys(uint64_t (&w)[2], const void* address) {
+  asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(w[0]), "=l"(w[1]) : "l"(address) : "memory");
+}
+DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) {
+  asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(w[0]), "l"(w[1]) : "memory");
+}
+// What this thread knows of before it comes before what it stores after it, for every thread of the system.
+DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
@@ -85,8 +94,14 @@ DEVICE int32_t first_lanes(int32_t value) { return __shfl_sync(0xffffffffu, valu
 DEVICE void warp_sync() { __syncwarp(); }
 
 // Programmatic dependent launch: the kernel before this one has ended and its writes are visible; the next may start.
+// Before sm_90 kernels of a stream follow each other anyway.
+#if __CUDA_ARCH__ >= 900
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+DEVICE void grid_dependency_wait() {}
+DEVICE void grid_dependency_launch() {}
+#endif
 
 // --- shared memory, mbarriers, bulk copies -------------------------------------------------------------------------
 
@@ -108,6 +123,25 @@ DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) {
 }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared_address(pointer)), "r"(w[0]), "r"(w[1]) : "memory");
+}
+// Counters in shared memory by which threads of a CTA tell each other how far they are.
+DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.b32 %0, [%1];" : "=r"(value) : "r"(shared_address(pointer)) : "memory");
+  return value;
+}
+DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) {
+  asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(pointer)), "r"(value) : "memory");
+}
+// 16 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
+DEVICE void copy_to_shared(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// At most PENDING of this thread's groups are on their way still.
+template <int PENDING>
+DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -161,11 +195,19 @@ DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared:
 
 DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
 DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
+#if __CUDA_ARCH__ >= 800
 DEVICE uint32_t pack_bf16(float low, float high) {
   uint32_t word;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
   return word;
 }
+#else
+DEVICE uint32_t round_bf16(float value) {
+  const uint32_t bits = as_bits(value);
+  return value != value ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+DEVICE uint32_t pack_bf16(float low, float high) { return round_bf16(low) | round_bf16(high) << 16; }
+#endif
 DEVICE uint32_t pack_fp16(float low, float high) {
   uint32_t word;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
@@ -177,17 +219,24 @@ DEVICE float unpack_fp16(uint16_t bits) {
   return value;
 }
 // Two products, each rounded once.
+#if __CUDA_ARCH__ >= 900
 DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
+#else
+// A product of two such numbers is exact in float32.
+DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+  return pack_bf16(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
+}
+#endif
 DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
   uint32_t product;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
   return product;
 }
-// Saturates at +-448.
+// Saturates at +-448. Devices before sm_89 have no such instruction, and nothing that is compiled for them may ask for it.
 DEVICE uint16_t pack_e4m3(float low, float high) {
   uint16_t bits;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));

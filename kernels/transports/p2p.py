@@ -1,228 +1,39 @@
-"""The P2P transport: slots of symmetric memory, and the choice of the kernel.
+"""The P2P transport: kernels over symmetric memory, which all GPUs of a node read and write.
 
-A slot belongs to (group, slot index, device) and owns everything that a launch needs: buffers, pads and epochs (see
-``tw_compile.kernels.runtime.barrier``), so calls on different slots or groups may run at once, on different streams. Calls on
-one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`side_stream`).
-
-What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
-or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the NCCL transport.
-
-Whether NVLink multicast is used is decided here too, because only symmetric memory knows, once buffers exist, if they
-have a multicast address. Nothing here asks for one: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+Whether NVLink multicast is used is decided when buffers exist, because only symmetric memory knows then if they have a multicast
+address. Nothing here asks for one: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable
-from dataclasses import replace
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
-from tw_compile import compat
-from tw_compile.agree import common_obstacle
-from tw_compile.environment import spin_limit
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.cuda_variant import variant_of
-from tw_compile.kernels.collective.known import MOST_FORMS, Known
-from tw_compile.kernels.collective.p2p_group import group_obstacle, outside_pools
-from tw_compile.kernels.collective.side_stream import start_beside
-from tw_compile.kernels.collective.slot import GroupState, Slot, grow
-from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
-from tw_compile.kernels.collective.transport import Started, Transport, get_transport
-from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
+from tw_compile.kernels.collective.p2p_group import group_obstacle
+from tw_compile.kernels.collective.slot import SymmetricMemory
+from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.epilogues import EPILOGUES
-from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
-from tw_compile.kernels.transports.selection import Insist, Selector, steps_for
-
-logger = logging.getLogger("tw_compile")
+from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
-class P2PTransport(Transport):
-    """Kernels over symmetric memory; falls back to the NCCL transport, by agreement of all ranks.
+class P2PTransport(SlotTransport):
+    """Kernels over symmetric memory. With the name "multimem" two-shot, with multicast if all buffers of the group have it."""
 
-    Which kernel serves a call is in the table of the device (:mod:`selection`), unless one ``algorithm`` is given for all
-    that it can serve. With the name "multimem" that is two-shot, with multicast if all buffers of the group have it.
-    """
+    label = "P2P transport"
+    kernels_of = "p2p"
+    memory = SymmetricMemory()
+    instead = "host"
 
     def __init__(self, name: str = "p2p", algorithm: Algorithm | None = None) -> None:
-        self.name = name
-        self.algorithm = TwoShot() if name == "multimem" else algorithm
-        self._states: dict[tuple[str, torch.device], GroupState] = {}
-        self._spin_limit = spin_limit()
+        self.multicast = name == "multimem"
+        super().__init__(name, TwoShot() if self.multicast else algorithm)
 
-    def start(self, request: Request) -> Started:
-        if not _has_row_code(request):
-            return get_transport("nccl").start(request)
-        state, algorithm = self._choose(request)
-        if request.x.shape[0] == 0:
-            return Started(*request.allocate(state.world_size))
-        slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
-        if slot is None:
-            return get_transport("nccl").start(request)
-        with torch.cuda.device(state.device):
-            if request.overlap_sms:
-                launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
-                started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
-            else:
-                started = algorithm.launch(request, state, slot, self._spin_limit)
-        self._remember(request, state, slot, started)
-        return started
+    def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
+        """See :class:`SlotTransport`."""
+        return group_obstacle(group, device)
 
-    def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
-        """See :class:`Transport`."""
-        state = self._states.get((group_name, device))
-        if state is None or state.group is not compat.resolve_process_group(group_name):
-            return None
-        return state.known.get(form)
-
-    def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
-        """Not where slots are looked at before each call, in debug mode."""
-        if request.form is None or started.call is None or self._spin_limit:
-            return
-        x, staging = request.x, slot.buffers.get("x")
-        in_slot = staging is not None and x.data_ptr() == staging.tensor.data_ptr()
-        if len(state.known) >= MOST_FORMS:
-            state.known.clear()
-        state.known[request.form] = Known(
-            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None
-        )
-
-    def message_buffer(self, request: Request) -> torch.Tensor | None:
-        """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
-        if not _has_row_code(request):
-            return None
-        state, algorithm = self._choose(request)
-        if request.x.shape[0] == 0:
-            return None
-        # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
-        needs = algorithm.needs(request, state.world_size)
-        if "x" not in needs:
-            return None
-        slot = self._slot(state, request.slot, needs)
-        return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)
-
-    def reserved_bytes(self) -> int:
-        """See :class:`Transport`."""
-        return sum(slot.nbytes for state in self._states.values() for slot in state.slots.values())
-
-    def _choose(self, request: Request) -> tuple[GroupState, Algorithm]:
-        """What serves the request; the same on all ranks."""
-        norm, x = request.norm, request.x
-        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
-        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
-        _require_supported(x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
-        state = self._state(request.group_name, x.device)
-        chosen = state.selector.choose(request, state)
-        self._prepare(request, state, chosen)
-        return state, chosen
-
-    def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
-        """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
-
-        In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
-        """
-        variant = (variant_of(request), request.overlap_sms > 0)
-        if variant in state.prepared or torch.cuda.is_current_stream_capturing():
-            return
-        # Beside other work one kernel serves messages of all sizes.
-        alternatives = (chosen,) if request.overlap_sms else state.selector.alternatives(request, state)
-        if not alternatives:
-            return
-        if state.obstacle is None:
-            with torch.cuda.device(state.device):
-                for algorithm in alternatives:
-                    algorithm.prepare(request, state, self._spin_limit)
-        state.prepared.add(variant)
-
-    def check(self) -> None:
-        """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
-        for state in self._states.values():
-            torch.cuda.synchronize(state.device)  # calls beside other work are on streams of their own
-            for index, slot in state.slots.items():
-                raise_if_peer_missing(slot.status, state.rank, _where(state, index))
-
-    def _state(self, group_name: str, device: torch.device) -> GroupState:
-        group = compat.resolve_process_group(group_name)
-        state = self._states.get((group_name, device))
-        # A group may be destroyed and another made under the same name; its ranks and addresses are others.
-        if state is None or state.group is not group:
-            if device.type != "cuda":
-                raise RuntimeError(f"P2P transport: needs CUDA tensors, got a tensor on {device}")
-            if group.size() not in P2P_WORLD_SIZES:
-                raise RuntimeError(
-                    f"P2P transport: group {group_name!r} has {group.size()} ranks, "
-                    f"supported are {P2P_WORLD_SIZES.start} to {P2P_WORLD_SIZES.stop - 1}"
-                )
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(
-                    f"P2P transport: first use of group {group_name!r} during CUDA-graph capture. Its ranks must meet "
-                    "and allocate first, which cannot be captured: run the model once (warm-up) before capturing it"
-                )
-            multimem = self.name == "multimem"
-            device_name = torch.cuda.get_device_name(device)
-            steps = () if self.algorithm else steps_for(device_name, group.size())
-            selector = Insist(self.algorithm) if self.algorithm else Selector(steps)
-            state = GroupState(group_name, group, device, dist.get_rank(group), group.size(), selector, multimem)
-            obstacle = outside_pools(device, lambda: group_obstacle(group, device))
-            obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))
-            if obstacle is not None:
-                state.give_up(obstacle)
-            self._states[group_name, device] = state
-        return state
-
-    def _slot(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
-        """The slot with buffers for ``needs`` (name -> bytes), or None: this call goes through NCCL. Collective if it grows."""
-        if state.obstacle is not None:
-            return None
-        slot = state.slots.get(index)
-        lacking = needs if slot is None else slot.lacks(needs)
-        capturing = torch.cuda.is_current_stream_capturing()
-        if slot is not None and self._spin_limit and not capturing:
-            raise_if_peer_missing(slot.status, state.rank, _where(state, index))
-        if lacking and capturing:
-            if not state.warned:
-                state.warned = True
-                logger.warning(
-                    "P2P transport: %s has no room for %s bytes and cannot grow during CUDA-graph capture; this message "
-                    "goes through NCCL. Run messages of all captured sizes once before capturing",
-                    _where(state, index),
-                    max(lacking.values()),
-                )
-            return None
-        if lacking:
-            hoped_for_multimem = state.multimem
-            slot = outside_pools(state.device, lambda: grow(state, index, lacking))
-            if hoped_for_multimem and not state.multimem:
-                logger.warning(
-                    "multimem transport: %s has no multicast address (absent, or turned off in torch's symmetric memory); "
-                    "group %r uses peer loads and stores instead",
-                    _where(state, index),
-                    state.name,
-                )
-        return slot
-
-
-def _has_row_code(request: Request) -> bool:
-    """Whether the kernel that serves all messages has the request's epilogue."""
-    return EPILOGUES[request.norm.epilogue].triton_row is not None
-
-
-def _where(state: GroupState, index: int) -> str:
-    return f"group {state.name!r}, slot {index}, {state.device}"
-
-
-def _require_supported(hidden_size: int, *dtypes: torch.dtype) -> None:
-    """RuntimeError for rows the kernels do not take; ``choose_transport`` never sends such rows here."""
-    for dtype in dtypes:
-        if dtype not in SUPPORTED_DTYPES:
-            raise RuntimeError(f"P2P transport: dtype {dtype} is not supported")
-    row_bytes = hidden_size * dtypes[0].itemsize
-    if hidden_size > P2P_MAX_HIDDEN or row_bytes % P2P_ROW_ALIGNMENT_BYTES:
-        raise RuntimeError(
-            f"P2P transport: rows of {hidden_size} x {dtypes[0]} are not supported: at most {P2P_MAX_HIDDEN} elements, "
-            f"and a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
-        )
+    def serves(self, request: Request) -> bool:
+        """See :class:`SlotTransport`. The kernel that serves all messages is Triton's."""
+        return EPILOGUES[request.norm.epilogue].triton_row is not None

@@ -1,4 +1,4 @@
-"""Which kernel of the P2P transport serves a message: measured per device and world size, as data in ``configs/kernels``.
+"""Which kernel serves a message: measured per device and world size, as data in ``configs/kernels``.
 
 A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``kernels.toml`` in the user's config folder by
 ``tw-compile tune``, which comes before what is shipped for the world sizes that it has:
@@ -10,8 +10,8 @@ A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``
     algorithm = "push_two_shot"
     sms = 64
 
-The steps of a world size go up in bytes; the last one also serves all larger messages. Without a table, or where its
-algorithm cannot serve a message, there is the two-shot kernel, which serves everything.
+The steps of a world size go up in bytes, those of each transport's kernels on their own; the last one also serves all larger
+messages. Without a table, or where its algorithm cannot serve a message, there is the transport's kernel that serves everything.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
 """
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from tw_compile.kernels.collective.slot import GroupState
 
 USER_FILE = "kernels.toml"
+P2P = "p2p"
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,18 @@ class Step:
     sms: int
 
 
-def serves_all() -> Algorithm:
-    """What serves the messages that nothing else does."""
-    return next(entry for entry in ALGORITHMS if entry.serves_all).make()
+def serves_all(transport: str = P2P) -> Algorithm:
+    """What serves the messages that nothing else of a transport does."""
+    return next(entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport).make()
 
 
 class Selector:
     """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
 
-    def __init__(self, steps: Sequence[Step] = ()) -> None:
+    def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
-        last = serves_all()
-        self._beside = (*(entry.make(MAX_OVERLAP_SMS) for entry in beside_work()), last)
+        last = serves_all(transport)
+        self._beside = (*(entry.make(MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
@@ -88,8 +89,8 @@ class Selector:
 class Insist:
     """One algorithm for everything that it can serve; for benchmarks and tests."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._candidates = (algorithm, serves_all())
+    def __init__(self, algorithm: Algorithm, transport: str = P2P) -> None:
+        self._candidates = (algorithm, serves_all(transport))
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
         return next(algorithm for algorithm in self._candidates if algorithm.obstacle(request, state) is None)
@@ -114,10 +115,10 @@ def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
         raise ValueError(f"{source}: steps: expected [[steps]] tables, got {entries!r}")
     steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(entries))
     for before, after in itertools.pairwise(steps):
-        if (after.world_size, after.up_to_bytes) <= (before.world_size, before.up_to_bytes):
+        if _place(after) <= _place(before) and _transport(after) == _transport(before):
             raise ValueError(
                 f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
-                f"{(after.world_size, after.up_to_bytes)} after {(before.world_size, before.up_to_bytes)}"
+                f"{_place(after)} after {_place(before)}"
             )
     return device, steps
 
@@ -132,13 +133,13 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def steps_for(device_name: str, world_size: int) -> tuple[Step, ...]:
+def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
     """What the user's table of this device says, else the shipped one; nothing where none has been measured.
 
     Raises:
         ValueError: The user's file is wrong, or cannot be read.
     """
-    return _steps(user_table(), device_name, world_size) or shipped_steps(device_name, world_size)
+    return _steps(user_table(), device_name, world_size, transport) or shipped_steps(device_name, world_size, transport)
 
 
 def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
@@ -146,8 +147,8 @@ def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
     return next((step for step in steps if nbytes <= step.up_to_bytes), steps[-1] if steps else None)
 
 
-def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
-    return _steps(_shipped(), device_name, world_size)
+def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
+    return _steps(_shipped(), device_name, world_size, transport)
 
 
 def user_table() -> dict[str, tuple[Step, ...]]:
@@ -157,8 +158,17 @@ def user_table() -> dict[str, tuple[Step, ...]]:
     return {} if text is None else dict([steps_of(text, str(file))])
 
 
-def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int) -> tuple[Step, ...]:
-    return tuple(step for step in tables.get(device_name, ()) if step.world_size == world_size)
+def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int, transport: str) -> tuple[Step, ...]:
+    of_device = tables.get(device_name, ())
+    return tuple(step for step in of_device if step.world_size == world_size and _transport(step) == transport)
+
+
+def _transport(step: Step) -> str:
+    return ALGORITHMS[step.algorithm].transport
+
+
+def _place(step: Step) -> tuple[int, int]:
+    return step.world_size, step.up_to_bytes
 
 
 @cache

@@ -136,6 +136,11 @@ void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes)
   }
 }
 
+static bool is_shared(const Cta& cta, const void* address) {
+  const ptrdiff_t offset = static_cast<const char*>(address) - cta.shared;
+  return 0 <= offset && offset < ptrdiff_t(cta.launch->shared_bytes);
+}
+
 // Polling `address` for the second time, a thread has gone round its loop. It sleeps unless anything in it has changed.
 static void park_until_changed(Thread& thread, const void* address) {
   std::vector<Poll>& polls = thread.polls;
@@ -146,10 +151,15 @@ static void park_until_changed(Thread& thread, const void* address) {
   bool changed = false;
   for (auto poll = begin; poll != polls.end(); ++poll) {
     uint32_t value[4];
-    Allocation& allocation = *machine->find(poll->address);
-    machine->read(allocation, poll->address, value, poll->bytes, thread.cta->launch->rank);
+    if (is_shared(*thread.cta, poll->address)) {
+      memcpy(value, poll->address, poll->bytes);
+      keys.push_back(thread.cta->key(poll->address));
+    } else {
+      Allocation& allocation = *machine->find(poll->address);
+      machine->read(allocation, poll->address, value, poll->bytes, thread.cta->launch->rank);
+      keys.push_back(allocation.key(poll->address));
+    }
     changed |= memcmp(value, poll->value, poll->bytes) != 0;
-    keys.push_back(allocation.key(poll->address));
   }
   polls.erase(polls.begin(), begin + 1);
   if (!changed) machine->park(keys.data(), keys.size());
@@ -184,6 +194,13 @@ void emulated_store(const char* primitive, void* address, const void* words, uin
   if (release) machine->commit_before(thread);
   machine->store(allocation, address, static_cast<const uint32_t*>(words), bytes);
 }
+
+void emulated_store_pairs(void* address, const void* words) {
+  enter("store_pairs_relaxed_sys", address);
+  machine->store(machine->check(address, 16, 16), address, static_cast<const uint32_t*>(words), 16, true);
+}
+
+void emulated_fence_sys() { machine->commit_before(enter("fence_sys")); }
 
 // Visible to all at once, and with it what it releases: more than the scope of the GPU promises.
 uint32_t emulated_fetch_add(void* address, uint32_t value) {
@@ -254,6 +271,58 @@ void emulated_store_shared(void* pointer, const void* words, uint32_t bytes) {
   memcpy(pointer, words, bytes);
   for (uint32_t i = 0; i < bytes / 4; ++i) thread.cta->shared_words[first + i] = {machine->now, thread.index};
   machine->progress();
+}
+
+uint32_t emulated_load_acquire_cta(const void* pointer) {
+  Thread& thread = enter("load_acquire_cta", pointer, true);
+  const uint32_t offset = check_shared(pointer, 4, 4);
+  park_until_changed(thread, pointer);
+  uint32_t value;
+  memcpy(&value, pointer, 4);
+  thread.polls.push_back({pointer, 4, {value}});
+  const auto released = thread.cta->released.find(offset);
+  if (released != thread.cta->released.end() && released->second != thread.clock) {
+    auto merged = std::make_shared<Clock>(*released->second);
+    if (thread.clock) merged->join(*thread.clock);
+    thread.clock = merged;
+  }
+  return value;
+}
+
+void emulated_store_release_cta(void* pointer, uint32_t value) {
+  Thread& thread = enter("store_release_cta", pointer);
+  const uint32_t offset = check_shared(pointer, 4, 4);
+  memcpy(pointer, &value, 4);
+  auto known = thread.clock ? std::make_shared<Clock>(*thread.clock) : std::make_shared<Clock>(thread.cta->threads.size());
+  known->note(thread.index, machine->now, thread.fence);
+  thread.cta->released[offset] = known;
+  machine->notify(thread.cta->key(pointer));
+  machine->progress();
+}
+
+// The bytes move at once, or not before they are waited for; what is read until then is nothing that was ever there.
+static void copy_now(const Thread& thread, const SmallCopy& copy) {
+  machine->read(*machine->find(copy.global), copy.global, copy.shared, 16, thread.cta->launch->rank);
+}
+
+void emulated_copy_to_shared(void* shared, const void* global) {
+  Thread& thread = enter("copy_to_shared", global);
+  check_shared(shared, 16, 16);
+  machine->check(global, 16, 16);
+  const SmallCopy copy{static_cast<char*>(shared), static_cast<char*>(const_cast<void*>(global))};
+  if (machine->random.chance(0.5)) return copy_now(thread, copy);
+  memset(shared, 0xff, 16);
+  thread.small_copies.back().push_back(copy);
+}
+
+void emulated_copies_commit() { enter("copies_commit").small_copies.emplace_back(); }
+
+void emulated_copies_wait(uint32_t pending) {
+  Thread& thread = enter("copies_wait");
+  while (thread.small_copies.size() > pending + 1) {
+    for (const SmallCopy& copy : thread.small_copies.front()) copy_now(thread, copy);
+    thread.small_copies.pop_front();
+  }
 }
 
 void emulated_mbarrier_init(void* barrier, uint32_t arrivals) {

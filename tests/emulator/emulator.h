@@ -17,6 +17,8 @@ extern "C" {
 extern EmulatedIndex threadIdx, blockIdx, blockDim, gridDim;
 void emulated_load(const char* primitive, void* words, const void* address, uint32_t bytes, bool polls);
 void emulated_store(const char* primitive, void* address, const void* words, uint32_t bytes, bool release);
+void emulated_store_pairs(void* address, const void* words);
+void emulated_fence_sys();
 uint32_t emulated_fetch_add(void* address, uint32_t value);
 void emulated_barrier_sync(uint32_t id, uint32_t threads);
 uint32_t emulated_shuffle_xor(uint32_t value, uint32_t mask);
@@ -28,6 +30,11 @@ void* emulated_dynamic_shared();
 uint32_t emulated_shared_address(const void* pointer);
 void emulated_load_shared(void* words, const void* pointer);
 void emulated_store_shared(void* pointer, const void* words, uint32_t bytes);
+uint32_t emulated_load_acquire_cta(const void* pointer);
+void emulated_store_release_cta(void* pointer, uint32_t value);
+void emulated_copy_to_shared(void* shared, const void* global);
+void emulated_copies_commit();
+void emulated_copies_wait(uint32_t pending);
 void emulated_mbarrier_init(void* barrier, uint32_t arrivals);
 void emulated_mbarrier_init_fence();
 void emulated_mbarrier_arrive(void* barrier, uint32_t bytes);
@@ -79,6 +86,11 @@ DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
 DEVICE void store_release_sys(uint32_t* address, uint32_t value) {
   emulated_store("store_release_sys", address, &value, 4, true);
 }
+DEVICE void load_pairs_relaxed_sys(uint64_t (&w)[2], const void* address) {
+  emulated_load("load_pairs_relaxed_sys", w, address, 16, true);
+}
+DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) { emulated_store_pairs(address, w); }
+DEVICE void fence_sys() { emulated_fence_sys(); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulated_fetch_add(address, value); }
 
 // --- conversions ---------------------------------------------------------------------------------------------------
@@ -156,6 +168,14 @@ DEVICE uint32_t shared_address(const void* pointer) { return emulated_shared_add
 DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) { emulated_load_shared(w, pointer); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) { emulated_store_shared(pointer, w, 16); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) { emulated_store_shared(pointer, w, 8); }
+DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) { return emulated_load_acquire_cta(pointer); }
+DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) { emulated_store_release_cta(pointer, value); }
+DEVICE void copy_to_shared(void* shared, const void* global) { emulated_copy_to_shared(shared, global); }
+DEVICE void copies_commit() { emulated_copies_commit(); }
+template <int PENDING>
+DEVICE void copies_wait() {
+  emulated_copies_wait(PENDING);
+}
 DEVICE void mbarrier_init(uint64_t* barrier, uint32_t arrivals) { emulated_mbarrier_init(barrier, arrivals); }
 DEVICE void mbarrier_init_fence() { emulated_mbarrier_init_fence(); }
 DEVICE void mbarrier_arrive(uint64_t* barrier) { emulated_mbarrier_arrive(barrier, 0); }

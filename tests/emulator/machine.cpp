@@ -130,7 +130,7 @@ void Machine::read(Allocation& allocation, const void* address, void* words, uin
 }
 
 // An ordinary store of the current thread.
-void Machine::store(Allocation& allocation, void* address, const uint32_t* words, uint32_t bytes) {
+void Machine::store(Allocation& allocation, void* address, const uint32_t* words, uint32_t bytes, bool in_pairs) {
   Cta& cta = *current->cta;
   const uint64_t key = allocation.key(address);
   Word* word = allocation.words + (static_cast<char*>(address) - allocation.base) / 4;
@@ -143,7 +143,12 @@ void Machine::store(Allocation& allocation, void* address, const uint32_t* words
     const uint32_t id = free_stores.back();
     free_stores.pop_back();
     stores[id] = {static_cast<uint32_t*>(address) + i, word, &cta, key, words[i], cta.launch->rank, allocation.rank,
-                  current->index, now, uint32_t(cta.pending.size()), word->pending};
+                  current->index, now, uint32_t(cta.pending.size()), word->pending, 0};
+    if (in_pairs && i % 2) {
+      const uint32_t before = cta.pending.back();
+      stores[before].pair = id;
+      stores[id].pair = before;
+    }
     word->pending = id;
     word->writer = cta.serial * 1024 + current->index;
     word->written = now;
@@ -170,6 +175,10 @@ void Machine::commit(uint32_t id) {
   --pending;
   notify(store.key);
   progress();
+  if (const uint32_t pair = store.pair) {
+    stores[pair].pair = 0;
+    commit(pair);
+  }
 }
 
 // Stores of a rank to one word stay in order.
@@ -182,6 +191,7 @@ void Machine::commit_own(Word& word, uint32_t rank) {
 void Machine::commit_before(Thread& thread) {
   const std::vector<uint32_t>& list = thread.cta->pending;
   for (size_t i = list.size(); i-- > 0;) {
+    if (i >= list.size()) continue;  // went with its pair
     const PendingStore& store = stores[list[i]];
     if (store.stamp <= thread.known(store.thread, now).access) commit(list[i]);
   }
@@ -382,6 +392,11 @@ void Machine::end_cta(Cta& cta) {
   if (cta.in_flight)
     fail("rank %u, launch %u, CTA %u ended while bulk loads still write its shared memory, or others arrive there",
          launch.rank, launch.number, cta.index);
+  for (const Thread& thread : cta.threads)
+    for (const std::vector<SmallCopy>& group : thread.small_copies)
+      if (!group.empty())
+        fail("rank %u, launch %u, CTA %u, thread %u ended with copies to shared memory that it has not waited for",
+             launch.rank, launch.number, cta.index, thread.index);
   free(cta.shared);
   cta.shared = nullptr;
   cta.shared_words = {};

@@ -76,6 +76,7 @@ struct PendingStore {
   struct Cta* cta;
   uint64_t key;
   uint32_t value, rank, home, thread, stamp, position, next;  // `home`: rank of the memory
+  uint32_t pair;  // the store that becomes visible with this one, 0 for none
 };
 struct SharedWord {
   uint32_t written = 0, thread = 0;  // Machine::now and thread of the last ordinary store, 0 for none or a bulk copy
@@ -94,6 +95,10 @@ struct MBarrier {
 struct BulkGroup {
   uint32_t bytes = 0, unread = 0, unwritten = 0;
 };
+// 16 bytes for shared memory that a thread has asked for.
+struct SmallCopy {
+  char *shared, *global;
+};
 struct Poll {
   const void* address;
   uint32_t bytes, value[4];
@@ -111,6 +116,7 @@ struct Thread {
   ClockRef clock;
   std::vector<BulkGroup> groups{1};  // the last one is not committed yet
   size_t waited = 0;                 // groups known to be read
+  std::deque<std::vector<SmallCopy>> small_copies{1};  // by group; the last one is not committed yet
 
   Known known(uint32_t other, uint32_t now) const {
     if (other == index) return {now, fence};
@@ -174,6 +180,7 @@ struct Cta {
   std::vector<MBarrier> mbarriers;
   std::vector<uint32_t> pending;
   CtaBarrier barriers[16];
+  std::map<uint32_t, ClockRef> released;  // by offset of a counter in shared memory: what its last release knew
   std::vector<Warp*> cluster_warps;  // of the cluster's first CTA: that wait in cluster_sync
 
   uint32_t cluster_rank() const { return index % launch->cluster; }
@@ -237,7 +244,7 @@ struct Machine {
   std::string describe(const Cta& cta, const void* address);
   Allocation& check(const void* address, uint32_t bytes, uint32_t alignment);
   void read(Allocation& allocation, const void* address, void* words, uint32_t bytes, uint32_t rank);
-  void store(Allocation& allocation, void* address, const uint32_t* words, uint32_t bytes);
+  void store(Allocation& allocation, void* address, const uint32_t* words, uint32_t bytes, bool in_pairs = false);
   void commit(uint32_t id);
   void commit_own(Word& word, uint32_t rank);
   void commit_before(Thread& thread);

@@ -99,7 +99,7 @@ class Operator(Contender):
         return lambda: None
 
     def kernel_name(self) -> str | None:
-        """The kernel that the P2P transport took; None before it has, and of other transports."""
+        """The kernel that a transport with several of them took; None before it has, and of other transports."""
         return None if self._algorithm is None else self._algorithm.name
 
     def _in_slot(self, transport: Transport, request: Request) -> Request:
@@ -109,10 +109,10 @@ class Operator(Contender):
         return request if buffer is None else replace(request, x=buffer.copy_(request.x))
 
     def deviation(self, ranks: Ranks) -> str | None:
-        from tw_compile.kernels.transports.p2p import P2PTransport
+        from tw_compile.kernels.transports.slot_transport import SlotTransport
 
         transport = self._transport
-        if not isinstance(transport, P2PTransport):
+        if not isinstance(transport, SlotTransport):
             return None
         obstacle = fallback(ranks, transport)
         if obstacle is not None:
@@ -126,13 +126,13 @@ class Operator(Contender):
 
 
 def fallback(ranks: Ranks, transport: Transport) -> str | None:
-    """That the P2P transport has given up and NCCL runs instead; None when that is not so."""
-    from tw_compile.kernels.transports.p2p import P2PTransport
+    """That the transport has given up and another one runs instead; None when that is not so."""
+    from tw_compile.kernels.transports.slot_transport import SlotTransport
 
-    if not isinstance(transport, P2PTransport):
+    if not isinstance(transport, SlotTransport):
         return None
     obstacle = transport._states[ranks.ctx.group_name, ranks.ctx.device].obstacle
-    return None if obstacle is None else f"fell back to NCCL: {obstacle}"
+    return None if obstacle is None else f"fell back to {transport.instead}: {obstacle}"
 
 
 def _named(name: str) -> Callable[[int | None], Transport]:
@@ -140,30 +140,28 @@ def _named(name: str) -> Callable[[int | None], Transport]:
 
 
 def _only(entry: AlgorithmEntry) -> Callable[[int | None], Transport]:
-    """The P2P transport with one algorithm alone."""
+    """The algorithm's transport, with that algorithm alone."""
 
     def transport(sms: int | None) -> Transport:
-        from tw_compile.kernels.transports.p2p import P2PTransport
-
-        return P2PTransport("p2p", entry.make(sms))
+        alone: Transport = TRANSPORTS[entry.transport].make(entry.make(sms))
+        return alone
 
     return transport
 
 
 def variants(device_type: str) -> tuple[Variant, ...]:
-    """Those of all transports of such tensors, and behind those of p2p the algorithms that it has."""
+    """Those of all transports of such tensors, and behind those of each the algorithms that it has."""
     listed = []
     for transport in TRANSPORTS:
         if device_type in transport.device_types:
             listed += [_variant(line, _named(transport.name)) for line in transport.benchmarked]
-            if transport.name == "p2p":
-                listed += _of_algorithms()
+            listed += _of_algorithms(transport.name)
     return tuple(listed)
 
 
-def _of_algorithms() -> list[Variant]:
+def _of_algorithms(transport: str) -> list[Variant]:
     """All that is float8 is behind the rest, with which it can't be compared."""
-    pairs = [(entry, line) for entry in ALGORITHMS for line in entry.benchmarked]
+    pairs = [(entry, line) for entry in ALGORITHMS if entry.transport == transport for line in entry.benchmarked]
     pairs.sort(key=lambda pair: pair[1].quantises)
     return [
         replace(

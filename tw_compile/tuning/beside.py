@@ -22,7 +22,7 @@ from tw_compile.kernels.algorithms import beside_work
 from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.planning.device import MEASURED_RANKS
 
-KERNELS = tuple(line.label for entry in beside_work() for line in entry.benchmarked if line.plain)
+KERNELS = tuple(line.label for entry in beside_work("p2p") for line in entry.benchmarked if line.plain)
 LEFT_BEYOND = (0, 12)
 """SMs that a GEMM leaves beyond those of the kernel: its clusters need SMs of one group."""
 _TOLERANCE = 2**-6

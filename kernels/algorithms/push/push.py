@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from ctypes import Structure, c_int32, c_uint64, c_void_p
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import torch
-
-from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.call import Call, allocators
+from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
     NUMBER_FIELDS,
+    PEER_KERNELS,
     POINTER_FIELDS,
     VECTOR,
     address,
-    aligned,
-    headers_of,
     numbers_of,
-    row_defines,
-    row_obstacle,
-    variant_of,
 )
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
-from tw_compile.kernels.collective.spec import (
-    Request,
-    operands_of,
-    rows_per_rank,
-    slice_of_whole_residual,
-    whole_residual,
-)
-from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.epilogues import EPILOGUES
-from tw_compile.kernels.runtime.launch import Kernel, prepare
-from tw_compile.kernels.runtime.program import Program, arch_of
 
 PARTS = 3
 MOST_INBOX_BYTES = 256 * 2**20
-MOST_SMS = 128
 _PART_ALIGNMENT = 128
 
 
@@ -78,7 +60,7 @@ def _max_threads(world_size: int) -> int:
     return 1024 if world_size <= 4 else 512
 
 
-class Push(Algorithm):
+class Push(RowKernel):
     """Rows go to the peers' inboxes and say of themselves that they have arrived; CTAs for at most ``max_sms`` SMs.
 
     Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all CTAs of
@@ -86,36 +68,30 @@ class Push(Algorithm):
     would need more than :data:`MOST_INBOX_BYTES` are done in several launches.
     """
 
+    source = Path(__file__).with_name("push.cu")
+    params = PushParams
+    most_sms = 128
+    min_capability = PEER_KERNELS
+
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
-        if not 1 <= max_sms <= MOST_SMS:
-            raise ValueError(f"max_sms: expected 1 to {MOST_SMS}, got {max_sms}")
-        self.name = "push_one_shot" if one_shot else "push_two_shot"
-        self._one_shot, self._max_sms = one_shot, max_sms
-        self._kernels: dict[Hashable, Kernel] = {}
+        super().__init__("push_one_shot" if one_shot else "push_two_shot", one_shot, max_sms)
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
+        """See :class:`Algorithm`."""
         if self._one_shot and request.overlap_sms:
             return "one-shot is for messages that are over before others could run beside them"
-        if self._one_shot and request.residual_sharded and _whole_residual(request, state) is None:
-            return "one-shot needs all rows of the residual"
-        return row_obstacle(request)
-
-    def sms(self, tokens: int, world_size: int) -> int:
-        return min(self._local_rows(tokens, world_size), self._max_sms)
+        return super().obstacle(request, state)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        """See :class:`Algorithm`."""
         rows, row_bytes = self.rows_of_a_launch(request, world_size), self._row_bytes(request, world_size)
         return {INBOX: PARTS * (rows * row_bytes + _PART_ALIGNMENT)}
 
     def rows_of_a_launch(self, request: Request, world_size: int) -> int:
         """Local rows that the largest of the call's launches exchanges; they are of about equal size."""
-        rows = self._local_rows(request.x.shape[0], world_size)
+        rows = self.local_rows(request.x.shape[0], world_size)
         most = max(1, (MOST_INBOX_BYTES // PARTS - _PART_ALIGNMENT) // self._row_bytes(request, world_size))
         return -(-rows // -(-rows // most))
-
-    def _local_rows(self, tokens: int, world_size: int) -> int:
-        """Rows of x, or of each rank's own: what the CTAs take turns with."""
-        return tokens if self._one_shot else rows_per_rank(tokens, world_size)
 
     def _row_bytes(self, request: Request, world_size: int) -> int:
         """Of a part of an inbox, for each local row."""
@@ -126,62 +102,30 @@ class Push(Algorithm):
                 element += request.norm.residual_dtype.itemsize
         return (world_size - 1) * request.x.shape[1] * element
 
-    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
-        if row_obstacle(request) is not None:
-            return
-        if self._one_shot:
-            residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out
-            request = replace(request, residual_sharded=False, residual_out=residual_out)
-        self._kernel(request, state, spin_limit)
+    def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
+        """See :class:`RowKernel`."""
+        threads = threads_for(request.x.shape[1], state.world_size)
+        ctas = ctas_per_sm(threads, state.world_size)
+        return {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
 
-    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
-        request = aligned(request)
-        call = self._call(request, state, slot, spin_limit)
-        stream = torch.cuda.current_stream(state.device).cuda_stream
-        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
-
-    def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
-        """The launches of the request.
-
-        A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
-        """
-        tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
-        residual_of = residual_out_of = None
-        residual_rows = request.residual_rows(world_size)
-        launched = request
-        if self._one_shot and request.residual_sharded:
-            launched = replace(launched, residual=_whole_residual(request, state), residual_sharded=False)
-
-            def residual_of(shard: torch.Tensor) -> torch.Tensor:
-                whole = whole_residual(shard, tokens, world_size, rank)
-                assert whole is not None, "a form of calls with a whole residual has got one without"
-                return whole
-
-        if self._one_shot and request.residual_out == "sharded":
-            launched = replace(launched, residual_out="replicated")
-            residual_rows *= world_size
-
-            def residual_out_of(whole: torch.Tensor) -> torch.Tensor:
-                return slice_of_whole_residual(whole, world_size, rank)
-
-        kernel = self._kernel(launched, state, spin_limit)
-        threads = threads_for(request.x.shape[1], world_size)
-        options = {
+    def options(self, request: Request, state: GroupState) -> dict[str, Any]:
+        """See :class:`RowKernel`."""
+        threads = threads_for(request.x.shape[1], state.world_size)
+        return {
             "block": threads,
             # Statistics of the warps, of two rows.
             "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
-            "programmatic": not request.overlap_sms,
-            "beside": request.overlap_sms > 0,
+            **self.stream_options(request, state),
         }
-        launches = self._launches(request, state, slot, threads)
-        return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)
 
-    def _launches(self, request: Request, state: GroupState, slot: Slot, threads: int) -> list[tuple[PushParams, int]]:
+    def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
+        """See :class:`RowKernel`."""
         tokens, inbox = request.x.shape[0], slot.buffers[INBOX]
         assert inbox.state is not None
-        rows, most = self._local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
-        ctas = request.limited(self._max_sms) * ctas_per_sm(threads, state.world_size)
-        launches = []
+        rows, most = self.local_rows(tokens, state.world_size), self.rows_of_a_launch(request, state.world_size)
+        ctas_each = ctas_per_sm(threads_for(request.x.shape[1], state.world_size), state.world_size)
+        ctas = request.limited(self._max_sms) * ctas_each
+        launches: list[tuple[Structure, int]] = []
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
             params = PushParams(
@@ -197,26 +141,3 @@ class Push(Algorithm):
             )
             launches.append((params, min(end - begin, ctas)))
         return launches
-
-    def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
-        """For the request as it is: one-shot has changed it."""
-        key = (variant_of(request), state.world_size, state.device)
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            kernel = self._kernels[key] = self._prepare(request, state, spin_limit)
-        return kernel
-
-    def _prepare(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
-        defines = row_defines(request, state.world_size, spin_limit)
-        threads = threads_for(request.x.shape[1], state.world_size)
-        ctas = ctas_per_sm(threads, state.world_size)
-        defines |= {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
-        arch = arch_of(torch.cuda.get_device_capability(state.device))
-        source = Path(__file__).with_name("push.cu")
-        program = Program(source, PushParams, arch, tuple(defines.items()), headers_of(request))
-        return prepare(program, state.device.index)
-
-
-def _whole_residual(request: Request, state: GroupState) -> torch.Tensor | None:
-    assert request.residual is not None
-    return whole_residual(request.residual, request.x.shape[0], state.world_size, state.rank)

@@ -18,13 +18,16 @@ from tw_compile.kernels.collective.call import Call, Outputs
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Operands, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
-from tw_compile.kernels.transports.p2p import P2PTransport
+from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     checked.name: partial(entry.make, **dict(checked.options)) for entry in REGISTRY for checked in entry.checked
 }
-"""Peer-to-peer transports under check. "emulated_multicast" has loops in the place of the switch's instructions, and
+"""Kernels under check. "emulated_multicast" has loops in the place of the switch's instructions, and
 "stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
+TRANSPORT_OF = {checked.name: entry.transport for entry in REGISTRY for checked in entry.checked}
+"""Of an algorithm under check."""
 
 
 Factors = tuple[torch.Tensor, torch.Tensor]
@@ -92,7 +95,7 @@ class Subject:
         self._algorithm: Counting | None = None
         if name in ALGORITHMS:
             self._algorithm = Counting(ALGORITHMS[name]())
-            self.transport = P2PTransport("p2p", self._algorithm)
+            self.transport = TRANSPORTS[TRANSPORT_OF[name]].make(self._algorithm)
         else:
             self.transport = get_transport(name)
         # Where operators look for a transport.
@@ -110,7 +113,7 @@ class Subject:
 
     def state(self, request: Request) -> GroupState:
         """Of a peer-to-peer transport, for the group of ``request``, which has been used."""
-        assert isinstance(self.transport, P2PTransport)
+        assert isinstance(self.transport, SlotTransport)
         return self.transport._states[request.group_name, request.x.device]
 
     def start(
@@ -176,7 +179,7 @@ class Subject:
 
     def _start_in_slot(self, ctx: Context, request: Request, factors: Factors | None) -> Results:
         """The next call on the slot overwrites the results, so they are copied; what is left of them there is NaN."""
-        assert isinstance(self.transport, P2PTransport)
+        assert isinstance(self.transport, SlotTransport)
         request = replace(request, results_in_slot=True)
         buffer = self.transport.message_buffer(request)
         if buffer is None:

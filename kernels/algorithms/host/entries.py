@@ -1,0 +1,43 @@
+"""The kernels over host memory as the registry knows them."""
+
+from __future__ import annotations
+
+from tw_compile.kernels.algorithms.entry import AlgorithmEntry, Checked
+from tw_compile.kernels.registry import Benchmarked
+
+_ROWS = "tw_compile.kernels.algorithms.host.host_rows:HostRows"
+
+WORDS = AlgorithmEntry(
+    "host_words",
+    "tw_compile.kernels.algorithms.host.host_words:HostWords",
+    transport="host",
+    sms=128,
+    most_sms=128,
+    instead="host_two_shot",
+    benchmarked=(Benchmarked("tw-host-words", sharded=False),),
+    checked=(Checked("host_words"),),
+)
+ONE_SHOT = AlgorithmEntry(
+    "host_one_shot",
+    _ROWS,
+    (("one_shot", True),),
+    transport="host",
+    sms=16,
+    most_sms=32,
+    beside=0,
+    instead="host_two_shot",  # where the whole residual is not there
+    benchmarked=(Benchmarked("tw-host-one-shot", sharded=False),),
+    checked=(Checked("host_one_shot"),),
+)
+TWO_SHOT = AlgorithmEntry(
+    "host_two_shot",
+    _ROWS,
+    (("one_shot", False),),
+    transport="host",
+    sms=16,
+    most_sms=32,
+    beside=1,
+    serves_all=True,
+    benchmarked=(Benchmarked("tw-host-two-shot", sharded=True),),
+    checked=(Checked("host_two_shot"),),
+)

@@ -1,0 +1,389 @@
+// all_reduce + bias + residual + RMSNorm for medium and large messages between GPUs that share host memory and nothing else.
+//
+// Every rank writes to its own outbox in host memory, and everybody reads there what they need. Each byte is written once.
+//
+// one-shot (ONE_SHOT=1): a rank sends all its rows, reads those of all others and computes every row. All ranks add up in
+//   rank order: M out and (N-1) x M in, one hop. Two ranks can't do with fewer bytes.
+// two-shot: a rank sends each row for its owner, the owner computes it and sends the result to all: M out and
+//   2(N-1)/N x M in, two hops.
+//
+// What limits such a kernel is time and not SMs: a load from host memory takes 2 to 5 us, and a fence about as long. So nothing
+// here waits for one of them alone. A CTA handles its rows in turns, GROUPS rows each. It sends AHEAD turns before it computes,
+// and loads DEPTH turns into shared memory before it adds them up. Of its threads, all but two warps do that. One warp announces
+// how far they are (the fence is its own), another one listens to how far the peers are.
+//
+//   turn:       sends row t | adds up row t - AHEAD | barrier | stores its result | asks for row t - AHEAD + DEPTH
+//   announcer:              shared counters -> fence -> counters in host memory
+//   listener:               peers' counters in host memory -> shared counters
+//
+// Why this is correct
+// -------------------
+// Counters. CTA b of each rank has four counters in its outbox, written by it alone: turns that it has SENT and
+// COMPUTED, and turns of the peers that it has READ and TAKEN. They count on from call to call. Grids and turns depend on
+// what all ranks share, so at the begin of a call the counters of CTA b are equal on all ranks.
+//
+// Data before counters. All threads store a turn's rows, meet in the turn's barrier, and thread 0 releases the shared counter.
+// The announcer acquires it, fences at system scope and stores the counter: fences are cumulative, so a peer's listener that
+// acquires the counter, and who acquires what that listener released, sees the rows. L1 has no older copy of them: a counter's
+// acquire comes between two uses of the same memory.
+//
+// Rings. The outbox of a CTA has two halves that its calls use in turn. A half is a ring of RING turns of partial sums, and of
+// RESULT_RING turns of results. A slot is written again when all peers have counted it as read, and they count it when the
+// copies of all threads have ended (turn's barrier). What a half held at the call before the last needs no such wait: that
+// call's CTA b has ended on every rank before the last call's CTA b began there, and this one began after it had read from every
+// rank what that one sent.
+//
+// Progress. What a thread waits for in turn t peers do in their turns before t, or in turn t before their barrier, whatever
+// they wait for themselves:
+//   a slot to send turn t to:      peers have read turn t - RING       in turn t - RING + AHEAD    < t: RING > AHEAD
+//   a slot for result t - AHEAD:   peers have taken result - RESULT_RING in t - RESULT_RING + BEHIND, counted a turn later
+//   rows of turn t - AHEAD + DEPTH: peers have sent them in that turn                              <= t: DEPTH <= AHEAD
+//   results of t - AHEAD - BEHIND: peers have computed them in turn t - BEHIND, counted a turn later <= t: BEHIND >= 1
+// CTA b waits for CTAs b alone. So a call ends if on every rank one of its CTAs at a time can run.
+//
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD,
+// DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
+
+#include "epilogue.cuh"
+
+struct HostRowsParams {
+  const X_TYPE* x;                  // [tokens, HIDDEN], this rank's partial sums
+  const RESIDUAL_TYPE* residual;    // [tokens, HIDDEN], or [rows_per_rank, HIDDEN] if RESIDUAL_SHARDED
+  const BIAS_TYPE* bias;            // [HIDDEN]
+  const WEIGHT_TYPE* weight;        // [HIDDEN]
+  const float* hidden_scale;        // [1], of an e4m3 result
+  HIDDEN_TYPE* hidden;              // [tokens, HIDDEN]
+  RESIDUAL_OUT_TYPE* residual_out;  // [tokens | rows_per_rank, HIDDEN]
+  uint8_t* const* outboxes;         // [world]: counters [MAX_CTAS, COUNTERS_WIDTH], then two halves of half_bytes for each CTA
+  uint32_t* state;                  // [CTAs, 2]: turns and calls so far
+  int32_t* status;                  // [CTAs, 8]: which counter of a peer the listener gave up waiting for, from 1 on
+  uint64_t half_bytes;
+  int32_t rank;
+  int32_t tokens;
+  float eps;
+  float weight_offset;
+  float scale;
+};
+
+static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
+
+inline constexpr int COUNTERS_WIDTH = 16;  // those of a CTA have a line of the CPU's caches to themselves
+inline constexpr int HALVES_OFFSET = MAX_CTAS * COUNTERS_WIDTH * sizeof(uint32_t);
+inline constexpr int PEERS = WORLD_SIZE - 1;
+inline constexpr int BEHIND = ONE_SHOT ? 0 : 2;  // turns from computing a row until the peers' rows of that number are taken
+inline constexpr int RESULT_RING = BEHIND + 2;
+static_assert(RING > AHEAD && DEPTH <= AHEAD && AHEAD >= 1, "or ranks wait for each other");
+
+using Row = RowPart<THREADS>;
+inline constexpr int VECTORS = Row::VECTORS;
+inline constexpr int WARPS = THREADS / 32;  // of a row
+inline constexpr int WORKERS = GROUPS * THREADS;
+inline constexpr int BLOCK = WORKERS + 64;
+inline constexpr int PIECES = sizeof(X_TYPE) / 2;  // of 16 bytes, of a vector
+
+// Of a half, in bytes. Two-shot keeps a section for each peer: rows that it owns.
+inline constexpr uint64_t X_ROW = HIDDEN * sizeof(X_TYPE);
+inline constexpr uint64_t HIDDEN_ROW = (HIDDEN * sizeof(HIDDEN_TYPE) + 15) / 16 * 16;  // e4m3 rows may end 8 bytes off
+inline constexpr uint64_t KEPT_ROW = RESIDUAL_OUT == ALL_ROWS ? HIDDEN * sizeof(RESIDUAL_OUT_TYPE) : 0;
+inline constexpr uint64_t SENT_TURN = (ONE_SHOT ? 1 : PEERS) * GROUPS * X_ROW;
+inline constexpr uint64_t COMPUTED_TURN = ONE_SHOT ? 0 : GROUPS * (HIDDEN_ROW + KEPT_ROW);
+inline constexpr uint64_t COMPUTED_OFFSET = RING * SENT_TURN;
+
+enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
+
+inline constexpr int STAGE_BYTES = PEERS * VECTORS * PIECES * WORKERS * 16;  // a turn's rows from the peers
+
+struct Shared {
+  uint32_t done[COUNTERS];               // of this call: what the workers have done
+  uint32_t heard[WORLD_SIZE][COUNTERS];  // and what the peers have done, as far as the listener knows
+  RowStatistics partials[2][GROUPS][WARPS];
+};
+inline constexpr int STAGES_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
+static_assert(STAGES_OFFSET + DEPTH * STAGE_BYTES <= SHARED_BYTES, "the launch gives less shared memory than this needs");
+
+// Peer number `step` (0 .. PEERS-1) after `rank`; what this rank sends to it lies in section `step` of this rank's outbox, and
+// what that peer sends to this rank in section PEERS - 1 - step of that peer's.
+DEVICE int peer_after(int rank, int step) { return (rank + 1 + step) % WORLD_SIZE; }
+
+struct Cta {
+  const HostRowsParams& p;
+  Shared& shared;
+  uint8_t* stages;
+  uint32_t base;    // of all counters
+  uint32_t parity;  // the half of this call
+  int turns;
+  int per_rank;
+
+  DEVICE uint8_t* half(int rank) const { return p.outboxes[rank] + HALVES_OFFSET + (blockIdx.x * 2 + parity) * p.half_bytes; }
+  DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
+  DEVICE int local_row(int turn, int group) const { return (turn * (int)gridDim.x + (int)blockIdx.x) * GROUPS + group; }
+  DEVICE uint32_t* counters(int rank) const { return (uint32_t*)p.outboxes[rank] + blockIdx.x * COUNTERS_WIDTH; }
+
+  // --- the announcer: one thread
+  DEVICE void announce() const {
+    uint32_t announced[COUNTERS] = {0, 0, 0, 0};
+    const uint32_t end[COUNTERS] = {(uint32_t)turns, ONE_SHOT ? 0u : turns, (uint32_t)turns, ONE_SHOT ? 0u : turns};
+    bool more = true;
+    while (more) {
+      uint32_t done[COUNTERS];
+      bool news = false;
+      more = false;
+      for (int i = 0; i < COUNTERS; ++i) {
+        done[i] = load_acquire_cta(&shared.done[i]);
+        news = news || done[i] != announced[i];
+        more = more || done[i] != end[i];
+      }
+      if (!news) continue;
+      fence_sys();
+      for (int i = 0; i < COUNTERS; ++i) announced[i] = done[i];
+      const uint32_t words[4] = {base + done[0], base + done[1], base + done[2], base + done[3]};
+      store_relaxed_sys(counters(p.rank), words);
+    }
+  }
+
+  // --- the listener: a thread for each counter of each peer
+  DEVICE void listen(int lane) const {
+    const int peer = lane / COUNTERS, counter = lane % COUNTERS;
+    // What nobody waits for nobody listens to: the last turns of a ring are not used again.
+    const int needed = counter == SENT || counter == COMPUTED ? turns
+                       : counter == READ                       ? turns - RING
+                                                               : turns - RESULT_RING;
+    if (peer >= WORLD_SIZE || peer == p.rank || (ONE_SHOT && (counter == COMPUTED || counter == TAKEN))) return;
+    const uint32_t* const address = counters(peer) + counter;
+    int heard = 0;
+    [[maybe_unused]] uint32_t polls = 0;
+    while (heard < needed) {
+      const int now = (int32_t)(load_acquire_sys(address) - base);
+      if (now > heard) {
+        heard = now;
+        store_release_cta(&shared.heard[peer][counter], now);
+        continue;
+      }
+#if SPIN_LIMIT
+      if (++polls == SPIN_LIMIT) {
+        int32_t* const report = p.status + blockIdx.x * 8 + peer;
+        if (*report == 0) *report = counter + 1;
+        store_release_cta(&shared.heard[peer][counter], turns);
+        break;
+      }
+#endif
+    }
+  }
+
+  // Until all peers have done so many turns. Counters grow, so a thread asks again only when it needs more.
+  DEVICE void await(Counter counter, int count, int& known) const {
+    if (count <= known) return;
+    int least = turns;
+    for (int step = 0; step < PEERS; ++step) {
+      const uint32_t* const heard = &shared.heard[peer_after(p.rank, step)][counter];
+      int now = load_acquire_cta(heard);
+      while (now < count) now = load_acquire_cta(heard);
+      least = smaller(least, now);
+    }
+    known = least;
+  }
+};
+
+struct Worker {
+  const Cta& cta;
+  const HostRowsParams& p;
+  uint32_t worker;  // of the CTA
+  int group;
+  uint32_t thread;  // of the group
+  int known[COUNTERS];
+
+  DEVICE Worker(const Cta& cta, uint32_t worker)
+      : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
+
+  DEVICE const X_TYPE* sent_row(int owner, int section, int turn) const {
+    return (const X_TYPE*)(cta.half(owner) + (turn % RING) * SENT_TURN) + (section * GROUPS + group) * (uint64_t)HIDDEN;
+  }
+  DEVICE uint8_t* computed_row(int owner, int turn) const {
+    return cta.half(owner) + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
+  }
+
+  DEVICE void send(int turn) {
+    if (turn >= RING) cta.await(READ, turn - RING + 1, known[READ]);
+    const int local = cta.local_row(turn, group);
+    for (int step = 0; step < (ONE_SHOT ? 1 : PEERS); ++step) {
+      const int owner = peer_after(p.rank, step);
+      if (local >= (ONE_SHOT ? p.tokens : cta.rows_of(owner))) continue;
+      const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
+      X_TYPE* const to = (X_TYPE*)sent_row(p.rank, step, turn);
+      Loaded<THREADS, X_TYPE> own;
+      own.fetch(from, thread);
+      Row::each(thread, [&](int v, uint32_t column) { store(to + column, own.vectors[v]); });
+    }
+  }
+
+  // Where this rank's rows of a turn lie in the outbox of a peer.
+  DEVICE const X_TYPE* row_from(int step, int turn) const {
+    return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
+  }
+  // A thread's own bytes: no other reads or writes them.
+  DEVICE uint8_t* staged(int turn, int step, int v, int piece) const {
+    const int slot = ((turn % (DEPTH > 0 ? DEPTH : 1) * PEERS + step) * VECTORS + v) * PIECES + piece;
+    return cta.stages + (slot * WORKERS + worker) * 16;
+  }
+
+  // Asks for the peers' rows of a turn.
+  DEVICE void ask(int turn) {
+    if constexpr (DEPTH > 0) {
+      if (turn < cta.turns) {
+        cta.await(SENT, turn + 1, known[SENT]);
+        if (computes(turn))
+          for (int step = 0; step < PEERS; ++step) {
+            const X_TYPE* const from = row_from(step, turn);
+            Row::each(thread, [&](int v, uint32_t column) {
+              for (int piece = 0; piece < PIECES; ++piece)
+                copy_to_shared(staged(turn, step, v, piece), (const uint8_t*)(from + column) + 16 * piece);
+            });
+          }
+      }
+      copies_commit();  // a turn that is none is an empty group: they are counted
+    }
+  }
+
+  DEVICE bool computes(int turn) const {
+    const int local = cta.local_row(turn, group);
+    return turn >= 0 && turn < cta.turns && local < (ONE_SHOT ? p.tokens : cta.rows_of(p.rank));
+  }
+
+  // Adds up one vector of all ranks in rank order. Starting from 0, signs of zeros make no difference.
+  DEVICE void add_up(float (&h)[8], int turn, int v, uint32_t column, const Eight<X_TYPE>& own) const {
+    Eight<X_TYPE> got[PEERS];
+#pragma unroll
+    for (int step = 0; step < PEERS; ++step) {
+      if constexpr (DEPTH > 0)
+        for_pieces(got[step], [&](auto& words, int offset) { load_shared(words, staged(turn, step, v, offset / 16)); });
+      else
+        load_strong(got[step], row_from(step, turn) + column);
+    }
+    for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+#pragma unroll
+    for (int source = 0; source < WORLD_SIZE; ++source) {
+      // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
+      Eight<X_TYPE> eight = own;
+#pragma unroll
+      for (int step = 0; step < PEERS; ++step)
+        if (peer_after(p.rank, step) == source) eight = got[step];
+      add(h, eight);
+    }
+  }
+
+  // Takes the rows that the peers computed in a turn.
+  DEVICE void take(int turn) {
+    cta.await(COMPUTED, turn + 1, known[COMPUTED]);
+    const int local = cta.local_row(turn, group);
+#pragma unroll
+    for (int step = 0; step < PEERS; ++step) {
+      const int owner = peer_after(p.rank, step);
+      if (local >= cta.rows_of(owner)) continue;
+      const uint8_t* const from = computed_row(owner, turn);
+      const uint64_t element = (uint64_t)(owner * cta.per_rank + local) * HIDDEN;
+      Row::each(thread, [&](int, uint32_t column) {
+        Eight<HIDDEN_TYPE> result;
+        load_strong(result, (const HIDDEN_TYPE*)from + column);
+        store(p.hidden + element + column, result);
+        if constexpr (RESIDUAL_OUT == ALL_ROWS) {
+          Eight<RESIDUAL_OUT_TYPE> kept;
+          load_strong(kept, (const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column);
+          store(p.residual_out + element + column, kept);
+        }
+      });
+    }
+  }
+
+  DEVICE void work() {
+    const int turns = cta.turns, ahead = smaller(AHEAD, turns);
+    const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+    Loaded<THREADS, WEIGHT_TYPE> weight;
+    weight.fetch(p.weight, thread);
+    // Two-shot has one turn more, which counts what was taken last.
+    const int end = turns + ahead + (ONE_SHOT ? 0 : BEHIND + 1);
+    for (int turn = 0; turn < end; ++turn) {
+      const int computing = turn - ahead, taking = computing - BEHIND, local = cta.local_row(computing, group);
+      const uint64_t row = ONE_SHOT ? local : p.rank * cta.per_rank + local;
+      const bool computed = computes(computing);
+      RowStatistics* const partials = cta.shared.partials[turn & 1][group];
+      Loaded<THREADS, X_TYPE> own;
+      Loaded<THREADS, RESIDUAL_TYPE> residual;
+      if (computed) {
+        own.fetch(p.x + row * HIDDEN, thread);
+        residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
+      }
+      if (turn < turns) send(turn);
+      float h[VECTORS][8];
+      if (computing >= 0 && computing < turns) {
+        if constexpr (DEPTH > 0)
+          copies_wait<(DEPTH > 0 ? DEPTH - 1 : 0)>();
+        else
+          cta.await(SENT, computing + 1, known[SENT]);
+      }
+      if (computed) {
+        Row::each(thread, [&](int v, uint32_t column) { add_up(h[v], computing, v, column, own.vectors[v]); });
+        const RowStatistics statistics = warp_sum(finish_sum<THREADS>(h, p.scale, p.bias, residual, thread));
+        if (thread % 32 == 0) partials[thread / 32] = statistics;
+      }
+      warp_sync();
+      barrier_sync(1, WORKERS);
+      if (worker < COUNTERS) {
+        const int counts[COUNTERS] = {turn + 1, ONE_SHOT ? 0 : computing, computing + 1, ONE_SHOT ? 0 : taking};
+        store_release_cta(&cta.shared.done[worker], smaller(larger(counts[worker], 0), turns));
+      }
+      if (computed) {
+        if constexpr (!ONE_SHOT)
+          if (computing >= RESULT_RING) cta.await(TAKEN, computing - RESULT_RING + 1, known[TAKEN]);
+        const auto factor = row_factor(total<WARPS>(partials), p.eps);
+        uint8_t* const to = computed_row(p.rank, computing);
+        Row::each(thread, [&](int v, uint32_t column) {
+          if constexpr (RESIDUAL_OUT != NO_ROWS) {
+            Eight<RESIDUAL_OUT_TYPE> kept;
+            pack(kept, h[v]);
+            if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
+            if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
+            if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS) store((RESIDUAL_OUT_TYPE*)(to + HIDDEN_ROW) + column, kept);
+          }
+          Eight<HIDDEN_TYPE> result;
+          normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+          store(p.hidden + row * HIDDEN + column, result);
+          if constexpr (!ONE_SHOT) store((HIDDEN_TYPE*)to + column, result);
+        });
+      }
+      if constexpr (!ONE_SHOT)
+        if (taking >= 0 && taking < turns) take(taking);
+      if (computing >= -1)  // the first time for all of the first turns
+        for (int next = computing < 0 ? 0 : computing + DEPTH; next <= computing + DEPTH; ++next) ask(next);
+    }
+  }
+};
+
+KERNEL(BLOCK, 1) host_rows(GRID_CONSTANT HostRowsParams p) {
+  uint8_t* const memory = dynamic_shared();
+  Shared& shared = *(Shared*)memory;
+  const uint32_t thread = threadIdx.x;
+  if (thread < COUNTERS) store_release_cta(&shared.done[thread], 0);
+  if (thread < WORLD_SIZE * COUNTERS) store_release_cta(&shared.heard[thread / COUNTERS][thread % COUNTERS], 0);
+  grid_dependency_wait();
+  const int per_rank = (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, rows = ONE_SHOT ? p.tokens : per_rank;
+  const int rounds = (rows + GROUPS - 1) / GROUPS - blockIdx.x;  // of the grid that are left from this CTA on
+  const int turns = (rounds + (int)gridDim.x - 1) / (int)gridDim.x;
+  const uint32_t base = p.state[blockIdx.x * 2], calls = p.state[blockIdx.x * 2 + 1];
+  const Cta cta{p, shared, memory + STAGES_OFFSET, base, calls & 1, turns, per_rank};
+  warp_sync();
+  barrier_sync(0, BLOCK);
+  if (thread < WORKERS) {
+    Worker(cta, thread).work();
+  } else if (thread == WORKERS) {
+    cta.announce();
+  } else if (thread >= WORKERS + 32) {
+    cta.listen(thread - WORKERS - 32);
+  }
+  warp_sync();
+  barrier_sync(0, BLOCK);
+  grid_dependency_launch();  // not before: see push.cu
+  if (thread == 0) {
+    p.state[blockIdx.x * 2] = base + turns;
+    p.state[blockIdx.x * 2 + 1] = calls + 1;
+  }
+}

@@ -1,0 +1,183 @@
+"""Launches of ``host_rows.cu``: one-shot and two-shot through host memory, for medium and large messages."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tw_compile.kernels.algorithms.row_kernel import RowKernel
+from tw_compile.kernels.collective.cuda_variant import (
+    HOST_KERNELS,
+    NUMBER_FIELDS,
+    POINTER_FIELDS,
+    VECTOR,
+    address,
+    numbers_of,
+)
+from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.runtime.barrier import MAX_CTAS
+
+WORKERS = 512
+"""Threads of a CTA that move rows, if a row does not need more."""
+MOST_RING, MOST_DEPTH = 8, 4
+MOST_HALF_BYTES = 256 * 1024
+"""Of a ring of partial sums; where turns are long it has fewer of them, but never less than two."""
+_RESULT_RING = 4
+_HALVES = 2
+COUNTERS_BYTES = MAX_CTAS * 64
+_ALIGNMENT = 128
+
+
+class HostRowsParams(Structure):
+    """``HostRowsParams`` of host_rows.cu."""
+
+    _fields_ = [
+        *POINTER_FIELDS,
+        *((name, c_void_p) for name in ("outboxes", "state", "status")),
+        ("half_bytes", c_uint64),
+        *((name, c_int32) for name in ("rank", "tokens")),
+        *NUMBER_FIELDS,
+    ]
+
+
+def outbox_bytes(shape: Shape) -> int:
+    """Bytes of a rank's outbox for calls of that shape."""
+    return COUNTERS_BYTES + MAX_CTAS * _HALVES * shape.half_bytes
+
+
+def half_bytes(capacity: int) -> int:
+    """Bytes of each half of a CTA's part of an outbox of ``capacity`` bytes."""
+    return (capacity - COUNTERS_BYTES) // (MAX_CTAS * _HALVES) // _ALIGNMENT * _ALIGNMENT
+
+
+def stage_budget(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory for rows that are on their way; 0 where a thread can't load to there and go on."""
+    if capability < (8, 0):
+        return 0
+    return (192 if capability[0] in (9, 10) else 96) * 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a CTA handles rows. In the terms of host_rows.cu, ``half_bytes`` is what an outbox needs for a call of a CTA."""
+
+    threads: int
+    groups: int
+    ring: int
+    ahead: int
+    depth: int
+    shared_bytes: int
+    half_bytes: int
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA: those that move rows, the announcer's warp and the listener's."""
+        return self.threads * self.groups + 64
+
+    def defines(self) -> dict[str, int | str]:
+        """Those of host_rows.cu that have these names."""
+        return {
+            "THREADS": self.threads,
+            "GROUPS": self.groups,
+            "RING": self.ring,
+            "AHEAD": self.ahead,
+            "DEPTH": self.depth,
+            "SHARED_BYTES": self.shared_bytes,
+            "MAX_CTAS": MAX_CTAS,
+        }
+
+
+def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) -> Shape:
+    """The shape for messages like the request; ``budget`` is what :func:`stage_budget` says of the device."""
+    hidden_size = request.x.shape[1]
+    vectors = hidden_size // VECTOR
+    each = max(-(-vectors // WORKERS), 1)
+    if each < 2 <= vectors // 32:
+        each = 2  # more bytes of a thread under way
+    threads = -(-vectors // (32 * each)) * 32
+    groups = max(1, WORKERS // threads)
+    peers = world_size - 1
+    turn_bytes = (1 if one_shot else peers) * groups * hidden_size * request.x.element_size()
+    ring = min(max(MOST_HALF_BYTES // turn_bytes, 2), MOST_RING)
+    ahead = max(1, ring - 2)
+    stage_bytes = peers * each * groups * threads * VECTOR * request.x.element_size()
+    depth = min(ahead, MOST_DEPTH, budget // stage_bytes)
+    return shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth)
+
+
+def shape_of(
+    request: Request, world_size: int, one_shot: bool, threads: int, groups: int, ring: int, ahead: int, depth: int
+) -> Shape:
+    """The shape with these numbers, and what it takes of memory."""
+    hidden_size, norm, element_size = request.x.shape[1], request.norm, request.x.element_size()
+    peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
+    turn_bytes = (1 if one_shot else peers) * groups * hidden_size * element_size
+    stage_bytes = peers * each * groups * threads * VECTOR * element_size
+    result_bytes = 0
+    if not one_shot:
+        result_bytes = _aligned(hidden_size * norm.hidden_dtype.itemsize, 16)
+        if request.residual_out == "replicated":
+            result_bytes += hidden_size * norm.residual_dtype.itemsize
+    statistics = 2 * groups * (threads // 32) * EPILOGUES[norm.epilogue].statistics_bytes
+    shared_bytes = _aligned(16 + 16 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
+    half_bytes = _aligned(ring * turn_bytes + _RESULT_RING * groups * result_bytes, _ALIGNMENT)
+    return Shape(threads, groups, ring, ahead, depth, shared_bytes, half_bytes)
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+class HostRows(RowKernel):
+    """Rows travel through rings in host memory, which need no more memory for a larger message; a CTA an SM."""
+
+    source = Path(__file__).with_name("host_rows.cu")
+    params = HostRowsParams
+    most_sms = MAX_CTAS
+    min_capability = HOST_KERNELS
+
+    def __init__(self, one_shot: bool, max_sms: int = 16) -> None:
+        super().__init__("host_one_shot" if one_shot else "host_two_shot", one_shot, max_sms)
+
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        """See :class:`Algorithm`."""
+        return {OUTBOX: outbox_bytes(self._shape(request, world_size))}
+
+    def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
+        """See :class:`RowKernel`."""
+        return {"ONE_SHOT": int(self._one_shot), **self._shape(request, state.world_size).defines()}
+
+    def options(self, request: Request, state: GroupState) -> dict[str, Any]:
+        """See :class:`RowKernel`."""
+        shape = self._shape(request, state.world_size)
+        return {
+            "block": shape.block,
+            "shared_bytes": shape.shared_bytes,
+            **self.stream_options(request, state),
+        }
+
+    def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
+        """See :class:`RowKernel`."""
+        tokens, outbox = request.x.shape[0], slot.buffers[OUTBOX]
+        shape = self._shape(request, state.world_size)
+        params = HostRowsParams(
+            outboxes=address(outbox.table),
+            state=address(outbox.state),
+            status=address(slot.status),
+            half_bytes=half_bytes(outbox.capacity),
+            rank=state.rank,
+            tokens=tokens,
+            **numbers_of(request.norm),
+        )
+        turns = -(-self.local_rows(tokens, state.world_size) // shape.groups)
+        return [(params, min(turns, request.limited(self._max_sms)))]
+
+    def _shape(self, request: Request, world_size: int) -> Shape:
+        capability = torch.cuda.get_device_capability(request.x.device)
+        return shape_for(request, world_size, self._one_shot, stage_budget(capability))

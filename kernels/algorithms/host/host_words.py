@@ -1,0 +1,96 @@
+"""Launches of ``host_words.cu``: one-shot through host memory, for small messages."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int32, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any
+
+from tw_compile.kernels.algorithms.row_kernel import RowKernel
+from tw_compile.kernels.collective.cuda_variant import (
+    HOST_KERNELS,
+    NUMBER_FIELDS,
+    POINTER_FIELDS,
+    VECTOR,
+    address,
+    numbers_of,
+)
+from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.epilogues import EPILOGUES
+
+MOST_BYTES = 2**20
+"""Of a message: a larger one is faster without words of its own to say that it has arrived."""
+_PARTS = 2
+_WORDS = 2
+"""What an element takes of its own size."""
+
+
+class HostWordsParams(Structure):
+    """``HostWordsParams`` of host_words.cu."""
+
+    _fields_ = [
+        *POINTER_FIELDS,
+        *((name, c_void_p) for name in ("outboxes", "state", "status")),
+        ("part_bytes", c_uint64),
+        *((name, c_int32) for name in ("rank", "tokens")),
+        *NUMBER_FIELDS,
+    ]
+
+
+def threads_for(hidden_size: int, world_size: int) -> int:
+    """Threads of a CTA, which holds one row: a vector each, as far as registers for all peers' vectors allow it."""
+    most = 1024 if world_size <= 4 else 512
+    vectors = hidden_size // VECTOR
+    each = -(-vectors // most)
+    return -(-vectors // (32 * each)) * 32
+
+
+class HostWords(RowKernel):
+    """Each rank writes its rows to host memory once, in words that say that they have arrived; a CTA an SM."""
+
+    source = Path(__file__).with_name("host_words.cu")
+    params = HostWordsParams
+    most_sms = 128
+    min_capability = HOST_KERNELS
+
+    def __init__(self, max_sms: int = 128) -> None:
+        super().__init__("host_words", True, max_sms)
+
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        """See :class:`Algorithm`."""
+        if request.x.nbytes > MOST_BYTES:
+            return f"messages of more than {MOST_BYTES} bytes are faster without words that say that they have arrived"
+        return super().obstacle(request, state)
+
+    def needs(self, request: Request, world_size: int) -> dict[str, int]:
+        """See :class:`Algorithm`."""
+        return {WORDS: _PARTS * _WORDS * request.x.nbytes}
+
+    def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
+        """See :class:`RowKernel`."""
+        return {"THREADS": threads_for(request.x.shape[1], state.world_size)}
+
+    def options(self, request: Request, state: GroupState) -> dict[str, Any]:
+        """See :class:`RowKernel`."""
+        threads = threads_for(request.x.shape[1], state.world_size)
+        return {
+            "block": threads,
+            # Statistics of the warps, of two rows.
+            "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
+            **self.stream_options(request, state),
+        }
+
+    def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
+        """See :class:`RowKernel`."""
+        words = slot.buffers[WORDS]
+        params = HostWordsParams(
+            outboxes=address(words.table),
+            state=address(words.state),
+            status=address(slot.status),
+            part_bytes=words.capacity // _PARTS,
+            rank=state.rank,
+            tokens=request.x.shape[0],
+            **numbers_of(request.norm),
+        )
+        return [(params, min(request.x.shape[0], request.limited(self._max_sms)))]

@@ -1,0 +1,159 @@
+"""What the CUDA C++ kernels have in common that do the operator one-shot or two-shot, a row at a time.
+
+A one-shot rank computes all rows, so it needs all rows of the residual. Where the graph keeps a shard with each rank, it hands on
+the whole as if it were the shard (:func:`~tw_compile.kernels.collective.spec.slice_of_whole_residual`), and finds it again.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from ctypes import Structure
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.call import Call, allocators
+from tw_compile.kernels.collective.cuda_variant import (
+    PEER_KERNELS,
+    aligned,
+    headers_of,
+    row_defines,
+    row_obstacle,
+    variant_of,
+)
+from tw_compile.kernels.collective.slot import GroupState, Slot
+from tw_compile.kernels.collective.spec import (
+    Request,
+    operands_of,
+    rows_per_rank,
+    slice_of_whole_residual,
+    whole_residual,
+)
+from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.runtime.launch import Kernel, prepare
+from tw_compile.kernels.runtime.program import Program, arch_of
+
+
+class RowKernel(Algorithm):
+    """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` of ``most_sms`` SMs.
+
+    ``min_capability``: of the devices that its instructions need.
+    """
+
+    source: Path
+    params: type[Structure]
+    most_sms: int
+    min_capability: tuple[int, int]
+
+    def __init__(self, name: str, one_shot: bool, max_sms: int) -> None:
+        if not 1 <= max_sms <= self.most_sms:
+            raise ValueError(f"max_sms: expected 1 to {self.most_sms}, got {max_sms}")
+        self.name = name
+        self._one_shot, self._max_sms = one_shot, max_sms
+        self._kernels: dict[Hashable, Kernel] = {}
+
+    @abstractmethod
+    def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
+        """Definitions of the source beside those that all of them have."""
+
+    @abstractmethod
+    def options(self, request: Request, state: GroupState) -> dict[str, Any]:
+        """What :meth:`Kernel.launch` takes besides grid and stream."""
+
+    @abstractmethod
+    def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
+        """Parameters, without those of the request's tensors, and CTAs of each launch."""
+
+    def stream_options(self, request: Request, state: GroupState) -> dict[str, Any]:
+        """Those of :meth:`Kernel.launch` that follow from where the call runs: in the current stream's order, or beside it.
+
+        Programmatic launches are Hopper's.
+        """
+        beside = request.overlap_sms > 0
+        return {
+            "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= PEER_KERNELS,
+            "beside": beside,
+        }
+
+    def obstacle(self, request: Request, state: GroupState) -> str | None:
+        """See :class:`Algorithm`."""
+        if self._one_shot and request.residual_sharded and _whole_residual(request, state) is None:
+            return "one-shot needs all rows of the residual"
+        return row_obstacle(request, self.min_capability)
+
+    def sms(self, tokens: int, world_size: int) -> int:
+        """See :class:`Algorithm`."""
+        return min(self.local_rows(tokens, world_size), self._max_sms)
+
+    def local_rows(self, tokens: int, world_size: int) -> int:
+        """Rows of x, or of each rank's own: what the CTAs take turns with."""
+        return tokens if self._one_shot else rows_per_rank(tokens, world_size)
+
+    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        """See :class:`Algorithm`."""
+        if row_obstacle(request, self.min_capability) is not None:
+            return
+        if self._one_shot:
+            residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out
+            request = replace(request, residual_sharded=False, residual_out=residual_out)
+        self._kernel(request, state, spin_limit)
+
+    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
+        """See :class:`Algorithm`."""
+        request = aligned(request)
+        call = self._call(request, state, slot, spin_limit)
+        stream = torch.cuda.current_stream(state.device).cuda_stream
+        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
+
+    def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
+        """The launches of the request.
+
+        A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
+        """
+        tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
+        residual_of = residual_out_of = None
+        residual_rows = request.residual_rows(world_size)
+        launched = request
+        if self._one_shot and request.residual_sharded:
+            launched = replace(launched, residual=_whole_residual(request, state), residual_sharded=False)
+
+            def residual_of(shard: torch.Tensor) -> torch.Tensor:
+                whole = whole_residual(shard, tokens, world_size, rank)
+                assert whole is not None, "a form of calls with a whole residual has got one without"
+                return whole
+
+        if self._one_shot and request.residual_out == "sharded":
+            launched = replace(launched, residual_out="replicated")
+            residual_rows *= world_size
+
+            def residual_out_of(whole: torch.Tensor) -> torch.Tensor:
+                return slice_of_whole_residual(whole, world_size, rank)
+
+        kernel = self._kernel(launched, state, spin_limit)
+        launches = self.launches(launched, state, slot)
+        options = self.options(launched, state)
+        return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)
+
+    def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
+        """For the request as it is: one-shot has changed it."""
+        key = (variant_of(request), state.world_size, state.device)
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            program = self.program(request, state, spin_limit)
+            kernel = self._kernels[key] = prepare(program, state.device.index)
+        return kernel
+
+    def program(self, request: Request, state: GroupState, spin_limit: int) -> Program:
+        """The variant of the source that serves the request, whose residual is as one-shot takes and gives it."""
+        defines = row_defines(request, state.world_size, spin_limit) | self.defines(request, state)
+        arch = arch_of(torch.cuda.get_device_capability(state.device))
+        return Program(self.source, self.params, arch, tuple(defines.items()), headers_of(request))
+
+
+def _whole_residual(request: Request, state: GroupState) -> torch.Tensor | None:
+    assert request.residual is not None
+    return whole_residual(request.residual, request.x.shape[0], state.world_size, state.rank)

@@ -1,0 +1,128 @@
+"""Pinned host memory that the ranks of a node share: what GPUs without peer access have in common.
+
+Each rank makes a file of its own in /dev/shm for each buffer, with all its pages in place, so that a full /dev/shm is found
+here and not by a signal later. The pages are those of the rank that writes them, near its GPU's socket where the process is bound
+to one. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The files
+lose their names as soon as all ranks have them open, so nothing is left in /dev/shm, however a process ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from tw_compile.agree import gather
+from tw_compile.kernels.collective.slot import GroupState, Shared, SlotMemory
+from tw_compile.kernels.runtime import bindings
+
+FOLDER = Path("/dev/shm")
+_PAGE = 64 * 1024
+_PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin memory of this process and map it for the current device; its address there. RuntimeError where CUDA refuses."""
+    driver = bindings.load("driver")
+    bindings.call(driver.cuMemHostRegister, address, nbytes, _PORTABLE_AND_MAPPED, where="host memory")
+    return int(bindings.call(driver.cuMemHostGetDevicePointer, address, 0, where="host memory"))
+
+
+class HostMemory(SlotMemory):
+    """Host memory of all ranks; ``folder`` is where files are made, ``register`` gives mapped memory an address on the device."""
+
+    def __init__(self, folder: Path = FOLDER, register: Callable[[int, int], int] = register) -> None:
+        self._folder, self._register = folder, register
+        self._files: dict[int, Path] = {}
+        """Of this rank's parts that still have a name, by their address."""
+
+    def capacity_for(self, nbytes: int) -> int:
+        """See :class:`SlotMemory`: no more than is needed, as /dev/shm is small in containers."""
+        return -(-nbytes // _PAGE) * _PAGE
+
+    def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """See :class:`SlotMemory`. The device is current."""
+        made: dict[str, torch.Tensor] = {}
+        try:
+            for name, size in sizes.items():
+                file = self._folder / f"tw_compile-{secrets.token_hex(8)}"
+                made[name] = _new(file, size)
+                self._files[made[name].data_ptr()] = file
+        except OSError as error:
+            self.settle(made)
+            raise RuntimeError(f"host memory: {_room(self._folder, sum(sizes.values()))}: {error}") from error
+        return made
+
+    def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
+        """See :class:`SlotMemory`. The device is current."""
+        own = {name: (str(self._files[tensor.data_ptr()]), tensor.numel()) for name, tensor in tensors.items()}
+        shared: dict[str, Shared] = {}
+        ranks: list[dict[str, tuple[str, int]]] = gather(own, state.group)
+        try:
+            for name, tensor in tensors.items():
+                parts = [
+                    tensor if rank == state.rank else _existing(Path(files[name][0]), files[name][1])
+                    for rank, files in enumerate(ranks)
+                ]
+                addresses = [self._register(part.data_ptr(), part.numel()) for part in parts]
+                shared[name] = Shared(parts, addresses)
+        except OSError as error:
+            raise RuntimeError(f"host memory: the ranks do not share {self._folder}: {error}") from error
+        return shared
+
+    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See :class:`SlotMemory`: the files lose their names."""
+        for tensor in tensors.values():
+            file = self._files.pop(tensor.data_ptr(), None)
+            if file is not None:
+                with suppress(FileNotFoundError):
+                    file.unlink()
+
+
+def _new(file: Path, nbytes: int) -> torch.Tensor:
+    """``uint8 [nbytes]`` of a new file of zeros that nobody else may open, with memory for all of them; OSError where there is none."""
+    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return _mapped(descriptor, nbytes)
+    except BaseException:
+        file.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _existing(file: Path, nbytes: int) -> torch.Tensor:
+    """``uint8 [nbytes]`` of a peer's file; OSError where it is not that of this user, or not as large as it should be."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or status.st_size != nbytes:
+            raise OSError(
+                f"{file}: expected {nbytes} bytes of user {os.getuid()}, got {status.st_size} of {status.st_uid}"
+            )
+        return _mapped(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)  # keeps the mapping
+
+
+def _room(folder: Path, nbytes: int) -> str:
+    """What is wrong with the folder, for a person who can make it larger."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return f"{folder} is not there"
+    free, size = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    return (
+        f"no {nbytes / 2**20:.0f} MiB for a rank in {folder}, which has {free / 2**20:.0f} of {size / 2**20:.0f} MiB free "
+        "(containers get a larger one by docker run --shm-size or --ipc=host)"
+    )

@@ -1,0 +1,259 @@
+"""A transport whose kernels work on memory that all ranks of a node reach: slots of it, and the choice of the kernel.
+
+A slot belongs to (group, slot index, device) and owns everything that a launch needs: buffers, pads and epochs (see
+``tw_compile.kernels.runtime.barrier``), so calls on different slots or groups may run at once, on different streams. Calls on
+one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`side_stream`).
+
+What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
+or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the transport that comes next.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from tw_compile import compat
+from tw_compile.agree import common_obstacle
+from tw_compile.environment import spin_limit
+from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.cuda_variant import variant_of
+from tw_compile.kernels.collective.known import MOST_FORMS, Known
+from tw_compile.kernels.collective.p2p_group import outside_pools
+from tw_compile.kernels.collective.side_stream import start_beside
+from tw_compile.kernels.collective.slot import GroupState, Slot, SlotMemory, grow
+from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport
+from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
+from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
+from tw_compile.kernels.transports.selection import Insist, Selector, Step, steps_for
+
+logger = logging.getLogger("tw_compile")
+
+
+class SlotTransport(Transport):
+    """Kernels over memory of slots; where the group can't have that, by agreement of all ranks, another transport.
+
+    Which kernel serves a call is in a table (:mod:`selection`), unless one ``algorithm`` is given for all that it can serve.
+
+    Attributes:
+        label: How messages call the transport.
+        kernels_of: The transport whose kernels it has, as their registry says.
+        memory: What slots are made of.
+        instead: The transport of groups that can't have this one.
+    """
+
+    label: str
+    kernels_of: str
+    memory: SlotMemory
+    instead: str
+    multicast = False
+
+    def __init__(self, name: str, algorithm: Algorithm | None = None) -> None:
+        self.name, self.algorithm = name, algorithm
+        self._states: dict[tuple[str, torch.device], GroupState] = {}
+        self._spin_limit = spin_limit()
+
+    @abstractmethod
+    def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
+        """Why the group can't have the memory; None where it can. Collective, and the same on all ranks."""
+
+    @abstractmethod
+    def serves(self, request: Request) -> bool:
+        """Whether one of the kernels does, whatever the memory. The same on all ranks."""
+
+    def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
+        """The table of kernels for a device."""
+        return steps_for(device_name, world_size, self.kernels_of)
+
+    def start(self, request: Request) -> Started:
+        if not self.serves(request):
+            return get_transport("nccl").start(request)
+        state, algorithm = self._choose(request)
+        if request.x.shape[0] == 0:
+            return Started(*request.allocate(state.world_size))
+        slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
+        if slot is None:
+            return self._other(state).start(request)
+        with torch.cuda.device(state.device):
+            if request.overlap_sms:
+                launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
+                started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
+            else:
+                started = algorithm.launch(request, state, slot, self._spin_limit)
+        self._remember(request, state, slot, started)
+        return started
+
+    def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
+        """See :class:`Transport`."""
+        state = self._states.get((group_name, device))
+        if state is None or state.group is not compat.resolve_process_group(group_name):
+            return None
+        if state.obstacle is not None:
+            return self._other(state).known(group_name, device, form)
+        return state.known.get(form)
+
+    def _other(self, state: GroupState) -> Transport:
+        """What serves calls that this transport does not: of a group without its memory, or for want of room in a capture."""
+        return get_transport("nccl" if state.obstacle is None else self.instead)
+
+    def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
+        """Not where slots are looked at before each call, in debug mode."""
+        if request.form is None or started.call is None or self._spin_limit:
+            return
+        x, staging = request.x, slot.buffers.get("x")
+        in_slot = staging is not None and x.data_ptr() == staging.tensor.data_ptr()
+        if len(state.known) >= MOST_FORMS:
+            state.known.clear()
+        state.known[request.form] = Known(
+            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None
+        )
+
+    def message_buffer(self, request: Request) -> torch.Tensor | None:
+        """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
+        if not self.serves(request):
+            return None
+        state, algorithm = self._choose(request)
+        if state.obstacle is not None:
+            return self._other(state).message_buffer(request)
+        if request.x.shape[0] == 0:
+            return None
+        # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
+        needs = algorithm.needs(request, state.world_size)
+        if "x" not in needs:
+            return None
+        slot = self._slot(state, request.slot, needs)
+        return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)
+
+    def reserved_bytes(self) -> int:
+        """See :class:`Transport`."""
+        return sum(slot.nbytes for state in self._states.values() for slot in state.slots.values())
+
+    def _choose(self, request: Request) -> tuple[GroupState, Algorithm]:
+        """What serves the request; the same on all ranks."""
+        norm, x = request.norm, request.x
+        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
+        hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
+        _require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
+        state = self._state(request.group_name, x.device)
+        chosen = state.selector.choose(request, state)
+        self._prepare(request, state, chosen)
+        return state, chosen
+
+    def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
+        """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
+
+        In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
+        """
+        variant = (variant_of(request), request.overlap_sms > 0)
+        if variant in state.prepared or torch.cuda.is_current_stream_capturing():
+            return
+        # Beside other work one kernel serves messages of all sizes.
+        alternatives = (chosen,) if request.overlap_sms else state.selector.alternatives(request, state)
+        if not alternatives:
+            return
+        if state.obstacle is None:
+            with torch.cuda.device(state.device):
+                for algorithm in alternatives:
+                    algorithm.prepare(request, state, self._spin_limit)
+        state.prepared.add(variant)
+
+    def check(self) -> None:
+        """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
+        for state in self._states.values():
+            torch.cuda.synchronize(state.device)  # calls beside other work are on streams of their own
+            for index, slot in state.slots.items():
+                raise_if_peer_missing(slot.status, state.rank, _where(state, index))
+
+    def _state(self, group_name: str, device: torch.device) -> GroupState:
+        group = compat.resolve_process_group(group_name)
+        state = self._states.get((group_name, device))
+        # A group may be destroyed and another made under the same name; its ranks and addresses are others.
+        if state is None or state.group is not group:
+            if device.type != "cuda":
+                raise RuntimeError(f"{self.label}: needs CUDA tensors, got a tensor on {device}")
+            if group.size() not in P2P_WORLD_SIZES:
+                raise RuntimeError(
+                    f"{self.label}: group {group_name!r} has {group.size()} ranks, "
+                    f"supported are {P2P_WORLD_SIZES.start} to {P2P_WORLD_SIZES.stop - 1}"
+                )
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{self.label}: first use of group {group_name!r} during CUDA-graph capture. Its ranks must meet "
+                    "and allocate first, which cannot be captured: run the model once (warm-up) before capturing it"
+                )
+            device_name = torch.cuda.get_device_name(device)
+            steps = () if self.algorithm else self.steps(device_name, group.size())
+            selector = Insist(self.algorithm, self.kernels_of) if self.algorithm else Selector(steps, self.kernels_of)
+            state = GroupState(
+                group_name,
+                group,
+                device,
+                dist.get_rank(group),
+                group.size(),
+                selector,
+                self.multicast,
+                memory=self.memory,
+                label=self.label,
+            )
+            obstacle = outside_pools(device, lambda: self.group_obstacle(group, device))
+            obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))
+            if obstacle is not None:
+                state.give_up(obstacle)
+            self._states[group_name, device] = state
+        return state
+
+    def _slot(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
+        """The slot with buffers for ``needs`` (name -> bytes), or None: this call goes through NCCL. Collective if it grows."""
+        if state.obstacle is not None:
+            return None
+        slot = state.slots.get(index)
+        lacking = needs if slot is None else slot.lacks(needs)
+        capturing = torch.cuda.is_current_stream_capturing()
+        if slot is not None and self._spin_limit and not capturing:
+            raise_if_peer_missing(slot.status, state.rank, _where(state, index))
+        if lacking and capturing:
+            if not state.warned:
+                state.warned = True
+                logger.warning(
+                    "%s: %s has no room for %s bytes and cannot grow during CUDA-graph capture; this message "
+                    "goes through NCCL. Run messages of all captured sizes once before capturing",
+                    self.label,
+                    _where(state, index),
+                    max(lacking.values()),
+                )
+            return None
+        if lacking:
+            hoped_for_multimem = state.multimem
+            slot = outside_pools(state.device, lambda: grow(state, index, lacking))
+            if hoped_for_multimem and not state.multimem:
+                logger.warning(
+                    "multimem transport: %s has no multicast address (absent, or turned off in torch's symmetric memory); "
+                    "group %r uses peer loads and stores instead",
+                    _where(state, index),
+                    state.name,
+                )
+        return slot
+
+
+def _where(state: GroupState, index: int) -> str:
+    return f"group {state.name!r}, slot {index}, {state.device}"
+
+
+def _require_supported(label: str, hidden_size: int, *dtypes: torch.dtype) -> None:
+    """RuntimeError for rows the kernels do not take; ``choose_transport`` never sends such rows here."""
+    for dtype in dtypes:
+        if dtype not in SUPPORTED_DTYPES:
+            raise RuntimeError(f"{label}: dtype {dtype} is not supported")
+    row_bytes = hidden_size * dtypes[0].itemsize
+    if hidden_size > P2P_MAX_HIDDEN or row_bytes % P2P_ROW_ALIGNMENT_BYTES:
+        raise RuntimeError(
+            f"{label}: rows of {hidden_size} x {dtypes[0]} are not supported: at most {P2P_MAX_HIDDEN} elements, "
+            f"and a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+        )
