@@ -31,8 +31,10 @@ NOT_ARRIVED = -(2**31)
 """The word of an inbox to which nothing has been written, as int32; elements.cuh has it too."""
 
 OUTBOX, WORDS = "outbox", "words"
+HOST_MAX_CTAS = 16
+"""CTAs of a call of host_rows.cu: so many fill a bus, and its rings are for all of them."""
 
-_STATE_WORDS = {INBOX: 5, OUTBOX: 2 * MAX_CTAS, WORDS: 2}
+_STATE_WORDS = {INBOX: 5, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
 """Of int32, by buffer: PushState of push.cu, the state of host_rows.cu, HostWordsState of host_words.cu."""
 
 

@@ -116,6 +116,9 @@ DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) {
                : "r"(shared_address(pointer))
                : "memory");
 }
+DEVICE void load_shared(uint32_t (&w)[2], const void* pointer) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared_address(pointer)) : "memory");
+}
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(pointer)), "r"(w[0]), "r"(w[1]),
                "r"(w[2]), "r"(w[3])
@@ -133,9 +136,14 @@ DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) {
 DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) {
   asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(pointer)), "r"(value) : "memory");
 }
-// 16 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
+// 16 or 8 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
+template <int BYTES>
 DEVICE void copy_to_shared(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  static_assert(BYTES == 16 || BYTES == 8, "what a copy can have");
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // At most PENDING of this thread's groups are on their way still.

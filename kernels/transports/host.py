@@ -12,7 +12,7 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.transports.selection import Step
 from tw_compile.kernels.transports.slot_transport import SlotTransport
 
-_WORDS_BYTES = 256 * 1024
+_WORDS_BYTES = 64 * 1024
 """Up to so many bytes a message is fastest in words that say that they have arrived: what a fence takes is what they save."""
 _UNLIMITED = 2**62
 

@@ -259,10 +259,10 @@ void* emulated_dynamic_shared() { return current->cta->shared; }
 
 uint32_t emulated_shared_address(const void* pointer) { return check_shared(pointer, 0, 1); }
 
-void emulated_load_shared(void* words, const void* pointer) {
+void emulated_load_shared(void* words, const void* pointer, uint32_t bytes) {
   enter("load_shared", pointer);
-  check_shared(pointer, 16, 16);
-  memcpy(words, pointer, 16);
+  check_shared(pointer, bytes, bytes);
+  memcpy(words, pointer, bytes);
 }
 
 void emulated_store_shared(void* pointer, const void* words, uint32_t bytes) {
@@ -302,16 +302,16 @@ void emulated_store_release_cta(void* pointer, uint32_t value) {
 
 // The bytes move at once, or not before they are waited for; what is read until then is nothing that was ever there.
 static void copy_now(const Thread& thread, const SmallCopy& copy) {
-  machine->read(*machine->find(copy.global), copy.global, copy.shared, 16, thread.cta->launch->rank);
+  machine->read(*machine->find(copy.global), copy.global, copy.shared, copy.bytes, thread.cta->launch->rank);
 }
 
-void emulated_copy_to_shared(void* shared, const void* global) {
+void emulated_copy_to_shared(void* shared, const void* global, uint32_t bytes) {
   Thread& thread = enter("copy_to_shared", global);
-  check_shared(shared, 16, 16);
-  machine->check(global, 16, 16);
-  const SmallCopy copy{static_cast<char*>(shared), static_cast<char*>(const_cast<void*>(global))};
+  check_shared(shared, bytes, bytes);
+  machine->check(global, bytes, bytes);
+  const SmallCopy copy{static_cast<char*>(shared), static_cast<char*>(const_cast<void*>(global)), bytes};
   if (machine->random.chance(0.5)) return copy_now(thread, copy);
-  memset(shared, 0xff, 16);
+  memset(shared, 0xff, bytes);
   thread.small_copies.back().push_back(copy);
 }
 

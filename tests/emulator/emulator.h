@@ -28,11 +28,11 @@ void emulated_grid_dependency_wait();
 void emulated_grid_dependency_launch();
 void* emulated_dynamic_shared();
 uint32_t emulated_shared_address(const void* pointer);
-void emulated_load_shared(void* words, const void* pointer);
+void emulated_load_shared(void* words, const void* pointer, uint32_t bytes);
 void emulated_store_shared(void* pointer, const void* words, uint32_t bytes);
 uint32_t emulated_load_acquire_cta(const void* pointer);
 void emulated_store_release_cta(void* pointer, uint32_t value);
-void emulated_copy_to_shared(void* shared, const void* global);
+void emulated_copy_to_shared(void* shared, const void* global, uint32_t bytes);
 void emulated_copies_commit();
 void emulated_copies_wait(uint32_t pending);
 void emulated_mbarrier_init(void* barrier, uint32_t arrivals);
@@ -165,12 +165,16 @@ DEVICE void grid_dependency_launch() { emulated_grid_dependency_launch(); }
 
 DEVICE uint8_t* dynamic_shared() { return static_cast<uint8_t*>(emulated_dynamic_shared()); }
 DEVICE uint32_t shared_address(const void* pointer) { return emulated_shared_address(pointer); }
-DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) { emulated_load_shared(w, pointer); }
+DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) { emulated_load_shared(w, pointer, 16); }
+DEVICE void load_shared(uint32_t (&w)[2], const void* pointer) { emulated_load_shared(w, pointer, 8); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) { emulated_store_shared(pointer, w, 16); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) { emulated_store_shared(pointer, w, 8); }
 DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) { return emulated_load_acquire_cta(pointer); }
 DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) { emulated_store_release_cta(pointer, value); }
-DEVICE void copy_to_shared(void* shared, const void* global) { emulated_copy_to_shared(shared, global); }
+template <int BYTES>
+DEVICE void copy_to_shared(void* shared, const void* global) {
+  emulated_copy_to_shared(shared, global, BYTES);
+}
 DEVICE void copies_commit() { emulated_copies_commit(); }
 template <int PENDING>
 DEVICE void copies_wait() {

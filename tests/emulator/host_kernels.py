@@ -15,7 +15,7 @@ from tw_compile.kernels.algorithms.host.host_words import HostWords, HostWordsPa
 from tw_compile.kernels.collective.cuda_variant import row_defines
 from tw_compile.kernels.collective.spec import rows_per_rank
 from tw_compile.kernels.epilogues import EPILOGUES
-from tw_compile.kernels.runtime.barrier import MAX_CTAS
+from tw_compile.kernels.collective.slot import HOST_MAX_CTAS
 
 
 def _source(name: str, folder: Path | None) -> Path:
@@ -129,7 +129,7 @@ class RowsMachine(HostMachine):
         self.one_shot, self.shape = one_shot, shape
         self.capacity = outbox_bytes(shape)
         defines = {"ONE_SHOT": int(one_shot), **shape.defines()}
-        described = {"defines": defines, "capacity": self.capacity, "state_words": 2 * MAX_CTAS}
+        described = {"defines": defines, "capacity": self.capacity, "state_words": 2 * HOST_MAX_CTAS}
         super().__init__("host_rows", world_size, hidden_size, form, seed, **described, **options)
         for outbox in self.slots:
             for buffer, state in zip(outbox.buffers, outbox.states, strict=True):

@@ -95,9 +95,10 @@ struct MBarrier {
 struct BulkGroup {
   uint32_t bytes = 0, unread = 0, unwritten = 0;
 };
-// 16 bytes for shared memory that a thread has asked for.
+// What a thread has asked for in shared memory.
 struct SmallCopy {
   char *shared, *global;
+  uint32_t bytes;
 };
 struct Poll {
   const void* address;

@@ -23,7 +23,7 @@ ONE_SHOT = AlgorithmEntry(
     (("one_shot", True),),
     transport="host",
     sms=16,
-    most_sms=32,
+    most_sms=16,
     beside=0,
     instead="host_two_shot",  # where the whole residual is not there
     benchmarked=(Benchmarked("tw-host-one-shot", sharded=False),),
@@ -35,7 +35,7 @@ TWO_SHOT = AlgorithmEntry(
     (("one_shot", False),),
     transport="host",
     sms=16,
-    most_sms=32,
+    most_sms=16,
     beside=1,
     serves_all=True,
     benchmarked=(Benchmarked("tw-host-two-shot", sharded=True),),

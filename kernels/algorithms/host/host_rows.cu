@@ -13,6 +13,7 @@
 // how far they are (the fence is its own), another one listens to how far the peers are.
 //
 //   turn:       sends row t | adds up row t - AHEAD | barrier | stores its result | asks for row t - AHEAD + DEPTH
+//   two-shot:               | takes results of t - AHEAD - BEHIND                 | asks for those of t - AHEAD - BEHIND + DEPTH
 //   announcer:              shared counters -> fence -> counters in host memory
 //   listener:               peers' counters in host memory -> shared counters
 //
@@ -35,14 +36,14 @@
 //
 // Progress. What a thread waits for in turn t peers do in their turns before t, or in turn t before their barrier, whatever
 // they wait for themselves:
-//   a slot to send turn t to:      peers have read turn t - RING       in turn t - RING + AHEAD    < t: RING > AHEAD
-//   a slot for result t - AHEAD:   peers have taken result - RESULT_RING in t - RESULT_RING + BEHIND, counted a turn later
-//   rows of turn t - AHEAD + DEPTH: peers have sent them in that turn                              <= t: DEPTH <= AHEAD
-//   results of t - AHEAD - BEHIND: peers have computed them in turn t - BEHIND, counted a turn later <= t: BEHIND >= 1
+//   a slot to send turn t to:         peers read turn t - RING in their turn t - RING + AHEAD < t, as RING > AHEAD
+//   a slot for the result of turn t:  peers take that of t - RESULT_RING in t - RESULT_RING + BEHIND < t, as RESULT_RING > BEHIND
+//   rows to load at the end of t:     peers send them in their turn t - AHEAD + DEPTH <= t, as DEPTH <= AHEAD
+//   results to load then:             peers compute them in t - BEHIND + DEPTH, and count them a turn later <= t: BEHIND > DEPTH
 // CTA b waits for CTAs b alone. So a call ends if on every rank one of its CTAs at a time can run.
 //
-// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD,
-// DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD, BEHIND,
+// RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "epilogue.cuh"
 
@@ -70,16 +71,14 @@ static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one
 inline constexpr int COUNTERS_WIDTH = 16;  // those of a CTA have a line of the CPU's caches to themselves
 inline constexpr int HALVES_OFFSET = MAX_CTAS * COUNTERS_WIDTH * sizeof(uint32_t);
 inline constexpr int PEERS = WORLD_SIZE - 1;
-inline constexpr int BEHIND = ONE_SHOT ? 0 : 2;  // turns from computing a row until the peers' rows of that number are taken
-inline constexpr int RESULT_RING = BEHIND + 2;
 static_assert(RING > AHEAD && DEPTH <= AHEAD && AHEAD >= 1, "or ranks wait for each other");
+static_assert(ONE_SHOT ? BEHIND == 0 : BEHIND > DEPTH && RESULT_RING > BEHIND, "or ranks wait for each other");
 
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
-inline constexpr int PIECES = sizeof(X_TYPE) / 2;  // of 16 bytes, of a vector
 
 // Of a half, in bytes. Two-shot keeps a section for each peer: rows that it owns.
 inline constexpr uint64_t X_ROW = HIDDEN * sizeof(X_TYPE);
@@ -91,9 +90,14 @@ inline constexpr uint64_t COMPUTED_OFFSET = RING * SENT_TURN;
 
 enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
-inline constexpr int STAGE_BYTES = PEERS * VECTORS * PIECES * WORKERS * 16;  // a turn's rows from the peers
+// A turn of what comes from the peers: partial sums, and results of an earlier turn. A thread has bytes of its own.
+inline constexpr int SUM_BYTES = sizeof(Eight<X_TYPE>);
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : sizeof(Eight<HIDDEN_TYPE>);
+inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
+inline constexpr int STAGE_BYTES = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 
 struct Shared {
+  uint8_t* halves[WORLD_SIZE];           // of this CTA and call, by rank
   uint32_t done[COUNTERS];               // of this call: what the workers have done
   uint32_t heard[WORLD_SIZE][COUNTERS];  // and what the peers have done, as far as the listener knows
   RowStatistics partials[2][GROUPS][WARPS];
@@ -109,12 +113,10 @@ struct Cta {
   const HostRowsParams& p;
   Shared& shared;
   uint8_t* stages;
-  uint32_t base;    // of all counters
-  uint32_t parity;  // the half of this call
+  uint32_t base;  // of all counters
   int turns;
   int per_rank;
 
-  DEVICE uint8_t* half(int rank) const { return p.outboxes[rank] + HALVES_OFFSET + (blockIdx.x * 2 + parity) * p.half_bytes; }
   DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
   DEVICE int local_row(int turn, int group) const { return (turn * (int)gridDim.x + (int)blockIdx.x) * GROUPS + group; }
   DEVICE uint32_t* counters(int rank) const { return (uint32_t*)p.outboxes[rank] + blockIdx.x * COUNTERS_WIDTH; }
@@ -196,10 +198,10 @@ struct Worker {
       : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
 
   DEVICE const X_TYPE* sent_row(int owner, int section, int turn) const {
-    return (const X_TYPE*)(cta.half(owner) + (turn % RING) * SENT_TURN) + (section * GROUPS + group) * (uint64_t)HIDDEN;
+    return (const X_TYPE*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) + (section * GROUPS + group) * (uint64_t)HIDDEN;
   }
   DEVICE uint8_t* computed_row(int owner, int turn) const {
-    return cta.half(owner) + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
+    return cta.shared.halves[owner] + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
   }
 
   DEVICE void send(int turn) {
@@ -220,13 +222,24 @@ struct Worker {
   DEVICE const X_TYPE* row_from(int step, int turn) const {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
-  // A thread's own bytes: no other reads or writes them.
-  DEVICE uint8_t* staged(int turn, int step, int v, int piece) const {
-    const int slot = ((turn % (DEPTH > 0 ? DEPTH : 1) * PEERS + step) * VECTORS + v) * PIECES + piece;
-    return cta.stages + (slot * WORKERS + worker) * 16;
+
+  // This thread's bytes of a vector in the stage of turn number `turn`, behind `before` bytes of each thread's vectors.
+  DEVICE uint8_t* staged(int turn, int step, int v, int before, int bytes) const {
+    uint8_t* const stage = cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES + PEERS * VECTORS * WORKERS * before;
+    return stage + ((step * VECTORS + v) * WORKERS * bytes + worker * smaller(bytes, 16));
+  }
+  template <typename T>
+  DEVICE void ask_vector(const T* from, uint8_t* to) const {
+    constexpr int BYTES = sizeof(Eight<T>), PIECE = smaller(BYTES, 16);
+    for (int piece = 0; piece < BYTES / PIECE; ++piece)
+      copy_to_shared<PIECE>(to + piece * WORKERS * PIECE, (const uint8_t*)from + piece * PIECE);
+  }
+  template <typename T>
+  DEVICE void get_vector(Eight<T>& eight, const uint8_t* from) const {
+    for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset / 16 * WORKERS * 16); });
   }
 
-  // Asks for the peers' rows of a turn.
+  // Asks for the peers' partial sums of a turn, and for their results of the turn that is taken with it.
   DEVICE void ask(int turn) {
     if constexpr (DEPTH > 0) {
       if (turn < cta.turns) {
@@ -234,13 +247,36 @@ struct Worker {
         if (computes(turn))
           for (int step = 0; step < PEERS; ++step) {
             const X_TYPE* const from = row_from(step, turn);
-            Row::each(thread, [&](int v, uint32_t column) {
-              for (int piece = 0; piece < PIECES; ++piece)
-                copy_to_shared(staged(turn, step, v, piece), (const uint8_t*)(from + column) + 16 * piece);
-            });
+            Row::each(thread,
+                      [&](int v, uint32_t column) { ask_vector(from + column, staged(turn, step, v, 0, SUM_BYTES)); });
           }
       }
+      if constexpr (!ONE_SHOT) {
+        const int taken = turn - BEHIND;
+        if (taken >= 0 && taken < cta.turns) {
+          cta.await(COMPUTED, taken + 1, known[COMPUTED]);
+          each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
+            Row::each(thread, [&](int v, uint32_t column) {
+              ask_vector((const HIDDEN_TYPE*)from + column, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+              if constexpr (RESIDUAL_OUT == ALL_ROWS)
+                ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
+                           staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
+            });
+          });
+        }
+      }
       copies_commit();  // a turn that is none is an empty group: they are counted
+    }
+  }
+
+  // Calls body(step, where its result lies, its first element) for each peer that has computed a row in that turn.
+  template <typename Body>
+  DEVICE void each_owner(int turn, Body body) const {
+    const int local = cta.local_row(turn, group);
+#pragma unroll
+    for (int step = 0; step < PEERS; ++step) {
+      const int owner = peer_after(p.rank, step);
+      if (local < cta.rows_of(owner)) body(step, computed_row(owner, turn), (uint64_t)(owner * cta.per_rank + local) * HIDDEN);
     }
   }
 
@@ -255,7 +291,7 @@ struct Worker {
 #pragma unroll
     for (int step = 0; step < PEERS; ++step) {
       if constexpr (DEPTH > 0)
-        for_pieces(got[step], [&](auto& words, int offset) { load_shared(words, staged(turn, step, v, offset / 16)); });
+        get_vector(got[step], staged(turn, step, v, 0, SUM_BYTES));
       else
         load_strong(got[step], row_from(step, turn) + column);
     }
@@ -271,27 +307,28 @@ struct Worker {
     }
   }
 
-  // Takes the rows that the peers computed in a turn.
+  // Takes the rows that the peers computed in a turn; `turn` is that of the partial sums that came with them.
   DEVICE void take(int turn) {
-    cta.await(COMPUTED, turn + 1, known[COMPUTED]);
-    const int local = cta.local_row(turn, group);
-#pragma unroll
-    for (int step = 0; step < PEERS; ++step) {
-      const int owner = peer_after(p.rank, step);
-      if (local >= cta.rows_of(owner)) continue;
-      const uint8_t* const from = computed_row(owner, turn);
-      const uint64_t element = (uint64_t)(owner * cta.per_rank + local) * HIDDEN;
-      Row::each(thread, [&](int, uint32_t column) {
+    const int taken = turn - BEHIND;
+    if constexpr (DEPTH == 0) cta.await(COMPUTED, taken + 1, known[COMPUTED]);
+    each_owner(taken, [&](int step, const uint8_t* from, uint64_t element) {
+      Row::each(thread, [&](int v, uint32_t column) {
         Eight<HIDDEN_TYPE> result;
-        load_strong(result, (const HIDDEN_TYPE*)from + column);
+        if constexpr (DEPTH > 0)
+          get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+        else
+          load_strong(result, (const HIDDEN_TYPE*)from + column);
         store(p.hidden + element + column, result);
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept;
-          load_strong(kept, (const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column);
+          if constexpr (DEPTH > 0)
+            get_vector(kept, staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
+          else
+            load_strong(kept, (const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column);
           store(p.residual_out + element + column, kept);
         }
       });
-    }
+    });
   }
 
   DEVICE void work() {
@@ -299,8 +336,9 @@ struct Worker {
     const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
     Loaded<THREADS, WEIGHT_TYPE> weight;
     weight.fetch(p.weight, thread);
-    // Two-shot has one turn more, which counts what was taken last.
-    const int end = turns + ahead + (ONE_SHOT ? 0 : BEHIND + 1);
+    // What is loaded when it is taken is counted a turn later.
+    constexpr int LATER = !ONE_SHOT && DEPTH == 0 ? 1 : 0;
+    const int end = turns + ahead + BEHIND + LATER;
     for (int turn = 0; turn < end; ++turn) {
       const int computing = turn - ahead, taking = computing - BEHIND, local = cta.local_row(computing, group);
       const uint64_t row = ONE_SHOT ? local : p.rank * cta.per_rank + local;
@@ -314,11 +352,11 @@ struct Worker {
       }
       if (turn < turns) send(turn);
       float h[VECTORS][8];
-      if (computing >= 0 && computing < turns) {
-        if constexpr (DEPTH > 0)
-          copies_wait<(DEPTH > 0 ? DEPTH - 1 : 0)>();
-        else
-          cta.await(SENT, computing + 1, known[SENT]);
+      if constexpr (DEPTH > 0) {
+        if (computing >= 0) copies_wait<(DEPTH > 0 ? DEPTH - 1 : 0)>();
+        if (!ONE_SHOT && taking >= 0) take(computing);
+      } else {
+        if (computing >= 0 && computing < turns) cta.await(SENT, computing + 1, known[SENT]);
       }
       if (computed) {
         Row::each(thread, [&](int v, uint32_t column) { add_up(h[v], computing, v, column, own.vectors[v]); });
@@ -328,7 +366,7 @@ struct Worker {
       warp_sync();
       barrier_sync(1, WORKERS);
       if (worker < COUNTERS) {
-        const int counts[COUNTERS] = {turn + 1, ONE_SHOT ? 0 : computing, computing + 1, ONE_SHOT ? 0 : taking};
+        const int counts[COUNTERS] = {turn + 1, ONE_SHOT ? 0 : computing, computing + 1, ONE_SHOT ? 0 : taking + 1 - LATER};
         store_release_cta(&cta.shared.done[worker], smaller(larger(counts[worker], 0), turns));
       }
       if (computed) {
@@ -350,8 +388,8 @@ struct Worker {
           if constexpr (!ONE_SHOT) store((HIDDEN_TYPE*)to + column, result);
         });
       }
-      if constexpr (!ONE_SHOT)
-        if (taking >= 0 && taking < turns) take(taking);
+      if constexpr (LATER == 1)
+        if (taking >= 0 && taking < turns) take(computing);
       if (computing >= -1)  // the first time for all of the first turns
         for (int next = computing < 0 ? 0 : computing + DEPTH; next <= computing + DEPTH; ++next) ask(next);
     }
@@ -369,7 +407,9 @@ KERNEL(BLOCK, 1) host_rows(GRID_CONSTANT HostRowsParams p) {
   const int rounds = (rows + GROUPS - 1) / GROUPS - blockIdx.x;  // of the grid that are left from this CTA on
   const int turns = (rounds + (int)gridDim.x - 1) / (int)gridDim.x;
   const uint32_t base = p.state[blockIdx.x * 2], calls = p.state[blockIdx.x * 2 + 1];
-  const Cta cta{p, shared, memory + STAGES_OFFSET, base, calls & 1, turns, per_rank};
+  const Cta cta{p, shared, memory + STAGES_OFFSET, base, turns, per_rank};
+  if (thread < WORLD_SIZE)
+    shared.halves[thread] = p.outboxes[thread] + HALVES_OFFSET + (blockIdx.x * 2 + (calls & 1)) * p.half_bytes;
   warp_sync();
   barrier_sync(0, BLOCK);
   if (thread < WORKERS) {

@@ -18,17 +18,16 @@ from tw_compile.kernels.collective.cuda_variant import (
     address,
     numbers_of,
 )
+from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.epilogues import EPILOGUES
-from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
 WORKERS = 512
 """Threads of a CTA that move rows, if a row does not need more."""
-MOST_RING, MOST_DEPTH = 8, 4
-MOST_HALF_BYTES = 256 * 1024
-"""Of a ring of partial sums; where turns are long it has fewer of them, but never less than two."""
-_RESULT_RING = 4
+MOST_RING, MOST_DEPTH = 16, 3
+MOST_RING_BYTES = 256 * 1024
+"""Of partial sums; where turns are long there are fewer of them in a ring, but never less than two."""
 _HALVES = 2
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
@@ -72,6 +71,8 @@ class Shape:
     ring: int
     ahead: int
     depth: int
+    behind: int
+    result_ring: int
     shared_bytes: int
     half_bytes: int
 
@@ -88,6 +89,8 @@ class Shape:
             "RING": self.ring,
             "AHEAD": self.ahead,
             "DEPTH": self.depth,
+            "BEHIND": self.behind,
+            "RESULT_RING": self.result_ring,
             "SHARED_BYTES": self.shared_bytes,
             "MAX_CTAS": MAX_CTAS,
         }
@@ -102,32 +105,46 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
         each = 2  # more bytes of a thread under way
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
-    peers = world_size - 1
-    turn_bytes = (1 if one_shot else peers) * groups * hidden_size * request.x.element_size()
-    ring = min(max(MOST_HALF_BYTES // turn_bytes, 2), MOST_RING)
-    ahead = max(1, ring - 2)
-    stage_bytes = peers * each * groups * threads * VECTOR * request.x.element_size()
-    depth = min(ahead, MOST_DEPTH, budget // stage_bytes)
-    return shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth)
+    turn_bytes = (1 if one_shot else world_size - 1) * groups * hidden_size * request.x.element_size()
+    ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
+    ahead = max(1, ring * 9 // 16)
+    depth = MOST_DEPTH
+    while True:
+        behind, result_ring = (0, 1) if one_shot else (depth + ahead // 2 + 1, depth + ahead + 2)
+        shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, behind, result_ring)
+        if depth == 0 or (depth <= ahead and shape.shared_bytes <= budget):
+            return shape
+        depth -= 1
 
 
 def shape_of(
-    request: Request, world_size: int, one_shot: bool, threads: int, groups: int, ring: int, ahead: int, depth: int
+    request: Request,
+    world_size: int,
+    one_shot: bool,
+    threads: int,
+    groups: int,
+    ring: int,
+    ahead: int,
+    depth: int,
+    behind: int,
+    result_ring: int,
 ) -> Shape:
     """The shape with these numbers, and what it takes of memory."""
     hidden_size, norm, element_size = request.x.shape[1], request.norm, request.x.element_size()
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
     turn_bytes = (1 if one_shot else peers) * groups * hidden_size * element_size
-    stage_bytes = peers * each * groups * threads * VECTOR * element_size
-    result_bytes = 0
+    result_bytes, staged = 0, element_size
     if not one_shot:
         result_bytes = _aligned(hidden_size * norm.hidden_dtype.itemsize, 16)
+        staged += norm.hidden_dtype.itemsize
         if request.residual_out == "replicated":
             result_bytes += hidden_size * norm.residual_dtype.itemsize
+            staged += norm.residual_dtype.itemsize
+    stage_bytes = peers * each * groups * threads * VECTOR * staged
     statistics = 2 * groups * (threads // 32) * EPILOGUES[norm.epilogue].statistics_bytes
-    shared_bytes = _aligned(16 + 16 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
-    half_bytes = _aligned(ring * turn_bytes + _RESULT_RING * groups * result_bytes, _ALIGNMENT)
-    return Shape(threads, groups, ring, ahead, depth, shared_bytes, half_bytes)
+    shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
+    half_bytes = _aligned(ring * turn_bytes + result_ring * groups * result_bytes, _ALIGNMENT)
+    return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, half_bytes)
 
 
 def _aligned(nbytes: int, alignment: int) -> int:
