@@ -1,7 +1,7 @@
 """What the CUDA C++ kernels have in common that do the operator one-shot or two-shot, a row at a time.
 
-A one-shot rank computes all rows, so it needs all rows of the residual. Where the graph keeps a shard with each rank, it hands on
-the whole as if it were the shard (:func:`~tw_compile.kernels.collective.spec.slice_of_whole_residual`), and finds it again.
+A one-shot rank computes all rows, so it needs all rows of the residual. Where the graph keeps a shard with each rank, it hands
+on the whole as if it were the shard (:func:`~tw_compile.kernels.collective.spec.slice_of_whole_residual`), and finds it again.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Pinned host memory that the ranks of a node share: what GPUs without peer access have in common.
 
 Each rank makes a file of its own in /dev/shm for each buffer, with all its pages in place, so that a full /dev/shm is found
-here and not by a signal later. The pages are those of the rank that writes them, near its GPU's socket where the process is bound
-to one. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The files
-lose their names as soon as all ranks have them open, so nothing is left in /dev/shm, however a process ends.
+here and not by a signal later. The rank that writes a page makes it, so it is near that rank's GPU where the process is bound to
+a socket. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The
+files lose their names as soon as all ranks have them open, so nothing is left in /dev/shm, however a process ends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -23,21 +24,50 @@ from tw_compile.kernels.runtime import bindings
 
 FOLDER = Path("/dev/shm")
 _PAGE = 64 * 1024
-_PORTABLE_AND_MAPPED = 1 | 2  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
+_PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 def register(address: int, nbytes: int) -> int:
     """Pin memory of this process and map it for the current device; its address there. RuntimeError where CUDA refuses."""
+    try:
+        # The runtime's function, which gives a thread a context.
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)))
+    except RuntimeError as error:
+        raise RuntimeError(f"host memory: cannot be registered with CUDA: {error}") from error
     driver = bindings.load("driver")
-    bindings.call(driver.cuMemHostRegister, address, nbytes, _PORTABLE_AND_MAPPED, where="host memory")
     return int(bindings.call(driver.cuMemHostGetDevicePointer, address, 0, where="host memory"))
 
 
-class HostMemory(SlotMemory):
-    """Host memory of all ranks; ``folder`` is where files are made, ``register`` gives mapped memory an address on the device."""
+def unregister(address: int) -> None:
+    """Undo :func:`register`. Where the driver is gone, as at the end of a process, it has done that itself."""
+    torch.cuda.cudart().cudaHostUnregister(address)
 
-    def __init__(self, folder: Path = FOLDER, register: Callable[[int, int], int] = register) -> None:
-        self._folder, self._register = folder, register
+
+class _Mapping(mmap.mmap):
+    """Of a file. Before it goes, CUDA forgets it: another mapping may get the same addresses."""
+
+    registered: int | None = None
+    unregister: Callable[[int], None]
+
+    def __del__(self) -> None:
+        if self.registered is not None:
+            self.unregister(self.registered)
+
+
+_mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()
+"""By address; tensors keep them."""
+
+
+class HostMemory(SlotMemory):
+    """Host memory of all ranks, in files of ``folder``; ``register`` gives what is mapped an address on the device."""
+
+    def __init__(
+        self,
+        folder: Path = FOLDER,
+        register: Callable[[int, int], int] = register,
+        unregister: Callable[[int], None] = unregister,
+    ) -> None:
+        self._folder, self._register, self._unregister = folder, register, unregister
         self._files: dict[int, Path] = {}
         """Of this rank's parts that still have a name, by their address."""
 
@@ -69,11 +99,17 @@ class HostMemory(SlotMemory):
                     tensor if rank == state.rank else _existing(Path(files[name][0]), files[name][1])
                     for rank, files in enumerate(ranks)
                 ]
-                addresses = [self._register(part.data_ptr(), part.numel()) for part in parts]
+                addresses = [self._address(part) for part in parts]
                 shared[name] = Shared(parts, addresses)
         except OSError as error:
             raise RuntimeError(f"host memory: the ranks do not share {self._folder}: {error}") from error
         return shared
+
+    def _address(self, part: torch.Tensor) -> int:
+        address = self._register(part.data_ptr(), part.numel())
+        mapping = _mappings[part.data_ptr()]
+        mapping.registered, mapping.unregister = part.data_ptr(), self._unregister
+        return address
 
     def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See :class:`SlotMemory`: the files lose their names."""
@@ -85,7 +121,7 @@ class HostMemory(SlotMemory):
 
 
 def _new(file: Path, nbytes: int) -> torch.Tensor:
-    """``uint8 [nbytes]`` of a new file of zeros that nobody else may open, with memory for all of them; OSError where there is none."""
+    """``uint8 [nbytes]`` of a new file of zeros, with memory for all of them; OSError where there is none. Nobody else's."""
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -112,7 +148,10 @@ def _existing(file: Path, nbytes: int) -> torch.Tensor:
 
 
 def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)  # keeps the mapping
+    mapping = _Mapping(descriptor, nbytes)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    _mappings[memory.data_ptr()] = mapping
+    return memory
 
 
 def _room(folder: Path, nbytes: int) -> str:

@@ -47,8 +47,8 @@ def capacity_for(nbytes: int) -> int:
 class Shared:
     """A buffer as all ranks have it.
 
-    ``handle``: what it must not outlive. ``addresses``: of each rank's part, as this rank's device reaches it. ``multicast``: the
-    address of all parts, or 0. ``offset``: of the part in its allocation, which must be the same on all ranks.
+    ``handle``: what it must not outlive. ``addresses``: of each rank's part, as this rank's device reaches it. ``multicast``:
+    the address of all parts, or 0. ``offset``: of the part in its allocation, which must be the same on all ranks.
     """
 
     handle: Any
@@ -72,7 +72,7 @@ class SlotMemory(ABC):
     def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
         """The parts of all ranks. Collective, after all have allocated; RuntimeError where this rank can't reach one."""
 
-    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
         """Called when all ranks have everything, or when it is given up: nothing else will ask for the parts."""
 
 
@@ -98,8 +98,8 @@ class SymmetricMemory(SlotMemory):
 class SymmetricBuffer:
     """``capacity`` bytes on every rank.
 
-    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: what a
-    kernel keeps of such a buffer, see ``_STATE_WORDS``; it goes with the buffer, as captured graphs use both on.
+    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: what
+    a kernel keeps of such a buffer, see ``_STATE_WORDS``; it goes with the buffer, as captured graphs use both on.
     """
 
     tensor: torch.Tensor

@@ -1,7 +1,7 @@
 """The P2P transport: kernels over symmetric memory, which all GPUs of a node read and write.
 
-Whether NVLink multicast is used is decided when buffers exist, because only symmetric memory knows then if they have a multicast
-address. Nothing here asks for one: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+Whether NVLink multicast is used is decided when buffers exist, because only symmetric memory knows then if they have a
+multicast address. Nothing here asks for one: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations

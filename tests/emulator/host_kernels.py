@@ -13,9 +13,9 @@ from emulator.kernels import ALGORITHMS, Call, Form, Machine, make_call, partial
 from tw_compile.kernels.algorithms.host.host_rows import COUNTERS_BYTES, HostRowsParams, Shape, half_bytes, outbox_bytes
 from tw_compile.kernels.algorithms.host.host_words import HostWords, HostWordsParams
 from tw_compile.kernels.collective.cuda_variant import row_defines
+from tw_compile.kernels.collective.slot import HOST_MAX_CTAS
 from tw_compile.kernels.collective.spec import rows_per_rank
 from tw_compile.kernels.epilogues import EPILOGUES
-from tw_compile.kernels.collective.slot import HOST_MAX_CTAS
 
 
 def _source(name: str, folder: Path | None) -> Path:

@@ -24,7 +24,6 @@ ONE_SHOT = AlgorithmEntry(
     transport="host",
     sms=16,
     most_sms=16,
-    beside=0,
     instead="host_two_shot",  # where the whole residual is not there
     benchmarked=(Benchmarked("tw-host-one-shot", sharded=False),),
     checked=(Checked("host_one_shot"),),
@@ -36,7 +35,7 @@ TWO_SHOT = AlgorithmEntry(
     transport="host",
     sms=16,
     most_sms=16,
-    beside=1,
+    beside=0,
     serves_all=True,
     benchmarked=(Benchmarked("tw-host-two-shot", sharded=True),),
     checked=(Checked("host_two_shot"),),

@@ -25,7 +25,7 @@ from tw_compile.kernels.epilogues import EPILOGUES
 
 WORKERS = 512
 """Threads of a CTA that move rows, if a row does not need more."""
-MOST_RING, MOST_DEPTH = 16, 3
+MOST_RING, MOST_DEPTH = 12, 2
 MOST_RING_BYTES = 256 * 1024
 """Of partial sums; where turns are long there are fewer of them in a ring, but never less than two."""
 _HALVES = 2
@@ -107,10 +107,10 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     groups = max(1, WORKERS // threads)
     turn_bytes = (1 if one_shot else world_size - 1) * groups * hidden_size * request.x.element_size()
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
-    ahead = max(1, ring * 9 // 16)
+    ahead = max(1, ring * 7 // 12)
     depth = MOST_DEPTH
     while True:
-        behind, result_ring = (0, 1) if one_shot else (depth + ahead // 2 + 1, depth + ahead + 2)
+        behind, result_ring = (0, 1) if one_shot else (depth + (ahead + 1) // 2, depth + ahead + 1)
         shape = shape_of(request, world_size, one_shot, threads, groups, ring, ahead, depth, behind, result_ring)
         if depth == 0 or (depth <= ahead and shape.shared_bytes <= budget):
             return shape
