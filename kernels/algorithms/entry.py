@@ -38,6 +38,7 @@ class AlgorithmEntry:
         most_sms: SMs that it can have.
         beside: Where it is asked among those that serve calls beside other work, lowest first; None: not there.
         instead: Which algorithm is asked next where this one can't serve a message.
+        needs_whole_residual: Whether every rank must have all rows of the residual.
         serves_all: Whether it serves what no other does; of exactly one of a transport.
         profile: The key of ``fused`` in device profiles whose figures are measured with it; None: they are not.
         benchmarked: Its lines in the benchmark of the operator; the first plain one is what tables are made of.
@@ -52,6 +53,7 @@ class AlgorithmEntry:
     most_sms: int = 0
     beside: int | None = None
     instead: str | None = None
+    needs_whole_residual: bool = False
     serves_all: bool = False
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()

@@ -102,6 +102,15 @@ class RowKernel(Algorithm):
             request = replace(request, residual_sharded=False, residual_out=residual_out)
         self._kernel(request, state, spin_limit)
 
+    def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`Algorithm`. A one-shot rank writes all rows of the residual, whatever is handed on of them."""
+        make_hidden, make_residual = allocators(request, self._residual_rows(request, state))
+        return make_hidden(), make_residual()
+
+    def _residual_rows(self, request: Request, state: GroupState) -> int:
+        rows = request.residual_rows(state.world_size)
+        return rows * state.world_size if self._one_shot and request.residual_out == "sharded" else rows
+
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         """See :class:`Algorithm`."""
         request = aligned(request)
@@ -116,7 +125,6 @@ class RowKernel(Algorithm):
         """
         tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
         residual_of = residual_out_of = None
-        residual_rows = request.residual_rows(world_size)
         launched = request
         if self._one_shot and request.residual_sharded:
             launched = replace(launched, residual=_whole_residual(request, state), residual_sharded=False)
@@ -128,7 +136,6 @@ class RowKernel(Algorithm):
 
         if self._one_shot and request.residual_out == "sharded":
             launched = replace(launched, residual_out="replicated")
-            residual_rows *= world_size
 
             def residual_out_of(whole: torch.Tensor) -> torch.Tensor:
                 return slice_of_whole_residual(whole, world_size, rank)
@@ -136,7 +143,14 @@ class RowKernel(Algorithm):
         kernel = self._kernel(launched, state, spin_limit)
         launches = self.launches(launched, state, slot)
         options = self.options(launched, state)
-        return Call(kernel, launches, options, *allocators(request, residual_rows), residual_of, residual_out_of)
+        return Call(
+            kernel,
+            launches,
+            options,
+            *allocators(request, self._residual_rows(request, state)),
+            residual_of,
+            residual_out_of,
+        )
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         """For the request as it is: one-shot has changed it."""

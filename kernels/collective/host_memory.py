@@ -1,8 +1,8 @@
 """Pinned host memory that the ranks of a node share: what GPUs without peer access have in common.
 
 Each rank makes a file of its own in /dev/shm for each buffer, with all its pages in place, so that a full /dev/shm is found
-here and not by a signal later. The rank that writes a page makes it, so it is near that rank's GPU where the process is bound to
-a socket. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The
+here and not by a signal later. The rank that writes a page makes it, so it is near that rank's GPU if the process is bound to a
+socket. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The
 files lose their names as soon as all ranks have them open, so nothing is left in /dev/shm, however a process ends.
 """
 

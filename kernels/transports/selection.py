@@ -11,7 +11,7 @@ A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``
     sms = 64
 
 The steps of a world size go up in bytes, those of each transport's kernels on their own; the last one also serves all larger
-messages. Without a table, or where its algorithm cannot serve a message, there is the kernel that serves all of the transport's.
+messages. Without a table, or where its algorithm cannot serve a message, there is the one that serves all of the transport's.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
 """

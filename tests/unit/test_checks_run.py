@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu.checks import run
 from gpu.checks.run import CHECKS, OF_EVERY_ALGORITHM, ON_REQUEST, joined, selected
-from gpu.checks.transports import ALGORITHMS
+from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
 
 
 @pytest.mark.parametrize("transport", ALGORITHMS)
@@ -16,7 +16,7 @@ def test_every_algorithm_gets_every_check(transport: str) -> None:
     own = {name.removeprefix(f"{transport}_") for name in CHECKS if name.startswith(transport)}
     assert {check.__name__ for check in OF_EVERY_ALGORITHM} <= own
     assert {"accuracy_2880", "accuracy_4096", "form_first_norm", "form_fp8_replicated"} <= own
-    assert ("form_sharded" in own) is (transport != "push_one_shot")
+    assert ("form_sharded" in own) is (transport not in NEED_WHOLE_RESIDUALS)
 
 
 def test_by_default_only_checks_of_seconds_run() -> None:

@@ -13,9 +13,10 @@ WORDS = AlgorithmEntry(
     transport="host",
     sms=128,
     most_sms=128,
+    needs_whole_residual=True,
     instead="host_two_shot",
     benchmarked=(Benchmarked("tw-host-words", sharded=False),),
-    checked=(Checked("host_words"),),
+    checked=(Checked("host_words", beside=False),),
 )
 ONE_SHOT = AlgorithmEntry(
     "host_one_shot",
@@ -24,7 +25,8 @@ ONE_SHOT = AlgorithmEntry(
     transport="host",
     sms=16,
     most_sms=16,
-    instead="host_two_shot",  # where the whole residual is not there
+    needs_whole_residual=True,
+    instead="host_two_shot",
     benchmarked=(Benchmarked("tw-host-one-shot", sharded=False),),
     checked=(Checked("host_one_shot"),),
 )

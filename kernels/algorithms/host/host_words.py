@@ -19,8 +19,6 @@ from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.epilogues import EPILOGUES
 
-MOST_BYTES = 2**20
-"""Of a message: a larger one is faster without words of its own to say that it has arrived."""
 _PARTS = 2
 _WORDS = 2
 """What an element takes of its own size."""
@@ -56,12 +54,6 @@ class HostWords(RowKernel):
 
     def __init__(self, max_sms: int = 128) -> None:
         super().__init__("host_words", True, max_sms)
-
-    def obstacle(self, request: Request, state: GroupState) -> str | None:
-        """See :class:`Algorithm`."""
-        if request.x.nbytes > MOST_BYTES:
-            return f"messages of more than {MOST_BYTES} bytes are faster without words that say that they have arrived"
-        return super().obstacle(request, state)
 
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
         """See :class:`Algorithm`."""

@@ -13,6 +13,7 @@ ONE_SHOT = AlgorithmEntry(
     (("one_shot", True),),
     sms=128,
     most_sms=128,
+    needs_whole_residual=True,
     instead="push_two_shot",  # what it can't serve, for want of the whole residual, is small all the same
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),

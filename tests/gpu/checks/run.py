@@ -56,7 +56,7 @@ import torch.distributed as dist
 from gpu.checks import accuracy, overlap, producer, split_attention, split_steps, stress
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
-from gpu.checks.transports import ALGORITHMS
+from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
 from tw_compile import compat
 from tw_compile.child import Child, end
 from tw_compile.harness.problems import Context, Form
@@ -127,7 +127,7 @@ def default_checks() -> dict[str, Check]:
             checks[f"{name}_accuracy_{size}"] = partial(accuracy_of_hidden_size, transport=name, hidden_size=size)
         for form_name, form in FORMS.items():
             # Alone, a shard of the residual is nothing for one-shot: chain_of_sharded_residuals has that.
-            if name != "push_one_shot" or form.residual != "sharded":
+            if name not in NEED_WHOLE_RESIDUALS or form.residual != "sharded":
                 checks[f"{name}_form_{form_name}"] = partial(
                     accuracy_of_form, transport=name, form=form, hidden_sizes=(2880, 4096)
                 )

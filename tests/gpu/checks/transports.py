@@ -28,6 +28,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
 "stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
 TRANSPORT_OF = {checked.name: entry.transport for entry in REGISTRY for checked in entry.checked}
 """Of an algorithm under check."""
+NEED_WHOLE_RESIDUALS = {checked.name for entry in REGISTRY if entry.needs_whole_residual for checked in entry.checked}
 
 
 Factors = tuple[torch.Tensor, torch.Tensor]
