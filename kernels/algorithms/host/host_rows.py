@@ -13,11 +13,13 @@ from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
     HOST_KERNELS,
     NUMBER_FIELDS,
+    PEER_KERNELS,
     POINTER_FIELDS,
     VECTOR,
     address,
     numbers_of,
 )
+from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
@@ -176,24 +178,34 @@ class HostRows(RowKernel):
         return {
             "block": shape.block,
             "shared_bytes": shape.shared_bytes,
+            "cluster": self._cluster(request, state),
             **self.stream_options(request, state),
         }
 
+    def _cluster(self, request: Request, state: GroupState) -> int:
+        """CTAs of a cluster: more than one beside other work, see ``side_stream.py``, where there are clusters."""
+        if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < PEER_KERNELS:
+            return 1
+        return cluster_size(self._ctas(request, state), state.device)
+
+    def _ctas(self, request: Request, state: GroupState) -> int:
+        groups = self._shape(request, state.world_size).groups
+        turns = -(-self.local_rows(request.x.shape[0], state.world_size) // groups)
+        return min(turns, request.limited(self._max_sms))
+
     def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
         """See :class:`RowKernel`."""
-        tokens, outbox = request.x.shape[0], slot.buffers[OUTBOX]
-        shape = self._shape(request, state.world_size)
+        outbox = slot.buffers[OUTBOX]
         params = HostRowsParams(
             outboxes=address(outbox.table),
             state=address(outbox.state),
             status=address(slot.status),
             half_bytes=half_bytes(outbox.capacity),
             rank=state.rank,
-            tokens=tokens,
+            tokens=request.x.shape[0],
             **numbers_of(request.norm),
         )
-        turns = -(-self.local_rows(tokens, state.world_size) // shape.groups)
-        return [(params, min(turns, request.limited(self._max_sms)))]
+        return [(params, self._ctas(request, state))]
 
     def _shape(self, request: Request, world_size: int) -> Shape:
         capability = torch.cuda.get_device_capability(request.x.device)
