@@ -142,7 +142,7 @@ class Slot:
 class GroupState:
     """A process group as this transport sees it; the same on all ranks but for ``rank``.
 
-    ``selector``: which kernel serves a call. ``obstacle``: why the group uses NCCL instead. ``multimem``: use multicast,
+    ``selector``: which kernel serves a call. ``obstacle``: why the group uses ``instead``, a transport. ``multimem``: use multicast,
     which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded. ``known``:
     forms of calls that were served, and how; nothing of that outlives the buffers that it names.
     """
@@ -161,12 +161,13 @@ class GroupState:
     known: dict[Hashable, Known] = field(default_factory=dict)
     memory: SlotMemory = field(default_factory=SymmetricMemory)
     label: str = "P2P transport"
+    instead: str = "host"
 
     def give_up(self, reason: str) -> None:
         """From now on this group uses the next transport."""
         self.obstacle = reason
         self.known.clear()
-        logger.warning("%s: not for group %r; %s", self.label, self.name, reason)
+        logger.warning("%s: group %r uses %s instead; %s", self.label, self.name, self.instead, reason)
 
 
 def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:

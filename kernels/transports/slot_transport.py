@@ -120,8 +120,6 @@ class SlotTransport(Transport):
         if not self.serves(request):
             return None
         state, algorithm = self._choose(request)
-        if state.obstacle is not None:
-            return self._other(state).message_buffer(request)
         if request.x.shape[0] == 0:
             return None
         # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
@@ -201,6 +199,7 @@ class SlotTransport(Transport):
                 self.multicast,
                 memory=self.memory,
                 label=self.label,
+                instead=self.instead,
             )
             obstacle = outside_pools(device, lambda: self.group_obstacle(group, device))
             obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))

@@ -67,7 +67,7 @@ def test_names_choice_and_benchmark_come_from_the_entry() -> None:
         assert isinstance(get_transport(name), toy_store.ToyStore)
         with pytest.raises(ValueError, match="transport: expected a name that is not taken, got 'toy_store'"):
             TRANSPORTS.register(toy_store.ENTRY)
-    with pytest.raises(ValueError, match="transport: expected one of gloo, multimem, nccl, p2p, got 'toy_store'"):
+    with pytest.raises(ValueError, match="transport: expected one of gloo, host, multimem, nccl, p2p, got 'toy_store'"):
         get_transport(name)
 
 

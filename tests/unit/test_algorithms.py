@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tw_compile.kernels.algorithms import row_kernel
 from tw_compile.kernels.algorithms.push import push
 from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push, PushParams, part_bytes, threads_for
 from tw_compile.kernels.algorithms.stream import stream
@@ -64,7 +65,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeKernel]:
         made.append(FakeKernel(program))
         return made[-1]
 
-    for module in (push, stream):
+    for module in (row_kernel, stream):
         monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu.checks import transports
-from gpu.checks.transports import ALGORITHMS, Factors, Subject
+from gpu.checks.transports import ALGORITHMS, TRANSPORT_OF, Factors, Subject
 
 from tw_compile.harness.problems import Context
 from tw_compile.kernels.algorithms.push.push import PushParams
@@ -19,7 +19,7 @@ from tw_compile.kernels.collective.call import Call
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request, operands_of
 from tw_compile.kernels.collective.transport import Started
-from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
 
 DEVICE = torch.device("cpu")
@@ -48,13 +48,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Subject]:
     group = SimpleNamespace(size=lambda: 2)
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
-    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: group)
+    monkeypatch.setattr(slot_transport.compat, "resolve_process_group", lambda name: group)
     monkeypatch.setattr(TwoShot, "launch", lambda self, request, *_: Started(*request.allocate(2)))
     nccl = SimpleNamespace(start=lambda request: Started(*request.allocate(2)))
-    monkeypatch.setattr(p2p, "get_transport", lambda name: nccl)
+    monkeypatch.setattr(slot_transport, "get_transport", lambda name: nccl)
 
     def make(name: str, algorithm: Fake, room: bool = True) -> Subject:
         monkeypatch.setitem(ALGORITHMS, name, lambda: algorithm)
+        monkeypatch.setitem(TRANSPORT_OF, name, "p2p")
         subject = Subject(name)
         state = GroupState("g", group, DEVICE, 0, 2, Insist(subject.algorithm))  # type: ignore[arg-type]
         buffers = {
@@ -185,5 +186,5 @@ def test_every_algorithm_of_the_registry_is_another_one() -> None:
     # "stream_in_slot" is stream, asked otherwise.
     others = [name for name in ALGORITHMS if name != "stream_in_slot"]
     made = [vars(ALGORITHMS[name]()) | {"class": type(ALGORITHMS[name]())} for name in others]
-    assert len(made) == 5
+    assert len(made) == 8
     assert all(one != other for index, one in enumerate(made) for other in made[:index])

@@ -88,12 +88,12 @@ def test_digest_changes_with_each_field() -> None:
         (
             {"transport": None},
             TypeError,
-            "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got None",
+            "tw_compile.transport: expected one of auto, gloo, host, multimem, nccl, p2p, got None",
         ),
         (
             {"transport": "ucx"},
             ValueError,
-            "tw_compile.transport: expected one of auto, gloo, multimem, nccl, p2p, got 'ucx'",
+            "tw_compile.transport: expected one of auto, gloo, host, multimem, nccl, p2p, got 'ucx'",
         ),
         ({"split_gemm_sms": "on"}, ValueError, "tw_compile.split_gemm_sms: expected one of auto, off, got 'on'"),
         ({"absorb_mm": True}, TypeError, "tw_compile.absorb_mm: expected one of auto, always, never, got True"),

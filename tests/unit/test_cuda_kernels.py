@@ -12,7 +12,7 @@ import pytest
 import torch
 from machine_code import dump
 
-from tw_compile.kernels.algorithms.push import push
+from tw_compile.kernels.algorithms import row_kernel
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream import stream
 from tw_compile.kernels.algorithms.stream.stream import Stream
@@ -29,7 +29,7 @@ MOST_STACK_BYTES = 128
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs are what the host modules would load, which is as far as it goes here."""
-    for module in (push, stream):
+    for module in (row_kernel, stream):
         monkeypatch.setattr(module, "prepare", lambda program, device: program)
     yield
 
@@ -73,9 +73,9 @@ def program_of(
         whole: dict[str, Any] = {"residual_sharded": False}
         if asked.residual_out == "sharded":
             whole["residual_out"] = "replicated"
-        return Push(True)._prepare(replace_fields(asked, **whole), state, 0)  # type: ignore[return-value]
+        return Push(True).program(replace_fields(asked, **whole), state, 0)
     if kind == "two_shot":
-        return Push(False)._prepare(asked, state, 0)  # type: ignore[return-value]
+        return Push(False).program(asked, state, 0)
     algorithm, asked = Stream(), replace_fields(asked, results_in_slot=kind == "stream_in_slot")
     assert algorithm.obstacle(asked, state) is None
     return algorithm._prepare(asked, state, 0, staged)[0]  # type: ignore[return-value]

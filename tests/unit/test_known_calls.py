@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tw_compile.kernels.algorithms.push import push
+from tw_compile.kernels.algorithms import row_kernel
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream import stream
 from tw_compile.kernels.algorithms.stream.stream import Stream
@@ -23,7 +23,7 @@ from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import slice_of_whole_residual
 from tw_compile.kernels.collective.transport import _instances
 from tw_compile.kernels.gemm.mm_leaving_sms import mm
-from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import fake_process_group
 
@@ -76,12 +76,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     side_stream.cache_clear()
     _events.cache_clear()
-    for module in (push, stream):
+    for module in (row_kernel, stream):
         monkeypatch.setattr(module, "prepare", lambda program, index: made)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
-    monkeypatch.setattr(p2p.compat, "current_stream", lambda device: current[-1])
+    monkeypatch.setattr(slot_transport.compat, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
     monkeypatch.setattr(torch.cuda, "stream", on)
@@ -98,7 +98,7 @@ class Group:
 
     def __init__(self, device: Device, algorithm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.transport = p2p.P2PTransport("p2p", algorithm)
-        group = p2p.compat.resolve_process_group("0")
+        group = slot_transport.compat.resolve_process_group("0")
         self.state = GroupState("0", group, DEVICE, 0, RANKS, Insist(algorithm))
         for index in range(2):
             buffers = {name: buffer() for name in ("x", "hidden", "residual", "inbox")}
@@ -329,7 +329,7 @@ def test_nothing_outlives_the_memory_that_it_names(
     call()
     assert len(group.state.known) == 1
     monkeypatch.setattr("tw_compile.kernels.collective.slot.common_obstacle", lambda *_: "no memory")
-    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
+    monkeypatch.setattr(slot_transport.compat, "symm_mem_empty", lambda size, device: torch.empty(1))
     assert grow(group.state, 0, {"x": 2**20}) is None
     assert group.state.known == {} and group.state.obstacle
 
@@ -340,8 +340,10 @@ def test_nothing_outlives_memory_that_is_replaced(
     call()
     monkeypatch.setattr("tw_compile.kernels.collective.slot.common_obstacle", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(p2p.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [0] * RANKS, 0, 0))
+    monkeypatch.setattr(
+        slot_transport.compat, "symm_mem_empty", lambda size, device: torch.empty(size, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(slot_transport.compat, "symm_mem_rendezvous", lambda tensor, name: (None, [0] * RANKS, 0, 0))
     assert grow(group.state, 0, {"x": 2**20}) is group.state.slots[0]
     assert group.state.known == {} and not group.state.obstacle
 
@@ -359,7 +361,7 @@ def test_in_debug_mode_slots_are_looked_at_before_each_call(
 ) -> None:
     looked: list[str] = []
     monkeypatch.setattr(group.transport, "_spin_limit", 7)
-    monkeypatch.setattr(p2p, "raise_if_peer_missing", lambda *_: looked.append("looked"))
+    monkeypatch.setattr(slot_transport, "raise_if_peer_missing", lambda *_: looked.append("looked"))
     call()
     before = len(looked)
     call()
@@ -370,7 +372,7 @@ def test_forms_are_forgotten_before_they_fill_the_memory(
     device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert MOST_FORMS >= 1024
-    monkeypatch.setattr(p2p, "MOST_FORMS", 3)
+    monkeypatch.setattr(slot_transport, "MOST_FORMS", 3)
     for tokens in range(1, 9):
         call(tokens)
         assert 1 <= len(group.state.known) <= 3

@@ -447,7 +447,9 @@ def test_fp8_result_is_the_reference(out: str) -> None:
 
 
 def test_unknown_transport() -> None:
-    with pytest.raises(ValueError, match="transport: expected one of gloo, multimem, nccl, p2p, got 'carrier pigeon'"):
+    with pytest.raises(
+        ValueError, match="transport: expected one of gloo, host, multimem, nccl, p2p, got 'carrier pigeon'"
+    ):
         ops.start(*start_args(transport="carrier pigeon"))
 
 

@@ -16,10 +16,11 @@ from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Pus
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot, takes_multimem
 from tw_compile.kernels.collective import slot
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
+from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, get_transport
 from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
-from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist, Selector, Step
 
 WORLD_SIZE = 4
@@ -82,20 +83,22 @@ def test_outside_pools_passes_results_and_errors(monkeypatch: pytest.MonkeyPatch
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A transport whose device calls are replaced; ``agreement`` holds the answers of coming agreements (default: None)."""
     control = SimpleNamespace(capturing=False, agreement=[], freed=[], multicast=0)
-    control.state = p2p.GroupState("g", SimpleNamespace(size=lambda: WORLD_SIZE), DEVICE, 1, WORLD_SIZE, Selector())
+    control.state = GroupState("g", SimpleNamespace(size=lambda: WORLD_SIZE), DEVICE, 1, WORLD_SIZE, Selector())
     control.transport = p2p.P2PTransport()
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: control.capturing)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: None)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
+    monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: function())
     monkeypatch.setattr(
         slot,
         "common_obstacle",
         lambda group, obstacle, fact=None: obstacle or (control.agreement.pop(0) if control.agreement else None),
     )
-    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda size, device: torch.full((size,), 1, dtype=torch.uint8))
     monkeypatch.setattr(
-        p2p.compat,
+        slot_transport.compat, "symm_mem_empty", lambda size, device: torch.full((size,), 1, dtype=torch.uint8)
+    )
+    monkeypatch.setattr(
+        slot_transport.compat,
         "symm_mem_rendezvous",
         lambda tensor, name: (None, [tensor.data_ptr()] * WORLD_SIZE, control.multicast, 0),
     )
@@ -144,9 +147,11 @@ def test_a_slots_memory_is_made_outside_of_the_pools_of_graphs(
         outside.pop()
         return result
 
-    empty = p2p.compat.symm_mem_empty
-    monkeypatch.setattr(p2p, "outside_pools", apart)
-    monkeypatch.setattr(p2p.compat, "symm_mem_empty", lambda *given: made.append(list(outside)) or empty(*given))
+    empty = slot_transport.compat.symm_mem_empty
+    monkeypatch.setattr(slot_transport, "outside_pools", apart)
+    monkeypatch.setattr(
+        slot_transport.compat, "symm_mem_empty", lambda *given: made.append(list(outside)) or empty(*given)
+    )
     assert host.transport._slot(host.state, 0, {"x": 10}) is not None
     assert made == [[DEVICE]] * 2
 
@@ -161,7 +166,7 @@ def test_a_failure_of_any_rank_sends_the_group_to_nccl(
         assert host.transport._slot(host.state, 1, {"x": 10}) is None
     assert host.state.slots == {}
     assert len(caplog.records) == 1
-    assert "rank 2" in caplog.text and "'g' uses NCCL" in caplog.text
+    assert "rank 2" in caplog.text and "'g' uses host instead" in caplog.text
 
 
 def test_in_capture_a_message_without_room_goes_through_nccl(
@@ -380,30 +385,34 @@ def test_multicast_is_used_where_all_ranks_have_it(
 def test_which_groups_want_multicast(
     monkeypatch: pytest.MonkeyPatch, transport: p2p.P2PTransport, ranks: int, wanted: bool
 ) -> None:
-    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks))
+    monkeypatch.setattr(
+        slot_transport.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks)
+    )
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(p2p, "common_obstacle", lambda group, obstacle, fact: None)
-    monkeypatch.setattr(p2p, "outside_pools", lambda device, function: None)
+    monkeypatch.setattr(slot_transport, "common_obstacle", lambda group, obstacle, fact: None)
+    monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: None)
     assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
 
 
 def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     facts: list[Any] = []
     steps = (Step(2, 1024, "push_one_shot", 8),)
-    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: 2))
+    monkeypatch.setattr(slot_transport.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: 2))
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: False)
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: 0)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
-    monkeypatch.setattr(p2p, "steps_for", lambda name, ranks: steps)
+    monkeypatch.setattr(slot_transport, "steps_for", lambda name, ranks, transport: steps)
     monkeypatch.setattr(p2p, "group_obstacle", lambda group, device: None)
-    monkeypatch.setattr(p2p, "common_obstacle", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree")
-    monkeypatch.setattr(p2p, "outside_pools", lambda device, function: function())
+    monkeypatch.setattr(
+        slot_transport, "common_obstacle", lambda group, obstacle, fact: facts.append(fact) or "ranks disagree"
+    )
+    monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: function())
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         state = p2p.P2PTransport()._state("g", torch.device("cuda", 0))
     assert facts == [("GPU", steps)]
-    assert state.obstacle == "ranks disagree" and "'g' uses NCCL" in caplog.text
+    assert state.obstacle == "ranks disagree" and "'g' uses host instead" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -461,7 +470,9 @@ def test_unsupported_rows_are_refused(dtype: torch.dtype, hidden_size: int) -> N
 def test_first_use_is_refused(
     monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, capturing: bool, match: str
 ) -> None:
-    monkeypatch.setattr(p2p.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks))
+    monkeypatch.setattr(
+        slot_transport.compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: ranks)
+    )
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
     with pytest.raises(RuntimeError, match=match):
         p2p.P2PTransport()._state("g", torch.device(device))
@@ -475,7 +486,7 @@ def test_the_longest_rows_of_each_transport(hidden_size: int, name: str | None) 
     assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16).name == name
     refused = nullcontext() if name == "p2p" else pytest.raises(RuntimeError, match=f"at most {P2P_MAX_HIDDEN}")
     with refused:
-        p2p._require_supported(hidden_size, torch.bfloat16)
+        slot_transport._require_supported("P2P transport", hidden_size, torch.bfloat16)
 
 
 @pytest.mark.parametrize("hidden_size", [8, 16, 24])

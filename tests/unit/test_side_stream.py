@@ -20,7 +20,7 @@ from tw_compile.kernels.collective.side_stream import _events, cluster_size, sid
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import Started, _instances
-from tw_compile.kernels.transports import p2p
+from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import fake_process_group
 
@@ -259,7 +259,7 @@ def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         state = GroupState("0", None, DEVICE, 0, RANKS, Insist(algorithm))  # type: ignore[arg-type]
         state.slots = {index: slot() for index in range(2)}
         monkeypatch.setattr(transport, "_state", lambda name, device: state)
-        monkeypatch.setattr(p2p, "variant_of", lambda request: "variant")
+        monkeypatch.setattr(slot_transport, "variant_of", lambda request: "variant")
         monkeypatch.setitem(_instances, "p2p", transport)
         mm = torch.mm
 
@@ -383,7 +383,7 @@ def test_empty_messages_and_those_without_room_are_not_beside_other_work(
     assert transport.start(replace(asked, x=torch.ones(0, H))).finish is None
     taken: list[Request] = []
     nccl = SimpleNamespace(start=lambda request: taken.append(request) or Started(*request.allocate(RANKS)))
-    monkeypatch.setattr(p2p, "get_transport", lambda name: nccl)
+    monkeypatch.setattr(slot_transport, "get_transport", lambda name: nccl)
     monkeypatch.setattr(transport, "_slot", lambda *_: None)
     transport.start(asked)
     assert taken == [asked] and machine.made == []
