@@ -171,7 +171,7 @@ def _split(
         detail = "sliding windows come as masks, whose kernel only the graph tells: tw-compile inspect --split auto"
         return not_planned("", detail, UNKNOWN)
     if profile is None:
-        return not_planned(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+        return not_planned(SplitRefusal.NO_DEVICE_PROFILE, "no device profile says how long a layer takes")
     if message["transport"] is None:
         return not_planned(SplitRefusal.LAYER_NOT_RECOGNISED, "the sums are not fused")
     if DTYPE_BYTES[dtype] != 2:

@@ -329,7 +329,7 @@ def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSpl
 
 
 def _no_profile() -> NotSplit:
-    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no device profile says how long a layer takes")
 
 
 def _unbounded(low: int, where: str | None = None) -> NotSplit:
