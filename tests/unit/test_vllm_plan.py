@@ -334,4 +334,4 @@ def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch)
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
     ranges, line = planned()
     assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]
-    assert "no profile" in examine({}, (9, 0), "another")["groups"][1]["split"]
+    assert "no device profile" in examine({}, (9, 0), "another")["groups"][1]["split"]
