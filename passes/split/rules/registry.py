@@ -31,7 +31,10 @@ Rule = Callable[["OperatorCall"], Verdict]
 
 @dataclass(frozen=True)
 class Registered:
-    """``enters``: the operator may begin to be split on an operand that is whole but depends on the tokens."""
+    """A rule. With ``enters`` it is also asked where no operand is split but one depends on the tokens.
+
+    So the two halves may begin at this operator.
+    """
 
     rule: Rule
     enters: bool
@@ -122,9 +125,9 @@ def registered(target: Any) -> Registered | None:
 
 
 def registered_name(name: str, writes: bool) -> Registered | None:
-    """The rule of the operator ``library::operator``: its own, else that of what a host has declared it to be.
+    """The rule of the operator ``library::operator``: its own, else that of the class as which a host has declared it.
 
-    ``writes``: whether it is called through ``auto_functionalized``; what is declared to be called otherwise has no rule then.
+    ``writes`` says whether this call goes through ``auto_functionalized``. None if the host has declared the opposite.
     """
     for module in take_rule_modules():
         importlib.import_module(module)
@@ -189,6 +192,7 @@ class OperatorCall:
         return tuple(args), kwargs
 
     def layout(self, operand: Any) -> Layout:
+        """Where an operand has its tokens; None if it is whole or a constant. The rule has then looked at it."""
         if not isinstance(operand, fx.Node):
             return None
         self.considered.add(operand)
