@@ -114,22 +114,22 @@ class Context:
         return known
 
     def forget(self, but: tuple[Callable[..., Any], ...]) -> None:
-        """A pass has changed the graph, and with it all analyses ``but`` these. Called by the manager."""
+        """Drop all analyses ``but`` these. The manager calls this when a pass has changed the graph."""
         self._analysed = {key: known for key, known in self._analysed.items() if key[0] in but}
 
     def keep(self, value: object) -> None:
-        """Leave ``value`` to passes behind this one, and to the report, under its class."""
+        """Hand ``value`` to later passes and to the report, which ask for it by its class (:meth:`kept`)."""
         self._kept[type(value)] = value
 
     def kept(self, kind: type[T]) -> T | None:
-        """What was kept of a class; None if nothing was."""
+        """The value of class ``kind`` that an earlier pass has kept; None if there is none."""
         return self._kept.get(kind)
 
     def needed(self, kind: type[T]) -> T:
-        """What a pass that comes before must have kept.
+        """The value of class ``kind``, which an earlier pass must have kept.
 
         Raises:
-            LookupError: It has not: the order is wrong.
+            LookupError: No pass has kept one, so the order of the passes is wrong.
         """
         value = self.kept(kind)
         if value is None:

@@ -186,7 +186,10 @@ def _same_transaction(earlier: Pass, later: Pass) -> bool:
 
 
 def _switched_off(names: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, str]:
-    """Why passes are switched off, by name: because they are named, or one that their transaction can't do without is."""
+    """The passes that are switched off, each with the reason.
+
+    A pass is off if ``names`` has it, or if ``names`` has a pass that is indispensable for its transaction.
+    """
     off = {name: f"{_DISABLE} names {name}" for name in names}
     for missing in passes:
         if missing.name in names and missing.indispensable:
@@ -198,7 +201,7 @@ def _switched_off(names: tuple[str, ...], passes: Sequence[Pass]) -> dict[str, s
 
 
 def _left_out(current: Pass, off: dict[str, str], result: Run) -> tuple[PassOutcome | None, str]:
-    """How the report calls it that a pass does not run, and why; None if it runs."""
+    """The outcome that the report shows for a pass that does not run, and the reason; None if the pass runs."""
     if current.name in off:
         return "off", off[current.name]
     if result.failed is not None:

@@ -53,11 +53,11 @@ class Config:
             so) or ``off``.
         vllm_layer_groups: For vLLM alone, in steps too long for CUDA graphs: up to so many layers are compiled
             as one graph, with attention in it, instead of pieces that end at attention; 0: not.
-        device_profile: What is planned for: ``auto`` takes the profile of the device at hand, else a name or a TOML file
-            (``tw_compile.planning``), whatever the device and the transport are.
+        device_profile: The device that splits are planned for: ``auto`` takes the profile of the one at hand, else a name or a
+            TOML file (``tw_compile.planning``), whatever the device and the transport are.
         disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
-            refuses names that no pass has. Switching off one that the token split is wrong without switches off all of
-            the split.
+            refuses names that no pass has. If the token split would be wrong without one of them, all of the split is
+            switched off.
         strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a registry knows of a kernel over memory of slots: plain data, without torch."""
+"""The registry's entry for a kernel over memory of slots: plain data, without torch."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ class AlgorithmEntry:
     """One algorithm.
 
     Attributes:
-        name: What tables of ``configs/kernels`` call it.
-        factory: ``module:attribute`` of the class; called with ``options``, and ``max_sms`` where it has a number of SMs.
-        transport: Which transport's memory it works on.
-        sms: SMs that it has unless a table says otherwise; None: its own number, whatever a table says.
-        most_sms: SMs that it can have.
-        beside: Where it is asked among those that serve calls beside other work, lowest first; None: not there.
-        instead: Which algorithm is asked next where this one can't serve a message.
+        name: The name in tables of ``configs/kernels``.
+        factory: The class as the text ``module:attribute``. It is called with ``options``, and with ``max_sms`` if ``sms`` is a
+            number.
+        options: Keyword arguments for the class.
+        transport: The transport whose memory it works on.
+        sms: The SMs that the algorithm gets where no table says otherwise. None: it chooses by itself, whatever a table says.
+        most_sms: The most SMs that it can use.
+        beside: For calls beside other work algorithms are asked in ascending order of this number. None: it is not asked.
+        instead: The name of the algorithm that is asked next if this one can't serve a message.
         needs_whole_residual: Whether every rank must have all rows of the residual.
-        serves_all: Whether it serves what no other does; of exactly one of a transport.
-        profile: The key of ``fused`` in device profiles whose figures are measured with it; None: they are not.
-        benchmarked: Its lines in the benchmark of the operator; the first plain one is what tables are made of.
+        serves_all: Whether it serves every message. Exactly one entry of a transport has this; it is asked last.
+        profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
+        benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
     """
 

@@ -90,7 +90,7 @@ class RowKernel(Algorithm):
         return min(self.local_rows(tokens, world_size), self._max_sms)
 
     def local_rows(self, tokens: int, world_size: int) -> int:
-        """Rows of x, or of each rank's own: what the CTAs take turns with."""
+        """The rows that the CTAs share out: all rows in one-shot, the rows that a rank owns in two-shot."""
         return tokens if self._one_shot else rows_per_rank(tokens, world_size)
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
@@ -121,7 +121,8 @@ class RowKernel(Algorithm):
     def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
         """The launches of the request.
 
-        A rank that computes all rows needs all of the residual, and hands all of it on where a shard is asked for.
+        In one-shot a rank computes all rows. So it needs the whole residual. Where a shard of the new residual is asked for, it
+        returns a slice of the whole one.
         """
         tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
         residual_of = residual_out_of = None
@@ -153,7 +154,7 @@ class RowKernel(Algorithm):
         )
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
-        """For the request as it is: one-shot has changed it."""
+        """The loaded kernel. In one-shot the caller has changed ``request`` to one with a whole residual."""
         key = (variant_of(request), state.world_size, state.device)
         kernel = self._kernels.get(key)
         if kernel is None:

@@ -1,4 +1,4 @@
-"""What a kernel of the P2P transport is to it."""
+"""The interface that each kernel of the P2P transport implements."""
 
 from __future__ import annotations
 
@@ -15,31 +15,35 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """One way to do the operator over peer memory. All answers depend on what all ranks share.
+    """One way to run the fused operator over peer memory.
 
-    ``name``: what tables of ``configs/kernels`` call it.
+    All ranks must get the same answers, so these depend on what all ranks share, such as shapes, dtypes and the world size.
+    ``name`` is the name in tables of ``configs/kernels``.
     """
 
     name: str
 
     @abstractmethod
     def obstacle(self, request: Request, state: GroupState) -> str | None:
-        """Why it cannot serve the request; None when it can."""
+        """Why the algorithm cannot serve the request; None when it can."""
 
     @abstractmethod
     def sms(self, tokens: int, world_size: int) -> int:
-        """SMs that a launch for ``[tokens, *]`` can occupy."""
+        """The number of SMs that a launch for a message ``[tokens, *]`` can occupy."""
 
     @abstractmethod
     def needs(self, request: Request, world_size: int) -> dict[str, int]:
-        """Symmetric buffers of the slot: name -> bytes. "x", if there is one, is where peers read the partial sums."""
+        """The symmetric buffers that a slot must have for the request, as name -> bytes.
+
+        The buffer "x" is special: peers read the partial sums there, and the matmul before the call may write them to it.
+        """
 
     @abstractmethod
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
-        """Compile and load the kernels of all messages like the request, whatever their tokens and wherever ``x`` lies.
+        """Compile and load the kernels for the request, and for all messages that differ from it in tokens or memory of ``x``.
 
-        Launches nothing and needs no slot. Nothing to do where it can serve no such message. The device is current; not in
-        CUDA-graph capture.
+        This launches nothing and needs no slot. It does nothing if the algorithm can serve no such message. The caller has made
+        the device current, and does not call this while a CUDA graph is captured.
         """
 
     def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,4 +52,8 @@ class Algorithm(ABC):
 
     @abstractmethod
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
-        """Enqueue the call on the current stream; the device is current. The slot has what :meth:`needs` asked for."""
+        """Enqueue the call on the current stream.
+
+        The device is current, and ``slot`` has the buffers that :meth:`needs` asked for. With ``spin_limit`` above 0 a barrier
+        gives up after so many polls.
+        """

@@ -114,7 +114,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _path(field: Field) -> str:
-    """Where a request has it."""
+    """The path of the field's attribute in a :class:`Request`."""
     return f"norm.{field.name}" if field.role.kind == "norm" else field.name
 
 

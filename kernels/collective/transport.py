@@ -1,4 +1,4 @@
-"""The interface every transport implements, and the choice between those of ``transports/entries.py``.
+"""The interface every transport implements, and the choice between the entries of ``transports.py``.
 
 A transport owns everything between ``start`` and ``wait_`` of one call: how partial sums reach the rank that adds them
 and how the normalised rows get back. What is computed (:class:`NormSpec`) and the row layout

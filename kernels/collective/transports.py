@@ -175,5 +175,5 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
 
 
 def names_for(device_type: str) -> tuple[str, ...]:
-    """Of the transports of such tensors."""
+    """The names of the transports that move tensors of this device type."""
     return tuple(entry.name for entry in TRANSPORTS if device_type in entry.device_types)

@@ -42,9 +42,10 @@ class GroupedMmParams(ctypes.Structure):
 
 
 def multiplies(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> bool:
-    """Whether the kernel is for ``a`` [rows, depth], ``weights`` [groups, depth, columns] and ``ends``: as they lie in memory.
+    """Whether the kernel can multiply ``a`` [rows, depth] by ``weights`` [groups, depth, columns].
 
-    Not whether they make sense together.
+    The groups of rows end at ``ends`` [groups]. This looks at dtypes, sizes and layout in memory. It does not check that the
+    shapes fit each other.
     """
     groups, depth, columns = weights.shape
     return (
@@ -100,6 +101,6 @@ def grouped_mm_program() -> Program:
 
 @cache
 def _kernel(device: torch.device) -> tuple[Kernel, int]:
-    """It, loaded, and the SMs that there are."""
+    """The loaded kernel, and the number of SMs of the device."""
     kernel = prepare(grouped_mm_program(), device.index)
     return kernel, torch.cuda.get_device_properties(device).multi_processor_count

@@ -47,9 +47,9 @@ class JointMmParams(ctypes.Structure):
 
 
 def can_multiply(a: torch.Tensor, matrix: torch.Tensor) -> bool:
-    """Whether the kernel is for ``a`` [rows, depth] and ``matrix`` [depth, columns], by what is known before they are there.
+    """Whether the kernel can multiply ``a`` [rows, depth] by ``matrix`` [depth, columns], as far as fake tensors tell.
 
-    Not whether they make sense together.
+    This looks at dtypes, sizes and strides. It does not check that the shapes fit each other.
     """
     depth, columns = matrix.shape
     return (
@@ -150,7 +150,11 @@ def _kernel(device: torch.device, width: int, form: Form) -> Kernel:
 
 @cache
 def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
-    """Of all widths: another number of rows, first met while a CUDA graph is captured, may take another one."""
+    """The loaded kernels by tile width.
+
+    All widths are loaded at once. The best width depends on the number of rows, and a new number of rows may come first while a
+    CUDA graph is captured, when nothing can be loaded.
+    """
     return {width: prepare(joint_mm_program(width, form), device.index) for width in WIDTHS}
 
 

@@ -104,7 +104,10 @@ class SlotTransport(Transport):
         return get_transport("nccl" if state.obstacle is None else self.instead)
 
     def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
-        """Not where slots are looked at before each call, in debug mode."""
+        """Note how the request was served, so that later calls of its form take the short way.
+
+        Not in debug mode (``TW_COMPILE_SPIN_LIMIT``), which looks at the slot before each call.
+        """
         if request.form is None or started.call is None or self._spin_limit:
             return
         x, staging = request.x, slot.buffers.get("x")
@@ -147,7 +150,7 @@ class SlotTransport(Transport):
     def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
         """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
 
-        In capture nothing is done, and the launch loads its own kernel (see ``kernels.cuda.launch.prepare``).
+        In capture nothing is done, and the launch loads its own kernel (see ``kernels/runtime/launch.py``).
         """
         variant = (variant_of(request), request.overlap_sms > 0)
         if variant in state.prepared or torch.cuda.is_current_stream_capturing():

@@ -226,6 +226,9 @@ class Rewriter:
 
 
 def _change_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
-    """Also forget what the arguments were, to whose strides Inductor would bring them."""
+    """Replace the arguments, and forget the metadata of the old ones.
+
+    Inductor would bring the new arguments to the strides of the old ones.
+    """
     node.args = args
     node.meta.pop("eager_input_vals", None)

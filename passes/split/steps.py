@@ -137,7 +137,7 @@ def _budgets(context: Context) -> Budgets:
 
 
 def _counted(what: str, number: int) -> Outcome:
-    """Of a pass that changes the graph where it counts something."""
+    """The outcome of a pass that has changed the graph exactly if ``number`` is not 0."""
     return Outcome(bool(number), {what: number})
 
 

@@ -123,7 +123,8 @@ def test_script_runs(block: Block, tmp_path: Path) -> None:
 def test_test_passes(block: Block, tmp_path: Path) -> None:
     (tmp_path / "test_pasted.py").write_text(block.code)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    output = run(tmp_path, "import sys, pytest; sys.exit(pytest.main(['-q', 'test_pasted.py']))")
+    # Guarded, as processes that a test spawns import this script, too.
+    output = run(tmp_path, "import pytest\nif __name__ == '__main__':\n    exit(pytest.main(['-q', 'test_pasted.py']))")
     assert re.search(r"[1-9]\d* passed", output), output
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,17 @@ from graph_builder import GraphBuilder, aten
 from torch.library import Library
 
 from tw_compile.passes.reasons import JoinReason, SplitRefusal, SplitRefused
-from tw_compile.passes.split import Join, Local, OperatorCall, Rows, RowWise, analyse, find_token_axis, token_rule
+from tw_compile.passes.split import (
+    Join,
+    Local,
+    OperatorCall,
+    Rows,
+    RowWise,
+    analyse,
+    declare_attention,
+    find_token_axis,
+    token_rule,
+)
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis
 
 TOKENS = 6
@@ -208,4 +218,29 @@ def test_an_operand_that_a_rule_forgets_joins(library: Library) -> None:
 
     b = GraphBuilder()
     rows = b.view(ids_to_rows(b, 1, TOKENS), TOKENS, 8)
-    assert joins(b, b.call(experts, rows, b.call(aten.relu.default, rows))) is JoinReason.UNKNOWN_OPERATOR
+    forgotten = b.call(aten.relu.default, rows)
+    call = b.call(experts, rows, forgotten)
+    verdict = analysed(b, call).verdicts[call]
+    assert isinstance(verdict, Join) and verdict.reason is JoinReason.UNKNOWN_OPERATOR
+    assert f"its token rule did not look at {forgotten.name}," in verdict.detail
+
+
+def test_a_rule_without_a_verdict_is_refused_by_the_name_of_its_operator(library: Library) -> None:
+    experts = torch.ops.tw_compile_test_rules.experts.default
+
+    @token_rule(experts)
+    def _experts(call: OperatorCall) -> RowWise | Join:
+        call.row_wise_over(0, dim=0)  # type: ignore[return]
+
+    b = GraphBuilder()
+    rows = b.view(ids_to_rows(b, 1, TOKENS), TOKENS, 8)
+    call = b.call(experts, rows, b.input(8, 8))
+    with pytest.raises(TypeError, match=r"token rule of tw_compile_test_rules\.experts\.default: .* got None"):
+        analysed(b, call)
+
+
+@pytest.mark.parametrize("declare", [token_rule, declare_attention])
+def test_targets_that_no_graph_calls_are_refused(library: Library, declare: Callable[..., object]) -> None:
+    for target in ("tw_compile_test_rules.experts", torch.ops.tw_compile_test_rules.experts):
+        with pytest.raises(ValueError, match=r"targets: expected an overload .* got .*experts"):
+            declare(target)

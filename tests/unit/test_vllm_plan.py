@@ -202,7 +202,7 @@ def test_without_a_plan_the_start_says_so() -> None:
         return plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (profile, layer), True)
 
     whole = ((513, 8192),)
-    assert line(None, None) == (whole, "split auto: none, no profile says what the device takes for a layer")
+    assert line(None, None) == (whole, "split auto: none, no device profile says how long a layer takes")
     ranges, said = line(H200, None)
     assert ranges == ((513, 1024), (1025, 4096), (4097, 8192)) and "read off its graph" in said
     assert line(None, None, replace(config, split="off")) == (whole, "split off")
@@ -321,7 +321,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report["installed"] is None and report["dispatch"] == "vllm-0.24"
     assert report["enabled"].startswith("yes") and "leaves out tw_compile" in report["plugin"]
     last = report["groups"][-1]
-    assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no profile")
+    assert last["ranges_end_at"] == [15, 4095] and last["split"].startswith("split auto: none, no device profile")
     first = [group["groups_of_layers"]["from_tokens"] for group in report["groups"]]
     assert first == [4097, 513, 513]  # at 2 ranks FlashInfer's up to 64 MiB
     assert (last["flashinfer_fusion_bytes"], last["flashinfer_fusion_bytes_of_vllm"]) == (256 * KIB, 512 * KIB)
@@ -334,4 +334,4 @@ def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch)
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]
     ranges, line = planned()
     assert of_four["split"] == line and of_four["ranges_end_at"] == [end for _, end in ranges[:-1]]
-    assert "no profile" in examine({}, (9, 0), "another")["groups"][1]["split"]
+    assert "no device profile" in examine({}, (9, 0), "another")["groups"][1]["split"]

@@ -5,15 +5,17 @@ SMs of one group (GPC), of which the kernel beside it has taken some: planned fo
 find no place for its last clusters and take a wave more. How many it should leave can't be computed from outside, so the few
 numbers that can make a difference are tried, beside a stand-in that takes the same SMs for the same time.
 
-Others may use the device or the host meanwhile: another process, a compiler's threads. That makes trials longer, and never
-shorter, so a number's time is that of its shortest trial, once a second one was as short. Where no two are, nothing is said
-to be measured. A wrong choice would stay, as what is compiled is kept, and all ranks would wait for the one that made it.
-What a trial without a matmul takes is no time of the matmul's: it would count once for each of several and once for them all
-as one.
+Others may use the device or the host meanwhile, such as another process or a compiler's threads. That makes trials longer and
+never shorter. So the time of a number of SMs is that of its shortest trial, provided that a second trial was as short. If a
+number has no such second trial, there is no result. We are this careful because a wrong choice stays: what is compiled is
+kept, and all ranks wait for the one that chose wrongly.
 
-Calls come later than planned, too, where another rank is late. So among numbers as good as the best it is the one that is best
-beside a call that does not end: many matmuls lose nothing by leaving SMs that nobody takes, and a quarter to a half of their
-time by leaving none where some are taken. Grouped ones lose up to all of it.
+A trial takes some time even without a matmul. This time is measured, too, and subtracted. Otherwise it would count once for
+each of several matmuls, but only once for the same matmuls joined into one.
+
+Calls also come later than planned when another rank is late. So several numbers that are equally fast are compared once more,
+beside a call that outlasts the matmul, and the best one there is taken. Many matmuls lose nothing by leaving SMs that nobody
+takes. By leaving none where some are taken they lose a quarter to a half of their time, and grouped ones up to all of it.
 """
 
 from __future__ import annotations
@@ -154,13 +156,16 @@ def _is_reproduced(trials: list[float]) -> bool:
 
 
 def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
-    """Numbers of SMs, the fewest first."""
+    """The numbers of SMs whose times are within ``_EQUAL`` of the best time, the smallest number first."""
     limit = min(times.values()) * _EQUAL
     return sorted(sms for sms, us in times.items() if us <= limit)
 
 
 def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
-    """Microseconds from the fork to the end of the matmul, which begins some later; 0 of ``busy_us``: nothing is beside it."""
+    """Microseconds from the fork of the two streams to the end of the matmul, which begins ``_SETTLE_US`` after the fork.
+
+    With ``busy_us`` 0 nothing runs beside the matmul.
+    """
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_sms(current, 1, _LEAD_US)

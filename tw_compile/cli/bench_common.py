@@ -20,16 +20,17 @@ RanksOption = Annotated[
 ]
 DeviceOption = Annotated[str, typer.Option("--device", metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES))]
-OnlyOption = Annotated[str | None, typer.Option("--only", metavar="LABEL[,...]", help="Who takes part.")]
+OnlyOption = Annotated[
+    str | None,
+    typer.Option("--only", metavar="LABEL[,...]", help="Labels of the contenders that take part; default: all."),
+]
 RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", help=f"Timed runs, at least {MIN_REPEATS}.")]
-SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Of what is random.")]
+SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random numbers.")]
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, with the sizes done by then.")
 ]
 CsvOption = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")]
-PlotOption = Annotated[
-    str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw times, and what follows from them.")
-]
+PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw the report as a picture.")]
 
 
 def labels(only: str | None) -> tuple[str, ...]:

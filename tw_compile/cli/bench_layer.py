@@ -36,21 +36,25 @@ ModelOption = Annotated[
     typer.Option(
         "--model",
         metavar="NAME|config.json|DIR",
-        help="Whose layers; the weights are random.",
+        help="The model whose layers are timed; the weights are random.",
         show_default=f"{CUDA_MODEL}, {CPU_MODEL} on CPU",
     ),
 ]
-BatchOption = Annotated[int, typer.Option("--batch", metavar="N", help="Sequences that the tokens are.")]
+BatchOption = Annotated[
+    int, typer.Option("--batch", metavar="N", help="Sequences of equal length that share the tokens.")
+]
 
 
 def _tokens_option(scope: Scope) -> typer.models.OptionInfo:
     default = f"{CUDA_TOKENS[scope]}, {CPU_TOKENS} on CPU"
-    return typer.Option("--tokens", metavar="N[,N...]", help="Tokens of a prefill, in all.", show_default=default)
+    return typer.Option(
+        "--tokens", metavar="N[,N...]", help="Tokens of a prefill, over all sequences.", show_default=default
+    )
 
 
 def _layers_option(scope: Scope) -> typer.models.OptionInfo:
     default = f"{CUDA_LAYERS[scope]}, {CPU_LAYERS} on CPU"
-    return typer.Option("--layers", metavar="N", help="How many of the model's layers.", show_default=default)
+    return typer.Option("--layers", metavar="N", help="Keep only the first N layers.", show_default=default)
 
 
 @common.one_line_errors

@@ -28,12 +28,14 @@ CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
 @common.one_line_errors
 def vllm(
     model: Annotated[
-        str, typer.Option(metavar="NAME|config.json|DIR", help="Whose shape; the weights are random.")
+        str, typer.Option(metavar="NAME|config.json|DIR", help="The model; its weights are random.")
     ] = "llama-3.3-70b",
     tp: Annotated[int | None, typer.Option(metavar="N", help="Ranks.", show_default="the GPUs that are there")] = None,
     layers: LayersOption = None,
     dtype: DtypeOption = "bfloat16",
-    chunks: Annotated[str, typer.Option(metavar="N[,N...]", help="max_num_batched_tokens, an engine each.")] = CHUNKS,
+    chunks: Annotated[
+        str, typer.Option(metavar="N[,N...]", help="Values of max_num_batched_tokens; each gets an engine.")
+    ] = CHUNKS,
     batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Requests of the decode traces.")] = BATCHES,
     traces: Annotated[str, typer.Option(metavar="KIND[,...]", help="Traces that take part.")] = ",".join(KINDS),
     prompts: Annotated[int, typer.Option(metavar="N", help="Requests of the prefill trace.")] = 64,
@@ -42,7 +44,7 @@ def vllm(
     decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
     repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
     split: Annotated[
-        str, typer.Option(metavar="auto|N", help="Of those that split: planned, or tokens of half 1.")
+        str, typer.Option(metavar="auto|N", help="How variants that split do it: as planned, or N tokens in half 1.")
     ] = "auto",
     only: OnlyOption = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,

@@ -40,7 +40,7 @@ def explain(
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks.")] = 8,
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|config.json|DIR", help="Whose layers; says also which tokens would be split."),
+        typer.Option(metavar="NAME|config.json|DIR", help="Also say how the tokens of this model would be split."),
     ] = None,
     hidden: Annotated[
         int | None, typer.Option(metavar="N", help="Hidden size.", show_default=f"the model's, else {HIDDEN_SIZE}")
@@ -48,7 +48,11 @@ def explain(
     tokens: Annotated[str, typer.Option(metavar="N,N,...", help="Token counts.")] = "1,16,64,256,1024,4096",
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPE_BYTES))] = "bfloat16",
     host: Annotated[
-        str, typer.Option(metavar="|".join(host_names()), help="Whose all_reduce; its environment variables count.")
+        str,
+        typer.Option(
+            metavar="|".join(host_names()),
+            help="The program whose all_reduce would run; its environment variables count.",
+        ),
     ] = DEFAULT_HOST,
     backend: Annotated[
         str, typer.Option(metavar="auto|" + "|".join(BACKENDS), help="What an unfused all_reduce uses.")
@@ -70,7 +74,7 @@ def explain(
 ) -> None:
     """Say for each message what an unfused all_reduce would use, whether it is fused, and why. Needs no GPU.
 
-    With --model also what the planner makes of each number of tokens, as one sequence, where --split auto asks it.
+    With --model it also says how the planner would split one sequence of each token count, or why not.
     """
     common.one_of("--dtype", dtype, tuple(DTYPE_BYTES))
     common.one_of("--host", host, host_names())
@@ -171,7 +175,7 @@ def _split(
         detail = "sliding windows come as masks, whose kernel only the graph tells: tw-compile inspect --split auto"
         return not_planned("", detail, UNKNOWN)
     if profile is None:
-        return not_planned(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+        return not_planned(SplitRefusal.NO_DEVICE_PROFILE, "no device profile says how long a layer takes")
     if message["transport"] is None:
         return not_planned(SplitRefusal.LAYER_NOT_RECOGNISED, "the sums are not fused")
     if DTYPE_BYTES[dtype] != 2:

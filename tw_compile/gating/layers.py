@@ -73,7 +73,7 @@ def _expanded(file: str) -> Path:
 
 
 def tables_of(layers: list[Layer], device_class: str) -> tuple[Table, ...]:
-    """The tables that count for a device, the one that is asked first first."""
+    """The tables that count for a device class, highest layer first."""
     fitting = [layer.table for layer in layers if layer.table and layer.table.device_class in (device_class, "generic")]
     return tuple(reversed(fitting))
 

@@ -95,7 +95,7 @@ class LoopTimer:
 
 
 def interleaved(ranks: Ranks, timers: Mapping[str, Timer], repeats: int) -> dict[str, list[float]]:
-    """Microseconds a call by label, one number a repeat: the slowest rank's."""
+    """By label, the microseconds of one call in each repeat, on the slowest rank."""
     own: dict[str, list[float]] = {label: [] for label in timers}
     for number, label in round_robin(list(timers), WARM_UP_ROUNDS + repeats):
         ranks.barrier()
@@ -107,7 +107,10 @@ def interleaved(ranks: Ranks, timers: Mapping[str, Timer], repeats: int) -> dict
 
 
 def round_robin(labels: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """``(round, label)``: everyone once a round, so that drift of clocks hits all alike; another one begins each round."""
+    """Yield ``(round, label)``, each label once a round, beginning with another one each time.
+
+    So a drift of the clocks hits all labels alike.
+    """
     for number in range(rounds):
         begin = number % len(labels) if labels else 0
         for label in (*labels[begin:], *labels[:begin]):

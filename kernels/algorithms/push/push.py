@@ -94,7 +94,7 @@ class Push(RowKernel):
         return -(-rows // -(-rows // most))
 
     def _row_bytes(self, request: Request, world_size: int) -> int:
-        """Of a part of an inbox, for each local row."""
+        """Bytes that each local row takes in a part of an inbox."""
         element = request.x.element_size()
         if not self._one_shot:
             element += request.norm.hidden_dtype.itemsize

@@ -1,4 +1,4 @@
-"""Launches of the two-shot Triton kernel (``p2p_kernel.py``): ordinary loads and stores, or NVLink multicast."""
+"""Launches of the two-shot Triton kernel (``kernel.py``): ordinary loads and stores, or NVLink multicast."""
 
 from __future__ import annotations
 

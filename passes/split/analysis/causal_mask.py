@@ -105,14 +105,14 @@ def objection_to(mask: fx.Node) -> str | None:
 
 
 class _Proof:
-    """Of a mask of ``size`` queries and keys."""
+    """Proves things about one mask ``[size, size]`` of queries and keys; remembers the nodes that it has looked at."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._known: dict[fx.Node, torch.Tensor | None] = {}
 
     def bounds(self, node: Any, part: _Part) -> Bounds:
-        """Of the elements of a matrix in ``part``, or of all elements of what is broadcast against one."""
+        """Bounds of the elements of a matrix in ``part``; of all elements of a value that is broadcast against a matrix."""
         if isinstance(node, bool | int | float):
             return float(node), float(node)
         if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
@@ -265,12 +265,16 @@ class _Proof:
 
 
 def _holds_between(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
-    """Of each key and the query of its own index."""
+    """Whether the comparison holds for every key and the query of the same index."""
     return bool(getattr(operator, name)(keys, queries).all())
 
 
 def _holds_above(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
-    """Of each query and all keys of a larger index; False of equality, which the extreme ones do not tell."""
+    """Whether the comparison holds for every query and all keys of a larger index.
+
+    Only the extreme one of these keys is looked at. That does not decide equality, so for ``eq`` and ``ne`` the answer is False
+    if there are such keys.
+    """
     behind = keys[1:].flip(0)
     if name in ("eq", "ne"):
         return not len(behind)
@@ -280,7 +284,7 @@ def _holds_above(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
 
 
 def _clipped(number: float) -> float:
-    """What a number that stands for a bool is."""
+    """The number as a bool has it, from 0 to 1."""
     return min(max(number, 0.0), 1.0)
 
 

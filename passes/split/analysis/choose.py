@@ -192,7 +192,7 @@ def _choose_of_host(question: _Question, axis: TokenAxis, host: HostGraph) -> Sp
 
 
 def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
-    """The same axis by requests, where there are several."""
+    """The same token axis with whole requests as its units; None if the graph has fewer than two requests."""
     if not isinstance(axis.batch, int) or axis.batch < 2:
         return None
     found = find_token_axis(graph, unit="request")
@@ -200,7 +200,7 @@ def _requests(graph: fx.Graph, axis: TokenAxis) -> TokenAxis | None:
 
 
 def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | NotSplit:
-    """One for each of the axes, which are of the same tokens."""
+    """A planner for each of ``axes``, which count the same tokens in different units."""
     graph, config, profile, host = question.graph, question.config, question.profile, question.host
     if profile is None:
         return _no_profile()
@@ -256,7 +256,10 @@ def _as_asked(question: _Question, axis: TokenAxis) -> SplitChoice | NotSplit:
 
 
 def _attention(question: _Question, axis: TokenAxis) -> str:
-    """Which modes the planner may choose: where rules join attention, that; where a sequence is cut, the faster one."""
+    """The mode that the planner must choose, or ``auto``.
+
+    ``join`` where token rules or the host keep attention in one piece; ``split`` where no sequence is cut; ``auto`` otherwise.
+    """
     if question.host is not None and question.host.attention is not HostAttention.HALVES:
         return Mode.JOIN
     if ATTENTION_JOINS & set(question.analysis(analyse, question.graph, axis, join_attention=False).joins):
@@ -314,12 +317,12 @@ def _where_it_pays(planner: _Planner, ranges: Ranges, low: int, high: int) -> st
 
 
 def _cost(plan: Plan) -> float:
-    """Of splitting, by the time of the unsplit layer."""
+    """The predicted time of the split layer divided by that of the unsplit one."""
     return (plan.predicted.split_us or math.inf) / plan.predicted.unsplit_us
 
 
 def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSplit:
-    """``first`` tokens of ``low`` to ``high``."""
+    """A first half of always ``first`` tokens, for graphs of ``low`` to ``high`` tokens."""
     if high is None or high > MOST_TOKENS:
         return _unbounded(low)
     try:
@@ -329,11 +332,14 @@ def _constant_half(first: int, low: int, high: int | None) -> FirstHalf | NotSpl
 
 
 def _no_profile() -> NotSplit:
-    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no profile says what the device takes for a layer")
+    return NotSplit(SplitRefusal.NO_DEVICE_PROFILE, "no device profile says how long a layer takes")
 
 
 def _unbounded(low: int, where: str | None = None) -> NotSplit:
-    """``where`` of the first :data:`_LOOKED_AT` counts it would be split."""
+    """The refusal of a graph whose token count has no upper bound.
+
+    ``where`` says at which of the first :data:`_LOOKED_AT` counts a split would pay; empty if at none; None if nobody looked.
+    """
     detail = f"one graph for {low} and any more tokens"
     if where == "":
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"{detail}; of up to {_LOOKED_AT} none pays")

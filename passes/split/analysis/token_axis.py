@@ -235,8 +235,12 @@ def _ask(node: fx.Node, analysis: Analysis, split: list[fx.Node], joined: set[fx
         verdict = call.join(JoinReason.UNKNOWN_OPERATOR, "the result is no tensor")
     else:
         verdict = rule.rule(call)
-        if isinstance(verdict, RowWise) and not call.considered.issuperset(split):
-            verdict = call.join(JoinReason.UNKNOWN_OPERATOR, "an operand that varies with the token was not regarded")
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"token rule of {node.target}: expected it to return RowWise or Join, got {verdict!r}")
+        forgotten = [operand.name for operand in split if operand not in call.considered]
+        if isinstance(verdict, RowWise) and forgotten:
+            detail = f"its token rule did not look at {', '.join(forgotten)}, which varies with the token"
+            verdict = call.join(JoinReason.UNKNOWN_OPERATOR, detail)
     return None if isinstance(verdict, Join) and not split else verdict
 
 

@@ -63,7 +63,7 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
 
 
 def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """By the hidden states that each half leaves those that it enters with, see ``seams.py``."""
+    """The hidden states that each half leaves to the next graph -> those that it enters this one with (``seams.py``)."""
     leave = next((node for node in graph.nodes if is_call(node, leave_halves)), None)
     if leave is None:
         return {}

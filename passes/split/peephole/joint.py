@@ -74,16 +74,16 @@ def _is_given(node: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class Joint:
-    """``node``, which computes what some nodes of a graph do, and nobody reads yet: one of :meth:`adopt` and :meth:`discard`.
+    """A new ``node`` that computes the same as ``results``, and that nobody reads yet.
 
-    ``results`` are these nodes; one, if it stands for all of ``node``, else one for each of its results.
+    The caller must call either :meth:`adopt` or :meth:`discard`. ``results`` has one node for each result of ``node``.
     """
 
     node: fx.Node
     results: tuple[fx.Node, ...]
 
     def adopt(self) -> fx.Node:
-        """Have it computed by ``node``, which is returned, and by nothing else."""
+        """Let all readers read ``node`` instead, erase ``results``, and return ``node``."""
         graph = self.node.graph
         if is_call(self.node, gated_mm_leaving_sms):
             found = [self.node]
@@ -99,12 +99,12 @@ class Joint:
         return self.node
 
     def discard(self) -> None:
-        """Leave everything as it is, but for where matrices, biases and their views are."""
+        """Erase ``node``. Matrices, biases and their views stay at the place to which they were moved."""
         _erase(self.node)
 
 
 def _erase(node: fx.Node) -> None:
-    """A node that nobody reads, and what was for it alone."""
+    """Erase a node that nobody reads, and all nodes that only it has read."""
     unread = {node: None}
     while unread:
         one, _ = unread.popitem()
@@ -114,7 +114,10 @@ def _erase(node: fx.Node) -> None:
 
 
 def join(nodes: Sequence[fx.Node]) -> Joint:
-    """``nodes``, of :func:`beside` and in the graph's order, as one operator where the first one is; it leaves no SMs."""
+    """Add one operator that computes ``nodes``, in front of the first of them; it leaves no SMs.
+
+    ``nodes`` are a result of :func:`beside`, in the graph's order.
+    """
     first, graph = nodes[0], nodes[0].graph
     matrices, biases = [_matrix(node) for node in nodes], [one for node in nodes for one in _biases(node)]
     for given in (*matrices, *biases):
@@ -132,7 +135,7 @@ def join(nodes: Sequence[fx.Node]) -> Joint:
 
 
 def _hoist(given: fx.Node, before: fx.Node) -> None:
-    """Have ``given`` and the views that it is made by come before a node."""
+    """Move ``given``, and the views that it is made by, in front of ``before`` if they come after it."""
     made_of = [given]
     while made_of[-1].all_input_nodes:
         made_of.append(made_of[-1].all_input_nodes[0])
@@ -142,7 +145,7 @@ def _hoist(given: fx.Node, before: fx.Node) -> None:
 
 
 def _factor(product: fx.Node) -> fx.Node:
-    """What a matmul multiplies by, or for a slice of its columns the same slice of that."""
+    """The second factor of a matmul. If ``product`` is a slice of the matmul's columns: the same slice of the factor."""
     if is_call(product, aten.mm.default):
         return _matrix(product)
     matmul: Any
@@ -209,7 +212,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _last_view(node: fx.Node) -> fx.Node:
-    """What is behind ``node`` and views that nothing else reads."""
+    """The last of the views of ``node``, as long as each has a single reader; ``node`` itself if there are none."""
     while is_view(user := _only_user(node)):
         node = user
     return node

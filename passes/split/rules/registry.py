@@ -31,7 +31,10 @@ Rule = Callable[["OperatorCall"], Verdict]
 
 @dataclass(frozen=True)
 class Registered:
-    """``enters``: the operator may begin to be split on an operand that is whole but depends on the tokens."""
+    """A rule. With ``enters`` it is also asked where no operand is split but one depends on the tokens.
+
+    So the two halves may begin at this operator.
+    """
 
     rule: Rule
     enters: bool
@@ -43,18 +46,27 @@ _rules: dict[Any, Registered] = {}
 def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     """Declare what operators do with the token axis.
 
-    ``targets`` are operator overloads, or names as ``"library::operator"`` (all overloads) for libraries that may not be there;
-    the library of higher-order operators is ``higher_order``. A class of :mod:`tw_compile.passes.operators` stands for all
-    operators that hosts declare as that. An operator that writes to arguments has its rule asked about the
-    ``auto_functionalized`` node that calls it.
     The rule gets an :class:`OperatorCall` and returns :class:`RowWise` or :class:`Join`. It must look at the layout of every
-    operand that has one (``layout``, ``rows``): what it has not looked at makes the call a join. Example, for an operator that
-    treats the rows of its first argument, ``[tokens, hidden]``, independently (for attention see :func:`declare_attention`)::
+    operand that has one (``layout``, ``rows``): an operand that it has not looked at makes the call a join. Example, for an
+    operator that treats the rows of its first argument, ``[tokens, hidden]``, independently (for attention see
+    :func:`declare_attention`)::
 
         @token_rule(torch.ops.mylib.fused_experts.default)
         def _fused_experts(call: OperatorCall) -> RowWise | Join:
             return call.row_wise_over(0, dim=0)
+
+    If an operator writes to arguments, the graph calls it through an ``auto_functionalized`` node, and its rule gets that node.
+
+    Args:
+        targets: Operator overloads, or names as ``"library::operator"``. A name covers all overloads, and its library need
+            not be there; the library of higher-order operators is ``higher_order``. A class of
+            :mod:`tw_compile.passes.operators` stands for all operators that hosts declare as that.
+        enters: See :class:`Registered`.
+
+    Raises:
+        ValueError: A target is something that no graph calls, or a name without a library.
     """
+    _check(targets)
 
     def register(rule: Rule) -> Rule:
         for target in targets:
@@ -64,11 +76,24 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
     return register
 
 
+def _check(targets: tuple[Any, ...]) -> None:
+    """ValueError for a target that would never be found: graphs call overloads, and names have a library."""
+    for target in targets:
+        nameless = isinstance(target, str) and "::" not in target
+        if nameless or isinstance(target, compat.OpOverloadPacket | torch.library.CustomOpDef):
+            expected = 'an overload as torch.ops.mylib.op.default, or a name as "mylib::op"'
+            raise ValueError(f"targets: expected {expected}, got {target!r}")
+
+
 _attention: set[Any] = set()
 
 
 def declare_attention(*targets: Any) -> None:
-    """Say that operators are attention; ``targets`` as those of :func:`token_rule`. By this a layer's windows are named."""
+    """Say that operators are attention. The windows of a layer get their names by this.
+
+    ``targets`` and errors are those of :func:`token_rule`.
+    """
+    _check(targets)
     _attention.update(targets)
 
 
@@ -100,9 +125,9 @@ def registered(target: Any) -> Registered | None:
 
 
 def registered_name(name: str, writes: bool) -> Registered | None:
-    """The rule of the operator ``library::operator``: its own, else that of what a host has declared it to be.
+    """The rule of the operator ``library::operator``: its own, else that of the class as which a host has declared it.
 
-    ``writes``: whether it is called through ``auto_functionalized``; what is declared to be called otherwise has no rule then.
+    ``writes`` says whether this call goes through ``auto_functionalized``. None if the host has declared the opposite.
     """
     for module in take_rule_modules():
         importlib.import_module(module)
@@ -167,6 +192,7 @@ class OperatorCall:
         return tuple(args), kwargs
 
     def layout(self, operand: Any) -> Layout:
+        """Where an operand has its tokens; None if it is whole or a constant. The rule has then looked at it."""
         if not isinstance(operand, fx.Node):
             return None
         self.considered.add(operand)

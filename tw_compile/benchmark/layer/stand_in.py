@@ -180,7 +180,7 @@ def _captured(
 
 
 def _start_compiler(device: torch.device) -> None:
-    """What only the first compilation of a process takes is no variant's."""
+    """Compile something small, so that no variant's seconds have what only the first compilation of a process does."""
     with tempfile.TemporaryDirectory() as caches, compat.cold_compile(caches):
         torch.compile(lambda x: (x @ x).sin() + 1)(torch.zeros(64, 64, device=device, dtype=torch.bfloat16))
     torch.cuda.synchronize()

@@ -64,7 +64,7 @@ class Subject(nn.Module):
         return self.decoder.norm(residual), residual
 
     def parts(self, spec: LayerSpec) -> int:
-        """By what the time of a run is divided."""
+        """The number by which reports divide the time of a run: the layers of a stack, 1 for a whole model."""
         return spec.layers
 
     def timer(self, run: CompiledRun) -> Timer:

@@ -67,7 +67,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
 
 
 def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
-    """Of every token of the prompts but their first ones, in their order."""
+    """The log-probability of every prompt token but the first of each prompt, in order."""
     return [
         given[token].logprob
         for output, prompt in zip(outputs, prompts, strict=True)

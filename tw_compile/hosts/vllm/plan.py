@@ -180,7 +180,7 @@ def planned_ranges(
     if first >= engine.max_tokens:
         return ranges, f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
     if profile is None:
-        return ranges, "split auto: none, no profile says what the device takes for a layer"
+        return ranges, "split auto: none, no device profile says how long a layer takes"
     if layer is None:
         further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
         ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
