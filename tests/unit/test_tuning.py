@@ -27,6 +27,7 @@ from tw_compile.planning.device import parse_profile, profile_of_device, shipped
 from tw_compile.tuning import busy, run, show
 from tw_compile.tuning.beside import beside_contenders, contentions, pair_costs
 from tw_compile.tuning.busy import Usage, obstacles
+from tw_compile.tuning.run import key_of
 from tw_compile.tuning.spec import TuneSpec
 from tw_compile.tuning.tables import changes, derive, write
 
@@ -340,6 +341,19 @@ def test_partial_results_that_cannot_be_read_are_refused(tmp_path: Path) -> None
         (tmp_path / "tune-partial.json").write_text(text)
         with pytest.raises(UsageError, match=r"--resume: expected partial results in .*; --fresh begins anew"):
             run.earlier_stages(tmp_path, {})
+
+
+def test_tables_of_switched_off_peers_need_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["tune"])
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 2 and line.startswith("error: --out: expected a folder with TW_COMPILE_PEER_ACCESS=0")
+    assert CliRunner().invoke(app, ["tune", "--dry-run"]).exit_code == 0
+    assert "--out" not in CliRunner().invoke(app, ["tune", "--out", str(tmp_path)]).output
+    assert key_of(SPEC, [])["peer_access"] == "off"
 
 
 def test_a_dry_run_prints_the_grid_and_does_nothing(tmp_path: Path) -> None:
