@@ -12,6 +12,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
+from tw_compile.environment import PEER_ACCESS
 from tw_compile.harness.requests import UsageError
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
     try:
         report = examine()
         if vllm:
-            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report))
+            reachable = all(map(all, report["peer_access"]))
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
     if vllm:
@@ -66,10 +68,17 @@ def _print(console: Console, report: Report) -> None:
     console.print("\n[bold]GPUs[/bold]")
     if not gpus:
         console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
-    for gpu in gpus:
-        console.print(f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}")
+    for gpu, pcie in zip(gpus, report["pcie"] or [None] * len(gpus), strict=True):
+        text = f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}"
+        console.print(text + _pcie(pcie), markup=False)
     if len(gpus) > 1:
         _matrix(console, report)
+    if report[PEER_ACCESS] == "0":
+        console.print(f"{PEER_ACCESS}=0: tw_compile leaves peer access unused", style="yellow", markup=False)
+    if report["shared_memory"]:
+        space = report["shared_memory"]
+        free, size = (f"{space[key] / 2**20:.0f} MiB" for key in ("free_bytes", "bytes"))
+        console.print(f"\n[bold]shared memory of the host[/bold]\n{space['path']}: {free} of {size} free")
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
     console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
@@ -102,7 +111,9 @@ def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
 
 
 def _matrix(console: Console, report: Report) -> None:
-    table = Table(title="peer access; NVLinks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title="peer access, link, native atomics", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     count = len(report["gpus"])
     for name in ("", *map(str, range(count))):
         table.add_column(name, header_style="dim")
@@ -114,6 +125,21 @@ def _matrix(console: Console, report: Report) -> None:
 
 
 def _link(report: Report, row: int, column: int) -> str:
-    access = "yes" if report["peer_access"][row][column] else "[red]no[/red]"
-    links = report["nvlinks"]
-    return f"{access} {links[row][column]}x" if links else access
+    """Such as ``yes NVLink 18x atomics``; what is not known is left out."""
+    words = ["yes" if report["peer_access"][row][column] else "[red]no[/red]"]
+    if report["nvlinks"]:
+        links = report["nvlinks"][row][column]
+        words.append(f"NVLink {links}x" if links else "PCIe")
+    if report["native_atomics"] and report["native_atomics"][row][column]:
+        words.append("atomics")
+    return " ".join(words)
+
+
+def _pcie(figures: dict[str, int | None] | None) -> str:
+    """Generation and width at most, and the width now where the slot has fewer lanes."""
+    if figures is None or figures["max_generation"] is None:
+        return ""
+    width = figures["width"] or figures["max_width"]
+    at_most = figures["max_width"]
+    lanes = "" if width is None else f" x{width}" + (f" of x{at_most}" if at_most and at_most != width else "")
+    return f", PCIe {figures['max_generation']}{lanes}"
