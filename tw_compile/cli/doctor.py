@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.environment import PEER_ACCESS
 from tw_compile.harness.requests import UsageError
@@ -21,14 +21,27 @@ if TYPE_CHECKING:
 
 VllmOption = Annotated[bool, typer.Option("--vllm", help="What vLLM would do with the passes here, instead.")]
 
+MeasureOption = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Also time what the link between the first two GPUs carries, which should be idle; 90 seconds at most.",
+    ),
+]
+
 
 @common.one_line_errors
-def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
-    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing."""
+def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: MeasureOption = False) -> None:
+    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing.
+
+    Exit code: 0 done, 1 what was to be measured is incomplete, 2 bad input.
+    """
     from tw_compile.hosts.vllm import doctor as of_vllm
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
+    if measure:
+        _check_measure(vllm)
     try:
         report = examine()
         if vllm:
@@ -36,11 +49,31 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
             report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
+    report["measured_links"] = _measured_links(console) if measure else None
     if vllm:
         _print_sections(console, of_vllm.sections(report["vllm"]))
     else:
         _print(console, report)
     common.write_json(report, json_file)
+    if measure and report["measured_links"]["incomplete"]:
+        raise typer.Exit(common.EXIT_FAILED)
+
+
+def _check_measure(vllm: bool) -> None:
+    """Raises UsageError where there are no two GPUs, where a launcher has started this, or where nothing would be shown."""
+    if vllm:
+        raise UsageError("--measure: expected no --vllm with it, which shows no links, got both")
+    bench_common.refuse_launcher("doctor --measure")
+    gpus = common.gpus()
+    if gpus < 2:
+        raise UsageError(f"--measure: expected 2 GPUs, got {gpus}")
+
+
+def _measured_links(console: Console) -> dict[str, Any]:
+    from tw_compile.benchmark.links import run, steps
+
+    with common.stages(console, steps()) as progress:
+        return run(progress)
 
 
 def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
@@ -79,6 +112,8 @@ def _print(console: Console, report: Report) -> None:
         space = report["shared_memory"]
         free, size = (f"{space[key] / 2**20:.0f} MiB" for key in ("free_bytes", "bytes"))
         console.print(f"\n[bold]shared memory of the host[/bold]\n{space['path']}: {free} of {size} free")
+    if report["measured_links"]:
+        _print_links(console, report["measured_links"])
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
     console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
@@ -100,6 +135,24 @@ def _print(console: Console, report: Report) -> None:
         console.print(f"{'':<{len(ranks)}}  {unfused}", markup=False)
         for line in plan.get("thresholds", ()):
             console.print(f"{'':<{len(ranks)}}  bf16 {line}", markup=False, soft_wrap=True)
+
+
+def _print_links(console: Console, measured: dict[str, Any]) -> None:
+    """A line for each way: what each of the two GPUs moves alone, or why that is not known."""
+    console.print("\n[bold]link between GPU 0 and GPU 1, measured[/bold]")
+    rows = measured["rows"]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        of_gpus = "; ".join(_figure(row) for row in rows if row["way"] == way)
+        console.print(f"{way:<9}  {of_gpus}", markup=False, soft_wrap=True)
+    if measured["incomplete"]:
+        console.print(f"INCOMPLETE  {measured['incomplete']}", style="red", markup=False, soft_wrap=True)
+
+
+def _figure(row: dict[str, Any]) -> str:
+    who = "" if row["gpu"] is None else f"GPU {row['gpu']}: "
+    if row["reason"] is not None:
+        return f"{who}not measured, {row['reason']}"
+    return who + (f"{row['us']:.1f} us one way" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f} GB/s")
 
 
 def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
