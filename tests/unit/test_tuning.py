@@ -395,3 +395,17 @@ def test_without_gpus_a_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert command._world_sizes(None, "cuda", dry_run=False) == (2,)
     with pytest.raises(UsageError, match="--tp: expected at most 2"):
         command._world_sizes((2, 4), "cuda", dry_run=False)
+
+
+@pytest.mark.parametrize("ours", [None, 30.0])
+def test_a_node_whose_gpus_cannot_reach_each_other_has_tables_too(
+    ours: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All over peer memory is not served there: what is written names no kernel, and is readable."""
+    left = {"nccl+norm": 40.0, "no-communication": 2.0, "tw-nccl": ours}
+    monkeypatch.setitem(globals(), "kernel_us", lambda label, tokens, hidden: left.get(label))
+    monkeypatch.setitem(globals(), "beside_us", lambda label: None if label.startswith("tw-") else 100.0)
+    derived = derive(report_of())
+    assert derived.steps == () and derived.pairs == ()
+    for file in write(tmp_path, derived, "a comment"):
+        assert file.read_text().startswith("#")
