@@ -122,8 +122,10 @@ def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None
     visible = device_uuids()
     facts = gather(RankFacts(_host_id(), visible[own]), group)
     try:
-        obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, native_atomics)
-        obstacle = obstacle if peer_access() else SWITCHED_OFF
+        if peer_access():
+            obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, native_atomics)
+        else:
+            obstacle = SWITCHED_OFF
         if obstacle is None:
             compat.symm_mem_empty(_PROBE_BYTES, device)
     except (RuntimeError, OSError) as error:

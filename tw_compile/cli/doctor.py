@@ -106,7 +106,7 @@ def _print(console: Console, report: Report) -> None:
         console.print(text + _pcie(pcie), markup=False)
     if len(gpus) > 1:
         _matrix(console, report)
-    if report[PEER_ACCESS] == "0":
+    if not report["peer_access_used"]:
         console.print(f"{PEER_ACCESS}=0: tw_compile leaves peer access unused", style="yellow", markup=False)
     if report["shared_memory"]:
         space = report["shared_memory"]

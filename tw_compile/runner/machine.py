@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.current import own_gate
-from tw_compile.environment import PEER_ACCESS
+from tw_compile.environment import peer_access
 from tw_compile.files import user_file
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
@@ -62,7 +62,7 @@ def examine() -> Report:
         "nvlinks": nvml["links"],
         "pcie": nvml["pcie"],
         "shared_memory": topology.shared_memory(),
-        PEER_ACCESS: os.environ.get(PEER_ACCESS),
+        "peer_access_used": peer_access(),
         "symmetric_memory": {
             "importable": importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
             "multicast_supported": multicast,
