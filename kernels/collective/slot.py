@@ -142,9 +142,9 @@ class Slot:
 class GroupState:
     """A process group as this transport sees it; the same on all ranks but for ``rank``.
 
-    ``selector``: which kernel serves a call. ``obstacle``: why the group uses ``instead``, another transport. ``multimem``: use
-    multicast, which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded. ``known``:
-    forms of calls that were served, and how; nothing of that outlives the buffers that it names.
+    ``selector``: which kernel serves a call. ``obstacle``: why the group uses another transport, ``instead``. ``multimem``: use
+    multicast, which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded.
+    ``known``: forms of calls that were served, and how; nothing of that outlives the buffers that it names.
     """
 
     name: str

@@ -24,17 +24,25 @@ P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
 HOST_HIDDEN_MULTIPLE = 8
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
+NO_PEER_ACCESS = "no peer access between the GPUs"
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What the choice of a transport depends on; the same on every rank of the group."""
+    """What the choice of a transport depends on; the same on every rank of the group.
+
+    Attributes:
+        peer_access: Whether its GPUs may work on each other's memory; also True where only the first use can tell.
+        peer_obstacle: What is said where they may not.
+    """
 
     device_type: str
     world_size: int
     hosts: int
+    peer_access: bool = True
+    peer_obstacle: str = NO_PEER_ACCESS
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,8 @@ def _nccl_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> O
     return None
 
 
-def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
-    """What keeps the message from going peer to peer; NCCL's limits too, as it takes over where peers can't be reached."""
+def _node_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    """What keeps the message from kernels over memory of one node; NCCL's limits too, as it takes over if that can't be had."""
     if obstacle := _nccl_obstacle(facts, hidden_size, dtype):
         return obstacle
     if facts.hosts > 1:
@@ -106,13 +114,18 @@ def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Ob
     return None
 
 
+def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+    obstacle = _node_obstacle(facts, hidden_size, dtype)
+    if obstacle is None and not facts.peer_access:
+        return Obstacle(facts.peer_obstacle, "device")
+    return obstacle
+
+
 def _host_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
-    """What keeps the message from going through host memory: what keeps it from peers' memory, but for peer access."""
-    if obstacle := _p2p_obstacle(facts, hidden_size, dtype):
-        return obstacle
-    if hidden_size % HOST_HIDDEN_MULTIPLE:
+    obstacle = _node_obstacle(facts, hidden_size, dtype)
+    if obstacle is None and hidden_size % HOST_HIDDEN_MULTIPLE:
         return Obstacle(f"hidden_size {hidden_size} is not a multiple of {HOST_HIDDEN_MULTIPLE}", "hidden_size")
-    return None
+    return obstacle
 
 
 _P2P = "tw_compile.kernels.transports.p2p:P2PTransport"
