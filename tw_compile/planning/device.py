@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from tw_compile.files import read_if_there, user_file
+from tw_compile.planning.links import LinkTransport
 from tw_compile.planning.tables import read_table
 
 USER_FILE = "device.toml"
@@ -168,7 +169,7 @@ class DeviceProfile:
         beyond, it has not been measured."""
         return 1.0 + (self.communication_contention - 1.0) * (min(world_size, MEASURED_RANKS) - 1)
 
-    def sms_beside(self, kernel: FusedKernel, ctas: int) -> int:
+    def sms_beside(self, kernel: FusedKernel | LinkTransport, ctas: int) -> int:
         """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
 
         CTAs without clusters are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
