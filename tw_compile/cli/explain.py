@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
-from tw_compile.cli.plan import layer_of_model, named_profile
+from tw_compile.cli.plan import layer_of_model, named_profile, node_link
 from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
@@ -23,7 +23,6 @@ from tw_compile.gating.table import size
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
 from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
-from tw_compile.planning.links import link_of_node
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
@@ -91,7 +90,7 @@ def explain(
         raise UsageError(str(error)) from error
     console = common.make_console(json_file)  # refuses a file that cannot be written before the model is read
     profile = _profile(device_profile, node.device_class)
-    link = _link()
+    link = node_link()
     layer = None if model is None else layer_of_model(model, tp)[0]
     if layer is not None and hidden not in (None, layer.hidden_size):
         raise UsageError(f"--hidden: expected {layer.hidden_size}, that of --model {model}, or none, got {hidden}")
@@ -130,14 +129,6 @@ def _profile(device_profile: str, device_class: str) -> DeviceProfile | None:
     device = PLANNED_DEVICES.get(device_class)
     try:
         return None if device is None else profile_of_device(device)
-    except ValueError as error:  # the user's own file
-        raise UsageError(str(error)) from error
-
-
-def _link() -> Link:
-    """What sums travel over where the transport uses no peer memory."""
-    try:
-        return link_of_node()
     except ValueError as error:  # the user's own file
         raise UsageError(str(error)) from error
 

@@ -162,12 +162,17 @@ def named_profile(name: str) -> DeviceProfile:
         raise UsageError(f"--device-profile: {error}") from error
 
 
-def link_of_transport(transport: str) -> Link:
-    """The link that ``--transport`` names a transport of."""
+def node_link() -> Link:
+    """What messages travel over where GPUs have no peer access."""
     try:
-        link = link_of_node()
+        return link_of_node()
     except ValueError as error:  # the user's own file
         raise UsageError(str(error)) from error
+
+
+def link_of_transport(transport: str) -> Link:
+    """The link that ``--transport`` names a transport of."""
+    link = node_link()
     try:
         link.transport(transport)
     except ValueError as error:

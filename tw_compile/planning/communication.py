@@ -102,6 +102,16 @@ def link_us(transport: LinkTransport, nbytes: int, world_size: int) -> float:
     )
 
 
+def overlapped_us(kernel: FusedKernel | LinkTransport, us: float, compute_us: float) -> float:
+    """What a call takes that would take ``us`` were compute beside all of it, and is beside ``compute_us`` of it.
+
+    Peer memory is fast, and nearly all of its calls are beside compute: those keep ``us``.
+    """
+    if not isinstance(kernel, LinkTransport):
+        return us
+    return min(us, us / kernel.contention + compute_us * (1.0 - 1.0 / kernel.contention))
+
+
 def beside_us(
     profile: DeviceProfile,
     kernel: FusedKernel | LinkTransport,
@@ -111,7 +121,7 @@ def beside_us(
     ctas: int,
     in_slot: bool = False,
 ) -> float:
-    """A call of ``[tokens, hidden]`` beside compute; see :func:`sm_us` for ``in_slot``."""
+    """A call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
     if isinstance(kernel, LinkTransport):
         return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size)
     alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot)

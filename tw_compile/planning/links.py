@@ -42,7 +42,7 @@ class LinkTransport:
     Attributes:
         only_without_peers: Where the GPUs have peer access it goes another way, of which nothing is said here.
         sms: What a call holds beside compute.
-        contention: Factor on the time of a call beside compute.
+        contention: Factor on the time of a call while compute is beside it.
         norm_apart: The norm is a kernel of its own, which runs in the compute of the half and not in the call.
     """
 

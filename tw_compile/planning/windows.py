@@ -228,6 +228,7 @@ class Costs:
             else:
                 begun = ctas if clock < SLACK * communication_us else 0
                 clock = self._after(clock, step(profile.sms - begun), communication_us)
+        communication_us = communication.overlapped_us(self.kernel, communication_us, clock)
         return PlannedWindow(
             computes=computes,
             half=half,
