@@ -78,7 +78,7 @@ def fitted_link(base: Link, transport: str, runs: Sequence[KernelRun]) -> Measur
 
 def write_link(folder: Path, found: MeasuredLink, comment: str) -> Path:
     """Write the user's file of the link into ``folder``, and read it back."""
-    text = profile_text(found.link, found.measured, comment)
+    text = profile_text(found.link, found.measured, comment, kept="as before")
     parse_link(text, USER_FILE)  # a wrong file would stop every compile
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / USER_FILE, text)

@@ -138,13 +138,18 @@ def latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, floa
     return round(float(latency), 2), round(float(1 / per_byte) / 1e3, 1)
 
 
-def profile_text(profile: DeviceProfile | Link, measured: frozenset[str], comment: str) -> str:
-    """The TOML of a profile or a link, as its module in ``planning`` reads it, each value with its origin."""
+def profile_text(
+    profile: DeviceProfile | Link, measured: frozenset[str], comment: str, kept: str = "as shipped"
+) -> str:
+    """The TOML of a profile or a link, as its module in ``planning`` reads it, each value with its origin.
+
+    ``kept``: that of the values that were not measured.
+    """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*lines, *_table(profile, "", measured)]) + "\n"
+    return "\n".join([*lines, *_table(profile, "", measured, kept)]) + "\n"
 
 
-def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
+def _table(part: object, path: str, measured: frozenset[str], kept: str) -> list[str]:
     """Plain values first, then tables."""
     values = part if isinstance(part, Mapping) else {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
     lines, tables = [], []
@@ -152,11 +157,11 @@ def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             for inner, entry in value.items():
-                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured)]
+                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured, kept)]
         elif dataclasses.is_dataclass(value):
-            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured)]
+            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured, kept)]
         else:
-            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else 'as shipped'}")
+            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else kept}")
     return lines + tables
 
 
