@@ -114,7 +114,7 @@ def plan(
         "layers": layers,
         "device_profile": profile.name,
         "kernel": profile.kernel if served_by is None else served_by,
-        "link": None if link is None else link.name,
+        "link": "" if link is None else link.name,
         "batch": batch,
         "layer": dataclasses.asdict(layer),
         "evidence": {
@@ -196,7 +196,7 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     widen(console, _WIDTH)
     console.print(
         f"{report['model']}, one of {report['layers']} layers on {report['world_size']} x {report['device_profile']}, "
-        f"{'kernel' if report['link'] is None else 'transport'} {report['kernel']}",
+        f"{'transport' if report['link'] else 'kernel'} {report['kernel']}",
         style="bold",
         markup=False,
     )
