@@ -17,6 +17,7 @@ from tw_compile.config import OPTION_PREFIX, Config
 from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
+from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
 
@@ -55,8 +56,11 @@ def own_gate(config: Config, node: Node) -> Gate:
 
 
 def current_node() -> Node:
+    """This process's device, and whether the GPUs of its host's ranks, or all that it sees, reach each other's memory."""
     device = torch.cuda.current_device()
-    return Node(torch.cuda.get_device_capability(device), bool(compat.multicast_support(device)))
+    multicast = bool(compat.multicast_support(device))
+    ranks = local_world_size() if dist.is_initialized() else torch.cuda.device_count()
+    return Node(torch.cuda.get_device_capability(device), multicast, gpus_reach_each_other(range(ranks)))
 
 
 def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:

@@ -13,6 +13,7 @@ THRESHOLDS = "TW_COMPILE_THRESHOLDS"
 SPIN_LIMIT = "TW_COMPILE_SPIN_LIMIT"
 CHECK_INPUTS = "TW_COMPILE_CHECK_INPUTS"
 CACHE_DIR = "TW_COMPILE_CACHE_DIR"
+PEER_ACCESS = "TW_COMPILE_PEER_ACCESS"
 REQUIRE_GPUS = "TW_COMPILE_REQUIRE_GPUS"
 
 _MOST = 2**31 - 1
@@ -69,6 +70,11 @@ def cache_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
     return Path(value) if value else None
 
 
+def peer_access(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether peer access between GPUs is used where it is, by ``TW_COMPILE_PEER_ACCESS``; it is unless that says 0."""
+    return _switch(environment, PEER_ACCESS) is not False
+
+
 def required_gpus(environment: Mapping[str, str] = os.environ) -> int:
     """How many GPUs tests must find, by ``TW_COMPILE_REQUIRE_GPUS``; 0 where it is unset."""
     return _number(environment, REQUIRE_GPUS)
@@ -80,7 +86,7 @@ def check_environment(environment: Mapping[str, str] = os.environ) -> None:
     Raises:
         ValueError: The message names the variable, what was expected and what came.
     """
-    for read in (enabled, strict, thresholds, spin_limit, checks_inputs, required_gpus):
+    for read in (enabled, strict, thresholds, spin_limit, checks_inputs, peer_access, required_gpus):
         read(environment)
 
 

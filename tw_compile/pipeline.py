@@ -14,6 +14,7 @@ from tw_compile import compat, report
 from tw_compile.config import Config
 from tw_compile.current import current_gate, current_link, current_profile
 from tw_compile.gating.gate import Gate
+from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.runtime import operator
 from tw_compile.passes import fusion, manager, split
 from tw_compile.passes.contract import Context, HostGraph, InductorNeed
@@ -108,7 +109,7 @@ class TWCompilePass(compat.CustomGraphPass):
         """All that of :meth:`uuid` but the user's pass, as text."""
         profile = current_profile(self.config)
         planned_for = repr((profile, current_link(profile)))
-        groups = compat.process_group_facts()
+        groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
         return "\n".join([*own, manager.identity()])
 

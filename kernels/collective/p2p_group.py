@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.agree import common_obstacle, gather
+from tw_compile.environment import peer_access
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 
 T = TypeVar("T")
 
@@ -62,7 +64,7 @@ def _host_id() -> str:
     return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()
 
 
-def _native_atomics(device: int, peer: int) -> bool:
+def native_atomics(device: int, peer: int) -> bool:
     """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) are atomic; NVLink has them, PCIe mostly not."""
     driver = ctypes.CDLL("libcuda.so.1")
     handles = (ctypes.c_int(), ctypes.c_int())
@@ -120,7 +122,10 @@ def group_obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None
     visible = device_uuids()
     facts = gather(RankFacts(_host_id(), visible[own]), group)
     try:
-        obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, _native_atomics)
+        if peer_access():
+            obstacle = peer_obstacle(own, facts, visible, torch.cuda.can_device_access_peer, native_atomics)
+        else:
+            obstacle = SWITCHED_OFF
         if obstacle is None:
             compat.symm_mem_empty(_PROBE_BYTES, device)
     except (RuntimeError, OSError) as error:

@@ -8,17 +8,17 @@ for one and run by another.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.kernels.collective.peer_access import local_world_size, peer_access_obstacle
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transports import (
     AUTO,
@@ -93,15 +93,27 @@ class Choice:
 
 
 def group_facts(group_name: str, device_type: str) -> GroupFacts:
-    """Facts about a group without talking to other ranks.
+    """Facts about a group without waiting for other ranks.
 
     The hosts follow from the launcher's LOCAL_WORLD_SIZE (ranks are numbered host by host); without a launcher the group
     is taken to live on one host, and the first run-time use finds out (see ``p2p.py``) if that is wrong.
     """
     group = compat.resolve_process_group(group_name)
     ranks = dist.get_process_group_ranks(group)
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return GroupFacts(device_type, len(ranks), len({rank // local_world_size for rank in ranks}))
+    on_each_host = local_world_size()
+    hosts = len({rank // on_each_host for rank in ranks})
+    return _facts(device_type, len(ranks), hosts, [rank % on_each_host for rank in ranks])
+
+
+def node_facts(device_type: str, world_size: int) -> GroupFacts:
+    """Facts about a group of the first ``world_size`` ranks of this host, which need not be there."""
+    return _facts(device_type, world_size, 1, range(world_size))
+
+
+def _facts(device_type: str, world_size: int, hosts: int, local_ranks: Sequence[int]) -> GroupFacts:
+    facts = GroupFacts(device_type, world_size, hosts)
+    obstacle = peer_access_obstacle(local_ranks) if device_type == "cuda" else None
+    return facts if obstacle is None else replace(facts, peer_access=False, peer_obstacle=obstacle)
 
 
 def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, requested: str = AUTO) -> Choice:

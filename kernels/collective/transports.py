@@ -23,17 +23,25 @@ P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
+NO_PEER_ACCESS = "no peer access between the GPUs"
 
 LimitedBy = Literal["nothing", "hidden_size", "group", "device"]
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """What the choice of a transport depends on; the same on every rank of the group."""
+    """What the choice of a transport depends on; the same on every rank of the group.
+
+    Attributes:
+        peer_access: Whether its GPUs may work on each other's memory; also True where only the first use can tell.
+        peer_obstacle: What is said where they may not.
+    """
 
     device_type: str
     world_size: int
     hosts: int
+    peer_access: bool = True
+    peer_obstacle: str = NO_PEER_ACCESS
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Ob
     if facts.world_size not in P2P_WORLD_SIZES:
         span = f"{P2P_WORLD_SIZES.start}..{P2P_WORLD_SIZES.stop - 1}"
         return Obstacle(f"world_size {facts.world_size} is not in {span}", "group")
+    if not facts.peer_access:
+        return Obstacle(facts.peer_obstacle, "device")
     if hidden_size > P2P_MAX_HIDDEN:
         return Obstacle(f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}", "hidden_size")
     if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:

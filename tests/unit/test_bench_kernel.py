@@ -41,7 +41,9 @@ from tw_compile.harness.plot import spread
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.harness.rows import Outcome, failures
 from tw_compile.harness.table import SMOKE_TEST
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 from tw_compile.kernels.collective.transport import get_transport
+from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
 
 SPEC = BenchSpec(4, "cuda", "bfloat16", (8192,), (16, 64))
 MIB = 2**20
@@ -63,6 +65,7 @@ def completed(*rows: Row, tokens: int = 16, spec: BenchSpec = SPEC) -> dict[str,
 def report_of(rows: list[Row], device: str = "cuda") -> dict[str, Any]:
     return {
         "machine": "x86_64 64 cpus",
+        "peer_access": "off",
         "device": device,
         "device_name": "NVIDIA H200",
         "world_size": 4,
@@ -269,7 +272,7 @@ def test_csv_has_a_line_a_contender_and_size_with_what_it_was_made_with() -> Non
     rows = measured()
     lines = list(csv.DictReader(io.StringIO(as_csv(report_of(rows)))))
     assert [(line["label"], line["tokens"]) for line in lines] == [(one.label, str(one.tokens)) for one in rows]
-    assert len(lines) == 2 * 6
+    assert len(lines) == 2 * 6 and {line["peer_access"] for line in lines} == {"off"}
     first = lines[0]
     assert (float(first["p50_us"]), first["best_peer"], first["residual_form"]) == (
         26.0,
@@ -342,8 +345,8 @@ def _variants(made_for: list[int | None]) -> list[Variant]:
         return get_transport("gloo")
 
     return [
-        Variant("swept", transport, False, sms=8, most_sms=16),
-        Variant("fixed", transport, False),
+        Variant("swept", transport, "p2p", False, sms=8, most_sms=16),
+        Variant("fixed", transport, "p2p", False),
     ]
 
 
@@ -383,6 +386,23 @@ def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     assert everyone["tw-p2p"].num_sms(MessageSize(4, 8192, "bfloat16"), 4) is None
 
 
+def test_what_needs_peer_memory_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = contenders(SPEC)
+    size = MessageSize(512, 8192, "bfloat16")
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    off = {one.label for one in everyone if one.obstacle(size, 2) == SWITCHED_OFF}
+    others = {"symm-one-shot+norm", "symm-two-shot+norm", "flashinfer-one-shot", "flashinfer-two-shot"}
+    assert off >= {"tw-p2p", "tw-stream", "copy-engines+norm", *others}
+    assert not off & {"tw-nccl", "nccl+norm", "no-communication"}
+    assert all(one.obstacle(size, 2) is None for one in everyone if one.label not in off)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "1")
+    assert SWITCHED_OFF not in {one.obstacle(size, 2) for one in everyone}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: False)
+    assert {one.label for one in everyone if one.obstacle(size, 2) == NO_PEER_ACCESS} == off
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")
 def test_flashinfer_that_is_not_installed_is_a_row_with_that_reason() -> None:
     assert "not installed" in str(import_obstacle())
@@ -414,6 +434,28 @@ def test_ranks_start_with_multicast_off_unless_the_environment_says(monkeypatch:
     assert seen.items() >= report["environment"].items()
     assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     assert len(report["versions"]["source"]) == 12 and report["schema_version"] == 1
+
+
+@pytest.mark.parametrize(("user", "seen"), [(None, "1"), ("0", "0")])
+def test_ranks_start_with_nccl_off_peers_where_they_are_switched_off(
+    monkeypatch: pytest.MonkeyPatch, user: str | None, seen: str
+) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    if user is not None:
+        monkeypatch.setenv("NCCL_P2P_DISABLE", user)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    monkeypatch.setattr(
+        start,
+        "spawn_ranks",
+        lambda *given: {"device_name": os.environ["NCCL_P2P_DISABLE"], "cache_bytes": 1, "rows": []},
+    )
+    report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
+    assert (report["device_name"], report["peer_access"]) == (seen, "off")
+    assert report["environment"]["NCCL_P2P_DISABLE"] == seen
+    assert os.environ.get("NCCL_P2P_DISABLE") == user
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "1")
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert bench_run.run(replace(SPEC, device="cpu"), lambda what: None)["peer_access"] == "on"
 
 
 @pytest.mark.parametrize(

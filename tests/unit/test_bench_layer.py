@@ -37,6 +37,7 @@ from tw_compile.harness.ranks import one_line
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.table import SMOKE_TEST
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 from tw_compile.models import reference, reference_forward
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.capture import capture_graphs
@@ -68,6 +69,7 @@ def report_of(rows: list[LayerRow], device: str = "cuda", scope: str = "layer") 
     return {
         "command": f"bench {scope}",
         "machine": "x86_64 64 cpus",
+        "peer_access": "on",
         "model": "llama-3.3-70b",
         "device": device,
         "device_name": "NVIDIA H200",
@@ -189,11 +191,11 @@ def test_sweep_holds_the_planned_split_against_the_fastest() -> None:
 def test_symmetric_memory_serves_what_torch_has_kernels_for() -> None:
     by_label = {one.label: one for one in variants(SPEC, 1024)}
     one_shot, two_shot = by_label["inductor+symm-one-shot"], by_label["inductor+symm-two-shot"]
-    assert one_shot.obstacle(32 * MIB, "bfloat16") is None
-    assert "up to 32 MiB" in str(one_shot.obstacle(32 * MIB + 2, "bfloat16"))
-    assert two_shot.obstacle(512 * MIB, "bfloat16") is None
-    assert "bfloat16 and float32 only" in str(two_shot.obstacle(1, "float16"))
-    assert all(one.obstacle(512 * MIB, "float16") is None for one in by_label.values() if not one.symmetric)
+    assert one_shot.obstacle(32 * MIB, "bfloat16", 2) is None
+    assert "up to 32 MiB" in str(one_shot.obstacle(32 * MIB + 2, "bfloat16", 2))
+    assert two_shot.obstacle(512 * MIB, "bfloat16", 2) is None
+    assert "bfloat16 and float32 only" in str(two_shot.obstacle(1, "float16", 2))
+    assert all(one.obstacle(512 * MIB, "float16", 2) is None for one in by_label.values() if not one.symmetric)
 
 
 def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -358,6 +360,14 @@ def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     failed = row("fused", "ours", None, outcome="numerics failed", reason="hidden: error 2")
     text = printed(report_of([failed, *measured()[1:]]))
     assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
+
+
+def test_symmetric_memory_is_left_out_where_peers_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    known = variants(SPEC, 1024)
+    off = {one.label for one in known if one.obstacle(2, "bfloat16", 2) == SWITCHED_OFF}
+    assert off == {one.label for one in known if one.symmetric} and len(off) == 2
+    assert all(one.obstacle(2, "bfloat16", 2) is None for one in known if one.label not in off)
 
 
 def test_csv_has_a_line_for_each_row() -> None:

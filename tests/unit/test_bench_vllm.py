@@ -135,6 +135,22 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
         variants(dataclasses.replace(SPEC, only=("on",)))
 
 
+def test_no_engine_uses_peers_where_they_are_switched_off() -> None:
+    spec = dataclasses.replace(SPEC, peer_access=False)
+    plan = engines(spec, "folder")
+    assert {one.variant.label for one in plan} == {one.label for one in VARIANTS} - {"off-nccl"}
+    for one in plan:
+        assert one.arguments["disable_custom_all_reduce"] is True
+        assert one.arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
+        assert one.variant.environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+        assert one.variant.environment["VLLM_ALLREDUCE_USE_FLASHINFER"] == "0"
+        assert one.variant.environment["TW_COMPILE"] == str(int(one.variant.kind == "ours"))
+    (reference,) = (one for one in plan if one.variant.kind == "reference")
+    assert reference.arguments["compilation_config"]["custom_ops"] == ["none"]
+    with pytest.raises(UsageError, match=r"--only: expected some of off, .*, got 'off-nccl'"):
+        variants(dataclasses.replace(spec, only=("off-nccl",)))
+
+
 def test_every_chunk_is_an_engine_and_decode_runs_in_the_largest() -> None:
     plan = engines(SPEC, "folder")
     assert [(one.chunk, one.variant.label) for one in plan[:8]] == [

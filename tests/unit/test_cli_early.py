@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,31 @@ def test_only_what_the_file_tells_is_judged(values: dict[str, Any], refused: boo
             check_shape(values, 2, None)
     else:
         check_shape(values, 2, None)
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_run_tells_nccl_to_leave_peers_unused_before_it_starts(
+    launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def report(*given: Any) -> dict[str, Any]:
+        seen.append(os.environ.get("NCCL_P2P_DISABLE"))
+        return {"numerics": {"passed": True}}
+
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setattr("tw_compile.harness.launch.spawn_ranks", report)
+    monkeypatch.setattr("tw_compile.runner.ranks.join_ranks", report)
+    monkeypatch.setattr("tw_compile.cli.render.print_run", lambda console, report: None)
+    monkeypatch.setattr("tw_compile.cli.run.leave", sys.exit)
+    if launched:
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+    for switch in ("0", "1"):
+        monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", switch)
+        result = CliRunner().invoke(app, ["run", "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+    assert seen == ["1", None]
 
 
 def test_without_the_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ BAD = {
     "TW_COMPILE_SPIN_LIMIT": "abc",
     "TW_COMPILE_THRESHOLDS": "nowhere.toml",
     "TW_COMPILE_REQUIRE_GPUS": "all",
+    "TW_COMPILE_PEER_ACCESS": "off",
 }
 
 
@@ -64,6 +65,7 @@ def test_empty_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:
     environment.check_environment(empty)
     assert environment.enabled(empty) is None and environment.cache_dir(empty) is None
     assert (environment.strict(empty), environment.spin_limit(empty), environment.required_gpus(empty)) == (False, 0, 0)
+    assert environment.peer_access(empty)
     assert asked_options(None, empty) is None and asked_options({"tw_compile": {}}, empty) == {}
     assert threshold_layers("auto", "sm90", empty | {"XDG_CONFIG_HOME": "/dev/null"})[-2].table is None
     monkeypatch.setenv("TW_COMPILE_STRICT", "")

@@ -39,6 +39,7 @@ def row(label: str, us: float | None, kind: str = "ours", tokens: int = 16, outc
 def report_of(rows: list[Row]) -> dict[str, Any]:
     names = {
         "machine": "m",
+        "peer_access": "on",
         "device": "cuda",
         "device_name": "GPU",
         "world_size": 2,

@@ -33,13 +33,14 @@ from tw_compile.gating import (
     tables_of,
     threshold_layers,
 )
+from tw_compile.gating.backend import backend_bounds
 from tw_compile.hosts.vllm.settings import NAMES, VllmSettings
 from tw_compile.testing import count_ops, fake_process_group, rewrite
 
 KIB, MIB = 2**10, 2**20
 SM90 = Node((9, 0), True)
 FACTS = st.tuples(
-    st.builds(Node, st.sampled_from([None, (8, 0), (9, 0), (10, 0), (10, 3), (10, 7)]), st.booleans()),
+    st.builds(Node, st.sampled_from([None, (8, 0), (9, 0), (10, 0), (10, 3), (10, 7)]), st.booleans(), st.booleans()),
     st.one_of(
         st.builds(
             Settings,
@@ -113,6 +114,41 @@ def test_vllm_033_fills_its_symmetric_buffer_to_the_last_byte() -> None:
     assert backend(2 * MIB, node=Node((10, 7), True), host="vllm-0.33") == "custom"
     assert backend(4 * MIB, node=Node((10, 7), True), host="vllm-0.33") == "multimem"
     assert backend(4 * MIB, node=Node((10, 7), True), host="vllm-0.24") == "custom"
+
+
+@pytest.mark.parametrize("host", NAMES)
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
+def test_without_peer_access_all_of_vllm_is_nccl(host: str, capability: tuple[int, int]) -> None:
+    """It switches its custom all_reduce off there, and what else is asked for can't be set up."""
+    asked = {"use_nccl_symm_mem": True, "use_flashinfer": True, "use_symm_mem": True}
+    bounds = backend_bounds(settings_of(host, **asked))
+    for nbytes in {16, *(bound + step for bound in bounds for step in (-16, 0, 16))}:
+        for world_size in (2, 4, 8):
+            for node in (Node(capability, False, peer_access=False), Node(capability, True, peer_access=False)):
+                assert backend(nbytes, world_size, node, host=host, **asked) == "nccl"
+    assert backend(16, 2, Node(capability, False), host=host, use_flashinfer=False) == "custom"
+    active = active_backend(
+        Node(capability, False, peer_access=False), settings_of(host), world_size=2, dtype="bfloat16", nbytes=16
+    )
+    assert "no peer access" in active.why
+
+
+def test_without_peer_access_small_messages_are_fused(host: str = "vllm-0.24") -> None:
+    """That a fast custom all_reduce would be left alone is no reason where there is none."""
+    fused = gate(Node((9, 0), False, peer_access=False), host=host)
+    verdicts = fused.crossovers(2 * 8192, world_size=8, dtype="bfloat16")
+    assert {str(verdict.backend) for verdict in verdicts} == {"nccl"} and all(verdict.fused for verdict in verdicts)
+    assert fused.digest() != gate(Node((9, 0), False), host=host).digest()
+
+
+def test_a_named_backend_is_taken_for_granted_without_peer_access_too() -> None:
+    assert backend(16, node=Node((9, 0), False, peer_access=False), backend="custom") == "custom"
+
+
+def test_inductor_has_no_one_shot_kernel_without_peer_access() -> None:
+    small = {"host": "pytorch", "one_shot_max_bytes": 1024}
+    assert backend(1024, node=SM90, **small) == "symm_mem_one_shot"
+    assert backend(1024, node=Node((9, 0), False, peer_access=False), **small) == "nccl"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tw_compile.planning.device import parse_profile, profile_of_device, shipped
 from tw_compile.tuning import busy, run, show
 from tw_compile.tuning.beside import beside_contenders, contentions, pair_costs
 from tw_compile.tuning.busy import Usage, obstacles
+from tw_compile.tuning.run import key_of
 from tw_compile.tuning.spec import TuneSpec
 from tw_compile.tuning.tables import changes, derive, write
 
@@ -342,6 +343,19 @@ def test_partial_results_that_cannot_be_read_are_refused(tmp_path: Path) -> None
             run.earlier_stages(tmp_path, {})
 
 
+def test_tables_of_switched_off_peers_need_a_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["tune"])
+    (line,) = result.output.splitlines()
+    assert result.exit_code == 2 and line.startswith("error: --out: expected a folder with TW_COMPILE_PEER_ACCESS=0")
+    assert CliRunner().invoke(app, ["tune", "--dry-run"]).exit_code == 0
+    assert "--out" not in CliRunner().invoke(app, ["tune", "--out", str(tmp_path)]).output
+    assert key_of(SPEC, [])["peer_access"] == "off"
+
+
 def test_a_dry_run_prints_the_grid_and_does_nothing(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["tune", "--dry-run", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
@@ -381,3 +395,17 @@ def test_without_gpus_a_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     assert command._world_sizes(None, "cuda", dry_run=False) == (2,)
     with pytest.raises(UsageError, match="--tp: expected at most 2"):
         command._world_sizes((2, 4), "cuda", dry_run=False)
+
+
+@pytest.mark.parametrize("ours", [None, 30.0])
+def test_a_node_whose_gpus_cannot_reach_each_other_has_tables_too(
+    ours: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All over peer memory is not served there: what is written names no kernel, and is readable."""
+    left = {"nccl+norm": 40.0, "no-communication": 2.0, "tw-nccl": ours}
+    monkeypatch.setitem(globals(), "kernel_us", lambda label, tokens, hidden: left.get(label))
+    monkeypatch.setitem(globals(), "beside_us", lambda label: None if label.startswith("tw-") else 100.0)
+    derived = derive(report_of())
+    assert derived.steps == () and derived.pairs == ()
+    for file in write(tmp_path, derived, "a comment"):
+        assert file.read_text().startswith("#")

@@ -100,6 +100,12 @@ def test_ranges_end_where_multimem_takes_over() -> None:
     assert plan.range_endpoints(replace(ENGINE, max_tokens=15), VLLM, both) == []
 
 
+def test_without_peer_access_there_is_one_kind_of_node() -> None:
+    (only,) = plan.gates(VLLM, (9, 0), peer_access=False)
+    assert not only.node.peer_access and not only.node.multicast
+    assert plan.range_endpoints(ENGINE, VLLM, (only,)) == []
+
+
 def test_ranges_follow_the_options() -> None:
     row_bytes = plan.row_bytes_of(ENGINE)
     config = Config(host="vllm-0.24", transport="p2p", fuse_min_bytes=8 * row_bytes, fuse_max_bytes=64 * row_bytes)

@@ -21,7 +21,7 @@ from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
 from tw_compile.harness.rows import csv_of
-from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
+from tw_compile.kernels.collective.transport import node_facts, prefer_transport
 from tw_compile.kernels.transports.selection import step_for, steps_for
 
 LABEL = "gated"
@@ -76,7 +76,7 @@ class Gated(Contender):
 
 def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:
     """The operator by the transport that the verdict asks for, or why it is not here."""
-    facts = GroupFacts("cuda" if cuda else "cpu", world_size, hosts=1)
+    facts = node_facts("cuda" if cuda else "cpu", world_size)
     choice = prefer_transport(facts, size.hidden, getattr(torch, size.dtype), verdict.transport or "auto")
     known = {variant.label: variant for variant in (OURS if cuda else OURS_ON_CPU)}
     label = f"tw-{choice.name}"

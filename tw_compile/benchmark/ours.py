@@ -17,7 +17,7 @@ from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.collective.transport import Transport, get_transport
+from tw_compile.kernels.collective.transport import Transport, choose_transport, get_transport, node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.registry import Benchmarked
 
@@ -31,6 +31,7 @@ class Variant:
 
     Attributes:
         transport: Makes it for a number of CTAs.
+        over: What the registry calls that transport.
         sharded, narrow: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
         sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
         most_sms: How many it can have.
@@ -42,6 +43,7 @@ class Variant:
 
     label: str
     transport: Callable[[int | None], Transport]
+    over: str
     sharded: bool
     sms: int | None = None
     most_sms: int = 0
@@ -70,6 +72,14 @@ class Operator(Contender):
     @functools.cached_property
     def _transport(self) -> Transport:
         return self._variant.transport(self._sms)
+
+    def obstacle(self, size: MessageSize, world_size: int) -> str | None:
+        """What the registry has against its transport where GPUs can't reach each other; the rest is for the first call."""
+        facts = node_facts(TRANSPORTS[self._variant.over].device_types[0], world_size)
+        if facts.peer_access:
+            return None
+        choice = choose_transport(facts, size.hidden, getattr(torch, size.dtype), self._variant.over)
+        return choice.reason if choice.name is None else None
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
@@ -155,19 +165,19 @@ def variants(device_type: str) -> tuple[Variant, ...]:
     listed = []
     for transport in TRANSPORTS:
         if device_type in transport.device_types:
-            listed += [_variant(line, _named(transport.name)) for line in transport.benchmarked]
+            listed += [_variant(line, transport.name, _named(transport.name)) for line in transport.benchmarked]
             if transport.name == "p2p":
-                listed += _of_algorithms()
+                listed += _of_algorithms(transport.name)
     return tuple(listed)
 
 
-def _of_algorithms() -> list[Variant]:
+def _of_algorithms(transport: str) -> list[Variant]:
     """All that is float8 is behind the rest, with which it can't be compared."""
     pairs = [(entry, line) for entry in ALGORITHMS for line in entry.benchmarked]
     pairs.sort(key=lambda pair: pair[1].quantises)
     return [
         replace(
-            _variant(line, _only(entry)),
+            _variant(line, transport, _only(entry)),
             sms=entry.sms,
             most_sms=entry.most_sms,
             algorithm=entry.name if line.plain else None,
@@ -176,10 +186,11 @@ def _of_algorithms() -> list[Variant]:
     ]
 
 
-def _variant(line: Benchmarked, transport: Callable[[int | None], Transport]) -> Variant:
+def _variant(line: Benchmarked, over: str, transport: Callable[[int | None], Transport]) -> Variant:
     return Variant(
         line.label,
         transport,
+        over,
         line.sharded,
         in_slot=line.in_slot,
         hidden_scale=FP8_SCALE if line.quantises else None,

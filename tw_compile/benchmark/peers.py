@@ -12,6 +12,7 @@ from tw_compile.benchmark.contender import Contender, ContenderCall
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
+from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 
 SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
@@ -66,6 +67,8 @@ class SymmetricMemory(Contender):
         self._one_shot = one_shot
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
+        if obstacle := peer_access_obstacle(range(world_size)):
+            return obstacle
         if self._one_shot and size.nbytes > SYMM_MEM_ONE_SHOT_MAX_BYTES:
             return f"every rank would read all messages whole: tried up to {SYMM_MEM_ONE_SHOT_MAX_BYTES // 2**20} MiB"
         return None

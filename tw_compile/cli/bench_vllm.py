@@ -17,6 +17,7 @@ from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption
 from tw_compile.cli.common import JsonOption, LayersOption
 from tw_compile.config import whole_number
+from tw_compile.environment import peer_access
 from tw_compile.harness.requests import UsageError
 
 MOST_GIB = 2**20
@@ -86,6 +87,7 @@ def vllm(
         only=bench_common.labels(only),
         kv_cache_bytes=_bytes(kv_cache_gib),
         engine=_table(engine),
+        peer_access=peer_access(),
         together=together,
         seed=seed,
         timeout=timeout,

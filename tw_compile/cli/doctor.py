@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tw_compile.cli import common
+from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
+from tw_compile.environment import PEER_ACCESS
 from tw_compile.harness.requests import UsageError
 
 if TYPE_CHECKING:
@@ -20,25 +21,59 @@ if TYPE_CHECKING:
 
 VllmOption = Annotated[bool, typer.Option("--vllm", help="What vLLM would do with the passes here, instead.")]
 
+MeasureOption = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Also time what the link between the first two GPUs carries, which should be idle; 90 seconds at most.",
+    ),
+]
+
 
 @common.one_line_errors
-def doctor(json_file: JsonOption = None, vllm: VllmOption = False) -> None:
-    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing."""
+def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: MeasureOption = False) -> None:
+    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing.
+
+    Exit code: 0 done, 1 what was to be measured is incomplete, 2 bad input.
+    """
     from tw_compile.hosts.vllm import doctor as of_vllm
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
+    if measure:
+        _check_measure(vllm)
     try:
         report = examine()
         if vllm:
-            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report))
+            reachable = all(map(all, report["peer_access"]))
+            report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error
+    report["measured_links"] = _measured_links(console) if measure else None
     if vllm:
         _print_sections(console, of_vllm.sections(report["vllm"]))
     else:
         _print(console, report)
     common.write_json(report, json_file)
+    if measure and report["measured_links"]["incomplete"]:
+        raise typer.Exit(common.EXIT_FAILED)
+
+
+def _check_measure(vllm: bool) -> None:
+    """Raises UsageError where there are no two GPUs, where a launcher has started this, or where nothing would be shown."""
+    if vllm:
+        raise UsageError("--measure: expected no --vllm with it, which shows no links, got both")
+    bench_common.refuse_launcher("doctor --measure")
+    gpus = common.gpus()
+    if gpus < 2:
+        raise UsageError(f"--measure: expected 2 GPUs, got {gpus}")
+
+
+def _measured_links(console: Console) -> dict[str, Any]:
+    from tw_compile.benchmark.links import run, steps
+
+    with common.stages(console, steps()) as progress:
+        return run(progress)
 
 
 def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
@@ -66,10 +101,19 @@ def _print(console: Console, report: Report) -> None:
     console.print("\n[bold]GPUs[/bold]")
     if not gpus:
         console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
-    for gpu in gpus:
-        console.print(f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}")
+    for gpu, pcie in zip(gpus, report["pcie"] or [None] * len(gpus), strict=True):
+        text = f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}"
+        console.print(text + _pcie(pcie), markup=False)
     if len(gpus) > 1:
         _matrix(console, report)
+    if not report["peer_access_used"]:
+        console.print(f"{PEER_ACCESS}=0: tw_compile leaves peer access unused", style="yellow", markup=False)
+    if report["shared_memory"]:
+        space = report["shared_memory"]
+        free, size = (f"{space[key] / 2**20:.0f} MiB" for key in ("free_bytes", "bytes"))
+        console.print(f"\n[bold]shared memory of the host[/bold]\n{space['path']}: {free} of {size} free")
+    if report["measured_links"]:
+        _print_links(console, report["measured_links"])
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
     console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
@@ -93,6 +137,24 @@ def _print(console: Console, report: Report) -> None:
             console.print(f"{'':<{len(ranks)}}  bf16 {line}", markup=False, soft_wrap=True)
 
 
+def _print_links(console: Console, measured: dict[str, Any]) -> None:
+    """A line for each way: what each of the two GPUs moves alone, or why that is not known."""
+    console.print("\n[bold]link between GPU 0 and GPU 1, measured[/bold]")
+    rows = measured["rows"]
+    for way in dict.fromkeys(row["way"] for row in rows):
+        of_gpus = "; ".join(_figure(row) for row in rows if row["way"] == way)
+        console.print(f"{way:<9}  {of_gpus}", markup=False, soft_wrap=True)
+    if measured["incomplete"]:
+        console.print(f"INCOMPLETE  {measured['incomplete']}", style="red", markup=False, soft_wrap=True)
+
+
+def _figure(row: dict[str, Any]) -> str:
+    who = "" if row["gpu"] is None else f"GPU {row['gpu']}: "
+    if row["reason"] is not None:
+        return f"{who}not measured, {row['reason']}"
+    return who + (f"{row['us']:.1f} us one way" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f} GB/s")
+
+
 def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
     width = max(map(len, values))
     console.print(f"\n[bold]{title}[/bold]")
@@ -102,7 +164,9 @@ def _pairs(console: Console, title: str, values: dict[str, Any]) -> None:
 
 
 def _matrix(console: Console, report: Report) -> None:
-    table = Table(title="peer access; NVLinks", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = Table(
+        title="peer access, link, native atomics", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
     count = len(report["gpus"])
     for name in ("", *map(str, range(count))):
         table.add_column(name, header_style="dim")
@@ -114,6 +178,21 @@ def _matrix(console: Console, report: Report) -> None:
 
 
 def _link(report: Report, row: int, column: int) -> str:
-    access = "yes" if report["peer_access"][row][column] else "[red]no[/red]"
-    links = report["nvlinks"]
-    return f"{access} {links[row][column]}x" if links else access
+    """Such as ``yes NVLink 18x atomics``; what is not known is left out."""
+    words = ["yes" if report["peer_access"][row][column] else "[red]no[/red]"]
+    if report["nvlinks"]:
+        links = report["nvlinks"][row][column]
+        words.append(f"NVLink {links}x" if links else "PCIe")
+    if report["native_atomics"] and report["native_atomics"][row][column]:
+        words.append("atomics")
+    return " ".join(words)
+
+
+def _pcie(figures: dict[str, int | None] | None) -> str:
+    """Generation and width at most, and the width now where the slot has fewer lanes."""
+    if figures is None or figures["max_generation"] is None:
+        return ""
+    width = figures["width"] or figures["max_width"]
+    at_most = figures["max_width"]
+    lanes = "" if width is None else f" x{width}" + (f" of x{at_most}" if at_most and at_most != width else "")
+    return f", PCIe {figures['max_generation']}{lanes}"

@@ -69,6 +69,7 @@ def run(
     2 bad input.
     """
     from tw_compile.harness.launch import spawn_ranks, torchrun_world_size
+    from tw_compile.harness.variables import for_runs
     from tw_compile.runner.ranks import run_in_process_group
 
     common.splitting(split, device_profile)
@@ -77,11 +78,12 @@ def run(
     spec = dataclasses.replace(spec, split=split, device_profile=device_profile, trace=trace)
     console = common.make_console(json_file)
     if torchrun_world_size() is not None:
-        report = _join(spec, console)
+        with for_runs():
+            report = _join(spec, console)
         leave(0 if report is None else _show(report, console, json_file))
     if spec.device == "cpu":
         console.print(_estimate(spec), style="dim", markup=False)
-    with common.stages(console, spec.steps) as progress:
+    with common.stages(console, spec.steps) as progress, for_runs():
         progress(f"starting {spec.world_size} ranks")
         report = spawn_ranks(spec, progress, run_in_process_group)
     raise typer.Exit(_show(report, console, json_file))

@@ -10,6 +10,7 @@ import typer
 
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
+from tw_compile.environment import PEER_ACCESS, peer_access
 from tw_compile.harness.requests import UsageError
 
 WORLD_SIZES = "2,4"
@@ -65,6 +66,10 @@ def tune(
             )
         require(plot_file)
     folder = _folder(out)
+    if out is None and device == "cuda" and not (dry_run or peer_access()):
+        raise UsageError(
+            f"--out: expected a folder with {PEER_ACCESS}=0, as its tables are not for this machine's daily use, got none"
+        )
     asked = common.numbers("--tp", tp) if tp is not None else None
     world_sizes = _world_sizes(asked, device, dry_run)
     labels = () if transport is None else _link_labels(transport, device, plot_file, dry_run)
@@ -161,7 +166,7 @@ def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bo
     if not dry_run:
         import torch
 
-        check_link_is_used(link, transport, torch.cuda.can_device_access_peer(0, 1))
+        check_link_is_used(link, transport, peer_access() and torch.cuda.can_device_access_peer(0, 1))
     return labels
 
 
@@ -231,7 +236,7 @@ def _ready(spec: Any, folder: Path) -> list[str]:
     import torch
 
     from tw_compile.current import current_node
-    from tw_compile.harness.start import multicast_off
+    from tw_compile.harness.variables import for_measurements
     from tw_compile.tuning.busy import obstacles, usages
     from tw_compile.tuning.tables import check_folder
 
@@ -242,7 +247,7 @@ def _ready(spec: Any, folder: Path) -> list[str]:
     names = [torch.cuda.get_device_name(index) for index in range(count)]
     if len(set(names)) > 1:
         raise UsageError(f"--tp: expected GPUs of one kind, got {', '.join(sorted(set(names)))}")
-    with multicast_off():
+    with for_measurements():
         check_folder(folder, current_node().device_class, names[0])
     return names
 

@@ -11,7 +11,7 @@ def active_backend(
 ) -> Active:
     """What an all_reduce of ``nbytes`` per rank would use.
 
-    GPUs of one host are taken to be joined by NVLink, all with all, as the tables' machines are.
+    GPUs of one host that have peer access are taken to be joined by NVLink, all with all, as the tables' machines are.
     """
     if settings.backend != "auto":
         return Active(Backend(settings.backend), "requested")

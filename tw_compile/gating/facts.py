@@ -29,10 +29,18 @@ BACKENDS = tuple(str(backend) for backend in Backend)
 
 @dataclass(frozen=True)
 class Node:
-    """The device: its compute capability (None: not a known NVIDIA GPU), and whether NVLink multicast can be used."""
+    """What all_reduces run on.
+
+    Attributes:
+        capability: The device's compute capability; None: not a known NVIDIA GPU.
+        multicast: Whether NVLink multicast can be used.
+        peer_access: Whether the GPUs can work on each other's memory. Hosts go by what the hardware can:
+            TW_COMPILE_PEER_ACCESS is for tw_compile alone.
+    """
 
     capability: tuple[int, int] | None
     multicast: bool
+    peer_access: bool = True
 
     @classmethod
     def parse(cls, device: str, multicast: bool) -> Node:

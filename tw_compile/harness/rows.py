@@ -42,8 +42,8 @@ def failures(rows: Iterable[AnyRow]) -> list[AnyRow]:
 
 
 def csv_of(report: dict[str, Any], names: Iterable[str], rows: Sequence[dict[str, Any]] | None = None) -> str:
-    """One line a row of ``report``, or of ``rows``, each with ``names`` of the report and its versions."""
-    common = {name: report[name] for name in names} | report["versions"]
+    """One line a row of ``report``, or of ``rows``, each with ``names`` of the report, its peer access and its versions."""
+    common = {name: report[name] for name in (*names, "peer_access")} | report["versions"]
     return csv_text(report["rows"] if rows is None else rows, common)
 
 

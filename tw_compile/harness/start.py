@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
-from unittest import mock
 
 from tw_compile.harness.launch import Progress, spawn_ranks
 from tw_compile.harness.requests import RankError
 from tw_compile.harness.rows import SCHEMA_VERSION
-from tw_compile.harness.versions import installed_version, machine, nccl_version, versions
-
-MULTICAST_OFF = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
-
-
-@contextlib.contextmanager
-def multicast_off() -> Iterator[dict[str, str]]:
-    """Processes started meanwhile have NVLink multicast off before they import anything, unless the environment says.
-
-    Gives the variables as those processes have them.
-    """
-    unset = {name: value for name, value in MULTICAST_OFF.items() if name not in os.environ}
-    with mock.patch.dict(os.environ, unset):
-        yield {name: os.environ[name] for name in MULTICAST_OFF}
+from tw_compile.harness.variables import for_measurements
+from tw_compile.harness.versions import installed_version, machine, nccl_version, peer_access_word, versions
 
 
 def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progress) -> dict[str, Any]:
@@ -38,7 +23,7 @@ def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progre
         RankError: A rank failed, died or did not finish in time, before any size was done.
     """
     incomplete = None
-    with multicast_off() as environment:
+    with for_measurements() as environment:
         progress(f"starting {spec.world_size} ranks")
         try:
             result = spawn_ranks(spec, progress, entry)
@@ -50,6 +35,7 @@ def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progre
         "schema_version": SCHEMA_VERSION,
         "command": command,
         "machine": machine(),
+        "peer_access": peer_access_word(),
         **asdict(spec),
         **result,
         "incomplete": incomplete,

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tw_compile import __version__
+from tw_compile.environment import peer_access
 from tw_compile.sources import source_digest
 
 
@@ -30,6 +31,11 @@ def versions() -> dict[str, str]:
 
 def machine() -> str:
     return f"{platform.machine()} {os.cpu_count()} cpus"
+
+
+def peer_access_word() -> str:
+    """``off`` where TW_COMPILE_PEER_ACCESS leaves it unused; ``on``: it is used where the GPUs have it."""
+    return "on" if peer_access() else "off"
 
 
 def installed_version(distribution: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -13,15 +14,18 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.current import own_gate
+from tw_compile.environment import peer_access
 from tw_compile.files import user_file
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.versions import installed_version, nccl_version, versions
-from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
+from tw_compile.kernels.collective.peer_access import reach_each_other
+from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, node_facts
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
+from tw_compile.runner import topology
 
 Report = dict[str, Any]
 
@@ -34,10 +38,11 @@ _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 def examine() -> Report:
     """Everything that ``tw-compile doctor`` shows."""
     gpus = _gpus()
-    nvml = _nvml(len(gpus))
-    peers = _peer_access(len(gpus))
+    nvml = topology.nvml(len(gpus))
+    peers = topology.peer_access(len(gpus))
+    atomics = topology.atomics(peers)
     multicast = compat.multicast_support(0) if gpus else None
-    node = Node(torch.cuda.get_device_capability(0), bool(multicast)) if gpus else Node(None, False)
+    node = _node(peers, bool(multicast))
     gate = own_gate(Config(), node)
     return {
         "schema_version": 1,
@@ -53,7 +58,11 @@ def examine() -> Report:
         },
         "gpus": gpus,
         "peer_access": peers,
+        "native_atomics": atomics,
         "nvlinks": nvml["links"],
+        "pcie": nvml["pcie"],
+        "shared_memory": topology.shared_memory(),
+        "peer_access_used": peer_access(),
         "symmetric_memory": {
             "importable": importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
             "multicast_supported": multicast,
@@ -62,8 +71,15 @@ def examine() -> Report:
         "thresholds": _thresholds(gate),
         "kernel_tables": _kernel_tables(gpus),
         "device_profile": _device_profile(gpus),
-        "plans": [_plan(world_size, gpus, peers, gate) for world_size in WORLD_SIZES],
+        "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
     }
+
+
+def _node(peers: list[list[bool]], multicast: bool) -> Node:
+    if not peers:
+        return Node(None, False)
+    reachable = reach_each_other(range(len(peers)), lambda gpu, peer: peers[gpu][peer])
+    return Node(torch.cuda.get_device_capability(0), multicast, reachable)
 
 
 def _thresholds(gate: Gate) -> Report:
@@ -121,7 +137,7 @@ def _device_profile(gpus: list[Report]) -> Report:
     }
 
 
-def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Gate) -> Report:
+def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None, gate: Gate) -> Report:
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
     if len(gpus) < world_size:
@@ -135,12 +151,15 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
             "all_reduce": backend,
             "all_reduce_why": "the backend of CPU tensors",
         }
-    choice = choose_transport(GroupFacts("cuda", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
+    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, torch.bfloat16)
     transport, why = choice.name, choice.reason
-    cut_off = [(a, b) for a in range(world_size) for b in range(world_size) if a != b and not peers[a][b]]
-    if transport == "p2p" and cut_off:
-        a, b = cut_off[0]
-        why = f"would fail: GPU {a} has no peer access to GPU {b}; use --transport nccl"
+    lacking = [
+        pair for pair in permutations(range(world_size), 2) if atomics is not None and not atomics[pair[0]][pair[1]]
+    ]
+    if transport == "p2p" and lacking:
+        (a, b), *_ = lacking
+        transport = "nccl"
+        why = f"p2p turns to it at the first use: GPU {a} has no atomics on the memory of GPU {b}, over this link"
     return plan | {
         "device": "cuda",
         "transport": transport,
@@ -180,49 +199,3 @@ def _gpus() -> list[Report]:
             }
         )
     return gpus
-
-
-def _peer_access(count: int) -> list[list[bool]]:
-    return [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
-
-
-def _nvml(count: int) -> Report:
-    """Driver version, and how many NVLinks join each pair of GPUs; None without nvidia-ml-py or without a driver.
-
-    GPUs behind NVSwitches have links to the switches only; these count for every pair.
-    """
-    nothing: Report = {"driver": None, "links": None}
-    if importlib.util.find_spec("pynvml") is None:
-        return nothing
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return nothing
-    try:
-        driver = pynvml.nvmlSystemGetDriverVersion()
-        uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(count)]
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
-        return {"driver": driver, "links": _links(pynvml, handles)}
-    except pynvml.NVMLError:
-        return nothing
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
-    buses = {pynvml.nvmlDeviceGetPciInfo(handle).busId: index for index, handle in enumerate(handles)}
-    count = len(handles)
-    links = [[0] * count for _ in range(count)]
-    for own, handle in enumerate(handles):
-        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-            try:
-                if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
-                    continue
-                peer = buses.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
-            except pynvml.NVMLError:
-                continue
-            for other in [peer] if peer is not None else [index for index in range(count) if index != own]:
-                links[own][other] += 1
-    return links

@@ -26,7 +26,7 @@ from tw_compile.agree import gather
 from tw_compile.harness.group import host_group, meet
 from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import gpu_us, peak_bytes
-from tw_compile.harness.versions import versions
+from tw_compile.harness.versions import peer_access_word, versions
 from tw_compile.kernels.collective.transport import reserved_bytes
 from tw_compile.models import Decoder, reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
@@ -105,6 +105,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "dtype": spec.dtype,
         "tokens": list(spec.tokens),
         "mode": spec.mode,
+        "peer_access": peer_access_word(),
         "hosts": len(set(gather(platform.node()))),
         "graphs": len(fused.reports),
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),

@@ -16,8 +16,9 @@ from tw_compile.files import read_if_there
 from tw_compile.harness.launch import spawn_ranks
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION
-from tw_compile.harness.start import MULTICAST_OFF, all_versions, multicast_off
-from tw_compile.harness.versions import machine
+from tw_compile.harness.start import all_versions
+from tw_compile.harness.variables import MULTICAST_OFF, PEERS_UNUSED, for_measurements
+from tw_compile.harness.versions import machine, peer_access_word
 from tw_compile.tuning import beside
 from tw_compile.tuning.spec import Stage, TuneSpec
 
@@ -38,8 +39,8 @@ def steps(stage: Stage) -> int:
 def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
     """What must not change between two parts of one tuning."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
-    here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices}
-    switches = {name: os.environ.get(name) for name in MULTICAST_OFF}
+    here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices, "peer_access": peer_access_word()}
+    switches = {name: os.environ.get(name) for name in (*MULTICAST_OFF, *PEERS_UNUSED)}
     # As JSON has it: tuples are lists there.
     key: dict[str, Any] = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
     return key
@@ -83,7 +84,7 @@ def tune(
         begin = time.monotonic()
         progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
         entry = beside.rank_process if stage.kind == "beside" else rank_process
-        with multicast_off() as environment:
+        with for_measurements() as environment:
             result = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
         done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}
         stages = {**stages, stage.name: done | result | {"seconds": time.monotonic() - begin}}
@@ -92,6 +93,7 @@ def tune(
         "schema_version": SCHEMA_VERSION,
         "command": "tune",
         "machine": machine(),
+        "peer_access": peer_access_word(),
         "device": spec.device,
         "world_sizes": list(spec.world_sizes),
         "stages": stages,

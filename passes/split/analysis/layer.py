@@ -287,8 +287,7 @@ def _message(node: fx.Node) -> _Travel:
     last: Any = arguments["b" if is_call(node, ops.mm_start) else "x" if fused else "input"].meta["val"]
     facts = group_facts(arguments["group_name"], last.device.type)
     transport = arguments["transport"] if fused else _COLLECTIVES[facts.device_type]
-    peer_access = bool(getattr(facts, "peer_access", True))
-    return _Travel(_number(last.shape[-1], node), last.dtype, facts.world_size, transport, fused, peer_access)
+    return _Travel(_number(last.shape[-1], node), last.dtype, facts.world_size, transport, fused, facts.peer_access)
 
 
 def _attention_part(part: _Part, hidden_size: int) -> tuple[tuple[Gemm, ...], Attention, Gemm]:

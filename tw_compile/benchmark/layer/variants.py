@@ -12,6 +12,7 @@ from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.harness.spec import check_labels, with_labels
+from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
 NO_COMMUNICATION = "no-communication"
@@ -50,8 +51,10 @@ class LayerVariant:
         first = tokens // batch * (batch // 2) or max(tokens // 2 // HALF_MULTIPLE * HALF_MULTIPLE, 1)
         return self.config | {"split": str(first)}
 
-    def obstacle(self, nbytes: int, dtype: str) -> str | None:
+    def obstacle(self, nbytes: int, dtype: str, world_size: int) -> str | None:
         """Why it does not serve messages of ``nbytes``; None when it does."""
+        if self.symmetric and (obstacle := peer_access_obstacle(range(world_size))):
+            return obstacle
         if self.most_bytes is not None and nbytes > self.most_bytes:
             return f"every rank would read all messages whole: tried up to {self.most_bytes // 2**20} MiB"
         if self.symmetric and dtype not in SYMM_MEM_DTYPES:

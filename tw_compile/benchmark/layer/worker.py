@@ -172,7 +172,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
     """Compile, run, check, capture. What goes wrong on one rank ends it on all, with the reason."""
     inputs = reference.inputs
     assert inputs is not None
-    refusal = entry.variant.obstacle(entry.row.nbytes, spec.dtype)
+    refusal = ranks.agree(entry.variant.obstacle(entry.row.nbytes, spec.dtype, spec.world_size))
     if refusal is not None:
         entry.fail("not served", refusal)
         return

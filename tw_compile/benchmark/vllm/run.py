@@ -16,8 +16,8 @@ from tw_compile.benchmark.vllm.turns import take_turns
 from tw_compile.harness.launch import sigterm_interrupts
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION
-from tw_compile.harness.start import multicast_off
-from tw_compile.harness.versions import installed_version, machine, nccl_version, versions
+from tw_compile.harness.variables import for_measurements
+from tw_compile.harness.versions import installed_version, machine, nccl_version, peer_access_word, versions
 
 
 def require_vllm() -> None:
@@ -67,7 +67,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
     whole = True
     with (
         tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch,
-        multicast_off() as environment,
+        for_measurements() as environment,
         sigterm_interrupts(),
     ):
         folder = Path(scratch) / "model"
@@ -84,6 +84,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
         "schema_version": SCHEMA_VERSION,
         "command": "bench vllm",
         "machine": machine(),
+        "peer_access": peer_access_word(),
         "device_name": next((finding["device_name"] for finding in findings if "device_name" in finding), None),
         "model": spec.model,
         "world_size": spec.world_size,

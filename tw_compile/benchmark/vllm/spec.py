@@ -20,10 +20,18 @@ GPU_MEMORY_PERCENT = 90
 """Of a GPU, which engines that are there at the same time share alike."""
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 SPLIT = "fuse+split"
+OTHER_ALL_REDUCE = "off-nccl"
+"""Where peer access is left unused this is what all have."""
 
 _OFF = {"TW_COMPILE": "0"}
 _FLOAT32 = _OFF | {"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "TRITON_F32_DEFAULT": "ieee"}
 _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
+# For all where peer access is left unused: these all_reduces would use it.
+_NO_PEERS_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+_NO_PEERS_ARGUMENTS = {
+    "disable_custom_all_reduce": True,
+    "compilation_config": {"pass_config": {"fuse_allreduce_rms": False}},
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ VARIANTS = (
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
-    EngineVariant("off-nccl", "control", arguments={"disable_custom_all_reduce": True}),
+    EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
     # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
     EngineVariant(
         "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
@@ -93,6 +101,7 @@ class VllmSpec:
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Of the KV cache on each GPU, the same for all.
         engine: Further arguments of ``vllm.LLM``, for all.
+        peer_access: Whether GPUs may use each other's memory, as TW_COMPILE_PEER_ACCESS says.
         together: Whether the engines of a chunk size are started at once and take turns.
         timeout: Seconds after which an engine has failed, without those in which others had their turns.
     """
@@ -114,6 +123,7 @@ class VllmSpec:
     kv_cache_bytes: int = 8 * 2**30
     engine: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
+    peer_access: bool = True
     together: bool = False
     timeout: float = 900.0
 
@@ -134,12 +144,22 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    check_labels(VARIANTS, spec.only)
+    known = [variant for variant in VARIANTS if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
+    check_labels(known, spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
-    return [
+    chosen = [
         replace(variant, arguments=_merged(variant.arguments, splits)) if variant.label.startswith(SPLIT) else variant
-        for variant in with_labels(VARIANTS, spec.only)
+        for variant in with_labels(known, spec.only)
     ]
+    return chosen if spec.peer_access else [_without_peers(variant) for variant in chosen]
+
+
+def _without_peers(variant: EngineVariant) -> EngineVariant:
+    return replace(
+        variant,
+        environment={**variant.environment, **_NO_PEERS_ENVIRONMENT},
+        arguments=_merged(variant.arguments, _NO_PEERS_ARGUMENTS),
+    )
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:

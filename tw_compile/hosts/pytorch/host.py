@@ -16,8 +16,8 @@ def read_settings(host: str, environment: Mapping[str, str], facts: HostFacts) -
 
 
 def active_backend(node: Node, settings: Settings, world_size: int, dtype: str, nbytes: int, hosts: int) -> Active:
-    """NCCL, or Inductor's one-shot kernel where that is switched on."""
-    if nbytes <= settings.one_shot_max_bytes and hosts == 1:
+    """NCCL, or Inductor's one-shot kernel where that is switched on and can run."""
+    if nbytes <= settings.one_shot_max_bytes and hosts == 1 and node.peer_access:
         return Active(Backend.SYMM_MEM_ONE_SHOT, f"Inductor's, up to {settings.one_shot_max_bytes} bytes")
     return Active(Backend.NCCL, "torch.distributed")
 

@@ -55,7 +55,13 @@ MNNVL_LIMITS_033: dict[tuple[Capability, int, int], int] = {
 
 
 def active_backend(node: Node, settings: VllmSettings, world_size: int, dtype: str, nbytes: int, hosts: int) -> Active:
-    """See :class:`tw_compile.gating.hosts.Dispatch`."""
+    """See :class:`tw_compile.gating.hosts.Dispatch`.
+
+    All the faster backends need peer access: without it vLLM switches its custom all_reduce off, the others can't be set up,
+    and NCCL has no symmetric kernels.
+    """
+    if not node.peer_access:
+        return Active(Backend.NCCL, f"{settings.host}: no peer access between the GPUs, which its faster backends need")
     flashinfer = _flashinfer(node, settings, world_size, nbytes, hosts)
     nccl_symmetric = _nccl_symmetric(settings, world_size, nbytes)
     first = (flashinfer, nccl_symmetric) if settings.host == NEWEST else (nccl_symmetric, flashinfer)

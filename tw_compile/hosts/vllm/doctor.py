@@ -13,6 +13,7 @@ from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch, plan
 from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, vllm_config
 from tw_compile.hosts.vllm.settings import NEWEST
+from tw_compile.kernels.collective.transports import NO_PEER_ACCESS
 from tw_compile.planning import DeviceProfile, LayerShape, layer_shape, profile_of_device
 
 Report = dict[str, Any]
@@ -25,13 +26,20 @@ _TESTED = "0.24.0"
 
 
 def examine(
-    environment: Mapping[str, str], capability: tuple[int, int] | None, device_name: str | None = None
+    environment: Mapping[str, str],
+    capability: tuple[int, int] | None,
+    device_name: str | None = None,
+    peer_access: bool = True,
 ) -> Report:
-    """The effective configuration for the device of ``capability``; ValueError for a wrong variable or thresholds file."""
+    """The effective configuration for devices of ``capability``, which reach each other's memory or not.
+
+    Raises:
+        ValueError: A variable or a thresholds file is wrong.
+    """
     version = installed_version()
     asked = asked_options(None, environment)
     config = vllm_config(asked or {}, version or _TESTED, disable_custom_all_reduce=False)
-    choices = plan.gates(config, capability)
+    choices = plan.gates(config, capability, peer_access)
     profile = None if device_name is None else profile_of_device(device_name)
     engines = [plan.Engine(size, HIDDEN_SIZE, "bfloat16", MAX_TOKENS) for size in WORLD_SIZES]
     return {
@@ -39,6 +47,7 @@ def examine(
         "dispatch": host_of(version or _TESTED),
         "plugin": _plugin(environment),
         "enabled": _enabled(environment, asked is not None),
+        "peer_access": peer_access,
         "settings": asdict(choices[0].settings),
         "groups": [_group(engine, config, choices, capability, profile) for engine in engines],
     }
@@ -52,6 +61,8 @@ def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]
         "plugin": report["plugin"],
         "enabled": report["enabled"],
     }
+    if not report["peer_access"]:
+        vllm["all_reduces"] = f"NCCL alone: {NO_PEER_ACCESS}"
     first: list[tuple[str, str, dict[str, Any] | list[str]]] = [
         ("vLLM", "", vllm),
         ("its all_reduces, by environment", "", report["settings"]),
@@ -121,7 +132,8 @@ def _group(
     world_size = engine.tensor_parallel_size
     settings = plan.settings_of(choices[0])
     limits = dispatch.FLASHINFER_LIMITS_033 if settings.host == NEWEST else dispatch.FLASHINFER_LIMITS
-    default = limits.get(capability, {}).get(world_size) if capability else None
+    reachable = choices[0].node.peer_access
+    default = limits.get(capability, {}).get(world_size) if capability and reachable else None
     ends = plan.range_endpoints(engine, config, choices)
     groups = _groups_of_layers(engine, config, default)
     inside = "from_tokens" in groups

@@ -103,14 +103,18 @@ class Engine:
         return next(((reason, detail) for applies, reason, detail in reasons if applies), None)
 
 
-def gates(config: Config, capability: tuple[int, int] | None) -> tuple[Gate, ...]:
+def gates(config: Config, capability: tuple[int, int] | None, peer_access: bool = True) -> tuple[Gate, ...]:
     """The gate of each kind of node that the workers may find: with NVLink multicast and without.
+
+    Where it is known that there is no peer access there is no multicast either.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
     """
     if capability is None:
         return (own_gate(config, Node(None, False)),)
+    if not peer_access:
+        return (own_gate(config, Node(capability, False, peer_access=False)),)
     return tuple(own_gate(config, Node(capability, multicast)) for multicast in (True, False))
 
 

@@ -1,0 +1,189 @@
+"""What doctor says of links, on nodes that are played."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tw_compile import compat
+from tw_compile.cli import doctor
+from tw_compile.cli.app import app
+from tw_compile.runner import topology
+
+ALL = [[True, True], [True, True]]
+NONE = [[True, False], [False, True]]
+PCIE4 = {"generation": 1, "width": 16, "max_generation": 4, "max_width": 16}
+
+
+class Error(Exception):
+    """pynvml.NVMLError."""
+
+
+def library(hidden: tuple[str, ...] = (), nvlinks: int = 0) -> SimpleNamespace:
+    """``pynvml`` of two GPUs; ``hidden``: functions that a virtual machine has not."""
+
+    def figure(name: str, value: Any) -> Any:
+        def ask(*handle: Any) -> Any:
+            if name in hidden:
+                raise Error(name)
+            return value
+
+        return ask
+
+    def link_state(handle: int, link: int) -> bool:
+        if link >= nvlinks:
+            raise Error("no such link")
+        return True
+
+    functions = {function: figure(function, PCIE4[name]) for name, function in topology._PCIE.items()}
+    return SimpleNamespace(
+        NVMLError=Error,
+        NVML_NVLINK_MAX_LINKS=18,
+        nvmlInit=figure("nvmlInit", None),
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "580.1",
+        nvmlDeviceGetHandleByUUID=["GPU-a", "GPU-b"].index,
+        nvmlDeviceGetPciInfo=lambda handle: SimpleNamespace(busId=f"bus {handle}"),
+        nvmlDeviceGetNvLinkState=link_state,
+        nvmlDeviceGetNvLinkRemotePciInfo=lambda handle, link: SimpleNamespace(busId="bus of a switch"),
+        **functions,
+    )
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Play a node of two GPUs."""
+
+    def play(peers: list[list[bool]], atomics: bool = True, nvml: SimpleNamespace | None = None) -> None:
+        properties = SimpleNamespace(name="NVIDIA L4", total_memory=24 * 2**30, major=8, minor=9)
+        for name, value in {
+            "is_initialized": lambda: True,
+            "device_count": lambda: 2,
+            "get_device_properties": lambda index: properties,
+            "get_device_capability": lambda index: (8, 9),
+            "can_device_access_peer": lambda gpu, peer: peers[gpu][peer],
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(compat, "multicast_support", lambda index: False)
+        monkeypatch.setattr(topology, "device_uuids", lambda: ["a", "b"])
+        monkeypatch.setattr(topology, "native_atomics", lambda gpu, peer: atomics)
+        module = nvml or library()
+        module.__spec__ = object()  # find_spec gives that of a module that is there
+        monkeypatch.setitem(sys.modules, "pynvml", module)
+
+    return play
+
+
+def report(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["doctor", *arguments, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found | {"text": result.stderr}
+
+
+def of_two(found: dict[str, Any]) -> dict[str, Any]:
+    plan: dict[str, Any] = found["plans"][0]
+    assert (plan["world_size"], plan["device"]) == (2, "cuda")
+    return plan
+
+
+def test_a_node_without_peer_access_says_so_and_what_runs(node: Any) -> None:
+    node(NONE)
+    found = report()
+    plan = of_two(found)
+    assert plan["transport"] not in ("p2p", "multimem", None) and plan["kernels"] is None
+    assert plan["transport_why"] == "no peer access between the GPUs"
+    assert found["peer_access"] == NONE and found["native_atomics"] == NONE
+    assert found["nvlinks"] == [[0, 0], [0, 0]] and found["pcie"] == [PCIE4, PCIE4]
+    lines = [" ".join(line.split()) for line in found["text"].splitlines()]
+    assert "0 - no PCIe" in lines and "1 no PCIe -" in lines
+    assert "0: NVIDIA L4, 24 GiB, sm89, PCIe 4 x16" in lines
+    assert any("(no peer access between the GPUs)" in line for line in lines)
+
+
+def test_nvlinks_peers_and_atomics_are_told_pair_by_pair(node: Any) -> None:
+    node(ALL, nvml=library(nvlinks=2))
+    found = report()
+    assert of_two(found)["transport"] == "p2p" and found["nvlinks"] == [[0, 2], [2, 0]]
+    assert "yes NVLink 2x atomics" in found["text"]
+
+
+def test_a_link_without_atomics_is_no_way_for_the_kernels(node: Any) -> None:
+    node(ALL, atomics=False)
+    found = report()
+    plan = of_two(found)
+    assert (plan["transport"], plan["kernels"]) == ("nccl", None)
+    assert "GPU 0 has no atomics on the memory of GPU 1" in plan["transport_why"]
+    assert "yes PCIe" in found["text"] and "atomics\n" not in found["text"].split("symmetric memory")[0]
+
+
+def test_the_switch_is_told(node: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node(ALL)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    found = report()
+    assert of_two(found)["transport_why"] == "peer access is switched off (TW_COMPILE_PEER_ACCESS=0)"
+    assert found["peer_access_used"] is False and found["peer_access"] == ALL, "which are facts of the machine"
+    assert "TW_COMPILE_PEER_ACCESS=0: tw_compile leaves peer access unused" in found["text"]
+
+
+def test_vllm_is_shown_with_nccl_where_peers_cannot_be_reached(node: Any) -> None:
+    node(NONE)
+    found = report("--vllm")
+    of_vllm = found["vllm"]
+    assert of_vllm["peer_access"] is False and "NCCL alone: no peer access between the GPUs" in found["text"]
+    stretches = [one for group in of_vllm["groups"] for each in group["thresholds"].values() for one in each]
+    assert {one["backend"] for one in stretches} == {"nccl"}
+    assert {group["flashinfer_fusion_bytes"] for group in of_vllm["groups"]} == {None}
+    node(ALL)
+    of_vllm = report("--vllm")["vllm"]
+    stretches = [one for group in of_vllm["groups"] for each in group["thresholds"].values() for one in each]
+    assert of_vllm["peer_access"] is True and "custom" in {one["backend"] for one in stretches}
+
+
+def test_what_a_virtual_machine_hides_is_not_known(node: Any) -> None:
+    node(NONE, nvml=library(hidden=("nvmlDeviceGetMaxPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth")))
+    found = report()
+    assert found["pcie"][0] == {"generation": 1, "width": None, "max_generation": None, "max_width": 16}
+    assert "sm89\n" in found["text"] and found["versions"]["driver"] == "580.1"
+    node(NONE, nvml=library(hidden=("nvmlInit",)))
+    found = report()
+    assert (found["pcie"], found["nvlinks"], found["versions"]["driver"]) == (None, None, None)
+
+
+def test_atomics_are_unknown_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def no_driver(gpu: int, peer: int) -> bool:
+        asked.append((gpu, peer))
+        raise OSError("libcuda.so.1")
+
+    monkeypatch.setattr(topology, "native_atomics", no_driver)
+    assert topology.atomics(ALL) is None and len(asked) == 1
+    assert topology.atomics(NONE) == NONE and len(asked) == 1, "not asked of memory that can't be reached"
+
+
+@pytest.mark.parametrize(
+    ("figures", "text"),
+    [
+        (None, ""),
+        (PCIE4, ", PCIe 4 x16"),
+        (PCIE4 | {"width": 8}, ", PCIe 4 x8 of x16"),
+        (PCIE4 | {"width": None}, ", PCIe 4 x16"),
+        (PCIE4 | {"width": None, "max_width": None}, ", PCIe 4"),
+    ],
+)
+def test_lanes_that_the_slot_lacks_are_told(figures: dict[str, int | None] | None, text: str) -> None:
+    assert doctor._pcie(figures) == text
+
+
+def test_the_shared_memory_of_the_host_has_a_size(tmp_path: Path) -> None:
+    space = topology.shared_memory(tmp_path)
+    assert space is not None and 0 <= space["free_bytes"] <= space["bytes"] > 2**20
+    assert topology.shared_memory(tmp_path / "nowhere") is None

@@ -1,0 +1,126 @@
+"""How the GPUs of this machine are joined: PCIe or NVLink, peer access, and the memory of the host that ranks can share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tw_compile.kernels.collective.p2p_group import device_uuids, native_atomics
+
+Report = dict[str, Any]
+
+SHARED_MEMORY = Path("/dev/shm")
+_PCIE = {
+    "generation": "nvmlDeviceGetCurrPcieLinkGeneration",
+    "width": "nvmlDeviceGetCurrPcieLinkWidth",
+    "max_generation": "nvmlDeviceGetMaxPcieLinkGeneration",
+    "max_width": "nvmlDeviceGetMaxPcieLinkWidth",
+}
+
+
+def peer_access(count: int) -> list[list[bool]]:
+    """Whether GPU ``[a]`` can reach the memory of GPU ``[b]``, its own included."""
+    return _pairs(count, torch.cuda.can_device_access_peer, True)
+
+
+def atomics(reachable: Sequence[Sequence[bool]]) -> list[list[bool]] | None:
+    """Whether atomics of GPU ``[a]`` on memory of GPU ``[b]`` are atomic; None where the driver can't be asked."""
+
+    def has(gpu: int, peer: int) -> bool:
+        return reachable[gpu][peer] and native_atomics(gpu, peer)
+
+    try:
+        return _pairs(len(reachable), has, True)
+    except OSError:  # no driver
+        return None
+
+
+def _pairs(count: int, ask: Callable[[int, int], bool], of_itself: bool) -> list[list[bool]]:
+    return [[of_itself if a == b else ask(a, b) for b in range(count)] for a in range(count)]
+
+
+def shared_memory(folder: Path = SHARED_MEMORY) -> Report | None:
+    """Size and free bytes of the file system that ranks of a host can share memory by; None where there is none."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    return {
+        "path": str(folder),
+        "bytes": space.f_blocks * space.f_frsize,
+        "free_bytes": space.f_bavail * space.f_frsize,
+    }
+
+
+def nvml(count: int) -> Report:
+    """What the driver's management library says; None without nvidia-ml-py or without a driver.
+
+    ``driver``: its version. ``links``: how many NVLinks join each pair of GPUs; those behind NVSwitches have links to the
+    switches only, which count for every pair. ``pcie``: of each GPU generation and width, as they are now, and at most; an
+    idle GPU lowers its generation. A figure that a virtual machine hides is None.
+    """
+    nothing: Report = {"driver": None, "links": None, "pcie": None}
+    with _library() as pynvml:
+        if pynvml is None:
+            return nothing
+        try:
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in device_uuids()[:count]]
+            return {
+                "driver": pynvml.nvmlSystemGetDriverVersion(),
+                "links": _links(pynvml, handles),
+                "pcie": [_pcie(pynvml, handle) for handle in handles],
+            }
+        except pynvml.NVMLError:
+            return nothing
+
+
+@contextmanager
+def _library() -> Iterator[Any]:
+    """``pynvml``, ready for use, or None."""
+    if importlib.util.find_spec("pynvml") is None:
+        yield None
+        return
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _pcie(pynvml: Any, handle: Any) -> dict[str, int | None]:
+    figures: dict[str, int | None] = {}
+    for name, function in _PCIE.items():
+        try:
+            figures[name] = getattr(pynvml, function)(handle)
+        except pynvml.NVMLError:
+            figures[name] = None
+    return figures
+
+
+def _links(pynvml: Any, handles: list[Any]) -> list[list[int]]:
+    buses = {pynvml.nvmlDeviceGetPciInfo(handle).busId: index for index, handle in enumerate(handles)}
+    count = len(handles)
+    links = [[0] * count for _ in range(count)]
+    for own, handle in enumerate(handles):
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+            try:
+                if not pynvml.nvmlDeviceGetNvLinkState(handle, link):
+                    continue
+                peer = buses.get(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId)
+            except pynvml.NVMLError:
+                continue
+            for other in [peer] if peer is not None else [index for index in range(count) if index != own]:
+                links[own][other] += 1
+    return links
