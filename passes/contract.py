@@ -20,7 +20,7 @@ import torch.fx as fx
 from tw_compile.config import Config
 from tw_compile.gating import Gate
 from tw_compile.passes.reasons import HostAttention
-from tw_compile.planning import FLASH3, DeviceProfile
+from tw_compile.planning import FLASH3, DeviceProfile, Link
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,15 +85,22 @@ class Context:
         gate: Decides which sizes are fused.
         profile: The device that is planned for; None where none is known.
         host: What the graph's host says of it; None for torch.compile.
+        link: What messages travel over where GPUs have no peer access, as it is planned for; None where nothing is planned.
     """
 
     def __init__(
-        self, config: Config, gate: Gate, profile: DeviceProfile | None = None, host: HostGraph | None = None
+        self,
+        config: Config,
+        gate: Gate,
+        profile: DeviceProfile | None = None,
+        host: HostGraph | None = None,
+        link: Link | None = None,
     ) -> None:
         self.config = config
         self.gate = gate
         self.profile = profile
         self.host = host
+        self.link = link
         self._analysed: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
         self._kept: dict[type, Any] = {}
 

@@ -18,7 +18,8 @@ from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import tables_of, threshold_layers
 from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
-from tw_compile.planning import DeviceProfile, load_profile, profile_of_device
+from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
+from tw_compile.planning.links import link_of_node
 
 logger = logging.getLogger("tw_compile")
 
@@ -86,6 +87,23 @@ def current_profile(config: Config) -> DeviceProfile | None:
     if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
         return None
     return agreed(f"device_profile/{config.digest()}", lambda: _own_profile(config), _agreed_profile)
+
+
+def current_link(profile: DeviceProfile | None) -> Link | None:
+    """What messages travel over where GPUs have no peer access; the same on all ranks. None where ``profile``, the current one,
+    is None and so nothing is planned.
+
+    Raises:
+        ValueError: The user's file is wrong.
+    """
+    return None if profile is None else agreed("link", link_of_node, _agreed_link)
+
+
+def _agreed_link(own: Link, store: dist.Store, key: str) -> Link:
+    link = first_value(own, store, key)
+    if link != own:
+        logger.warning("tw_compile: rates of links differ between ranks; all use those of the rank that came first")
+    return link
 
 
 def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> DeviceProfile | None:

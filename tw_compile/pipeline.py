@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.current import current_gate, current_profile
+from tw_compile.current import current_gate, current_link, current_profile
 from tw_compile.gating.gate import Gate
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.runtime import operator
@@ -59,7 +59,8 @@ class TWCompilePass(compat.CustomGraphPass):
             host: What the graph's host says of it; None for torch.compile.
         """
         begin = time.perf_counter()
-        context = Context(self.config, gate, current_profile(self.config), host)
+        profile = current_profile(self.config)
+        context = Context(self.config, gate, profile, host, current_link(profile))
         if fusion.FUSE.name in self.config.disable_passes:
             detail = f"tw_compile.disable_passes names {fusion.FUSE.name}"
             context.keep(fusion.FusionDecisions(tuple(fusion.gated_sites(graph, detail))))
@@ -92,7 +93,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return result
 
     def uuid(self) -> bytes | None:
-        """Identifies everything the result depends on: sources, configuration, thresholds, device profile, groups, user's pass.
+        """Identifies all that the result depends on: sources, options, thresholds, device profile, link, groups, user's pass.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
@@ -107,8 +108,9 @@ class TWCompilePass(compat.CustomGraphPass):
     def identity(self, gate: Gate) -> str:
         """All that of :meth:`uuid` but the user's pass, as text."""
         profile = current_profile(self.config)
+        planned_for = repr((profile, current_link(profile)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
-        own = [source_digest(), self.config.digest(), gate.digest(), repr(profile), repr(groups)]
+        own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
         return "\n".join([*own, manager.identity()])
 
 

@@ -61,9 +61,9 @@ def _choose(graph: fx.Graph, context: Context) -> Outcome:
         return Outcome(False, refused="nothing asks for a split of this graph")
     given = graph, context.config, context.profile
     choice = (
-        choose_split(*given, context.analysis)
+        choose_split(*given, context.analysis, context.link)
         if context.host is None
-        else choose_split_of_host(*given, context.host, context.analysis)
+        else choose_split_of_host(*given, context.host, context.analysis, context.link)
     )
     context.keep(choice)
     return Outcome(False, refused=f"{choice.reason}: {choice.detail}" if isinstance(choice, NotSplit) else "")
@@ -99,7 +99,7 @@ def _schedule(graph: fx.Graph, context: Context) -> Outcome:
     budgets = _budgets(context)
     is_piece = context.host is not None and context.host.is_piece
     calls = context.analysis(find_calls, graph)
-    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, is_piece, calls)
+    woven = schedule(graph, budgets.overlap_sms, budgets.most_sms, is_piece, calls, budgets.collective_sms)
     context.keep(woven)
     if isinstance(woven, SplitRefused):
         return Outcome(False, refused=f"{woven.reason}: {woven.detail}")

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption
-from tw_compile.cli.plan import layer_of_model, named_profile
+from tw_compile.cli.plan import layer_of_model, named_profile, node_link
 from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
@@ -22,7 +22,7 @@ from tw_compile.gating.layers import tables_of, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
-from tw_compile.planning import DeviceProfile, LayerShape, Mode, plan_layer, profile_of_device
+from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
@@ -94,6 +94,7 @@ def explain(
         raise UsageError(str(error)) from error
     console = common.make_console(json_file)  # refuses a file that cannot be written before the model is read
     profile = _profile(device_profile, node.device_class)
+    link = node_link()
     layer = None if model is None else layer_of_model(model, tp)[0]
     if layer is not None and hidden not in (None, layer.hidden_size):
         raise UsageError(f"--hidden: expected {layer.hidden_size}, that of --model {model}, or none, got {hidden}")
@@ -101,7 +102,8 @@ def explain(
     messages = []
     for count in counts:
         message = {"tokens": count, **_decision(gate, count, tp, hidden, dtype)}
-        split = None if layer is None else _split(layer, profile, device_profile != "auto", dtype, host, message)
+        named = device_profile != "auto"
+        split = None if layer is None else _split(layer, profile, named, dtype, host, message, link)
         messages.append(message | {"split": split})
     _print(console, messages)
     if layer is None:
@@ -158,7 +160,13 @@ def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype:
 
 
 def _split(
-    layer: LayerShape, profile: DeviceProfile | None, named: bool, dtype: str, host: str, message: dict[str, Any]
+    layer: LayerShape,
+    profile: DeviceProfile | None,
+    named: bool,
+    dtype: str,
+    host: str,
+    message: dict[str, Any],
+    link: Link,
 ) -> dict[str, Any]:
     """What the pass would plan for a graph of this layer and one sequence (``passes/split/analysis/choose.py``), as JSON.
 
@@ -184,11 +192,15 @@ def _split(
         return not_planned(
             SplitRefusal.LAYER_NOT_RECOGNISED, "a gather before attention is not in the planner's formulas"
         )
-    kernel = profile.kernel_of_transport(message["transport"], named)
-    if kernel is None:
-        detail = f"{profile.name}'s profile has no kernel for the transport {message['transport']}"
-        return not_planned(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
-    plan = plan_layer(profile, layer, message["tokens"], kernel=kernel)
+    transport = message["transport"]
+    if link.serves(transport, peer_access=True):
+        plan = plan_layer(profile, layer, message["tokens"], kernel=transport, link=link)
+    else:
+        kernel = profile.kernel_of_transport(transport, named)
+        if kernel is None:
+            detail = f"neither {profile.name}'s profile nor a link has rates of the transport {transport} here"
+            return not_planned(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+        plan = plan_layer(profile, layer, message["tokens"], kernel=kernel)
     if plan.off is not None:
         return not_planned(plan.off, plan.reason) | {"plan": asdict(plan)}
     return {
@@ -244,4 +256,5 @@ def _split_reason(split: dict[str, Any]) -> str:
     if split["mode"] == Mode.OFF:
         return f"not split, {split['reason']}: {split['detail']}"
     attention = "attention of all tokens" if split["mode"] == Mode.JOIN else "attention of each half"
-    return f"split, {attention}: predicted speed-up over the unfused layer"
+    rates = split["plan"]["rates"]
+    return f"split, {attention}: predicted speed-up over the unfused layer{rates and f'; {rates}'}"

@@ -16,7 +16,18 @@ from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.config import whole_number
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.table import plain_table, widen
-from tw_compile.planning import DeviceProfile, LayerShape, Mode, Plan, evidence, layer_shape, load_profile, plan_layer
+from tw_compile.planning import (
+    DeviceProfile,
+    LayerShape,
+    Link,
+    Mode,
+    Plan,
+    evidence,
+    layer_shape,
+    load_profile,
+    plan_layer,
+)
+from tw_compile.planning.links import link_of_node
 from tw_compile.planning.windows import PlannedWindow
 
 SCHEMA_VERSION = 1
@@ -42,6 +53,14 @@ def plan(
     kernel: Annotated[
         str | None, typer.Option(metavar="NAME", help="A fused kernel of the profile.", show_default="the profile's")
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan for GPUs without peer access, whose sums go through host memory by nccl or host.",
+            show_default="peer memory",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences that share the tokens.")] = 1,
     attention: Annotated[
         str, typer.Option(metavar="|".join(ATTENTION), help="join: attention of both halves at once.")
@@ -65,16 +84,28 @@ def plan(
 
         require(plot_file)
     profile = named_profile(device_profile)
+    link = None if transport is None else link_of_transport(transport)
+    if link is not None and kernel is not None:
+        raise UsageError(f"--kernel: expected none with --transport, which uses no peer memory, got {kernel!r}")
     try:
         profile.fused_kernel(kernel)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     layer, layers = layer_of_model(model, tp)
+    served_by = kernel if link is None else transport
     plans = [
-        plan_layer(profile, layer, count, kernel=kernel, sequences=sequences(count, batch), attention=attention)
+        plan_layer(
+            profile,
+            layer,
+            count,
+            kernel=served_by,
+            sequences=sequences(count, batch),
+            attention=attention,
+            link=link,
+        )
         for count in counts
     ]
-    known = evidence(profile, kernel)
+    known = evidence(profile, served_by, link)
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "plan",
@@ -82,7 +113,8 @@ def plan(
         "world_size": tp,
         "layers": layers,
         "device_profile": profile.name,
-        "kernel": profile.kernel if kernel is None else kernel,
+        "kernel": profile.kernel if served_by is None else served_by,
+        "link": "" if link is None else link.name,
         "batch": batch,
         "layer": dataclasses.asdict(layer),
         "evidence": {
@@ -130,6 +162,24 @@ def named_profile(name: str) -> DeviceProfile:
         raise UsageError(f"--device-profile: {error}") from error
 
 
+def node_link() -> Link:
+    """What messages travel over where GPUs have no peer access."""
+    try:
+        return link_of_node()
+    except ValueError as error:  # the user's own file
+        raise UsageError(str(error)) from error
+
+
+def link_of_transport(transport: str) -> Link:
+    """The link that ``--transport`` names a transport of."""
+    link = node_link()
+    try:
+        link.transport(transport)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    return link
+
+
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
     common.model_file(model, tp)
@@ -146,10 +196,12 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     widen(console, _WIDTH)
     console.print(
         f"{report['model']}, one of {report['layers']} layers on {report['world_size']} x {report['device_profile']}, "
-        f"kernel {report['kernel']}",
+        f"{'transport' if report['link'] else 'kernel'} {report['kernel']}",
         style="bold",
         markup=False,
     )
+    if plans[0].rates:
+        console.print(plans[0].rates, style="dim", markup=False)
     console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
     console.print(str(report["evidence"]["text"]), style="dim", markup=False)
     _print_summary(console, plans)

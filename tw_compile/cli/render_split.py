@@ -108,4 +108,5 @@ def _plan_line(plan: dict[str, Any], device_profile: str) -> str:
         )
         if predicted[key] is not None
     ]
-    return f"predicted for {device_profile}, {plan['tokens']} tokens, us a layer: {', '.join(times)}"
+    rates = f" ({plan['rates']})" if plan["rates"] else ""
+    return f"predicted for {device_profile}{rates}, {plan['tokens']} tokens, us a layer: {', '.join(times)}"

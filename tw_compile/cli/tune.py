@@ -15,6 +15,7 @@ from tw_compile.harness.requests import UsageError
 
 WORLD_SIZES = "2,4"
 RESULTS = {"cuda": "tune.json", "cpu": "tune-cpu.json"}
+LINK_RESULTS = "tune-{transport}.json"
 
 
 @common.one_line_errors
@@ -26,6 +27,14 @@ def tune(
     device: Annotated[
         str, typer.Option(metavar="cuda|cpu", help="cpu is a smoke test on gloo ranks; it writes no table.")
     ] = "cuda",
+    transport: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Time this transport (nccl, host) alone, without peer access, and write host-memory.toml.",
+            show_default="everything else",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on where an interrupted tuning stopped, or begin anew.")
@@ -41,7 +50,8 @@ def tune(
 ) -> None:
     """Measure every unfused all_reduce and every kernel of ours here, alone and beside GEMMs, and write tables from it.
 
-    Files: thresholds.toml, kernels.toml, device.toml, and tune.json with all that was measured. Exit code: 0 done, 1 one of
+    Files: thresholds.toml, kernels.toml, device.toml, and tune.json with all that was measured; with --transport
+    host-memory.toml and tune-NAME.json. Exit code: 0 done, 1 one of
     ours failed or a rank did, 2 bad input or a GPU that is busy.
     """
     common.one_of("--device", device, tuple(RESULTS))
@@ -62,11 +72,12 @@ def tune(
         )
     asked = common.numbers("--tp", tp) if tp is not None else None
     world_sizes = _world_sizes(asked, device, dry_run)
+    labels = () if transport is None else _link_labels(transport, device, plot_file, dry_run)
     from tw_compile.tuning.show import print_grid
     from tw_compile.tuning.spec import TuneSpec
 
     console = common.make_console(json_file)
-    spec = TuneSpec(world_sizes, device, timeout)
+    spec = TuneSpec(world_sizes, device, timeout, labels)
     if dry_run:
         print_grid(console, spec)
         console.print(f"would write to {folder}", markup=False, soft_wrap=True)
@@ -75,6 +86,9 @@ def tune(
         )
         return
     report, derived = _measure(spec, folder, resume, json_file)
+    if transport is not None:
+        _finish_link(report, transport, folder, json_file)
+        return
     failed = _finish(report, derived, folder, plot_file, json_file)
     raise typer.Exit(common.EXIT_FAILED if failed else 0)
 
@@ -94,7 +108,7 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
     total = sum(steps(stage) for stage in spec.stages() if stage.name not in stages)
     with common.stages(console, total) as progress:
         report = tune(spec, key, stages, folder, progress)
-    return report, derive(report) if spec.device == "cuda" else None
+    return report, derive(report) if spec.device == "cuda" and not spec.link_labels else None
 
 
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
@@ -136,6 +150,56 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
         plot(derived, plot_file)
     common.write_json(report, json_file)
     return bool(failed)
+
+
+def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bool) -> tuple[str, ...]:
+    """The contenders of a transport; refuses what would not measure the link."""
+    from tw_compile.cli.plan import node_link
+    from tw_compile.tuning.link import check_link_is_used, labels_of
+
+    if device != "cuda":
+        raise UsageError(f"--transport: expected --device cuda with it, got {transport!r}")
+    if plot_file is not None:
+        raise UsageError(f"--plot: expected none with --transport, which has no crossovers, got {plot_file!r}")
+    link = node_link()
+    labels = labels_of(link, transport)
+    if not dry_run:
+        import torch
+
+        check_link_is_used(link, transport, peer_access() and torch.cuda.can_device_access_peer(0, 1))
+    return labels
+
+
+def _finish_link(report: dict[str, Any], transport: str, folder: Path, json_file: str | None) -> None:
+    """Show and write what was measured of a link."""
+    from tw_compile.cli.plan import node_link
+    from tw_compile.tuning.link import fitted_link, link_lines, write_link
+    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.tuning.tables import kernel_run
+
+    console = common.make_console(json_file)
+    runs = [kernel_run(report, stage) for stage in report["stages"].values()]
+    found = fitted_link(node_link(), transport, runs)
+    for line in link_lines(found, transport, [row for run in runs for row in run.rows]):
+        console.print(line, markup=False, soft_wrap=True)
+    versions = report["versions"]
+    comment = (
+        f"Written by tw-compile tune --transport {transport} on {versions['date']}: {report['machine']}, torch "
+        f"{versions['torch']}, NCCL {versions['nccl']}, tw_compile {versions['commit']}"
+    )
+    results = folder / LINK_RESULTS.format(transport=transport)
+    write_whole(results, json.dumps(report, indent=1) + "\n")
+    written = [results]
+    if found.measured:
+        written.append(write_link(folder, found, comment))
+    else:
+        console.print("no latency and rate fit the times, so no link is written", style="red")
+    (folder / PARTIAL).unlink(missing_ok=True)
+    for file in written:
+        console.print(f"wrote {file}", markup=False, soft_wrap=True)
+    common.write_json(report, json_file)
+    if not found.measured:
+        raise typer.Exit(common.EXIT_FAILED)
 
 
 def _folder(out: str | None) -> Path:

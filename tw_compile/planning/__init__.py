@@ -6,6 +6,7 @@ from tw_compile.planning.device import DeviceProfile, load_profile, profile_name
 from tw_compile.planning.evidence import Evidence
 from tw_compile.planning.gemm import Gemm
 from tw_compile.planning.layer import FLASH3, Attention, LayerShape, layer_shape, masked_kernel
+from tw_compile.planning.links import Link
 from tw_compile.planning.plan import Mode, Off, Plan, evidence, plan_layer
 from tw_compile.planning.windows import GemmPlan, PlannedWindow
 
@@ -17,6 +18,7 @@ __all__ = [
     "Gemm",
     "GemmPlan",
     "LayerShape",
+    "Link",
     "Mode",
     "Off",
     "Plan",

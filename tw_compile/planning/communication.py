@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tw_compile.planning.device import DeviceProfile, FusedKernel
+from tw_compile.planning.links import LinkTransport
 
 ELEMENT_BYTES = 2
 COPY_SHARE = 0.5
@@ -13,10 +14,12 @@ def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
     """Bytes that cross one direction of a rank's links for a message of ``nbytes``.
 
     Two-shot reads N-1 peers' parts of its own rows and writes those rows to N-1 peers. With multicast the switch adds up, so a
-    rank sends its whole message once and its own rows once.
+    rank sends its whole message once and its own rows once. One-shot reads N-1 peers' messages whole.
     """
     if kind == "multicast":
         return nbytes * (world_size + 1) / world_size
+    if kind == "one_shot":
+        return nbytes * (world_size - 1.0)
     return nbytes * 2.0 * (world_size - 1) / world_size
 
 
@@ -89,6 +92,40 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
         for times in profile.all_reduce.values()
         if multicast or times.traffic != "multicast"
     )
+
+
+def link_us(transport: LinkTransport, nbytes: int, world_size: int) -> float:
+    """A message over a link that is no peer memory, alone, by the transport's fastest way."""
+    return min(
+        way.latency_us + traffic_bytes(way.traffic, nbytes, world_size) / (way.gb_per_s * 1e3)
+        for way in transport.ways.values()
+    )
+
+
+def overlapped_us(kernel: FusedKernel | LinkTransport, us: float, compute_us: float) -> float:
+    """What a call takes that would take ``us`` were compute beside all of it, and is beside ``compute_us`` of it.
+
+    Peer memory is fast, and nearly all of its calls are beside compute: those keep ``us``.
+    """
+    if not isinstance(kernel, LinkTransport):
+        return us
+    return min(us, us / kernel.contention + compute_us * (1.0 - 1.0 / kernel.contention))
+
+
+def beside_us(
+    profile: DeviceProfile,
+    kernel: FusedKernel | LinkTransport,
+    tokens: int,
+    hidden_size: int,
+    world_size: int,
+    ctas: int,
+    in_slot: bool = False,
+) -> float:
+    """A call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
+    if isinstance(kernel, LinkTransport):
+        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size)
+    alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot)
+    return profile.slower_beside(world_size) * alone
 
 
 def elementwise_us(profile: DeviceProfile, elements: float) -> float:

@@ -7,24 +7,22 @@ in decimal units: 10^9 bytes and 10^12 floating-point operations a second.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Literal
 
 from tw_compile.files import read_if_there, user_file
+from tw_compile.planning.links import LinkTransport
+from tw_compile.planning.tables import read_table
 
 USER_FILE = "device.toml"
-TRAFFIC = ("multicast", "two_shot")
+Traffic = Literal["multicast", "two_shot"]
 MEASURED_RANKS = 4
 """So many have been seen to wait for each other beside GEMMs."""
-
-ProfilePart = TypeVar("ProfilePart")
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class AttentionRates:
 class AllReduceTimes:
     """An all_reduce without norm: a fixed latency, then its traffic (see :class:`FusedKernel`) at the rate of the links."""
 
-    traffic: str
+    traffic: Traffic
     latency_us: float
     link_gb_per_s: float
 
@@ -118,7 +116,7 @@ class FusedKernel:
         in_slot: Whether results can be read where peers write them, instead of being copied.
     """
 
-    traffic: str
+    traffic: Traffic
     latency_us: float
     link_gb_per_s: float
     cta_gb_per_s: float
@@ -171,7 +169,7 @@ class DeviceProfile:
         beyond, it has not been measured."""
         return 1.0 + (self.communication_contention - 1.0) * (min(world_size, MEASURED_RANKS) - 1)
 
-    def sms_beside(self, kernel: FusedKernel, ctas: int) -> int:
+    def sms_beside(self, kernel: FusedKernel | LinkTransport, ctas: int) -> int:
         """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
 
         CTAs without clusters are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
@@ -258,11 +256,7 @@ def _shipped() -> dict[str, DeviceProfile]:
 
 def parse_profile(text: str, source: str) -> DeviceProfile:
     """A profile from TOML; ValueError names ``source``, the key, what was expected and what came."""
-    try:
-        values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{source}: expected TOML, got {error}") from error
-    profile = _part(DeviceProfile, values, source)
+    profile = read_table(DeviceProfile, text, source)
     if profile.kernel not in profile.fused:
         raise ValueError(f"{source}: kernel: expected one of {', '.join(profile.fused)}, got {profile.kernel!r}")
     factors = {
@@ -279,54 +273,3 @@ def parse_profile(text: str, source: str) -> DeviceProfile:
                 f"{source}: fused.{name}: ctas: expected fewer than the {profile.sms} SMs, got {kernel.ctas[-1]}"
             )
     return profile
-
-
-def _part(kind: type[ProfilePart], values: Any, where: str) -> ProfilePart:
-    """``kind`` with every field from the key of its name; no key may be missing or left over."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: expected a table, got {values!r}")
-    hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in (*values.keys() - set(names), *set(names) - values.keys()):
-        raise ValueError(
-            f"{where}: expected the keys {', '.join(names)}, {'got' if name in values else 'not without'} {name!r}"
-        )
-    return kind(**{name: _value(hints[name], values[name], f"{where}: {name}") for name in names})
-
-
-_TUPLES: dict[Any, Any] = {tuple[int, ...]: int, tuple[str, ...]: str}
-_TABLES: dict[Any, Any] = {
-    Mapping[str, AllReduceTimes]: AllReduceTimes,
-    Mapping[str, FusedKernel]: FusedKernel,
-    Mapping[str, AttentionRates]: AttentionRates,
-}
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if hint in _TUPLES:
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"{where}: expected a list that is not empty, got {value!r}")
-        items = tuple(_value(_TUPLES[hint], item, f"{where}[{index}]") for index, item in enumerate(value))
-        if _TUPLES[hint] is int and any(after <= before for before, after in itertools.pairwise(items)):
-            raise ValueError(f"{where}: expected ascending numbers, got {value!r}")
-        return items
-    if hint in _TABLES:
-        if not isinstance(value, dict) or not value:
-            raise ValueError(f"{where}: expected tables by name, got {value!r}")
-        return {name: _part(_TABLES[hint], table, f"{where}.{name}") for name, table in value.items()}
-    if hint is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{where}: expected true or false, got {value!r}")
-        return value
-    if hint is str:
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"{where}: expected text, got {value!r}")
-        if where.endswith(": traffic") and value not in TRAFFIC:
-            raise ValueError(f"{where}: expected one of {', '.join(TRAFFIC)}, got {value!r}")
-        return value
-    if hint in (int, float):
-        allowed = (int,) if hint is int else (int, float)
-        if type(value) not in allowed or not 0 < value < float("inf"):
-            raise ValueError(f"{where}: expected a positive {hint.__name__}, got {value!r}")
-        return hint(value)
-    return _part(hint, value, where)

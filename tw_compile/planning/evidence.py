@@ -38,7 +38,7 @@ _TIMES = ("unfused_us", "no_communication_us", "fused_us", "split_us")
 
 @dataclass(frozen=True)
 class MeasuredLayer:
-    """A layer that was measured fused and split in one run; times in microseconds, None where one was not measured.
+    """A layer that was measured unsplit and split in one run; times in microseconds, None where one was not measured.
 
     Attributes:
         group: Whether the ranks of a group added up, and not one rank beside stand-ins for calls.
@@ -52,15 +52,20 @@ class MeasuredLayer:
     first: int
     group: bool
     source: str
-    fused_us: float
     split_us: float
+    fused_us: float | None = None
     unfused_us: float | None = None
     no_communication_us: float | None = None
 
     @property
+    def unsplit(self) -> str:
+        """Which layer the split one is compared with, by the name of its time: the unfused one where nothing was fused."""
+        return "unfused_us" if self.fused_us is None else "fused_us"
+
+    @property
     def ratio(self) -> float:
-        """Time of the split layer as a share of the fused one's."""
-        return self.split_us / self.fused_us
+        """Time of the split layer as a share of the unsplit one's."""
+        return self.split_us / self.times[self.unsplit]
 
     @property
     def times(self) -> dict[str, float]:
@@ -77,7 +82,7 @@ class LayerError:
     """Predictions beside one measured layer, as ``measured / predicted - 1``: above 0 the planner was too optimistic.
 
     Attributes:
-        ratio: Of the split layer's share of the fused one's time, which decides.
+        ratio: Of the split layer's share of the unsplit one's time, which decides.
         times: Of the times themselves, by the name of the variant.
     """
 
@@ -126,10 +131,10 @@ class Evidence:
         )
 
 
-def measured_layers(device_name: str, kernel: str) -> Iterator[MeasuredLayer]:
-    """The shipped ones of a device, with a fused kernel."""
+def measured_layers(device_name: str, kernel: str, link: str = "") -> Iterator[MeasuredLayer]:
+    """The shipped ones of a device with a fused kernel, or with a transport over a link of that name."""
     for values in _files():
-        if device_name not in values["device_names"] or values["kernel"] != kernel:
+        if device_name not in values["device_names"] or (values["kernel"], values.get("link", "")) != (kernel, link):
             continue
         for entry in values["layers"]:
             source = values["sources"][entry["source"]]

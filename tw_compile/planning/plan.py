@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 
-from tw_compile.planning import communication
 from tw_compile.planning.device import DeviceProfile, shipped_profile
 from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
+from tw_compile.planning.links import UNFUSED, Link, shipped_link
 from tw_compile.planning.windows import Costs, PlannedWindow, weave, weave_joined
 
 ROW_MULTIPLE = 16
@@ -87,6 +87,7 @@ class Plan:
         waves: By GEMM, for the same split as ``windows``.
         candidates: How many sizes of half 1 were compared.
         margin: The gain, as a share of the unsplit layer's time, from which on it is split.
+        rates: Those of the link that messages take, in words; empty where they go by peer memory.
     """
 
     tokens: int
@@ -101,6 +102,7 @@ class Plan:
     waves: tuple[GemmWaves, ...]
     candidates: int
     margin: float
+    rates: str = ""
 
     @property
     def us(self) -> float:
@@ -142,6 +144,7 @@ def plan_layer(
     row_multiple: int = ROW_MULTIPLE,
     min_gain: float | None = None,
     host_us: float = 0.0,
+    link: Link | None = None,
 ) -> Plan:
     """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
 
@@ -149,7 +152,7 @@ def plan_layer(
     arguments alone: equal on all ranks.
 
     Args:
-        kernel: A fused kernel of the profile; default: the profile's.
+        kernel: A fused kernel of the profile; default: the profile's. With ``link`` a transport of it; default: ``nccl``.
         sequences: Tokens of each sequence of the batch, in order; default: one sequence.
         attention: ``auto``, or ``split`` or ``join`` to insist on a mode.
         cut_sequences: Whether half 2 may begin within a sequence. If not, every border between two may be chosen; if so,
@@ -160,14 +163,16 @@ def plan_layer(
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
             of :func:`evidence`.
         host_us: What it takes the host to launch a split layer. A split that takes the device less would wait for the host.
+        link: What messages travel over; default: peer memory, as the profile has it.
 
     Raises:
         ValueError: An argument is out of range.
     """
-    fused_kernel = profile.fused_kernel(kernel)
-    min_gain = evidence(profile, kernel).margin if min_gain is None else min_gain
+    transport = UNFUSED if kernel is None else kernel
+    calls = profile.fused_kernel(kernel) if link is None else link.transport(transport)
+    min_gain = evidence(profile, kernel, link).margin if min_gain is None else min_gain
     batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
-    costs = Costs(profile, layer, fused_kernel, batch, gemms_leave_sms)
+    costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
     starts = _starts(batch)
     multiple = math.lcm(row_multiple, layer.world_size)
@@ -210,27 +215,34 @@ def plan_layer(
         waves=_waves(costs, tokens, windows),
         candidates=len(candidates),
         margin=min_gain,
+        rates="" if link is None else link.rates(transport),
     )
 
 
-def evidence(profile: DeviceProfile, kernel: str | None = None) -> Evidence:
+def evidence(profile: DeviceProfile, kernel: str | None = None, link: Link | None = None) -> Evidence:
     """How far the planner is off for ``profile``'s device, with the fused kernel of that name; default: the profile's own.
 
-    The shipped profile of the device is judged, so a tuned one is believed as much.
+    With ``link`` it is a transport of that name; default: ``nccl``. Shipped profile and link are judged, so tuned ones are
+    believed as much.
     """
     device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
-    return Evidence(()) if device is None else _evidence(device, profile.kernel if kernel is None else kernel)
+    if device is None:
+        return Evidence(())
+    if link is None:
+        return _evidence(device, profile.kernel if kernel is None else kernel, "")
+    return _evidence(device, UNFUSED if kernel is None else kernel, link.name)
 
 
 @cache
-def _evidence(device_name: str, kernel: str) -> Evidence:
+def _evidence(device_name: str, kernel: str, link_name: str) -> Evidence:
     profile = shipped_profile(device_name)
     assert profile is not None
+    link = shipped_link() if link_name == shipped_link().name else None
     errors = []
-    for layer in measured_layers(device_name, kernel):
-        plan = plan_layer(profile, layer.shape, layer.tokens, kernel=kernel, first=layer.first, min_gain=0.0)
+    for layer in measured_layers(device_name, kernel, link_name):
+        plan = plan_layer(profile, layer.shape, layer.tokens, kernel=kernel, first=layer.first, min_gain=0.0, link=link)
         predicted = vars(plan.predicted)
-        ratio = layer.ratio * predicted["fused_us"] / predicted["split_us"] - 1.0
+        ratio = layer.ratio * predicted[layer.unsplit] / predicted["split_us"] - 1.0
         errors.append(LayerError(layer, ratio, {name: us / predicted[name] - 1.0 for name, us in layer.times.items()}))
     return Evidence(tuple(errors))
 
@@ -262,17 +274,14 @@ def _checked(
 
 def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
     """Microseconds unfused, without communication and fused, and the CTAs of the latter."""
-    layer, profile = costs.layer, costs.profile
+    layer = costs.layer
     compute = costs.alone_us([*costs.attention_part(range(tokens)), *costs.mlp_part(tokens)])
-    nbytes, ranks = layer.message_bytes(tokens), layer.world_size
     sums = layer.attention_summed + layer.mlp_summed
-    silent = compute + sums * costs.norm_us(tokens)
+    silent = compute if costs.norm_apart else compute + sums * costs.norm_us(tokens)
     if not sums:
         return silent, silent, silent, costs.kernel.ctas[0]
-    multicast = costs.kernel.multicast
-    all_reduce = communication.all_reduce_us(profile, nbytes, ranks, multicast)
-    ctas, fused = communication.fastest_alone(profile, multicast, tokens, layer.hidden_size, ranks)
-    return silent + sums * all_reduce, silent, compute + sums * fused, ctas
+    ctas, call = costs.call_alone(tokens)
+    return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, compute + sums * call, ctas
 
 
 def _starts(sequences: Sequence[int]) -> frozenset[int]:

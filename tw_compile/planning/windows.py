@@ -23,6 +23,7 @@ from tw_compile.planning.communication import ELEMENT_BYTES, elementwise_us
 from tw_compile.planning.device import DeviceProfile, FusedKernel
 from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time, joint_gemm
 from tw_compile.planning.layer import LayerShape, attention_us
+from tw_compile.planning.links import UNFUSED, Link, LinkTransport
 
 SLACK = 1.1
 """A sum may be late by this factor without harm where that can be had.
@@ -93,17 +94,20 @@ Computation = Gemms | Callable[[int], float]
 class Costs:
     """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs.
 
-    ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`.
+    ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`. ``link``:
+    what messages travel over, where that is no peer memory; ``kernel`` is then a transport of it.
     """
 
     def __init__(
         self,
         profile: DeviceProfile,
         layer: LayerShape,
-        kernel: FusedKernel,
+        kernel: FusedKernel | LinkTransport,
         sequences: Sequence[int],
         gemms_leave_sms: bool = True,
+        link: Link | None = None,
     ) -> None:
+        self.link = link
         self.profile = profile
         self.layer = layer
         self.kernel = kernel
@@ -140,8 +144,7 @@ class Costs:
         elements = 2.0 * tokens * (attention.heads + attention.kv_heads) * attention.head_dim
         us = 2 * self.profile.launch_us + elements * ELEMENT_BYTES / (self.profile.rotary_gb_per_s * 1e3)
         if layer.gathered_columns:  # a gather is the second half of an all_reduce
-            nbytes = tokens * layer.gathered_columns * ELEMENT_BYTES // 2
-            us += communication.all_reduce_us(self.profile, nbytes, layer.world_size, self.kernel.multicast)
+            us += self.all_reduce_us(tokens * layer.gathered_columns * ELEMENT_BYTES // 2)
         return [Gemms(layer.qkv, tokens, self.joint_qkv), lambda sms: us]
 
     def attention(self, rows: range) -> list[Computation]:
@@ -203,16 +206,15 @@ class Costs:
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
         if ctas:
-            alone = communication.fused_us(
+            communication_us = communication.beside_us(
+                profile,
                 self.kernel,
                 message_tokens,
                 self.layer.hidden_size,
                 self.layer.world_size,
                 ctas,
-                narrow=True,
-                in_slot=in_slot,
+                in_slot,
             )
-            communication_us = profile.slower_beside(self.layer.world_size) * alone
         clock = 0.0
         gemms: list[GemmPlan] = []
         for step in steps:
@@ -226,6 +228,7 @@ class Costs:
             else:
                 begun = ctas if clock < SLACK * communication_us else 0
                 clock = self._after(clock, step(profile.sms - begun), communication_us)
+        communication_us = communication.overlapped_us(self.kernel, communication_us, clock)
         return PlannedWindow(
             computes=computes,
             half=half,
@@ -260,8 +263,30 @@ class Costs:
     def norm_us(self, tokens: int) -> float:
         return communication.rms_norm_us(self.profile, self.layer.message_bytes(tokens))
 
+    @property
+    def norm_apart(self) -> bool:
+        """Whether a norm behind a sum is computed, and is no part of the call that sums."""
+        return isinstance(self.kernel, LinkTransport) and self.kernel.norm_apart
+
+    def all_reduce_us(self, nbytes: int) -> float:
+        """The fastest all_reduce without norm, unfused."""
+        ranks = self.layer.world_size
+        if self.link is not None:
+            return communication.link_us(self.link.transport(UNFUSED), nbytes, ranks)
+        assert isinstance(self.kernel, FusedKernel)
+        return communication.all_reduce_us(self.profile, nbytes, ranks, self.kernel.multicast)
+
+    def call_alone(self, tokens: int) -> tuple[int, float]:
+        """CTAs and microseconds of a call of ``[tokens, hidden]`` with nothing beside it."""
+        if isinstance(self.kernel, LinkTransport):
+            nbytes = self.layer.message_bytes(tokens)
+            return self.kernel.sms, communication.link_us(self.kernel, nbytes, self.layer.world_size)
+        multicast, hidden_size = self.kernel.multicast, self.layer.hidden_size
+        return communication.fastest_alone(self.profile, multicast, tokens, hidden_size, self.layer.world_size)
+
     def _norm(self, tokens: int, summed: bool) -> list[Computation]:
-        if summed:
+        """The norm behind a part, unless the sum brings it along. One that waits for the sum runs a part later, for as long."""
+        if summed and not self.norm_apart:
             return []
         us = self.norm_us(tokens)
         return [lambda sms: us]

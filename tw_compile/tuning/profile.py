@@ -14,13 +14,14 @@ from tw_compile.benchmark.results import Row
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.planning.communication import sm_us, traffic_bytes
 from tw_compile.planning.device import AllReduceTimes, DeviceProfile, FusedKernel
+from tw_compile.planning.links import Link
 from tw_compile.tuning.measured import KernelRun
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
 """Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
 KERNELS = {entry.profile: entry.name for entry in ALGORITHMS if entry.profile is not None}
 """Keys of a profile's ``fused``, and what tables of kernels call them."""
-_NORM_ALONE = "no-communication"
+NORM_ALONE = "no-communication"
 _MIN_POINTS = 3
 
 
@@ -38,7 +39,7 @@ def fitted(
     measured: set[str] = set()
     all_reduce, fused = dict(base.all_reduce), dict(base.fused)
     for name, label in ALL_REDUCES.items():
-        if name in all_reduce and (fit := _latency_and_rate(_without_norm(kernel_runs, label, all_reduce[name]))):
+        if name in all_reduce and (fit := latency_and_rate(_without_norm(kernel_runs, label, all_reduce[name]))):
             all_reduce[name] = replace(all_reduce[name], latency_us=fit[0], link_gb_per_s=fit[1])
             measured |= {f"all_reduce.{name}.latency_us", f"all_reduce.{name}.link_gb_per_s"}
     for name, algorithm in KERNELS.items():
@@ -71,7 +72,7 @@ def _fitted_kernel(
     if not points:
         return kernel, set()
     usual = statistics.mode(sms for *_, sms in points)  # that of the grid, which has more sizes than the pairs
-    fit = _latency_and_rate([(traffic, us) for traffic, _, us, sms in points if sms == usual])
+    fit = latency_and_rate([(traffic, us) for traffic, _, us, sms in points if sms == usual])
     if fit is None:
         return kernel, set()
     latency, _ = fit
@@ -108,17 +109,23 @@ def _rows(runs: Iterable[KernelRun], algorithm: str) -> Iterator[tuple[int, Row,
 
 def _without_norm(runs: Sequence[KernelRun], label: str, kind: AllReduceTimes) -> list[tuple[float, float]]:
     """Traffic and microseconds of an all_reduce alone."""
-    points = []
-    for run in runs:
-        norm = {(row.tokens, row.hidden): row.p50_us for row in run.rows if row.label == _NORM_ALONE}
-        for row in run.rows:
-            alone = norm.get((row.tokens, row.hidden))
-            if row.label == label and row.numerics == "ok" and row.p50_us and alone and row.p50_us > alone:
-                points.append((traffic_bytes(kind.traffic, row.nbytes, run.world_size), row.p50_us - alone))
-    return points
+    return [
+        (traffic_bytes(kind.traffic, nbytes, ranks), us)
+        for run in runs
+        for ranks, nbytes, us in alone_us(run, label, subtract_norm=True)
+    ]
 
 
-def _latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
+def alone_us(run: KernelRun, label: str, subtract_norm: bool) -> Iterator[tuple[int, int, float]]:
+    """Ranks, bytes and microseconds of a contender, or of what is left of it without the norm behind it."""
+    norm = {(row.tokens, row.hidden): row.p50_us for row in run.rows if row.label == NORM_ALONE}
+    for row in run.rows:
+        behind = norm.get((row.tokens, row.hidden)) if subtract_norm else 0.0
+        if row.label == label and row.numerics == "ok" and row.p50_us and behind is not None and row.p50_us > behind:
+            yield run.world_size, row.nbytes, row.p50_us - behind
+
+
+def latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     """Microseconds and 10^9 bytes a second of ``us = latency + traffic / rate``; None where no such line fits."""
     if len({traffic for traffic, _ in points}) < _MIN_POINTS:
         return None
@@ -131,13 +138,18 @@ def _latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, flo
     return round(float(latency), 2), round(float(1 / per_byte) / 1e3, 1)
 
 
-def profile_text(profile: DeviceProfile, measured: frozenset[str], comment: str) -> str:
-    """The TOML of a profile, as :func:`tw_compile.planning.device.parse_profile` reads it, each value with its origin."""
+def profile_text(
+    profile: DeviceProfile | Link, measured: frozenset[str], comment: str, kept: str = "as shipped"
+) -> str:
+    """The TOML of a profile or a link, as its module in ``planning`` reads it, each value with its origin.
+
+    ``kept``: that of the values that were not measured.
+    """
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*lines, *_table(profile, "", measured)]) + "\n"
+    return "\n".join([*lines, *_table(profile, "", measured, kept)]) + "\n"
 
 
-def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
+def _table(part: object, path: str, measured: frozenset[str], kept: str) -> list[str]:
     """Plain values first, then tables."""
     values = part if isinstance(part, Mapping) else {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
     lines, tables = [], []
@@ -145,11 +157,11 @@ def _table(part: object, path: str, measured: frozenset[str]) -> list[str]:
         name = f"{path}{key}"
         if isinstance(value, Mapping):
             for inner, entry in value.items():
-                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured)]
+                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured, kept)]
         elif dataclasses.is_dataclass(value):
-            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured)]
+            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured, kept)]
         else:
-            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else 'as shipped'}")
+            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else kept}")
     return lines + tables
 
 

@@ -28,7 +28,7 @@ _UNKEYED = ("date", "commit")
 
 
 def contender_count(stage: Stage) -> int:
-    return len(contenders(stage.bench) if stage.kind == "kernel" else beside.beside_contenders(stage.bench))
+    return len(beside.beside_contenders(stage.bench) if stage.kind == "beside" else contenders(stage.bench))
 
 
 def steps(stage: Stage) -> int:
@@ -83,7 +83,7 @@ def tune(
             continue
         begin = time.monotonic()
         progress(f"{stage.name}: starting {stage.bench.world_size} ranks")
-        entry = rank_process if stage.kind == "kernel" else beside.rank_process
+        entry = beside.rank_process if stage.kind == "beside" else rank_process
         with for_measurements() as environment:
             result = spawn_ranks(stage.bench, _prefixed(progress, stage.name), entry)
         done = {"kind": stage.kind, "world_size": stage.bench.world_size, "environment": environment}

@@ -40,10 +40,10 @@ def print_grid(console: Console, spec: TuneSpec) -> None:
             markup=False,
             soft_wrap=True,
         )
-        if stage.kind == "kernel":
-            console.print(f"  {', '.join(bench.only) or 'gloo'}", markup=False, soft_wrap=True)
-        else:
+        if stage.kind == "beside":
             console.print(f"  kernels on {', '.join(map(str, bench.sms))} SMs beside GEMMs", markup=False)
+        else:
+            console.print(f"  {', '.join(bench.only) or 'gloo'}", markup=False, soft_wrap=True)
     console.print(
         f"in all about {total / 60:.1f} minutes (an estimate; FlashInfer builds its kernels at first use: minutes)"
     )

@@ -24,6 +24,7 @@ CUDA_CONTENDERS = (
     "flashinfer-two-shot",
     "no-communication",
 )
+LINK_TOKENS = (16, 64, 256, 1024, 4096, 16384)
 BESIDE_TOKENS = (1024, 4096)
 BESIDE_SMS = (8, 16, 32)
 CPU_TOKENS, CPU_HIDDEN, CPU_BESIDE_SMS = (1, 16), (256,), (4,)
@@ -33,16 +34,17 @@ REPEATS = 20
 _START_SECONDS = 20.0
 _CONTENDER_SECONDS = 0.25
 _CALL_US = 15.0
-_GB_PER_S = 300.0
+_GB_PER_S = {"kernel": 300.0, "beside": 300.0, "link": 30.0}
 _GEMM_TFLOPS = 600.0
 _WARM_UP_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One start of the ranks. ``kernel``: every way to do the operator at every size; ``beside``: ours beside a GEMM."""
+    """One start of the ranks. ``kernel``: every way to do the operator at every size; ``beside``: ours beside a GEMM;
+    ``link``: one transport alone."""
 
-    kind: Literal["kernel", "beside"]
+    kind: Literal["kernel", "beside", "link"]
     bench: BenchSpec
 
     @property
@@ -52,14 +54,21 @@ class Stage:
 
 @dataclass(frozen=True)
 class TuneSpec:
-    """One tuning. ``device``: ``cuda``, or ``cpu`` for a smoke test on gloo ranks. ``timeout``: seconds of each stage."""
+    """One tuning. ``device``: ``cuda``, or ``cpu`` for a smoke test on gloo ranks. ``timeout``: seconds of each stage.
+
+    ``link_labels``: the contenders by which a transport over a link is timed; if there are any, nothing else is measured.
+    """
 
     world_sizes: tuple[int, ...]
     device: str = "cuda"
     timeout: float = 600.0
+    link_labels: tuple[str, ...] = ()
 
     def stages(self) -> Iterator[Stage]:
         for world_size in self.world_sizes:
+            if self.link_labels:
+                yield Stage("link", self._link(world_size))
+                continue
             yield Stage("kernel", self._kernel(world_size))
             yield Stage("beside", self._beside(world_size))
 
@@ -85,6 +94,19 @@ class TuneSpec:
             timeout=self.timeout,
         )
 
+    def _link(self, world_size: int) -> BenchSpec:
+        return BenchSpec(
+            world_size,
+            self.device,
+            "bfloat16",
+            CUDA_HIDDEN[-1:],
+            LINK_TOKENS,
+            calls=5,
+            repeats=REPEATS,
+            only=self.link_labels,
+            timeout=self.timeout,
+        )
+
     def _beside(self, world_size: int) -> BenchSpec:
         cuda = self.device == "cuda"
         return BenchSpec(
@@ -105,7 +127,7 @@ def seconds(stage: Stage, contenders: int) -> float:
     bench = stage.bench
     timed = 0.0
     for size in bench.sizes():
-        us = _CALL_US + bus_bytes(size.nbytes, bench.world_size) / (_GB_PER_S * 1e3)
+        us = _CALL_US + bus_bytes(size.nbytes, bench.world_size) / (_GB_PER_S[stage.kind] * 1e3)
         if stage.kind == "beside":
             us += 2 * size.tokens * size.hidden * 7 * size.hidden / bench.world_size / (_GEMM_TFLOPS * 1e6)
         timed += us * 1e-6 * bench.calls * (_WARM_UP_ROUNDS + bench.repeats) * contenders

@@ -67,8 +67,8 @@ def derive(report: dict[str, Any]) -> Derived:
     entries: list[Entry] = []
     steps: list[Step] = []
     bands: dict[tuple[int, Backend], Band] = {}
-    kernel_runs = [_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
-    beside_runs = [_run(report, stage) for stage in stages if stage["kind"] == "beside"]
+    kernel_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
+    beside_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "beside"]
     for run in sorted(kernel_runs, key=lambda run: run.world_size):
         own_steps = measured_steps([run], shipped_steps(device_name, run.world_size))
         steps += own_steps
@@ -232,7 +232,7 @@ def _merged_steps(file: Path, device_name: str, own: Sequence[Step]) -> list[Ste
     return sorted(merged, key=lambda step: (step.world_size, step.up_to_bytes))
 
 
-def _run(report: dict[str, Any], stage: dict[str, Any]) -> KernelRun:
+def kernel_run(report: dict[str, Any], stage: dict[str, Any]) -> KernelRun:
     names = ("world_size", "device_name", "rows")
     run = run_of_report({name: stage[name] for name in names} | {"versions": report["versions"]}, command_of(report))
     machine = run.source.values[0] + f", {', '.join(f'{name}={value}' for name, value in stage['environment'].items())}"

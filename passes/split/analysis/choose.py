@@ -19,7 +19,7 @@ from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, JoinReason
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import Join
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, analyse, find_token_axis
-from tw_compile.planning import DeviceProfile, Mode, Plan, plan_layer
+from tw_compile.planning import DeviceProfile, Link, Mode, Plan, plan_layer
 from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
 from tw_compile.planning.plan import RESOLUTION
 from tw_compile.planning.ranges import Ranges
@@ -71,13 +71,14 @@ def _compute(analyse: Callable[P, T], *operands: P.args, **options: P.kwargs) ->
 
 @dataclass(frozen=True)
 class _Question:
-    """What is to be split, and for whom; ``host`` is None for torch.compile."""
+    """What is to be split, and for whom; ``host`` is None for torch.compile, ``link`` where no rates are known of one."""
 
     graph: fx.Graph
     config: Config
     profile: DeviceProfile | None
     host: HostGraph | None
     analysis: Analyser
+    link: Link | None
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class _Planner:
     attention: str
     gemms_leave_sms: bool
     host: HostGraph | None = None
+    link: Link | None = None
 
     def plan(self, tokens: int, first: int | None = None) -> Plan:
         return plan_layer(
@@ -105,6 +107,7 @@ class _Planner:
             first=first,
             gemms_leave_sms=self.gemms_leave_sms,
             host_us=0.0 if self.host is None else self.host.launch_us(tokens),
+            link=self.link,
         )
 
     def plan_anyway(self, tokens: int, first: int) -> Plan:
@@ -126,15 +129,20 @@ class _Planner:
 
 
 def choose_split(
-    graph: fx.Graph, config: Config, profile: DeviceProfile | None, analysis: Analyser = _compute
+    graph: fx.Graph,
+    config: Config,
+    profile: DeviceProfile | None,
+    analysis: Analyser = _compute,
+    link: Link | None = None,
 ) -> SplitChoice | NotSplit:
     """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
 
     Args:
         profile: What ``auto`` plans for, see :func:`tw_compile.current.current_profile`.
         analysis: What analyses of the graph are computed by, or found in.
+        link: What sums travel over where that is no peer memory, see :func:`tw_compile.current.current_link`.
     """
-    question = _Question(graph, config, profile, None, analysis)
+    question = _Question(graph, config, profile, None, analysis, link)
     if config.split_tokens is None and profile is None:  # first, as it takes no time to say
         return _no_profile()
     axis = find_token_axis(graph)
@@ -155,7 +163,12 @@ def choose_split(
 
 
 def choose_split_of_host(
-    graph: fx.Graph, config: Config, profile: DeviceProfile | None, host: HostGraph, analysis: Analyser = _compute
+    graph: fx.Graph,
+    config: Config,
+    profile: DeviceProfile | None,
+    host: HostGraph,
+    analysis: Analyser = _compute,
+    link: Link | None = None,
 ) -> SplitChoice | NotSplit:
     """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
 
@@ -176,7 +189,7 @@ def choose_split_of_host(
     if joins:
         reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
         return NotSplit(reason, (unknown or joins)[0].detail)
-    choice = _choose_of_host(_Question(graph, config, profile, host, analysis), axis, host)
+    choice = _choose_of_host(_Question(graph, config, profile, host, analysis, link), axis, host)
     return replace(choice, attention_once=once) if isinstance(choice, SplitChoice) else choice
 
 
@@ -217,16 +230,31 @@ def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | No
     if attention.masked and attention.kernel not in profile.attention:
         detail = f"{profile.name}'s profile has no attention.{attention.kernel}, of a kernel that is given a mask"
         return NotSplit(SplitRefusal.ATTENTION_NOT_MEASURED, detail)
-    kernel = profile.kernel_of_transport(layer.transport, named=config.device_profile != "auto")
-    if kernel is None:
-        detail = f"{profile.name}'s profile has no kernel for the transport {layer.transport}"
-        return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+    link = question.link
+    if link is not None and not link.serves(layer.transport, layer.peer_access):
+        link = None
+    kernel = layer.transport if link is not None else _kernel_of_peers(layer, profile, config)
+    if isinstance(kernel, NotSplit):
+        return kernel
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
     return [
-        _Planner(each, axis.batch, profile, layer, kernel, _attention(question, each), leave, host) for each in axes
+        _Planner(each, axis.batch, profile, layer, kernel, _attention(question, each), leave, host, link)
+        for each in axes
     ]
+
+
+def _kernel_of_peers(layer: GraphLayer, profile: DeviceProfile, config: Config) -> str | NotSplit:
+    """The fused kernel that the layer is planned for where its sums take no link whose rates are known."""
+    if not layer.fused:
+        detail = f"the sums are not fused, and no rates are known of {layer.transport} here"
+        return NotSplit(SplitRefusal.LAYER_NOT_RECOGNISED, detail)
+    kernel = profile.kernel_of_transport(layer.transport, named=config.device_profile != "auto")
+    if kernel is None:
+        detail = f"neither {profile.name}'s profile nor a link has rates of the transport {layer.transport} here"
+        return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+    return kernel
 
 
 def _as_asked(question: _Question, axis: TokenAxis) -> SplitChoice | NotSplit:

@@ -27,6 +27,7 @@ from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.rules.attention import SDPA
 from tw_compile.passes.split.rules.registry import registered
 from tw_compile.planning import FLASH3, Attention, Gemm, LayerShape, masked_kernel
+from tw_compile.planning.links import UNFUSED
 
 _c10d = torch.ops._c10d_functional
 
@@ -40,16 +41,41 @@ _KERNELS = {
 """What the planner calls them; the other operators are flash or choose for themselves, and are planned as that."""
 
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+_COLLECTIVES = {"cuda": UNFUSED, "cpu": "gloo"}
+"""The transports that are made of a group's own all_reduce, by device type."""
 _UNCOUNTED = frozenset({aten.bmm.default, aten.baddbmm.default, aten._scaled_mm.default})
 _UNCOUNTED_NAMESPACES = ("_c10d_functional", "c10d_functional")
 
 
 @dataclass(frozen=True)
 class GraphLayer:
-    """One layer, and the transport of its fused sums."""
+    """One layer, and how its sums travel.
+
+    Attributes:
+        transport: Of the fused sums; of those that are not fused the one that is made of the same collective.
+        fused: Whether all sums are.
+        peer_access: Whether the group's GPUs can read each other's memory.
+    """
 
     shape: LayerShape
     transport: str
+    fused: bool = True
+    peer_access: bool = True
+
+
+@dataclass(frozen=True)
+class _Travel:
+    """Columns, dtype and ranks of a sum, and the rest as :class:`GraphLayer` has it."""
+
+    hidden_size: int
+    dtype: torch.dtype
+    world_size: int
+    transport: str
+    fused: bool
+    peer_access: bool
+
+    def of(self, shape: LayerShape) -> GraphLayer:
+        return GraphLayer(shape, self.transport, self.fused, self.peer_access)
 
 
 class _NotRecognisedError(Exception):
@@ -95,12 +121,13 @@ def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str = FLASH3) -> Gr
         if len(parts) != 2 or not rest.gemms:
             raise _NotRecognisedError(f"{len(parts)} sums behind GEMMs, then {len(rest.gemms)} GEMMs: no whole layer")
         first, second = parts
-        hidden_size, world_size, transport = _checked_sums([first, second, rest], [*sums, None])
+        travel = _checked_sums([first, second, rest], [*sums, None])
         first.attention = _attention_before(axis, first, kernel)
         first.gemms, first.before_attention = [*rest.gemms, *first.gemms], len(rest.gemms)
+        hidden_size = travel.hidden_size
         qkv, attention, o_proj = _attention_part(first, hidden_size)
-        shape = LayerShape(world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
-        return GraphLayer(shape, transport)
+        shape = LayerShape(travel.world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
+        return travel.of(shape)
     except _NotRecognisedError as error:
         return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
 
@@ -221,41 +248,46 @@ def _sdpa(node: fx.Node, axis: TokenAxis) -> Attention:
 def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
     if not parts:
         raise _NotRecognisedError("no GEMM before a sum over ranks")
-    hidden_size, world_size, transport = _checked_sums(parts, sums)
+    travel = _checked_sums(parts, sums)
+    hidden_size = travel.hidden_size
     attention_first = [part.attention is not None for part in parts]
     if len(parts) % 2 or attention_first != [True, False] * (len(parts) // 2):
         raise _NotRecognisedError("sums behind attention and behind MLP do not take turns")
     layers = {
-        LayerShape(world_size, hidden_size, *_attention_part(first, hidden_size), _mlp_part(second, hidden_size))
+        LayerShape(travel.world_size, hidden_size, *_attention_part(first, hidden_size), _mlp_part(second, hidden_size))
         for first, second in zip(parts[::2], parts[1::2], strict=True)
     }
     if len(layers) > 1:
         raise _NotRecognisedError(f"layers are of {len(layers)} kinds")
-    return GraphLayer(layers.pop(), transport)
+    return travel.of(layers.pop())
 
 
-def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> tuple[int, int, str]:
-    """Columns, ranks and transport of the sums that parts end with, None for one that ends with no sum."""
-    for part, node in zip(parts, sums, strict=True):
+def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel:
+    """How the sums travel that parts end with, None for one that ends with no sum."""
+    for part in parts:
         if part.uncounted:
             raise _NotRecognisedError(f"{part.uncounted} is not in the planner's formulas")
-        if node is not None and not is_call(node, ops.start, ops.mm_start):
-            raise _NotRecognisedError(f"{node.name} is not fused")
     messages = {_message(node) for node in sums if node is not None}
+    fused = all(message.fused for message in messages)
+    messages = {replace(message, fused=fused) for message in messages}
     if len(messages) > 1:
         raise _NotRecognisedError("sums differ in columns, dtype, ranks or transport")
-    hidden_size, dtype, world_size, transport = messages.pop()
-    if dtype.itemsize != 2:
-        raise _NotRecognisedError(f"{dtype}: plans are for 16 bits")
-    return hidden_size, world_size, transport
+    message = messages.pop()
+    if message.dtype.itemsize != 2:
+        raise _NotRecognisedError(f"{message.dtype}: plans are for 16 bits")
+    return message
 
 
-def _message(node: fx.Node) -> tuple[int, torch.dtype, int, str]:
-    """Columns, dtype, ranks and transport of a fused sum."""
+def _message(node: fx.Node) -> _Travel:
+    """How one sum travels, fused or not."""
     arguments = _arguments(node)
-    last: Any = arguments["b" if is_call(node, ops.mm_start) else "x"].meta["val"]
+    fused = is_call(node, ops.start, ops.mm_start)
+    if not fused and arguments["reduce_op"] != "sum":
+        raise _NotRecognisedError(f"{node.name} reduces by {arguments['reduce_op']}")
+    last: Any = arguments["b" if is_call(node, ops.mm_start) else "x" if fused else "input"].meta["val"]
     facts = group_facts(arguments["group_name"], last.device.type)
-    return _number(last.shape[-1], node), last.dtype, facts.world_size, arguments["transport"]
+    transport = arguments["transport"] if fused else _COLLECTIVES[facts.device_type]
+    return _Travel(_number(last.shape[-1], node), last.dtype, facts.world_size, transport, fused, facts.peer_access)
 
 
 def _attention_part(part: _Part, hidden_size: int) -> tuple[tuple[Gemm, ...], Attention, Gemm]:

@@ -69,6 +69,11 @@ class Budgets:
         windows = () if self.plan is None else self.plan.windows
         return min(max((one.ctas for one in windows), default=0) or DEFAULT_OVERLAP_SMS, MAX_OVERLAP_SMS)
 
+    def collective_sms(self, window: ScheduledWindow) -> int:
+        """SMs that a collective takes beside ``window``; 0 where the plan has no such window, and so does not know."""
+        planned = self.planned(window)
+        return 0 if planned is None else planned.ctas
+
     @property
     def joins(self) -> bool:
         """Whether GEMMs of one input may be computed by our own kernel."""

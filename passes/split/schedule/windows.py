@@ -69,7 +69,7 @@ class Exposed:
 class Schedule:
     """What runs beside what. ``calls`` counts the starts; ``exposed`` are those of them that nothing hides.
 
-    ``reserved`` has for each window the SMs of the fused calls that it hides. ``parts`` knows the graph's operators.
+    ``reserved`` has for each window the SMs of the calls that it hides. ``parts`` knows the graph's operators.
     """
 
     windows: tuple[ScheduledWindow, ...]
@@ -93,6 +93,7 @@ def schedule(
     most_sms: int | None = None,
     piece: bool = False,
     calls: list[CommunicationCall] | SplitRefused | None = None,
+    collective_sms: Callable[[ScheduledWindow], int] = lambda window: 0,
 ) -> Schedule | SplitRefused:
     """Reorder a graph that :func:`split_tokens` has split, and annotate its operators with ``window`` and ``stream``.
 
@@ -104,6 +105,8 @@ def schedule(
         most_sms: That all calls in flight may have together; None for what ``overlap_sms`` says.
         piece: The graph begins behind an attention operator and ends before one, see :class:`Parts`.
         calls: Those of the graph; None: found here. They are the same ones, in the same order, in the scheduled graph.
+        collective_sms: What a collective that is not fused takes beside the first window that hides it. It can't be told how
+            many, but what computes there can leave them.
 
     A refusal leaves the graph as it was, in an order that is right.
     """
@@ -130,9 +133,11 @@ def schedule(
     }  # the graph before has left with it as this one leaves
     for call in calls:
         window = timeline.hidden_by.get(entering.get(call.slot, call) if call.leaves else call)
-        if call.fused:  # collectives take what they like
+        if call.fused:
             asked = 0 if window is None else overlap_sms(window) if callable(overlap_sms) else overlap_sms
             given[call] = asked if most_sms is None else min(asked, most_sms // max(timeline.most_in_flight, 1))
+        elif window is not None:
+            given[call] = collective_sms(window)
         if call.fused and not call.enters:
             call.start.update_kwarg("overlap_sms", given[call])
     reserved = tuple(sum(given.get(call, 0) for call in hidden) for hidden in timeline.hides)

@@ -1,0 +1,120 @@
+"""What the planner knows about links that are slower than peer memory: TOML files in ``configs/links``.
+
+A link is a property of the node, and a device profile one of the GPU, so any profile goes with any link. A file of the same
+form and name in the user's config folder, which ``tw-compile tune`` writes, comes before the shipped one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+from tw_compile.files import read_if_there, user_file
+from tw_compile.planning.tables import read_table
+
+HOST_MEMORY = "host-memory"
+USER_FILE = f"{HOST_MEMORY}.toml"
+UNFUSED = "nccl"
+"""The transport of an all_reduce that is not fused."""
+
+
+@dataclass(frozen=True)
+class LinkWay:
+    """One way to sum a message: a fixed latency, then its traffic at the rate of the link.
+
+    Attributes:
+        traffic: See :func:`tw_compile.planning.communication.traffic_bytes`.
+        gb_per_s: Each way, while both ways are busy.
+    """
+
+    traffic: Literal["one_shot", "two_shot"]
+    latency_us: float
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class LinkTransport:
+    """How a transport of the registry uses a link. It takes the fastest of its ways for each message.
+
+    Attributes:
+        only_without_peers: Where the GPUs have peer access it goes another way, of which nothing is said here.
+        sms: What a call holds beside compute.
+        contention: Factor on the time of a call while compute is beside it.
+        norm_apart: The norm is a kernel of its own, which runs in the compute of the half and not in the call.
+    """
+
+    only_without_peers: bool
+    sms: int
+    contention: float
+    norm_apart: bool
+    ways: Mapping[str, LinkWay]
+
+    @property
+    def ctas(self) -> tuple[int, ...]:
+        """The numbers of CTAs to choose from, as :class:`~tw_compile.planning.device.FusedKernel` has them."""
+        return (self.sms,)
+
+    @property
+    def cluster(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True)
+class Link:
+    """One kind of link, and the rates of the transports that use it, by their names in the registry."""
+
+    name: str
+    transports: Mapping[str, LinkTransport]
+
+    def serves(self, transport: str, peer_access: bool) -> bool:
+        """Whether messages of ``transport`` take this link on a node whose GPUs have peer access, or have not."""
+        rates = self.transports.get(transport)
+        return rates is not None and not (peer_access and rates.only_without_peers)
+
+    def rates(self, transport: str) -> str:
+        """Those of a transport, in words."""
+        numbers = self.transport(transport)
+        ways = " or ".join(
+            f"{name} {way.latency_us:g} us and {way.gb_per_s:g} GB/s each way" for name, way in numbers.ways.items()
+        )
+        return f"{transport} over {self.name}: {ways}, {numbers.sms} SMs beside compute"
+
+    def transport(self, name: str) -> LinkTransport:
+        """ValueError when the link has no rates of it."""
+        if name not in self.transports:
+            raise ValueError(f"transport: expected one of {', '.join(self.transports)} ({self.name}), got {name!r}")
+        return self.transports[name]
+
+
+def parse_link(text: str, source: str) -> Link:
+    """A link from TOML; ValueError names ``source``, the key, what was expected and what came."""
+    link = read_table(Link, text, source)
+    if UNFUSED not in link.transports:
+        raise ValueError(f"{source}: transports: expected {UNFUSED} among them, got {', '.join(link.transports)}")
+    for name, transport in link.transports.items():
+        if transport.contention < 1.0:
+            raise ValueError(
+                f"{source}: transports.{name}: contention: expected at least 1, got {transport.contention}"
+            )
+    return link
+
+
+@cache
+def shipped_link() -> Link:
+    """Host memory, as ``configs/links`` has it."""
+    file = resources.files("tw_compile.configs") / "links" / f"{HOST_MEMORY}.toml"
+    return parse_link(file.read_text(), f"configs/links/{HOST_MEMORY}.toml")
+
+
+def link_of_node() -> Link:
+    """Host memory, as the user's file has it if there is one, else as shipped.
+
+    Raises:
+        ValueError: The user's file is wrong, or cannot be read.
+    """
+    file = user_file(USER_FILE)
+    text = read_if_there(file, "link")
+    return shipped_link() if text is None else parse_link(text, str(file))

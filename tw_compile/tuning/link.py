@@ -1,0 +1,93 @@
+"""A link from measured times: the shipped one, with the latency and rate of a transport that was timed alone in their place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.planning.communication import link_us, traffic_bytes
+from tw_compile.planning.links import UNFUSED, USER_FILE, Link, parse_link
+from tw_compile.tuning.measured import KernelRun
+from tw_compile.tuning.profile import NORM_ALONE, alone_us, latency_and_rate, profile_text
+from tw_compile.tuning.run import write_whole
+
+UNFUSED_LABEL = "nccl+norm"
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """A link and the dotted names of its values that were measured; all others are those of the link before."""
+
+    link: Link
+    measured: frozenset[str]
+
+
+def labels_of(link: Link, transport: str) -> tuple[str, ...]:
+    """The contenders of the benchmark by which a transport of ``link`` is timed.
+
+    Raises:
+        UsageError: The link has no rates of it, or it takes no part in the benchmark.
+    """
+    known = [entry for entry in TRANSPORTS if entry.name in link.transports and entry.benchmarked]
+    entry = next((entry for entry in known if entry.name == transport), None)
+    if entry is None:
+        names = ", ".join(entry.name for entry in known)
+        raise UsageError(f"--transport: expected one of {names}, got {transport!r}")
+    label = UNFUSED_LABEL if transport == UNFUSED else entry.benchmarked[0].label
+    return (label, NORM_ALONE) if link.transport(transport).norm_apart else (label,)
+
+
+def check_link_is_used(link: Link, transport: str, peer_access: bool) -> None:
+    """UsageError where the GPUs have peer access and ``transport`` would take that instead of the link."""
+    unused = os.environ.get("NCCL_P2P_DISABLE") == "1"
+    if peer_access and not unused and not link.serves(transport, peer_access):
+        raise UsageError(
+            f"--transport: expected GPUs without peer access, which {transport} uses where it is (NCCL_P2P_DISABLE=1 "
+            f"leaves it unused), got {transport!r}"
+        )
+
+
+def fitted_link(base: Link, transport: str, runs: Sequence[KernelRun]) -> MeasuredLink:
+    """``base`` with what ``runs`` say of ``transport``: for each of its ways the times at which ``base`` has it as the fastest.
+
+    Latency and rate are the least squares of relative errors. A way of which fewer than three sizes were timed stays.
+    """
+    rates = base.transport(transport)
+    label = labels_of(base, transport)[0]
+    times = [time for run in runs for time in alone_us(run, label, subtract_norm=rates.norm_apart)]
+    ways, measured = dict(rates.ways), set[str]()
+    for name, way in rates.ways.items():
+        alone = replace(rates, ways={name: way})
+        points = [
+            (traffic_bytes(way.traffic, nbytes, ranks), us)
+            for ranks, nbytes, us in times
+            if link_us(alone, nbytes, ranks) <= link_us(rates, nbytes, ranks)
+        ]
+        fit = latency_and_rate(points)
+        if fit is not None:
+            ways[name] = replace(way, latency_us=fit[0], gb_per_s=fit[1])
+            measured |= {f"transports.{transport}.ways.{name}.{key}" for key in ("latency_us", "gb_per_s")}
+    link = replace(base, transports={**base.transports, transport: replace(rates, ways=ways)})
+    return MeasuredLink(link, frozenset(measured))
+
+
+def write_link(folder: Path, found: MeasuredLink, comment: str) -> Path:
+    """Write the user's file of the link into ``folder``, and read it back."""
+    text = profile_text(found.link, found.measured, comment, kept="as before")
+    parse_link(text, USER_FILE)  # a wrong file would stop every compile
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / USER_FILE, text)
+    return folder / USER_FILE
+
+
+def link_lines(found: MeasuredLink, transport: str, rows: Sequence[Any]) -> list[str]:
+    """What was measured beside what the link now says, for the terminal."""
+    lines = [
+        f"{row.tokens} tokens x {row.hidden}: {row.label} {row.p50_us:.0f} us" for row in rows if row.p50_us is not None
+    ]
+    return [*lines, found.link.rates(transport)]
