@@ -110,10 +110,7 @@ def times_of(algorithm: RowKernel, whole: bool, tokens: int, hidden: int, device
         requests.append(Request(x, own, None, weight, norm, not whole, "replicated" if whole else "sharded", "", 0))
     slots = slots_for(algorithm.needs(requests[0], RANKS), device)
     states: list[Any] = [SimpleNamespace(world_size=RANKS, rank=rank, device=device) for rank in range(RANKS)]
-    calls = [
-        lambda r=rank: algorithm.launch(requests[r], states[r], slots[r], SPIN_LIMIT)  # type: ignore[misc]
-        for rank in range(RANKS)
-    ]
+    calls = [lambda r=rank: algorithm.launch(requests[r], states[r], slots[r], SPIN_LIMIT) for rank in range(RANKS)]
     streams = [torch.cuda.Stream() for _ in calls]
     results = []
     for stream, call in zip(streams, calls, strict=True):
@@ -121,7 +118,7 @@ def times_of(algorithm: RowKernel, whole: bool, tokens: int, hidden: int, device
             results.append(call())
     torch.cuda.synchronize()
     exact = NormSpec(1e-5, 0.0, None, torch.float64, torch.float64)
-    want, _ = add_rms_norm(sum(x.double() for x in xs), residual.double(), None, weight.double(), exact)
+    want, _ = add_rms_norm(torch.stack(xs).double().sum(0), residual.double(), None, weight.double(), exact)
     near = all(torch.allclose(result.hidden.double(), want, rtol=2**-7, atol=2**-9) for result in results)
     equal = torch.equal(results[0].hidden, results[1].hidden)
     us = replayed_us(calls)
