@@ -70,7 +70,7 @@ class TWCompilePass(compat.CustomGraphPass):
             tokens=context.tokens,
             passes=run.reports,
         )
-        _log(result)
+        log_report(result)
         for need in sorted(run.inductor):
             _TELL_INDUCTOR[need]()
         compat.lower_as_calls(operator.defined())
@@ -143,11 +143,10 @@ def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Sp
     return report.Split(str(context.config.split), "off", reason, detail)
 
 
-def _log(result: report.GraphReport) -> None:
-    counts = result.counts
-    level = logging.INFO if counts["fused"] else logging.DEBUG
-    message = "tw_compile: %d of %d all_reduces fused %s"
-    logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
+def log_report(result: report.GraphReport) -> None:
+    """A line for the all_reduces, and one for the tokens where they may be split."""
+    level = logging.INFO if result.counts["fused"] else logging.DEBUG
+    logger.log(level, "tw_compile: %s", result.summary)
     done = result.split
     if done is None:
         return

@@ -519,6 +519,8 @@ def _run_report(passed: bool, identical: bool, fused: int = 1) -> dict[str, Any]
         "device": "cpu",
         "tokens": [8],
         "versions": {"torch": "2", "transformers": "5"},
+        "graphs": 2,
+        "from_cache": 0,
         "sites": [],
         "counts": {"all_reduce": 1, "fused": fused, "refused": 0, "gated": 1 - fused},
         "splits": [],
@@ -567,6 +569,7 @@ def test_run_tells_memory_and_what_the_slowest_rank_hides() -> None:
     text = console.export_text()
     assert "peak memory at 8 tokens: inductor 2.0 MiB, tw_compile 3.0 MiB" in text and "beside it: 64.0 MiB" in text
     assert "75% of 400 us of communication hidden; rank 1, the slowest, took 2.00 ms; t.rank0.json" in text
-    render.print_run(console, report | {"memory": None, "trace": None})
+    assert "from cache" not in text
+    render.print_run(console, report | {"memory": None, "trace": None, "from_cache": 2})
     text = console.export_text()
-    assert "peak memory" not in text and "traced" not in text
+    assert "peak memory" not in text and "traced" not in text and "from cache: 2 of 2 graphs" in text

@@ -143,6 +143,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
             line = Text(f"site {site['index']}, {where}: ")
             line.append(f"{site['decision']}, {site['reason']}", style=STYLES[site["decision"]])
             console.print(line.append(f": {site['detail']}"), soft_wrap=True)
+    if report.get("from_cache"):
+        console.print(f"from cache: {report['from_cache']} of {report['graphs']} graphs, with the reports kept of them")
     console.print(
         f"{counts['all_reduce']} all_reduces: {counts['fused']} fused ({absorbed(report['sites'])} with their GEMM), "
         f"{counts['refused']} refused, {counts['gated']} gated"

@@ -24,6 +24,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
+from tw_compile.compat.graph_cache import compile_settings as compile_settings
+from tw_compile.compat.graph_cache import graph_cache_folder as graph_cache_folder
 from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
 from tw_compile.compat.new_sizes import example_of as example_of
 from tw_compile.compat.new_sizes import new_size as new_size

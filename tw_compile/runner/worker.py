@@ -107,6 +107,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "mode": spec.mode,
         "hosts": len(set(gather(platform.node()))),
         "graphs": len(fused.reports),
+        "from_cache": sum(report.from_cache for report in fused.reports),
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),
         "sites": [asdict(site) for site in fused.sites],
         "counts": counts,
