@@ -136,7 +136,9 @@ class Rewriter:
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
                 superfluous.update(
-                    one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure()
+                    operand
+                    for operand in node.all_input_nodes
+                    if operand.op == "call_function" and not operand.is_impure()
                 )
                 self.graph.erase_node(node)
 
