@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,6 @@ from tw_compile.pipeline import TWCompilePass, log_report
 from tw_compile.report import GraphReport, collect_reports, publish
 
 logger = logging.getLogger("tw_compile")
-
-_said_off = False
 
 
 def tw_compile_backend(
@@ -83,7 +82,7 @@ def _compile(
             raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
         patches[name] = value
     if environment.enabled() is False:
-        _say_off()
+        say_off()
         return compat.compile_with_inductor(gm, list(example_inputs), patches)
     users = patches.pop(compat.POST_GRAD_HOOK, compat.global_post_grad_pass())
     passes = TWCompilePass(config, before=compat.chain_passes(users))
@@ -121,9 +120,7 @@ def _publish_kept(file: Path) -> None:
         publish(report)
 
 
-def _say_off() -> None:
-    """Once, as a model may have many graphs."""
-    global _said_off
-    if not _said_off:
-        _said_off = True
-        logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)
+@functools.cache
+def say_off() -> None:
+    """Once, as a model may have many graphs; ``say_off.cache_clear()`` has it said again."""
+    logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)

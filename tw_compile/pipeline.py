@@ -65,7 +65,7 @@ class TWCompilePass(compat.CustomGraphPass):
         run = manager.run(graph, context)
         result = report.GraphReport(
             _sites(graph, context, run),
-            _split(graph, context, run),
+            split_report(graph, context, run),
             warning=run.warning,
             tokens=context.tokens,
             passes=run.reports,
@@ -122,7 +122,7 @@ def _sites(graph: fx.Graph, context: Context, run: manager.Run) -> list[report.S
     return fusion.failed_sites(graph, run.warning) if decided is None else list(decided.sites)
 
 
-def _split(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
+def split_report(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
     """What became of the tokens; the fused graph stays where a split is refused or fails."""
     if not split.is_wanted(graph, context):
         return None

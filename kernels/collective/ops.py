@@ -57,8 +57,8 @@ from tw_compile.kernels.runtime.operator import define
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.known import Known
 
-_in_flight: dict[tuple[str, int], Started] = {}
-_completed_early: set[tuple[str, int, int]] = set()
+in_flight: dict[tuple[str, int], Started] = {}
+completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
@@ -142,9 +142,9 @@ def _known(device: torch.device, arguments: Arguments, form: Hashable | None) ->
 
 
 def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_room(x.device, arguments.overlap_sms)
+    check_room(x.device, arguments.overlap_sms)
     started = known.start(Operands(x, *operand_values(arguments)))
-    _in_flight[arguments.group_name, arguments.slot] = started
+    in_flight[arguments.group_name, arguments.slot] = started
     return started.hidden, started.residual
 
 
@@ -181,22 +181,22 @@ def _complete_earlier(group_name: str, slot: int) -> None:
     There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
     exception. The slot is free once the call is complete, and completing it early is always right.
     """
-    earlier = _in_flight.get((group_name, slot))
+    earlier = in_flight.get((group_name, slot))
     if earlier is not None:
         if earlier.finish is not None:
             earlier.finish()  # if that fails the call is in flight still
-        del _in_flight[group_name, slot]
-        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
+        del in_flight[group_name, slot]
+        completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
 
 
-def _check_room(device: torch.device, overlap_sms: int) -> None:
+def check_room(device: torch.device, overlap_sms: int) -> None:
     """ValueError where the calls beside other work would have more than half of the device's SMs.
 
     They must all run at once, and the other half is for a call that is not beside other work (``kernels/runtime/barrier.py``).
     """
     if not overlap_sms or device.type != "cuda":
         return
-    taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
+    taken = sum(started.overlap_sms for started in in_flight.values() if started.hidden.device == device)
     room = _sms(device) // 2
     if taken + overlap_sms > room:
         raise ValueError(
@@ -211,9 +211,9 @@ def _sms(device: torch.device) -> int:
 
 
 def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_room(request.x.device, request.overlap_sms)
+    check_room(request.x.device, request.overlap_sms)
     started = transport.start(request)
-    _in_flight[(request.group_name, request.slot)] = started
+    in_flight[(request.group_name, request.slot)] = started
     return started.hidden, started.residual
 
 
@@ -241,26 +241,26 @@ def _mm_start_fake(
 def _wait_(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:
-    started = _in_flight.get((group_name, slot))
+    started = in_flight.get((group_name, slot))
     if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
         if started.finish is not None:
             started.finish()
-        del _in_flight[group_name, slot]
+        del in_flight[group_name, slot]
         return
     early = (group_name, slot, hidden.data_ptr())
-    if early not in _completed_early:
+    if early not in completed_early:
         raise RuntimeError(
             f"all_reduce_rms_norm_wait_: no call with this output is in flight on group {group_name!r}, slot {slot}; "
             "every wait_ needs its own start before it"
         )
-    _completed_early.remove(early)
+    completed_early.remove(early)
 
 
 def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
     """Whether a ``wait_`` for the call with this output is still to come."""
-    started = _in_flight.get((group_name, slot))
+    started = in_flight.get((group_name, slot))
     now = started is not None and started.hidden.data_ptr() == hidden.data_ptr()
-    return now or (group_name, slot, hidden.data_ptr()) in _completed_early
+    return now or (group_name, slot, hidden.data_ptr()) in completed_early
 
 
 def _wait_fake(

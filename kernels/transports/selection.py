@@ -147,7 +147,7 @@ def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
 
 
 def shipped_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
-    return _steps(_shipped(), device_name, world_size)
+    return _steps(shipped_tables(), device_name, world_size)
 
 
 def user_table() -> dict[str, tuple[Step, ...]]:
@@ -162,7 +162,7 @@ def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: in
 
 
 @cache
-def _shipped() -> dict[str, tuple[Step, ...]]:
+def shipped_tables() -> dict[str, tuple[Step, ...]]:
     folder = resources.files("tw_compile.configs") / "kernels"
     if not folder.is_dir():
         return {}

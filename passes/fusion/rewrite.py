@@ -111,9 +111,9 @@ class Rewriter:
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
-            {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
+            {node: self.shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
-            self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
+            self.shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
             layout,
         )
 
@@ -204,7 +204,7 @@ class Rewriter:
             return self._call(aten.full.default, ([1], scale.source), "scale", dtype=torch.float32, device=device)
         return self._call(aten.reciprocal.default, (scale.source,), "scale") if scale.inverse else scale.source
 
-    def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
+    def shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
         tensor, flat = value(original), value(rows)
         assert tensor is not None and flat is not None
         if tensor.dim() == 2 and same_size(tensor.shape[1], flat.shape[1]):

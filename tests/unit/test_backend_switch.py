@@ -29,7 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         return lambda: None
 
     monkeypatch.setattr(backend.compat, "compile_with_inductor", compile_with_inductor)
-    monkeypatch.setattr(backend, "_said_off", False)
+    backend.say_off.cache_clear()
     return seen
 
 

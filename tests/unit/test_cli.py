@@ -348,9 +348,11 @@ def test_doctor_says_what_would_run_for_each_group_size() -> None:
 
 def test_doctor_says_which_kernel_serves_which_message(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (Step(4, 2**20, "push_two_shot", 64), Step(4, 2**24, "stream", 16))
-    monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": steps})
-    assert machine._kernels("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
-    assert machine._kernels("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
+    monkeypatch.setattr(selection, "shipped_tables", lambda: {"GPU": steps})
+    assert (
+        machine.kernels_by_size("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
+    )
+    assert machine.kernels_by_size("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
 
 
 EXPLAIN = ["explain", "--device", "sm90", "--multicast", "--tp", "8", "--hidden", "2048"]
@@ -500,11 +502,11 @@ def test_ranks_that_differ_fail_where_equal_bits_are_promised(monkeypatch: pytes
     exact = [(torch.linspace(0.1, 1, 7, dtype=torch.float64),) * 2]
     rounded = [tuple(output.to(torch.bfloat16) for output in exact[0])]
     spec = RunSpec("m", 2, "cpu", tokens=(7,), dtype="bfloat16")
-    found = worker._numerics(spec, exact, rounded, rounded, rounded, promised)  # type: ignore[arg-type]
+    found = worker.numerics_report(spec, exact, rounded, rounded, rounded, promised)  # type: ignore[arg-type]
     assert not found["bitwise_equal_across_ranks"] and found["bitwise_equal_promised"] is promised
     assert found["passed"] is not promised
     over = [tuple(2 * output for output in rounded[0])]
-    assert not worker._numerics(spec, exact, rounded, rounded, over, promised)["passed"]  # type: ignore[arg-type]
+    assert not worker.numerics_report(spec, exact, rounded, rounded, over, promised)["passed"]  # type: ignore[arg-type]
 
 
 def _run_report(passed: bool, identical: bool, fused: int = 1) -> dict[str, Any]:

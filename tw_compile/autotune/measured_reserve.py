@@ -94,11 +94,11 @@ def measured_reserve(
     if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
         return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
-    return _measured(matmul, operands, device, ctas, busy)
+    return measured_once(matmul, operands, device, ctas, busy)
 
 
 @cache
-def _measured(
+def measured_once(
     matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int
 ) -> Reserve | None:
     with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
@@ -107,13 +107,13 @@ def _measured(
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            nothing = shortest((0,), lambda sms: _time_beside(lambda: None, device, ctas, 0.0))
+            nothing = shortest((0,), lambda sms: time_beside(lambda: None, device, ctas, 0.0))
             if nothing is None:
                 return None
 
             def trial(sms: int, us: float) -> float:
                 busy = us + nothing[0] if us else 0.0  # the call begins so much before the matmul
-                return _time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
+                return time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
 
             return choose(numbers, trial, busy_us)
         except torch.cuda.OutOfMemoryError:
@@ -159,7 +159,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
     return sorted(sms for sms, us in times.items() if us <= limit)
 
 
-def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
+def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
     """Microseconds from the fork to the end of the matmul, which begins some later; 0 of ``busy_us``: nothing is beside it."""
     current, side = torch.cuda.current_stream(device), side_stream(device, 0)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

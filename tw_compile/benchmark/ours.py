@@ -68,7 +68,7 @@ class Operator(Contender):
         self._overlap_sms = 0
 
     @functools.cached_property
-    def _transport(self) -> Transport:
+    def transport(self) -> Transport:
         return self._variant.transport(self._sms)
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
@@ -80,7 +80,7 @@ class Operator(Contender):
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         request = replace(request, overlap_sms=self._overlap_sms)
         meanwhile = self.meanwhile(problem)
-        transport = self._transport
+        transport = self.transport
         if self._variant.in_slot:
             request = self._in_slot(transport, request)
         self._request = request
@@ -111,7 +111,7 @@ class Operator(Contender):
     def deviation(self, ranks: Ranks) -> str | None:
         from tw_compile.kernels.transports.p2p import P2PTransport
 
-        transport = self._transport
+        transport = self.transport
         if not isinstance(transport, P2PTransport):
             return None
         obstacle = fallback(ranks, transport)

@@ -56,7 +56,7 @@ def tune(
         require(plot_file)
     folder = _folder(out)
     asked = common.numbers("--tp", tp) if tp is not None else None
-    world_sizes = _world_sizes(asked, device, dry_run)
+    world_sizes = world_sizes_of(asked, device, dry_run)
     from tw_compile.tuning.show import print_grid
     from tw_compile.tuning.spec import TuneSpec
 
@@ -145,7 +145,7 @@ def _folder(out: str | None) -> Path:
     return folder
 
 
-def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
+def world_sizes_of(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
     """Those of ``--tp``, or what fits."""
     bench_common.refuse_launcher("tune")
     for ranks in asked or ():

@@ -91,13 +91,13 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: list[Any], options: dict[s
     return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
-_group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
+group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
 
 
 def add_group_resolver(resolver: Callable[[str], dist.ProcessGroup | None]) -> None:
     """Let a host's own names of groups be understood; ``resolver`` answers None for names that are not the host's."""
-    if resolver not in _group_resolvers:
-        _group_resolvers.append(resolver)
+    if resolver not in group_resolvers:
+        group_resolvers.append(resolver)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
@@ -107,7 +107,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def _hosts_group(name: str) -> dist.ProcessGroup | None:
-    for resolver in _group_resolvers:
+    for resolver in group_resolvers:
         group = resolver(name)
         if group is not None:
             return group

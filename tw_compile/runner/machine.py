@@ -145,7 +145,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
         "device": "cuda",
         "transport": transport,
         "transport_why": why,
-        "kernels": _kernels(gpus[0]["name"], world_size) if transport == "p2p" else None,
+        "kernels": kernels_by_size(gpus[0]["name"], world_size) if transport == "p2p" else None,
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
@@ -156,7 +156,7 @@ def _plan(world_size: int, gpus: list[Report], peers: list[list[bool]], gate: Ga
     }
 
 
-def _kernels(device_name: str, world_size: int) -> str:
+def kernels_by_size(device_name: str, world_size: int) -> str:
     """Which kernel of the P2P transport serves messages up to which size."""
     from tw_compile.kernels.transports.selection import steps_for
 

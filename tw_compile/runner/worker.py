@@ -113,7 +113,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "counts": counts,
         "splits": [report.split.as_dict() for report in fused.reports if report.split],
         "passes": [[asdict(done) for done in report.passes] for report in fused.reports],
-        "numerics": _numerics(
+        "numerics": numerics_report(
             spec, reference, eager, baseline.outputs, fused.outputs, promised=counts["fused"] == counts["all_reduce"]
         ),
         "compile_seconds": {
@@ -248,7 +248,7 @@ def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
     return _slowest(statistics.median(seconds))
 
 
-def _numerics(
+def numerics_report(
     spec: RunSpec,
     reference: list[ModelOutputs],
     eager: list[ModelOutputs],

@@ -52,7 +52,7 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     short = ShortKernels(ranks.ctx.device) if spec.device == "cuda" else None
     progress(f"building {spec.layers} layers of {spec.model}")
     subject = build_subject(spec, ranks.ctx.device)
-    references = _references(spec, ranks, subject, progress)
+    references = references_of(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
@@ -142,7 +142,7 @@ def _release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _references(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
+def references_of(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
     """One for each number of tokens, on the CPU: the float64 model is gone before what is timed needs the memory."""
     double = subject.in_float64()
     references = []
@@ -179,7 +179,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
     try:
         with collect_reports() as reports:
             entry.run, entry.row.all_reduces = ranks.together(lambda: _compiled(entry.variant, subject, inputs))
-        deviation = ranks.agree(_deviation(ranks, entry, reports))
+        deviation = ranks.agree(deviation_of(ranks, entry, reports))
         if deviation is not None:
             entry.fail("error", deviation)
             return
@@ -213,7 +213,7 @@ def _finished(run: CompiledRun) -> HiddenAndResidual:
     return outputs
 
 
-def _deviation(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
+def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
     """What ran instead of what the label says; None when nothing did. Counts the all_reduces that are fused."""
     entry.row.fused = 0
     if entry.variant.kind == "ours":
