@@ -69,14 +69,14 @@ def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, tor
     arguments = Arguments(*rest, **named)
     if checks_operands():
         check_operands(arguments, x.device)
-    form = _form((x.shape, x.dtype), (x,), arguments)
+    form = form_of_call((x.shape, x.dtype), (x,), arguments)
     known = _known(x.device, arguments, form)
     if known is not None:
-        _complete_earlier(arguments.group_name, arguments.slot)
+        complete_earlier(arguments.group_name, arguments.slot)
         return _begin_again(known, x, arguments)
     request = _request(x.contiguous(), arguments, form)
-    _complete_earlier(request.group_name, request.slot)
-    return _begin(get_transport(arguments.transport), request)
+    complete_earlier(request.group_name, request.slot)
+    return begin(get_transport(arguments.transport), request)
 
 
 def _mm_start(
@@ -85,25 +85,25 @@ def _mm_start(
     arguments = Arguments(*rest, **named)
     if checks_operands():
         check_operands(arguments, a.device)
-    form = _form((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
+    form = form_of_call((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
     known = _known(a.device, arguments, form)
     # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
     # stream waits for it, and it ends only when all peers have read (see kernels/runtime/barrier.py): the GEMM may
     # overwrite it.
     if known is not None:
-        _complete_earlier(arguments.group_name, arguments.slot)
+        complete_earlier(arguments.group_name, arguments.slot)
         return _begin_again(known, mm(a, b, reserved_sms, known.buffer), arguments)
     _check_factors(a, b)
     check_reserved_sms(reserved_sms)
     # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
     request = _request(a.new_empty(1).expand(a.shape[0], b.shape[1]), arguments, form)
     transport = get_transport(arguments.transport)
-    _complete_earlier(request.group_name, request.slot)
+    complete_earlier(request.group_name, request.slot)
     buffer = transport.message_buffer(request)
-    return _begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
+    return begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
 
 
-def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
+def form_of_call(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
     """``Request.form``; ``message`` says what is reduced, ``tensors`` what of it kernels read.
 
     None where operands would have to be copied, or looked at.
@@ -175,7 +175,7 @@ def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
         )
 
 
-def _complete_earlier(group_name: str, slot: int) -> None:
+def complete_earlier(group_name: str, slot: int) -> None:
     """Complete the call in flight on the slot, if there is one.
 
     There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
@@ -210,7 +210,7 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+def begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
     check_room(request.x.device, request.overlap_sms)
     started = transport.start(request)
     in_flight[(request.group_name, request.slot)] = started
@@ -238,7 +238,7 @@ def _mm_start_fake(
     return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest, **named)
 
 
-def _wait_(
+def wait_here(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:
     started = in_flight.get((group_name, slot))
@@ -300,7 +300,7 @@ def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOve
 start, mm_start = operators_of(RMS_NORM)
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
-    _wait_,
+    wait_here,
     _wait_fake,
 )
 hold_ = define(

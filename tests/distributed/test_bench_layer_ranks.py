@@ -103,7 +103,7 @@ def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
         return None
 
     with (
-        mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)),
+        mock.patch.object(worker, "compile_variant", _instead_of_compiling(ranks.ctx.rank)),
         mock.patch.object(worker, "deviation_of", deviation_of_peers),
     ):
         (reference,) = worker.references_of(spec, ranks, subject, lambda what: None)

@@ -122,7 +122,7 @@ def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     waited: list[torch.Tensor] = []
-    implementation = ops._wait_
+    implementation = ops.wait_here
 
     def recording(hidden: torch.Tensor, *rest: Any) -> None:
         waited.append(hidden)
@@ -336,8 +336,8 @@ def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pyt
             x = torch.empty(T, H, device=torch.device("cuda", index))
             norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
             asked = Request(x, None, None, None, norm, False, "none", "0", slot, overlap_sms=overlap_sms)
-            ops._complete_earlier(asked.group_name, asked.slot)
-            return ops._begin(Beside(), asked)
+            ops.complete_earlier(asked.group_name, asked.slot)
+            return ops.begin(Beside(), asked)
 
         monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", torch.Tensor.__hash__, raising=False)
         begin(0, 11)
@@ -349,7 +349,7 @@ def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pyt
         )
         with pytest.raises(ValueError, match=refused):
             begin(4, 1)
-        ops._wait_(hidden, residual, [], "0", 1)
+        ops.wait_here(hidden, residual, [], "0", 1)
         with pytest.raises(ValueError, match="got 11 and 11 of calls"):
             begin(4, 11)
         begin(4, 10)

@@ -178,7 +178,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         return
     try:
         with collect_reports() as reports:
-            entry.run, entry.row.all_reduces = ranks.together(lambda: _compiled(entry.variant, subject, inputs))
+            entry.run, entry.row.all_reduces = ranks.together(lambda: compile_variant(entry.variant, subject, inputs))
         deviation = ranks.agree(deviation_of(ranks, entry, reports))
         if deviation is not None:
             entry.fail("error", deviation)
@@ -193,7 +193,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         entry.fail("error", str(error))
 
 
-def _compiled(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
+def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
     """``subject``, compiled and run once, and how many all_reduces it had; None for ours, whose reports say."""
     graph_pass = None if variant.kind == "ours" else variant.make_pass()
     if graph_pass is None:
