@@ -148,7 +148,7 @@ def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
 
 
 def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    return _steps(_shipped(), device_name, world_size, transport)
+    return _steps(shipped_tables(), device_name, world_size, transport)
 
 
 def user_table() -> dict[str, tuple[Step, ...]]:
@@ -172,7 +172,7 @@ def _place(step: Step) -> tuple[int, int]:
 
 
 @cache
-def _shipped() -> dict[str, tuple[Step, ...]]:
+def shipped_tables() -> dict[str, tuple[Step, ...]]:
     folder = resources.files("tw_compile.configs") / "kernels"
     if not folder.is_dir():
         return {}

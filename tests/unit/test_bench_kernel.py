@@ -357,7 +357,7 @@ def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     size = MessageSize(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
-        assert isinstance(one, Operator) and one._transport is one._transport
+        assert isinstance(one, Operator) and one.transport is one.transport
     assert made_for == [4, 16, None]
     assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 8
     with pytest.raises(UsageError, match="--sms: expected no value"):

@@ -211,17 +211,17 @@ def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.Monkey
     seen = {before}
     for text in ("a = 1\n", "a = 2\n"):
         source.write_text(text)
-        monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
-        monkeypatch.setattr(sources, "_digests", {})
+        monkeypatch.setattr(sources, "SOURCES", (tmp_path,))
+        sources.digest_of.cache_clear()
         seen.add(TWCompilePass().uuid())
     assert len(seen) == 3
 
 
 def test_uuid_changes_with_the_name_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
+    monkeypatch.setattr(sources, "SOURCES", (tmp_path,))
     seen = set()
     for name in ("one.py", "two.py"):
-        monkeypatch.setattr(sources, "_digests", {})
+        sources.digest_of.cache_clear()
         source = tmp_path / name
         source.write_text("a = 1\n")
         seen.add(TWCompilePass().uuid())
@@ -238,7 +238,7 @@ def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_uuid_covers_every_source_folder() -> None:
-    names = {path.name for folder in sources._SOURCES for path in folder.rglob("*.py")}
+    names = {path.name for folder in sources.SOURCES for path in folder.rglob("*.py")}
     assert {"find.py", "ops.py", "duplicate.py", "pipeline.py", "lowering.py"} <= names
 
 

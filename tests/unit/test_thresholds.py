@@ -80,7 +80,7 @@ def test_lookup_is_total_and_monotone(table: Table, world_size: int, backend: st
     begins = []
     for nbytes in sorted(sizes):
         verdict = one.decide(nbytes, world_size=world_size, dtype="bfloat16")
-        found, ranges = one._ranges(world_size, backend)
+        found, ranges = one.ranges_for(world_size, backend)
         (entry,) = (e for e in ranges if f"{found.file}: {e}" == verdict.entry)
         assert entry.from_bytes <= nbytes and (entry.to_bytes is None or nbytes < entry.to_bytes)
         assert verdict.fused == (entry.decision == "fused") and verdict.transport == entry.transport

@@ -40,7 +40,7 @@ class Registered:
     enters: bool
 
 
-_rules: dict[Any, Registered] = {}
+rules: dict[Any, Registered] = {}
 
 
 def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
@@ -70,7 +70,7 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for target in targets:
-            _rules[target] = Registered(rule, enters)
+            rules[target] = Registered(rule, enters)
         return rule
 
     return register
@@ -114,14 +114,14 @@ def is_attention(node: fx.Node) -> bool:
 
 def registered(target: Any) -> Registered | None:
     """The rule of an operator; None when it has none."""
-    if target in _rules:
-        return _rules[target]
+    if target in rules:
+        return rules[target]
     if compat.is_higher_order(target):
-        return _rules.get(f"higher_order::{target.name()}")
+        return rules.get(f"higher_order::{target.name()}")
     if not isinstance(target, compat.OpOverload):
         return None
     named = registered_name(target.name().partition(".")[0], writes=False)
-    return _rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
+    return rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
 
 
 def registered_name(name: str, writes: bool) -> Registered | None:
@@ -133,8 +133,8 @@ def registered_name(name: str, writes: bool) -> Registered | None:
         importlib.import_module(module)
     operator = operator_named(name)
     if operator is None:
-        return _rules.get(name)
-    return None if operator.writes != writes else _rules.get(name) or _rules.get(type(operator))
+        return rules.get(name)
+    return None if operator.writes != writes else rules.get(name) or rules.get(type(operator))
 
 
 _POINTWISE = "pointwise"
@@ -249,5 +249,5 @@ class OperatorCall:
 
 def pointwise_rule(rule: Rule) -> Rule:
     """Declare the rule of all operators that torch tags as pointwise and that have no rule of their own."""
-    _rules[_POINTWISE] = Registered(rule, False)
+    rules[_POINTWISE] = Registered(rule, False)
     return rule
