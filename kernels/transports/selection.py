@@ -60,7 +60,7 @@ class Selector:
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
-        self._beside = (*(entry.make(MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
+        self._beside = (*(entry.make(min(MAX_OVERLAP_SMS, entry.most_sms)) for entry in beside_work(transport)), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
