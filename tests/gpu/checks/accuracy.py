@@ -210,7 +210,7 @@ def through_the_operators(ctx: Context) -> None:
 
 
 def without_peer_access_host_memory_serves(ctx: Context) -> None:
-    """A group that leaves peers alone: messages of all sizes go through host memory, by the kernels of its table, and are right."""
+    """A group that leaves peers alone sends messages of all sizes through host memory, by all kernels of its table."""
     group = dist.new_group(range(ctx.world_size))
     name = compat.group_name(group)
     before = os.environ.get(PEER_ACCESS)
@@ -231,7 +231,7 @@ def without_peer_access_host_memory_serves(ctx: Context) -> None:
                     ctx.expect(state.obstacle is None, f"host memory: {state.obstacle}")
                     served.add(state.selector.choose(request, state).name)
         obstacle = transport._states[name, ctx.device].obstacle
-        ctx.expect(obstacle == SWITCHED_OFF, f"peers were used: {obstacle}")
+        ctx.expect(obstacle is not None and SWITCHED_OFF in obstacle, f"peers were used: {obstacle}")
         names = {entry.name for entry in ALL_ALGORITHMS if entry.transport == "host"}
         wanted = names if ctx.world_size == 2 else names - {"host_one_shot"}
         ctx.expect(served == wanted, f"served by {sorted(served)}, expected {sorted(wanted)}")
