@@ -183,8 +183,8 @@ source = "here"
         ("from_bytes = 100\n", "from_bytes = 100\nto_bytes = 200\n", "entries[1].to_bytes: expected none in the last"),
         ('decision = "left"', 'decision = "maybe"', "entries[1].decision: expected one of fused, left, got 'maybe'"),
         ('decision = "left"', 'decision = "left"\ntransport = "p2p"', "entries[1].transport: expected none where"),
-        ('transport = "p2p"\n', "", "entries[0].transport: expected one of auto, multimem, nccl, p2p, got None"),
-        ('transport = "p2p"', 'transport = "ucx"', "entries[0].transport: expected one of auto, multimem, "),
+        ('transport = "p2p"\n', "", "entries[0].transport: expected one of auto, host, multimem, nccl, p2p, got None"),
+        ('transport = "p2p"', 'transport = "ucx"', "entries[0].transport: expected one of auto, host, multimem, "),
         ("[sources.here]", "sources = 3\n[other]", "t: expected the keys "),
     ],
 )  # fmt: skip
