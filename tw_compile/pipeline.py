@@ -93,7 +93,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return result
 
     def uuid(self) -> bytes | None:
-        """Identifies all that the result depends on: sources, options, thresholds, device profile, link, groups, user's pass.
+        """Identifies all that the result depends on: sources, options, tables, profile, link, groups, users' passes and rules.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
@@ -111,7 +111,7 @@ class TWCompilePass(compat.CustomGraphPass):
         planned_for = repr((profile, current_link(profile)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
-        return "\n".join([*own, manager.identity()])
+        return "\n".join([*own, manager.identity(), split.rules_identity()])
 
 
 _TELL_INDUCTOR: dict[InductorNeed, Callable[[], None]] = {

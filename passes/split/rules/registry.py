@@ -22,6 +22,7 @@ from tw_compile.passes.operators import (
 )
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
+from tw_compile.sources import source_of
 
 if TYPE_CHECKING:
     from tw_compile.passes.split.analysis.token_axis import TokenAxis
@@ -85,7 +86,7 @@ def _check(targets: tuple[Any, ...]) -> None:
             raise ValueError(f"targets: expected {expected}, got {target!r}")
 
 
-_attention: set[Any] = set()
+attention_operators: set[Any] = set()
 
 
 def declare_attention(*targets: Any) -> None:
@@ -94,7 +95,14 @@ def declare_attention(*targets: Any) -> None:
     ``targets`` and errors are those of :func:`token_rule`.
     """
     _check(targets)
-    _attention.update(targets)
+    attention_operators.update(targets)
+
+
+def identity() -> str:
+    """What identifies users' rules and attention operators; the project's own are covered by its sources."""
+    sources = {str(target): (source_of(each.rule), each.enters) for target, each in rules.items()}
+    users = sorted((target, *about) for target, about in sources.items() if about[0])
+    return repr((users, sorted(map(str, attention_operators))))
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -104,12 +112,12 @@ def is_attention(node: fx.Node) -> bool:
     if declared_as(AttentionOperator, name) is not None or is_attention_half(name):
         return True
     if form is not None:
-        return form.name in _attention
+        return form.name in attention_operators
     if node.op != "call_function":
         return False
     if compat.is_higher_order(node.target):
-        return f"higher_order::{node.target.name()}" in _attention  # type: ignore[union-attr]
-    return node.target in _attention or name in _attention
+        return f"higher_order::{node.target.name()}" in attention_operators  # type: ignore[union-attr]
+    return node.target in attention_operators or name in attention_operators
 
 
 def registered(target: Any) -> Registered | None:
