@@ -115,7 +115,8 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
     """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
     from tw_compile.benchmark.results import rows_of
     from tw_compile.harness.rows import failures
-    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.files import write_whole
+    from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.show import plot, print_report
     from tw_compile.tuning.tables import command_of, write
 
@@ -174,7 +175,8 @@ def _finish_link(report: dict[str, Any], transport: str, folder: Path, json_file
     """Show and write what was measured of a link."""
     from tw_compile.cli.plan import node_link
     from tw_compile.tuning.link import fitted_link, link_lines, write_link
-    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.files import write_whole
+    from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.tables import kernel_run
 
     console = common.make_console(json_file)

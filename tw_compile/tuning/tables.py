@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tw_compile.benchmark.results import rows_of
-from tw_compile.files import read_if_there
+from tw_compile.files import read_if_there, write_whole
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
@@ -24,7 +24,6 @@ from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
 from tw_compile.tuning.profile import fitted, profile_text
-from tw_compile.tuning.run import write_whole
 from tw_compile.tuning.spec import TuneSpec
 
 THRESHOLDS_FILE = "thresholds.toml"
@@ -70,16 +69,10 @@ def derive(report: dict[str, Any]) -> Derived:
     kernel_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
     beside_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "beside"]
     for run in sorted(kernel_runs, key=lambda run: run.world_size):
-        own_steps = measured_steps([run], shipped_steps(device_name, run.world_size))
-        steps += own_steps
-        for backend in UNFUSED:
-            times = timings([run], backend, own_steps)
-            if not any(timing.way == LEFT for timing in times):
-                continue
-            default = shipped.entries(run.world_size, backend)
-            entries += entries_from(run.world_size, backend, times, default, run.source)
-            own = Chooser(backend, times, default).bands
-            bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
+        decided = decide(run, shipped)
+        steps += decided.steps
+        entries += decided.entries
+        bands |= decided.bands
     benches = {stage.name: stage.bench for stage in TuneSpec(tuple(report["world_sizes"])).stages()}
     pairs = [
         cost
@@ -93,6 +86,31 @@ def derive(report: dict[str, Any]) -> Derived:
         profile, measured = fitted(base, kernel_runs, beside_runs, contentions(pairs))
     table = Table(THRESHOLDS_FILE, device_class, tuple(entries))
     return Derived(device_name, table, tuple(steps), profile, measured, tuple(pairs), bands)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What one run of the operator's benchmark says; as in :class:`Derived`."""
+
+    entries: tuple[Entry, ...]
+    steps: tuple[Step, ...]
+    bands: dict[tuple[int, Backend], Band]
+
+
+def decide(run: KernelRun, shipped: Gate) -> Decided:
+    """A pure function of measured times; ``shipped``: see :func:`shipped_gate`."""
+    steps = measured_steps([run], shipped_steps(run.device_name, run.world_size))
+    entries: list[Entry] = []
+    bands: dict[tuple[int, Backend], Band] = {}
+    for backend in UNFUSED:
+        times = timings([run], backend, steps)
+        if not any(timing.way == LEFT for timing in times):
+            continue
+        default = shipped.entries(run.world_size, backend)
+        entries += entries_from(run.world_size, backend, times, default, run.source)
+        own = Chooser(backend, times, default).bands
+        bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
+    return Decided(tuple(entries), tuple(steps), bands)
 
 
 def shipped_gate(device_class: str) -> Gate:
