@@ -1,4 +1,4 @@
-"""What ranks have measured of the node they run on by themselves: one file for each kind of node, and what this process uses of it.
+"""What ranks have measured of their node by themselves: one file for each kind of node, and what this process uses of it.
 
 A file is JSON in the folder ``calibration`` of the user's config folder. Its name has a digest of what it was measured on, so a
 node with another driver or other kernels has another file, and two processes that write at once write the same one whole.
@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -103,7 +103,8 @@ def calibration_of(text: str, source: str) -> Calibration:
         if type(values[key]) is not kind:
             raise ValueError(f"{source}: {key}: expected {kind.__name__}, got {values[key]!r}")
     here = _measured_on(values["measured_on"], source)
-    table = read_table(values["thresholds"], source)
+    # Whichever file it is in, the same thresholds are the same table: its name is part of the compile caches' key.
+    table = replace(read_table(values["thresholds"], source), file=LAYER)
     _, steps = steps_of(values["kernels"], source)
     return Calibration(here, table, steps, tuple(values["remarks"]), tuple(values["rows"]))
 
@@ -114,9 +115,7 @@ def _measured_on(values: Any, source: str) -> MeasuredOn:
         raise ValueError(f"{source}: measured_on: expected the keys {', '.join(names)}, got {values!r}")
     for name in names:
         if type(values[name]) is not hints[name]:
-            raise ValueError(
-                f"{source}: measured_on: {name}: expected {hints[name].__name__}, got {values[name]!r}"
-            )
+            raise ValueError(f"{source}: measured_on: {name}: expected {hints[name].__name__}, got {values[name]!r}")
     return MeasuredOn(**values)
 
 

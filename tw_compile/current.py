@@ -47,9 +47,7 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     return agreed(f"gate/{config.digest()}{key}", lambda: _observed_gate(config, observe, calibrated), agreed_gate)
 
 
-def _observed_gate(
-    config: Config, observe: Callable[[Settings], Settings], calibrated: Calibration | None
-) -> Gate:
+def _observed_gate(config: Config, observe: Callable[[Settings], Settings], calibrated: Calibration | None) -> Gate:
     layer = None if calibrated is None else Layer(LAYER, calibrated.measured_on.file_name, calibrated.table)
     gate = own_gate(config, current_node(), layer)
     return replace(gate, settings=observe(gate.settings))

@@ -158,6 +158,11 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
     return _steps(_shipped(), device_name, world_size, transport)
 
 
+def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
+    """What the user's own table says."""
+    return _steps(user_table(), device_name, world_size, transport)
+
+
 def use_measured(tables: dict[str, tuple[Step, ...]]) -> None:
     """Go by these steps, by device, where the user has no table: what ranks of this process measured (``calibration.py``)."""
     _measured.clear()

@@ -114,8 +114,8 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
     """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
     from tw_compile.benchmark.results import rows_of
-    from tw_compile.harness.rows import failures
     from tw_compile.files import write_whole
+    from tw_compile.harness.rows import failures
     from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.show import plot, print_report
     from tw_compile.tuning.tables import command_of, write
@@ -174,8 +174,8 @@ def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bo
 def _finish_link(report: dict[str, Any], transport: str, folder: Path, json_file: str | None) -> None:
     """Show and write what was measured of a link."""
     from tw_compile.cli.plan import node_link
-    from tw_compile.tuning.link import fitted_link, link_lines, write_link
     from tw_compile.files import write_whole
+    from tw_compile.tuning.link import fitted_link, link_lines, write_link
     from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.tables import kernel_run
 
