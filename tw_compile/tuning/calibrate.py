@@ -10,6 +10,7 @@ import datetime
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ import torch.fx as fx
 from tw_compile import __version__, compat
 from tw_compile.agree import agreed, all_come
 from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.calibration import (
     LAYER,
     Calibration,
@@ -35,8 +37,10 @@ from tw_compile.config import Config
 from tw_compile.current import current_node, measured_on, own_gate
 from tw_compile.gating.facts import Backend, Node
 from tw_compile.gating.table import Table
+from tw_compile.harness.launch import Progress
 from tw_compile.harness.problems import Context
-from tw_compile.harness.ranks import Ranks
+from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
+from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import nccl_version
 from tw_compile.kernels.collective.transport import choose_transport, group_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts
@@ -72,21 +76,41 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
     world = dist.group.WORLD
     if world in _asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
         return
-    assert world is not None
-    facts = group_facts(compat.group_name(world), "cuda")
-    transports = transports_of(facts, current_node())
-    if facts.hosts > 1 or not transports:
+    _asked_in[:] = [world]
+    here, transports = this_node()
+    if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
+        use(measured_together(here, default_folder(), _device(), candidates(transports)))
+
+
+def use_stored(config: Config) -> None:
+    """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
+    world = dist.group.WORLD
+    if world in _asked_in or not _may_calibrate(config):
         return
     _asked_in[:] = [world]
-    use(None)
-    node, name = current_node(), torch.cuda.get_device_name()
-    here = measured_on(name, facts.world_size, node, facts.peer_access)
-    folder = default_folder()
-    found, text = agreed(LAYER, lambda: answer(config, node, here, transports[0], folder))
-    if found == "stored":
-        use(calibration_of(text, LAYER))
-    elif found == "measure" and _all_are_here(facts.world_size):
-        use(measured_together(here, folder, torch.device("cuda", torch.cuda.current_device()), candidates(transports)))
+    here, transports = this_node()
+    if transports:
+        _use_stored(config, here, transports[0])
+
+
+def this_node() -> tuple[MeasuredOn, list[str]]:
+    """What all ranks of the default group run on, and the transports whose kernels can serve them."""
+    assert dist.group.WORLD is not None
+    facts, node = group_facts(compat.group_name(dist.group.WORLD), "cuda"), current_node()
+    here = measured_on(torch.cuda.get_device_name(), facts.world_size, node, facts.peer_access)
+    return here, transports_of(facts, node)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
+    """What the rank that came first says that there is; a calibration is used."""
+    node = current_node()
+    found, text = agreed(LAYER, lambda: answer(config, node, here, transport, default_folder()))
+    use(calibration_of(text, LAYER) if found == "stored" else None)
+    return found
 
 
 def _may_calibrate(config: Config) -> bool:
@@ -206,3 +230,17 @@ def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
     decided_by = decide(run_made_with(made_with, short.rows, OPTION), shipped_gate(here.device_class))
     table = Table(LAYER, here.device_class, decided_by.entries)
     return Calibration(here, table, decided_by.steps, tuple(short.remarks), tuple(asdict(row) for row in short.rows))
+
+
+def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank of ``tw-compile tune --quick``."""
+    work_as_rank(spec, rank, scratch, messages, _as_rank)
+
+
+def _as_rank(ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
+    here, transports = this_node()
+    if not transports:
+        raise UsageError(f"--quick: expected ranks that kernels of ours can serve, got {here}")
+    progress(f"measuring {here.world_size} x {here.device_name}")
+    found = measured_together(here, default_folder(), ranks.ctx.device, candidates(transports))
+    return {"calibration": None if found is None else text_of(found)}

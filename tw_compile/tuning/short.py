@@ -17,10 +17,12 @@ from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, input_sets
 from tw_compile.benchmark.worker import CPU_CACHE_BYTES, ContenderAtSize, MakeTimer, SizeReference, admit, row_of
+from tw_compile.calibration import Calibration
 from tw_compile.gating.table import size as bytes_text
 from tw_compile.harness.measure import WARM_UP_ROUNDS, interleaved
 from tw_compile.harness.problems import Form, exact, make_problem, unfused
 from tw_compile.harness.ranks import Ranks, UnavailableError
+from tw_compile.harness.table import mebibytes
 
 logger = logging.getLogger("tw_compile")
 
@@ -52,6 +54,21 @@ class Deadline:
     def allows(self, seconds: float = 0.0) -> bool:
         """Whether what takes so long would be done in time. Collective."""
         return bool(self._ranks.gather(self._clock() + seconds < self._end)[0])
+
+
+def lines(calibration: Calibration) -> list[str]:
+    """What was measured and decided, for the terminal."""
+    here = calibration.measured_on
+    kernels = [f"{step.algorithm} ({step.sms} SMs) to {mebibytes(step.up_to_bytes)}" for step in calibration.steps]
+    entries = [
+        f"  {entry}: {'left' if entry.decision == 'left' else f'fused by {entry.transport}'}, {entry.source.kind}"
+        for entry in calibration.table.entries
+    ]
+    return [
+        f"{here.world_size} x {here.device_name}: {', '.join(kernels) or 'no kernels'}",
+        *entries,
+        *calibration.remarks,
+    ]
 
 
 @dataclass
