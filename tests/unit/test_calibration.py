@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx as fx
+from typer.testing import CliRunner
 
 from tw_compile import agree, backend, calibration, compat, current
 from tw_compile.agree import all_come
 from tw_compile.calibration import Calibration, MeasuredOn, all_stored, calibration_of, store, stored, text_of
+from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.current import current_gate, own_gate
 from tw_compile.files import write_whole
@@ -29,6 +31,7 @@ from tw_compile.kernels.registry import Benchmarked
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_for
 from tw_compile.kernels.transports.selection import table_text as kernels_text
 from tw_compile.kernels.transports.slot_transport import SlotTransport
+from tw_compile.runner import machine
 from tw_compile.testing import fake_process_group
 from tw_compile.tuning import calibrate
 from tw_compile.tuning.candidates import SPIN_LIMIT, candidates
@@ -330,3 +333,87 @@ def test_agreement_goes_on_where_a_store_has_been_told_already() -> None:
     store = dist.HashStore()
     agree.first_value(True, store, "a/all")
     assert all_come(store, "a", 5, 20.0)
+
+
+def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "node_facts", lambda device, ranks: GroupFacts(device, ranks, 1))
+    gpus = [{"name": "A GPU"}] * 8
+    assert machine._calibrations(gpus, SM90) == []
+    layer = machine._calibrated_layer([], SM90)
+    report = machine._thresholds(own_gate(Config(), SM90, layer), layer)
+    assert [row["layer"] for row in report["layers"]][2:4] == ["calibration", "user file"]
+    assert report["layers"][2]["state"] == "absent"
+    assert [row["state"] for row in machine._kernel_tables(gpus, [])["layers"]][1] == "absent"
+
+    here = current.measured_on("A GPU", 8, SM90, True)
+    folder = calibration.default_folder()
+    store(folder, replace(FOUND, measured_on=here))
+    found = machine._calibrations(gpus, SM90)
+    assert [one.measured_on for one in found] == [here] and steps_for("A GPU", 8) == STEPS
+    layer = machine._calibrated_layer(found, SM90)
+    report = machine._thresholds(own_gate(Config(), SM90, layer), layer)
+    assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 ranges"}
+    (row,) = (row for row in machine._kernel_tables(gpus, found)["layers"] if row["layer"] == "calibration")
+    assert row["state"] == "8 ranks"
+    assert machine._calibrations(gpus[:4], SM90) == []
+
+
+def test_explain_goes_by_what_ranks_of_such_a_node_measured() -> None:
+    args = ["explain", "--device", "sm90", "--tp", "8", "--tokens", "64", "--json", "-"]
+
+    def message(*more: str) -> dict[str, Any]:
+        result = CliRunner().invoke(app, [*args, *more])
+        assert result.exit_code == 0, result.output
+        (only,) = json.loads(result.stdout)["messages"]
+        return dict(only)
+
+    assert message()["decision"] == "fused"
+    here = current.measured_on("A GPU", 8, SM90, True)
+    for other in (replace(here, torch="1.0"), replace(here, source="old"), replace(here, peer_access=False)):
+        store(calibration.default_folder(), replace(FOUND, measured_on=other))
+    assert message()["decision"] == "fused"
+    store(calibration.default_folder(), replace(FOUND, measured_on=here))
+    now = message()
+    assert now["decision"] == "gated" and now["entry"].startswith("calibration: world_size 8, nccl")
+    assert now["source"].endswith("2026-11-24: tw_compile.calibrate")
+    assert not message("--multicast")["entry"].startswith("calibration")
+    assert message("--thresholds", "off")["decision"] == "fused"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--device", "cpu"], "--quick: expected --device cuda with it, got 'cpu'"),
+        (["--out", "folder"], "--out: expected none with --quick, got 'folder'"),
+        (["--plot", "a.png"], "--plot: expected none with --quick, got 'a.png'"),
+        (["--transport", "nccl"], "--transport: expected none with --quick, got 'nccl'"),
+    ],
+)
+def test_what_does_not_go_with_quick_is_refused(args: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["tune", "--quick", *args])
+    assert result.exit_code == 2 and message in result.output
+
+
+def test_quick_shows_what_ranks_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[Any] = []
+
+    def spawn(spec: Any, progress: Any, entry: Any) -> dict[str, Any]:
+        specs.append((spec.world_size, entry))
+        return {"calibration": None if spec.world_size == 4 else text_of(FOUND)}
+
+    monkeypatch.setattr("tw_compile.cli.tune._world_sizes", lambda asked, device, dry_run: asked or (2, 4))
+    monkeypatch.setattr("tw_compile.harness.launch.spawn_ranks", spawn)
+    result = CliRunner().invoke(app, ["tune", "--quick", "--tp", "2", "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert specs == [(2, calibrate.rank_process)]
+    for line in (
+        "push_one_shot (128 SMs) to 4.0 KiB, push_two_shot (128 SMs)",
+        "left, measured",
+        "stream is left out: no",
+    ):
+        assert line in " ".join(result.stderr.split())
+    assert json.loads(result.stdout)["calibrations"] == [json.loads(text_of(FOUND))]
+    assert CliRunner().invoke(app, ["tune", "--quick"]).exit_code == 1  # 4 ranks measured nothing
+    specs.clear()
+    dry = CliRunner().invoke(app, ["tune", "--quick", "--dry-run"])
+    assert dry.exit_code == 0 and "would time 1, 4, 16, " in dry.output and specs == []
