@@ -68,6 +68,11 @@ def all_come(store: dist.Store, key: str, ranks: int, seconds: float) -> bool:
     return first_value(False, store, verdict)
 
 
+def refuse(store: dist.Store, key: str) -> None:
+    """Instead of :func:`all_come`, by a rank that will not come: those that wait need not."""
+    first_value(False, store, f"{key}/all")
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The ``value`` of every rank of ``group``, None being the default group, by rank. Collective."""
     values: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())

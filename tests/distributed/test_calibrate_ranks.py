@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,17 @@ def _measure_flawed(rank: int, folder: str, flaw: str) -> None:
     together(folder, [*good(), Planted("stream", 16, small_is_fast, flaw)])
 
 
+def _measure_unlike(rank: int, folder: str) -> bool:
+    here = replace(HERE, device_name=f"GPU {rank}")
+    return measured_together(here, Path(folder), torch.device("cpu"), good(), short, answer_seconds=3.0) is None
+
+
+@pytest.mark.timeout(120)
+def test_ranks_on_different_devices_measure_nothing(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    assert gloo_ranks.run(_measure_unlike, str(tmp_path)) == [True, True] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("flaw", ["dies", "hangs"])
 def test_a_rank_that_dies_or_hangs_is_an_error_and_nothing_is_kept(flaw: str, tmp_path: Path) -> None:
@@ -256,6 +267,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         return names, lines
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_the_first_graph_that_needs_all_ranks_measures_and_later_processes_read(tmp_path: Path) -> None:
     for _ in range(2):
@@ -270,6 +282,7 @@ def test_the_first_graph_that_needs_all_ranks_measures_and_later_processes_read(
     assert json.loads(file.read_text())["remarks"] == ["read"]  # nobody wrote it again
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_ranks_that_do_not_come_in_time_leave_the_node_unmeasured(tmp_path: Path) -> None:
     with GlooRanks(2, timeout=60.0) as ranks:

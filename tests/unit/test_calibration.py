@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch.fx as fx
 from typer.testing import CliRunner
 
 from tw_compile import agree, backend, calibration, compat, current
-from tw_compile.agree import all_come
+from tw_compile.agree import all_come, refuse
 from tw_compile.calibration import Calibration, MeasuredOn, all_stored, calibration_of, store, stored, text_of
 from tw_compile.cli.app import app
 from tw_compile.config import Config
@@ -327,6 +328,28 @@ def test_the_backend_calibrates_on_gpus_in_a_group_alone(on_gpu: bool, monkeypat
         assert asked == []
         backend.tw_compile_backend(_graph(None), [])
     assert asked == ([Config()] if on_gpu else [])
+
+
+def test_a_rank_that_refuses_is_not_waited_for() -> None:
+    store = dist.HashStore()
+    refuse(store, "a")
+    begin = time.monotonic()
+    assert not all_come(store, "a", 2, 20.0) and time.monotonic() - begin < 5.0
+
+
+def test_where_ranks_cannot_meet_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def no_address(**options: Any) -> None:
+        raise RuntimeError("gloo: no address")
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "new_group", no_address)
+        assert calibrate.measured_together(HERE, tmp_path, torch.device("cpu"), []) is None
+    finally:
+        dist.destroy_process_group()
+    assert "can't meet by gloo: gloo: no address" in tw_log.messages[-1]
 
 
 def test_agreement_goes_on_where_a_store_has_been_told_already() -> None:

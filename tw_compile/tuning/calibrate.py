@@ -7,6 +7,7 @@ by afterwards is what rank 0 made of the times.
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import __version__, compat
-from tw_compile.agree import agreed, all_come
+from tw_compile.agree import agreed, all_come, refuse
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.calibration import (
@@ -61,6 +62,8 @@ ANSWER_SECONDS = 60.0
 Answer = tuple[Literal["measured", "stored", "measure"], str]
 """What there is: tables that were measured, a calibration and its text, or nothing."""
 
+_control_groups = itertools.count()
+"""As often as this process has made one, so have the others."""
 _asked_in: list[object] = []
 """The default process group in which this process has asked already."""
 
@@ -190,9 +193,14 @@ def measured_together(
         logger.info(
             "tw_compile: measuring %s x %s, once, in %.0f s (%s)", here.world_size, here.device_name, SECONDS, OPTION
         )
+    control = _control_group(here.world_size, answer_seconds)
+    if control is None:
+        return None
     try:
-        control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=answer_seconds))
         ranks = Ranks(Context(rank, here.world_size, device, compat.group_name(world)), control)
+        if len(set(ranks.gather(here))) > 1:
+            logger.warning("tw_compile: this node is not measured: its ranks run on different devices")
+            return None
         short = run(ranks, short_spec(here.world_size, device.type), everyone)
         with torch.no_grad():
             short.run()
@@ -206,6 +214,21 @@ def measured_together(
     if rank == 0:
         logger.info("tw_compile: measured this node, see %s", file or "no file")
     return None if text is None else calibration_of(text, LAYER)
+
+
+def _control_group(world_size: int, seconds: float) -> dist.ProcessGroup | None:
+    """All ranks by gloo, which works whatever state the GPUs are in; None, on all ranks, where one can't have it."""
+    key, store = f"{LAYER}/control/{next(_control_groups)}", compat.default_store()
+    obstacle = "a rank did not come"
+    try:
+        control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        if all_come(store, key, world_size, seconds):
+            return control
+    except RuntimeError as error:  # of sockets, say, whose addresses nobody knows
+        obstacle = str(error)
+        refuse(store, key)
+    logger.warning("tw_compile: this node is not measured, as its ranks can't meet by gloo: %s", obstacle)
+    return None
 
 
 def _kept(here: MeasuredOn, short: ShortRun, folder: Path | None) -> tuple[str | None, str | None]:

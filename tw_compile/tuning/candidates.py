@@ -57,10 +57,13 @@ class Unfused(Contender):
 class Bounded(Operator):
     """An operator whose kernels give up where a peer does not come, and are loaded on all ranks before one launches."""
 
+    _loaded = False
+
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         call = super().prepare(ranks, problem)
-        if isinstance(self._transport, SlotTransport) and self._request is not None:
+        if isinstance(self._transport, SlotTransport) and self._request is not None and not self._loaded:
             self._transport.load(self._request)
+            self._loaded = True  # for messages of other sizes, too
         return call
 
     def deviation(self, ranks: Ranks) -> str | None:
@@ -84,9 +87,9 @@ def _over(transport: str) -> list[Variant]:
     listed = [variant for variant in variants("cuda") if variant.over == transport]
     named = [variant for variant in listed if variant.algorithm is not None]
     last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
-    if last is None or last.benchmarked:
+    whole = next((variant for variant in listed if variant.algorithm is None), None)
+    if last is None or last.benchmarked or whole is None:
         return named
-    whole = next(variant for variant in listed if variant.algorithm is None)
     return [replace(whole, transport=lambda sms: TRANSPORTS[transport].make(last.make())), *named]
 
 

@@ -143,7 +143,8 @@ class Chooser:
         """What the entry means in measured ways; ``auto`` is the first that was measured of those that it asks."""
         if entry.decision == "left":
             return LEFT
-        if entry.transport == "auto":
+        # Only without peer access is "host" measured: what asks for peers is served by it there.
+        if entry.transport == "auto" or ("host" in self._ways and entry.transport not in self._ways):
             return next((name for name in preferred_names("cuda") if name in self._ways), "nccl")
         return str(entry.transport)
 
