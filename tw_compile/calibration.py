@@ -26,7 +26,7 @@ logger = logging.getLogger("tw_compile")
 SCHEMA_VERSION = 1
 LAYER = "calibration"
 """The name of the layer of tables, and of the folder."""
-_KEYS = ("schema_version", "measured_on", "thresholds", "kernels", "remarks", "rows")
+_KEYS = ("schema_version", "measured_on", "seconds", "thresholds", "kernels", "remarks", "rows")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class Calibration:
         steps: Which kernel serves which message.
         remarks: What was left out, and why, a line each.
         rows: The times, as ``tw-compile bench kernel`` reports them.
+        seconds: What measuring took, and before it loading kernels with the first size's checks.
     """
 
     measured_on: MeasuredOn
@@ -71,6 +72,7 @@ class Calibration:
     steps: tuple[Step, ...]
     remarks: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
+    seconds: tuple[float, float]
 
 
 def text_of(calibration: Calibration) -> str:
@@ -79,6 +81,7 @@ def text_of(calibration: Calibration) -> str:
     values = {
         "schema_version": SCHEMA_VERSION,
         "measured_on": asdict(here),
+        "seconds": calibration.seconds,
         "thresholds": table_text(calibration.table),
         "kernels": selection.table_text(here.device_name, calibration.steps, ""),
         "remarks": calibration.remarks,
@@ -102,11 +105,14 @@ def calibration_of(text: str, source: str) -> Calibration:
     for key, kind in (("thresholds", str), ("kernels", str), ("remarks", list), ("rows", list)):
         if type(values[key]) is not kind:
             raise ValueError(f"{source}: {key}: expected {kind.__name__}, got {values[key]!r}")
+    seconds = values["seconds"]
+    if not isinstance(seconds, list) or [type(value) for value in seconds] != [float, float]:
+        raise ValueError(f"{source}: seconds: expected two numbers, got {seconds!r}")
     here = _measured_on(values["measured_on"], source)
     # Whichever file it is in, the same thresholds are the same table: its name is part of the compile caches' key.
     table = replace(read_table(values["thresholds"], source), file=LAYER)
     _, steps = steps_of(values["kernels"], source)
-    return Calibration(here, table, steps, tuple(values["remarks"]), tuple(values["rows"]))
+    return Calibration(here, table, steps, tuple(values["remarks"]), tuple(values["rows"]), (seconds[0], seconds[1]))
 
 
 def _measured_on(values: Any, source: str) -> MeasuredOn:

@@ -42,7 +42,9 @@ HERE = MeasuredOn("A GPU", "sm90", 8, True, False, "570.1", "2.11", "abc")
 SOURCE = Source("measured_tp8", "measured", ("8x A GPU", "torch 2.11", "2026-11-24", "tw_compile.calibrate"))
 LEFT = Entry(8, "nccl", 0, None, "left", None, SOURCE)
 STEPS = (Step(8, 4096, "push_one_shot", 128), Step(8, 8192, "push_two_shot", 128))
-FOUND = Calibration(HERE, Table("calibration", "sm90", (LEFT,)), STEPS, ("stream is left out: no",), ({"label": "a"},))
+FOUND = Calibration(
+    HERE, Table("calibration", "sm90", (LEFT,)), STEPS, ("stream is left out: no",), ({"label": "a"},), (2.5, 7.0)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,7 @@ def _with(**values: Any) -> str:
         (_with(thresholds=3), "thresholds: expected str, got 3"),
         (_with(thresholds="schema_version = 1\n"), "expected the keys schema_version, device"),
         (_with(kernels='device = "A"\nstep = 1\n'), "expected the keys device and steps, got 'step'"),
+        (_with(seconds=[1.0]), "seconds: expected two numbers, got [1.0]"),
         (_with(measured_on={}), "measured_on: expected the keys device_name, "),
         (
             _with(measured_on={**json.loads(text_of(FOUND))["measured_on"], "world_size": "8"}),
@@ -433,6 +436,7 @@ def test_quick_shows_what_ranks_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         "push_one_shot (128 SMs) to 4.0 KiB, push_two_shot (128 SMs)",
         "left, measured",
         "stream is left out: no",
+        "measured in 2.5 s, after 7.0 s",
     ):
         assert line in " ".join(result.stderr.split())
     assert json.loads(result.stdout)["calibrations"] == [json.loads(text_of(FOUND))]

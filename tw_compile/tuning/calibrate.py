@@ -212,7 +212,7 @@ def measured_together(
             f"node, got {error}; a rank died or hangs. 'off' leaves it out"
         ) from error
     if rank == 0:
-        logger.info("tw_compile: measured this node, see %s", file or "no file")
+        logger.info("tw_compile: measured this node in %.1f + %.1f s, see %s", *short.took, file or "no file")
     return None if text is None else calibration_of(text, LAYER)
 
 
@@ -252,7 +252,8 @@ def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
     }
     decided_by = decide(run_made_with(made_with, short.rows, OPTION), shipped_gate(here.device_class))
     table = Table(LAYER, here.device_class, decided_by.entries)
-    return Calibration(here, table, decided_by.steps, tuple(short.remarks), tuple(asdict(row) for row in short.rows))
+    rows = tuple(asdict(row) for row in short.rows)
+    return Calibration(here, table, decided_by.steps, tuple(short.remarks), rows, short.took)
 
 
 def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:

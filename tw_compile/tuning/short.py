@@ -64,10 +64,12 @@ def lines(calibration: Calibration) -> list[str]:
         f"  {entry}: {'left' if entry.decision == 'left' else f'fused by {entry.transport}'}, {entry.source.kind}"
         for entry in calibration.table.entries
     ]
+    measuring, loading = calibration.seconds
     return [
         f"{here.world_size} x {here.device_name}: {', '.join(kernels) or 'no kernels'}",
         *entries,
         *calibration.remarks,
+        f"measured in {measuring:.1f} s, after {loading:.1f} s of loading kernels",
     ]
 
 
@@ -81,6 +83,7 @@ class ShortRun:
         make: How calls are timed; None: as is right for the device.
         rows: Of sizes that are done.
         remarks: What was left out, and why.
+        took: Seconds of measuring, and of loading kernels before it; by this rank's clock.
     """
 
     ranks: Ranks
@@ -91,9 +94,11 @@ class ShortRun:
     seconds: float = SECONDS
     rows: list[Row] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    took: tuple[float, float] = (0.0, 0.0)
     _slow_from: dict[str, int] = field(default_factory=dict)
 
     def run(self) -> None:
+        begin = loaded = self.clock()
         deadline = Deadline(self.ranks, LOADING_SECONDS, self.clock)
         sizes = list(self.spec.sizes())
         unmeasured: list[MessageSize] = []
@@ -107,6 +112,7 @@ class ShortRun:
                 self._remark(f"no times at {bytes_text(size.nbytes)}: {error}")
                 continue
             if number == 0:
+                loaded = self.clock()
                 deadline = Deadline(self.ranks, self.seconds, self.clock)
             rows = self._time(size, entries, deadline)
             if rows is None:
@@ -115,6 +121,7 @@ class ShortRun:
                 self.rows += rows
             del entries
             self._release()
+        self.took = float(self.clock() - loaded), float(loaded - begin)
         if unmeasured:
             texts = ", ".join(bytes_text(size.nbytes) for size in unmeasured)
             self._remark(f"no times, for want of time or memory, at {texts}")
