@@ -223,6 +223,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         patch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(calibrate, "COMING_SECONDS", 0.5)
+        patch.setattr(calibrate, "_over_nccl", lambda: True)
         patch.setattr(calibrate, "current_node", lambda: Node((9, 0), False))
         patch.setattr(calibrate, "group_facts", lambda name, device: GroupFacts(device, 2, 1))
         patch.setattr(calibrate, "candidates", lambda transports: good())

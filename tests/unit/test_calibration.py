@@ -7,7 +7,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,23 +298,34 @@ def test_only_a_graph_that_every_rank_compiles_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "capturing", "backend_name"),
+    ("config", "capturing", "nccl"),
     [
-        (Config(calibrate="off"), False, "gloo"),
-        (Config(transport="nccl"), False, "gloo"),
-        (Config(fuse=False), False, "gloo"),
-        (Config(), True, "gloo"),
-        (Config(), False, "fake"),
+        (Config(calibrate="off"), False, True),
+        (Config(transport="nccl"), False, True),
+        (Config(fuse=False), False, True),
+        (Config(), True, True),
+        (Config(), False, False),
+        (Config(), False, True),
     ],
 )
 def test_nothing_is_asked_where_nothing_may_be_measured(
-    config: Config, capturing: bool, backend_name: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, capturing: bool, nccl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(dist, "get_backend", lambda: backend_name)
-    monkeypatch.setattr(calibrate, "dist", SimpleNamespace(**vars(dist) | {"group": SimpleNamespace(WORLD=object())}))
-    monkeypatch.setattr(calibrate, "reduces_over_all_ranks", lambda graph: pytest.fail("asked"))
-    calibrate.before_compile(config, _graph(None))
+    monkeypatch.setattr(calibrate, "_over_nccl", lambda: nccl)
+    monkeypatch.setattr(calibrate, "reduces_over_all_ranks", lambda graph: bool(asked.append(graph)))
+    with fake_process_group(2):
+        calibrate.before_compile(config, _graph(None))
+    assert len(asked) == (config == Config() and nccl and not capturing)
+
+
+@pytest.mark.parametrize(
+    ("config", "nccl"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
+)
+def test_only_groups_of_nccl_are_measured(config: str, nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
+    assert calibrate._over_nccl() is nccl
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

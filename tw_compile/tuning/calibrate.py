@@ -119,9 +119,12 @@ def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
 def _may_calibrate(config: Config) -> bool:
     if config.calibrate == "off" or not config.fuse or config.transport != "auto":
         return False
-    if dist.get_backend() == "fake" or not dist.is_gloo_available():
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    return _over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
+
+
+def _over_nccl() -> bool:
+    """Whether all_reduces of GPUs' tensors are NCCL's: others are those of a test, or none."""
+    return "cuda:nccl" in dist.get_backend_config()
 
 
 def reduces_over_all_ranks(graph: fx.GraphModule) -> bool:
