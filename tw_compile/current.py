@@ -41,7 +41,7 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     """
     if not torch.cuda.is_initialized():
         return own_gate(config, Node(None, False))
-    calibrated = in_use() if config.calibrate == "auto" else None
+    calibrated = in_use() if config.calibrate != "off" else None
     # All ranks have the same one, as they agreed on it, and none before that.
     key = "" if calibrated is None else f"/{calibrated.measured_on.file_name}"
     return agreed(f"gate/{config.digest()}{key}", lambda: _observed_gate(config, observe, calibrated), agreed_gate)

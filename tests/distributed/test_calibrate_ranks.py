@@ -238,7 +238,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         names: list[str | None] = []
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-            calibrate.before_compile(Config(), graph)
+            calibrate.before_compile(Config(calibrate="auto"), graph)
             used = calibration.in_use()
             names.append(None if used is None else used.measured_on.device_name)
             return graph

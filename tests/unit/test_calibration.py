@@ -240,7 +240,7 @@ def test_every_kernel_of_the_registry_takes_part_and_can_give_up() -> None:
     assert {one.algorithm for one in everyone[2:]} >= {"push_one_shot", "push_two_shot", "stream", "toy"}
     assert all(one.hidden_scale is None for one in everyone)
     for one in everyone[1:]:
-        transport = one._transport  # type: ignore[attr-defined]
+        transport = one.transport  # type: ignore[attr-defined]
         assert isinstance(transport, SlotTransport) and transport._spin_limit == SPIN_LIMIT
         assert transport.algorithm is not None
     assert {one.algorithm for one in candidates(["host"])[1:]} >= {"host_words", "host_one_shot", "host_two_shot"}
@@ -262,7 +262,7 @@ def test_a_kernel_that_gave_up_deviates() -> None:
         def check(self) -> None:
             raise RuntimeError("rank 1, CTA 0 gave up waiting for rank 0")
 
-    candidate._transport = GaveUp()  # type: ignore[attr-defined]
+    candidate.transport = GaveUp()  # type: ignore[attr-defined]
     assert candidate.deviation(None) == "RuntimeError: rank 1, CTA 0 gave up waiting for rank 0"  # type: ignore[arg-type]
 
 
@@ -301,11 +301,11 @@ def test_only_a_graph_that_every_rank_compiles_counts() -> None:
     ("config", "capturing", "nccl"),
     [
         (Config(calibrate="off"), False, True),
-        (Config(transport="nccl"), False, True),
-        (Config(fuse=False), False, True),
-        (Config(), True, True),
-        (Config(), False, False),
-        (Config(), False, True),
+        (Config(calibrate="auto", transport="nccl"), False, True),
+        (Config(calibrate="auto", fuse=False), False, True),
+        (Config(calibrate="auto"), True, True),
+        (Config(calibrate="auto"), False, False),
+        (Config(calibrate="auto"), False, True),
     ],
 )
 def test_nothing_is_asked_where_nothing_may_be_measured(
@@ -317,7 +317,16 @@ def test_nothing_is_asked_where_nothing_may_be_measured(
     monkeypatch.setattr(calibrate, "reduces_over_all_ranks", lambda graph: bool(asked.append(graph)))
     with fake_process_group(2):
         calibrate.before_compile(config, _graph(None))
-    assert len(asked) == (config == Config() and nccl and not capturing)
+    assert len(asked) == (config == Config(calibrate="auto") and nccl and not capturing)
+
+
+def test_by_default_nothing_is_measured_and_what_was_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Config] = []
+    monkeypatch.setattr(calibrate, "use_stored", used.append)
+    monkeypatch.setattr(calibrate, "measured_together", lambda *_: pytest.fail("measured"))
+    with fake_process_group(2):
+        calibrate.before_compile(Config(), _graph(None))
+    assert used == [Config()]
 
 
 @pytest.mark.parametrize(
@@ -437,7 +446,7 @@ def test_quick_shows_what_ranks_measured(monkeypatch: pytest.MonkeyPatch) -> Non
         specs.append((spec.world_size, entry))
         return {"calibration": None if spec.world_size == 4 else text_of(FOUND)}
 
-    monkeypatch.setattr("tw_compile.cli.tune._world_sizes", lambda asked, device, dry_run: asked or (2, 4))
+    monkeypatch.setattr("tw_compile.cli.tune.world_sizes_of", lambda asked, device, dry_run: asked or (2, 4))
     monkeypatch.setattr("tw_compile.harness.launch.spawn_ranks", spawn)
     result = CliRunner().invoke(app, ["tune", "--quick", "--tp", "2", "--json", "-"])
     assert result.exit_code == 0, result.output
