@@ -93,6 +93,10 @@ DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) { emu
 DEVICE void fence_sys() { emulated_fence_sys(); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) { return emulated_fetch_add(address, value); }
 
+// --- multicast addresses: there are none here ------------------------------------------------------------------------
+
+DEVICE void fence_proxy_alias() {}
+
 // --- conversions ---------------------------------------------------------------------------------------------------
 
 DEVICE float as_float(uint32_t bits) {
