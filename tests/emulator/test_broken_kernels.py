@@ -20,6 +20,7 @@ from tw_compile.kernels.runtime.program import HEADERS
 Run = Callable[[Path | None, int], None]
 SEEDS = range(40)
 TWO_GROUPS = Shape(64, 2, 2)
+GROUPS_WITH_ROWS_AHEAD = MultimemShape(64, 2, 2)
 STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
 
 
@@ -46,7 +47,7 @@ def run_multimem(
     *,
     form: Form = WHOLE,
     in_slot: bool = False,
-    shape: MultimemShape = MultimemShape(64, 2, 2),
+    shape: MultimemShape = GROUPS_WITH_ROWS_AHEAD,
 ) -> None:
     options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": shape}
     options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
@@ -192,7 +193,11 @@ MULTIMEM: dict[str, tuple[Run, str, str]] = {
         "step < WORLD_SIZE - 1; ++step)\n      store_relaxed_sys",
     ),
     "leaves out a rank's addend": (run_multimem, "source < WORLD_SIZE; ++source", "source < WORLD_SIZE - 1; ++source"),
-    "has another row on its way": (run_multimem, "fetch(place, index + DEPTH * GROUPS)", "fetch(place, index + GROUPS)"),
+    "has another row on its way": (
+        run_multimem,
+        "fetch(place, index + DEPTH * GROUPS)",
+        "fetch(place, index + GROUPS)",
+    ),
     "has no row on its way": (MULTIMEM_IN_SLOT, "fetch(place, index + DEPTH * GROUPS);", ""),
     "has rows of others on its way": (MULTIMEM_IN_SLOT, "if (index >= own_rows) return;", ""),
     "rows share partial sums": (
@@ -208,7 +213,11 @@ MULTIMEM: dict[str, tuple[Run, str, str]] = {
         "high = shuffle_xor(vectors[v].words[1], 3)",
     ),
     "copies rows that are not there": (run_multimem, "local < share_of(owner) ?", "local < per_cta ?"),
-    "copies one row of those that are at once": (run_multimem, "begin += AT_ONCE * GROUPS", "begin += (AT_ONCE + 1) * GROUPS"),
+    "copies one row of those that are at once": (
+        run_multimem,
+        "begin += AT_ONCE * GROUPS",
+        "begin += (AT_ONCE + 1) * GROUPS",
+    ),
     "does not copy the residual": (run_multimem, "copy_rows<1>(p.residual_out", "copy_rows<2>(p.residual_out"),
     "reads a sharded residual as a whole one": (
         partial(run_multimem, form=SHARDED),

@@ -202,9 +202,7 @@ CASES += [
     for residual, out in (("none", "replicated"), ("full", "sharded"), ("sharded", "replicated"), ("full", "none"))
     for tokens, grid in ((1, 1), (7, 3))
 ]
-CASES += [
-    Case(7, 3, out=out, fp8=fp8, in_slot=not fp8) for out in ("none", "replicated") for fp8 in (True, False)
-]
+CASES += [Case(7, 3, out=out, fp8=fp8, in_slot=not fp8) for out in ("none", "replicated") for fp8 in (True, False)]
 
 
 def expected(case: Case, inputs: list[torch.Tensor], extras: dict[str, torch.Tensor]) -> tuple[Any, Any]:

@@ -12,6 +12,6 @@ MULTIMEM = AlgorithmEntry(
     # Loads and stores of peers are in the place of the switch's instructions, so any node can run it.
     checked=(
         Checked("emulated_multimem", (("emulated", True),)),
-        Checked("emulated_multimem_in_slot", (("emulated", True),), beside=False),
+        Checked("emulated_multimem_in_slot", (("emulated", True),), beside=False, in_slot=True),
     ),
 )

@@ -93,7 +93,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class Stream(BarrierKernel):
-    """At most ``max_sms`` CTAs, one an SM. Peers write to the slot directly, and where results are left there nothing is copied."""
+    """At most ``max_sms`` CTAs, one an SM."""
 
     name = "stream"
     source = Path(__file__).with_name("stream.cu")
