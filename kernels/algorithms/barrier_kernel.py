@@ -31,13 +31,16 @@ from tw_compile.kernels.runtime.barrier import MAX_CTAS
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of
 
-PARAMETER_FIELDS = (
-    *POINTER_FIELDS,
-    *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
-    *((name, c_int32) for name in ("rank", "tokens")),
-    *NUMBER_FIELDS,
-)
-"""Of the parameter structs of these kernels."""
+
+class BarrierParams(Structure):
+    """What the parameter structs of these kernels have, each under a name of its own."""
+
+    _fields_ = [
+        *POINTER_FIELDS,
+        *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
+        *((name, c_int32) for name in ("rank", "tokens")),
+        *NUMBER_FIELDS,
+    ]
 
 
 class BarrierKernel(Algorithm):
@@ -48,7 +51,7 @@ class BarrierKernel(Algorithm):
     """
 
     source: Path
-    params: type[Structure]
+    params: type[BarrierParams]
 
     def __init__(self, max_sms: int) -> None:
         if not 1 <= max_sms <= MAX_CTAS:

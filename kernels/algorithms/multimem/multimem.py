@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import dataclass
 from pathlib import Path
 
-from tw_compile.kernels.algorithms.barrier_kernel import PARAMETER_FIELDS, BarrierKernel
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel, BarrierParams
 from tw_compile.kernels.collective.cuda_variant import VECTOR, row_obstacle
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import Request
@@ -26,10 +25,8 @@ _WORDS_AHEAD = 48
 """Registers of a thread for what is on its way, where it has 128 of them."""
 
 
-class MultimemParams(Structure):
+class MultimemParams(BarrierParams):
     """``MultimemParams`` of multimem.cu."""
-
-    _fields_ = PARAMETER_FIELDS
 
 
 @dataclass(frozen=True)

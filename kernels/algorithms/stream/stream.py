@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ctypes import Structure
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from tw_compile.kernels.algorithms.barrier_kernel import PARAMETER_FIELDS, BarrierKernel
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel, BarrierParams
 from tw_compile.kernels.collective.cuda_variant import VECTOR, row_obstacle
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import Request
@@ -26,10 +25,8 @@ _ENOUGH_STAGES = {3: 8, 2: 2}  # by results
 _MAX_BLOCK = 1024
 
 
-class StreamParams(Structure):
+class StreamParams(BarrierParams):
     """``StreamParams`` of stream.cu."""
-
-    _fields_ = PARAMETER_FIELDS
 
 
 @dataclass(frozen=True)
