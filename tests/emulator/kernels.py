@@ -398,11 +398,15 @@ class BarrierMachine(Machine):
             needs = algorithm(max_sms=1).needs(example, world_size)
             buffers = {name: self.symmetric(size, -1, name) for name, size in needs.items()}
             buffers["pads"] = self.symmetric(MAX_CTAS * MAX_WORLD_SIZE * 4, first_epoch, "pads")
-            tables = {name: table(tensors) for name, tensors in buffers.items()}
+            tables = {name: self.table_of(tensors) for name, tensors in buffers.items()}
             epochs = self.private(MAX_CTAS)
             for epoch in epochs:
                 epoch.fill_(first_epoch)
             self.slots.append(BarrierSlot(buffers, tables, epochs, self.status(), {}))
+
+    def table_of(self, buffers: list[torch.Tensor]) -> torch.Tensor:
+        """The addresses by which kernels find the buffers of all ranks."""
+        return table(buffers)
 
     def run(self) -> None:
         super().run()
@@ -483,15 +487,29 @@ def rounded_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class MultimemMachine(BarrierMachine):
-    """``multimem.cu`` with multicast emulated."""
+    """``multimem.cu`` with the switch's instructions, or ``by_peers``: with loads and stores of peers in their place."""
 
     sum_of = staticmethod(rounded_sum)
 
-    def __init__(self, world_size: int, hidden_size: int, form: Form, *, shape: MultimemShape, **options: Any) -> None:
-        defines = shape.defines() | {"EMULATED_MULTICAST": 1}
+    def __init__(
+        self,
+        world_size: int,
+        hidden_size: int,
+        form: Form,
+        *,
+        shape: MultimemShape,
+        by_peers: bool = False,
+        **options: Any,
+    ) -> None:
+        self.by_peers = by_peers
+        defines = shape.defines() | {"EMULATED_MULTICAST": int(by_peers)}
         shared_bytes = 2 * shape.block // 32 * EPILOGUES[form.epilogue].statistics_bytes
         cta = {"defines": defines, "block": shape.block, "shared_bytes": shared_bytes}
         super().__init__(Multimem, world_size, hidden_size, form, **cta, **options)
+
+    def table_of(self, buffers: list[torch.Tensor]) -> torch.Tensor:
+        addresses = table(buffers)
+        return addresses if self.by_peers else torch.cat([addresses, torch.tensor([self.emulator.multicast(buffers)])])
 
 
 def check(call: Call) -> None:

@@ -47,9 +47,15 @@ def run_multimem(
     *,
     form: Form = WHOLE,
     in_slot: bool = False,
+    by_peers: bool = False,
     shape: MultimemShape = GROUPS_WITH_ROWS_AHEAD,
 ) -> None:
-    options: dict[str, Any] = {"staged": not in_slot, "private_output": not in_slot, "shape": shape}
+    options: dict[str, Any] = {
+        "staged": not in_slot,
+        "private_output": not in_slot,
+        "shape": shape,
+        "by_peers": by_peers,
+    }
     options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
     machine = MultimemMachine(3, 272, form, most_tokens=MOST_TOKENS, seed=seed, **options)
     random_calls(machine, seed, 4)
@@ -60,6 +66,7 @@ SHARDED = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
 ONE_SHOT, TWO_SHOT = partial(run_push, one_shot=True), partial(run_push, one_shot=False)
 MEETING, NO_MEETING = "meet_peers(p.pads, p.status, epoch + {0}, p.rank, {0}, BLOCK)", "barrier_sync(0, BLOCK)"
 PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
+BY_PEERS = partial(run_multimem, by_peers=True)
 MULTIMEM_IN_SLOT = partial(run_multimem, in_slot=True)
 
 PUSH: dict[str, tuple[Run, str, str]] = {
@@ -187,12 +194,23 @@ MULTIMEM: dict[str, tuple[Run, str, str]] = {
     "no barrier before results are copied": (run_multimem, MEETING.format(2), NO_MEETING),
     "counts one barrier": (run_multimem, "p.epochs[blockIdx.x] = epoch + 2", "p.epochs[blockIdx.x] = epoch + 1"),
     "does not stage its own rows": (run_multimem, "copy_rows<0>", "copy_rows<1>"),
-    "a peer gets no result": (
+    "no alias fence before the sum": (run_multimem, "fence_proxy_alias();\n  cta.compute", "cta.compute"),
+    "no alias fence before results are copied": (run_multimem, "fence_proxy_alias();\n  warp_sync", "warp_sync"),
+    "takes a peer's address for the multicast one": (
         MULTIMEM_IN_SLOT,
+        "multicast(table[WORLD_SIZE])",
+        "multicast(table[0])",
+    ),
+    "a peer gets no result": (
+        partial(run_multimem, in_slot=True, by_peers=True),
         "step < WORLD_SIZE; ++step)\n      store_relaxed_sys",
         "step < WORLD_SIZE - 1; ++step)\n      store_relaxed_sys",
     ),
-    "leaves out a rank's addend": (run_multimem, "source < WORLD_SIZE; ++source", "source < WORLD_SIZE - 1; ++source"),
+    "leaves out a rank's addend": (
+        BY_PEERS,
+        "source < WORLD_SIZE; ++source",
+        "source < WORLD_SIZE - 1; ++source",
+    ),
     "has another row on its way": (
         run_multimem,
         "fetch(place, index + DEPTH * GROUPS)",
@@ -276,7 +294,7 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
             run(tmp_path, seed)
 
 
-@pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT, run_multimem, MULTIMEM_IN_SLOT])
+@pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT, run_multimem, MULTIMEM_IN_SLOT, BY_PEERS])
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""
     for seed in SEEDS[:10]:

@@ -340,7 +340,7 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
         *(None, None, None),
         torch.empty(4, HIDDEN),
         torch.empty(0, HIDDEN),
-        *(None, None),
+        None,
         table(shared["staging"]),
         table(shared["hidden"]),
         None,

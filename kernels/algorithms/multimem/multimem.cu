@@ -15,7 +15,7 @@
 //         residual takes the same way.
 // STAGED=1: `x` is an ordinary tensor, which is first copied to this rank's part of `x_table`.
 // EMULATED_MULTICAST=1: loads from all ranks, added in rank order in float32 and rounded to their type, and stores to all
-//         ranks take the places of the two instructions: for GPUs without multicast, and for the emulator.
+//         ranks take the places of the two instructions: GPUs without multicast can run all the rest.
 //
 // Why this is correct
 // -------------------
