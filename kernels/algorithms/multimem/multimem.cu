@@ -69,6 +69,7 @@ using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
 inline constexpr int BLOCK = GROUPS * THREADS;
+inline constexpr int COPIED_WORDS = 24;  // that a thread has on their way when rows are copied; more would be spilled
 static_assert(GROUPS <= 15, "each group has a barrier of its own beside that of the CTA");
 static_assert(HIDDEN * sizeof(HIDDEN_TYPE) % 16 == 0, "the switch is given 16 bytes at a time");
 
@@ -226,7 +227,6 @@ struct Cta {
       }
     }
   }
-  static constexpr int COPIED_WORDS = 24;  // that a thread has on their way
 };
 
 KERNEL(BLOCK, 1) multimem(GRID_CONSTANT MultimemParams p) {
