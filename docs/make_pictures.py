@@ -140,7 +140,7 @@ def draw_graph() -> None:
     picture.arrow(500, 347, 500, 378)
     picture.box(140, 380, 340, 56, "Inductor's code calls\nstart ... wait_", COMPUTE)
     picture.arrow(481, 408, 519, 408)
-    picture.box(520, 380, 460, 56, "transport: p2p | multimem | nccl | gloo", COMMUNICATION)
+    picture.box(520, 380, 460, 56, "transport: p2p | multimem | host | nccl | gloo", COMMUNICATION)
     picture.text(20, 413, "run time", bold=True)
     picture.write("graph.svg")
 
@@ -174,8 +174,32 @@ def draw_data() -> None:
     picture.write("data.svg")
 
 
+def draw_host() -> None:
+    picture = Picture(1000, 330, "The way of the data between two GPUs without peer access")
+    picture.text(
+        20,
+        28,
+        "GPUs without peer access: each rank writes to pinned host memory once, and the other one reads it there.",
+        bold=True,
+    )
+    for rank, x in ((0, 20), (1, 700)):
+        picture.box(x, 60, 280, 56, f"GPU {rank}: partial sums", COMPUTE if rank == 0 else SECOND)
+        picture.box(x, 236, 280, 60, "sum in rank order, residual,\nRMSNorm: one kernel", FUSED)
+        picture.arrow(x + 140, 117, x + 140, 235)
+    picture.text(500, 62, "host memory (/dev/shm)", size=13, middle=True)
+    picture.box(370, 72, 260, 46, "outbox of rank 0", COMPUTE)
+    picture.box(370, 150, 260, 46, "outbox of rank 1", SECOND)
+    picture.arrow(301, 88, 369, 92)
+    picture.arrow(699, 100, 631, 168)
+    picture.arrow(631, 104, 716, 235, dashed=True)
+    picture.arrow(369, 182, 284, 235, dashed=True)
+    picture.text(20, 322, "solid: stores over PCIe    dashed: loads over PCIe", size=13)
+    picture.write("host.svg")
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     draw_layer()
     draw_graph()
     draw_data()
+    draw_host()

@@ -34,7 +34,7 @@ def main(checkpoint: str, prompt: str) -> None:
     if dist.get_rank() == 0:
         print(tokenizer.decode(tokens[0]))
         for report in reports:
-            print("fused {fused} of {all_reduce} all_reduces".format(**report.counts))
+            print(report.summary)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import inspect
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch.fx as fx
 
@@ -21,6 +17,7 @@ from tw_compile.passes.contract import Context, InductorNeed, Pass
 from tw_compile.passes.fusion.fuse import FUSE
 from tw_compile.passes.split.steps import SPLIT
 from tw_compile.report import PassOutcome, PassReport
+from tw_compile.sources import source_of
 
 logger = logging.getLogger("tw_compile")
 
@@ -64,7 +61,7 @@ def register(new: Pass, *, after: str | None = None, before: str | None = None) 
             f"got {new.name!r} of {new.transaction!r}"
         )
     _order.insert(place, new)
-    _sources[new.name] = _source_of(new)
+    _sources[new.name] = source_of(new.run)
 
 
 def unregister(name: str) -> None:
@@ -82,17 +79,6 @@ def unregister(name: str) -> None:
 def identity() -> str:
     """What identifies registered passes and their places; empty without any: the project's own are covered by its sources."""
     return repr([(each.name, _sources.get(each.name, "")) for each in _order]) if _sources else ""
-
-
-def _source_of(new: Pass) -> str:
-    """The digest of the file that a pass is in; where there is none, what is equal to nothing."""
-    try:
-        file = inspect.getsourcefile(inspect.unwrap(new.run))
-    except TypeError:
-        file = None
-    if file is None or not Path(file).is_file():
-        return uuid.uuid4().hex
-    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -105,7 +105,7 @@ class AttentionOperator:
 Operator = AllReduceOperator | NormOperator | QuantOperator | RowWiseOperator | AttentionOperator
 Kind = TypeVar("Kind", AllReduceOperator, NormOperator, QuantOperator, RowWiseOperator, AttentionOperator)
 
-_operators: dict[str, Operator] = {}
+registered_operators: dict[str, Operator] = {}
 _attention_halves: set[str] = set()
 _rule_modules: list[str] = []
 
@@ -117,21 +117,21 @@ def declare(*operators: Operator) -> None:
         ValueError: A name is known already, as something else.
     """
     for operator in operators:
-        if _operators.get(operator.name, operator) != operator:
-            known = _operators[operator.name]
+        if registered_operators.get(operator.name, operator) != operator:
+            known = registered_operators[operator.name]
             raise ValueError(f"operators: expected a name that is not in use, got {operator.name!r}, which is {known}")
-    _operators.update({operator.name: operator for operator in operators})
+    registered_operators.update({operator.name: operator for operator in operators})
     _attention_halves.update(operator.half for operator in operators if isinstance(operator, AttentionOperator))
 
 
 def operator_named(name: str) -> Operator | None:
     """What is known of the operator ``name``, of whatever kind; None if it was not declared."""
-    return _operators.get(name)
+    return registered_operators.get(name)
 
 
 def declared_as(kind: type[Kind], name: str) -> Kind | None:
     """What is known of the operator ``name`` if it is of this kind."""
-    operator = _operators.get(name)
+    operator = registered_operators.get(name)
     return operator if isinstance(operator, kind) else None
 
 

@@ -130,16 +130,16 @@ class SplitRefused:
     detail: str
 
 
-_host_refusals: list[type[StrEnum]] = []
+host_refusals: list[type[StrEnum]] = []
 
 
 def declare_refusals(names: type[StrEnum]) -> None:
     """Make names known for which a host has its graphs left as they are; they are as stable as those of :class:`Refusal`."""
-    if names not in _host_refusals:
-        _host_refusals.append(names)
+    if names not in host_refusals:
+        host_refusals.append(names)
 
 
 def refusals() -> tuple[StrEnum, ...]:
     """Every name for which an all_reduce may be left as it is: those of the passes, then those of hosts."""
-    of_hosts = [name for names in _host_refusals for name in names]
+    of_hosts = [name for names in host_refusals for name in names]
     return (*Refusal, *of_hosts)

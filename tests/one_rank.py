@@ -48,8 +48,8 @@ def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype) -> to
 
 
 def be_one_rank(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(transport._instances, "gloo", OneRank())
-    patch.setattr(seam, "_own_rows", _own_rows)
+    patch.setitem(transport.instances, "gloo", OneRank())
+    patch.setattr(seam, "own_rows", _own_rows)
 
 
 @pytest.fixture

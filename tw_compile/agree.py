@@ -50,6 +50,11 @@ def agreed(key: str, own_value: Callable[[], T], agree: Callable[[T, dist.Store,
     return value
 
 
+def forget() -> None:
+    """Agree anew on all values, as a new process does."""
+    _values.clear()
+
+
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The ``value`` of every rank of ``group``, None being the default group, by rank. Collective."""
     values: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.fx as fx
 
-from tw_compile import compat, environment
+from tw_compile import compat, environment, kept_reports
 from tw_compile.config import Config
-from tw_compile.pipeline import TWCompilePass
-from tw_compile.report import collect_reports
+from tw_compile.pipeline import TWCompilePass, log_report
+from tw_compile.report import GraphReport, collect_reports, publish
 
 logger = logging.getLogger("tw_compile")
-
-_said_off = False
 
 
 def tw_compile_backend(
@@ -82,23 +82,45 @@ def _compile(
             raise ValueError(f"options: unknown key {key!r}; expected an Inductor option or a tw_compile.* option")
         patches[name] = value
     if environment.enabled() is False:
-        _say_off()
+        say_off()
         return compat.compile_with_inductor(gm, list(example_inputs), patches)
-    users = patches[compat.POST_GRAD_HOOK] if compat.POST_GRAD_HOOK in patches else compat.global_post_grad_pass()
-    patches[compat.POST_GRAD_HOOK] = TWCompilePass(config, before=compat.chain_passes(users))
+    users = patches.pop(compat.POST_GRAD_HOOK, compat.global_post_grad_pass())
+    passes = TWCompilePass(config, before=compat.chain_passes(users))
+    file = kept_reports.file_of(gm, example_inputs, passes, patches)
     with collect_reports() as reports:
-        compiled = compat.compile_with_inductor(gm, list(example_inputs), patches)
-    if not reports:
-        logger.info(
-            "tw_compile: a graph came out of Inductor's cache as the passes left it before; it is not rewritten again and has "
-            "no report (TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew)"
-        )
+        compiled = compat.compile_with_inductor(gm, list(example_inputs), patches | {compat.POST_GRAD_HOOK: passes})
+    if file is not None and reports:
+        _keep(file, reports)
+    elif file is not None:
+        _publish_kept(file)
     return compiled
 
 
-def _say_off() -> None:
-    """Once, as a model may have many graphs."""
-    global _said_off
-    if not _said_off:
-        _said_off = True
-        logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)
+def _keep(file: Path, reports: Sequence[GraphReport]) -> None:
+    """For the time when the graph comes out of Inductor's cache."""
+    try:
+        kept_reports.keep(file, reports)
+    except ValueError as error:
+        logger.info("tw_compile: a graph's report is not kept: %s", error)
+
+
+def _publish_kept(file: Path) -> None:
+    """No pass has run: the graph came out of Inductor's cache. Its reports are those of when it was rewritten."""
+    try:
+        reports = kept_reports.read(file)
+    except ValueError as error:
+        logger.info(
+            "tw_compile: a graph came out of Inductor's cache as the passes left it before; no report of it was kept: %s "
+            "(TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it anew)",
+            error,
+        )
+        return
+    for report in reports:
+        log_report(report)
+        publish(report)
+
+
+@functools.cache
+def say_off() -> None:
+    """Once, as a model may have many graphs; ``say_off.cache_clear()`` has it said again."""
+    logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)

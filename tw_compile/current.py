@@ -86,7 +86,7 @@ def current_profile(config: Config) -> DeviceProfile | None:
     """
     if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
         return None
-    return agreed(f"device_profile/{config.digest()}", lambda: _own_profile(config), _agreed_profile)
+    return agreed(f"device_profile/{config.digest()}", lambda: own_profile(config), _agreed_profile)
 
 
 def current_link(profile: DeviceProfile | None) -> Link | None:
@@ -113,7 +113,7 @@ def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> D
     return profile
 
 
-def _own_profile(config: Config) -> DeviceProfile | None:
+def own_profile(config: Config) -> DeviceProfile | None:
     if config.device_profile == "auto":
         return profile_of_device(torch.cuda.get_device_name())
     try:

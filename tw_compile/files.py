@@ -1,4 +1,4 @@
-"""Text of the files that users name, or that are theirs.
+"""Text of the files that users name, or that are theirs or ours.
 
 What is no regular file is refused: reading a FIFO would wait for ever.
 """
@@ -36,6 +36,16 @@ def read_if_there(path: Path | None, what: str) -> str | None:
     except OSError as error:
         raise ValueError(f"{what}: expected a file that can be read, got {str(path)!r} ({error})") from error
     return read_text(path, what)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """All of it or nothing: an interruption leaves what was there, and nothing beside it."""
+    other = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        other.write_text(text)
+        other.replace(file)
+    finally:
+        other.unlink(missing_ok=True)
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -67,12 +67,12 @@ class TWCompilePass(compat.CustomGraphPass):
         run = manager.run(graph, context)
         result = report.GraphReport(
             _sites(graph, context, run),
-            _split(graph, context, run),
+            split_report(graph, context, run),
             warning=run.warning,
             tokens=context.tokens,
             passes=run.reports,
         )
-        _log(result)
+        log_report(result)
         for need in sorted(run.inductor):
             _TELL_INDUCTOR[need]()
         compat.lower_as_calls(operator.defined())
@@ -93,7 +93,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return result
 
     def uuid(self) -> bytes | None:
-        """Identifies all that the result depends on: sources, options, thresholds, device profile, link, groups, user's pass.
+        """Identifies all that the result depends on: sources, options, tables, profile, link, groups, users' passes and rules.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
@@ -111,7 +111,7 @@ class TWCompilePass(compat.CustomGraphPass):
         planned_for = repr((profile, current_link(profile)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
-        return "\n".join([*own, manager.identity()])
+        return "\n".join([*own, manager.identity(), split.rules_identity()])
 
 
 _TELL_INDUCTOR: dict[InductorNeed, Callable[[], None]] = {
@@ -125,7 +125,7 @@ def _sites(graph: fx.Graph, context: Context, run: manager.Run) -> list[report.S
     return fusion.failed_sites(graph, run.warning) if decided is None else list(decided.sites)
 
 
-def _split(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
+def split_report(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
     """What became of the tokens; the fused graph stays where a split is refused or fails."""
     if not split.is_wanted(graph, context):
         return None
@@ -146,11 +146,10 @@ def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Sp
     return report.Split(str(context.config.split), "off", reason, detail)
 
 
-def _log(result: report.GraphReport) -> None:
-    counts = result.counts
-    level = logging.INFO if counts["fused"] else logging.DEBUG
-    message = "tw_compile: %d of %d all_reduces fused %s"
-    logger.log(level, message, counts["fused"], counts["all_reduce"], result.refusals or "")
+def log_report(result: report.GraphReport) -> None:
+    """A line for the all_reduces, and one for the tokens where they may be split."""
+    level = logging.INFO if result.counts["fused"] else logging.DEBUG
+    logger.log(level, "tw_compile: %s", result.summary)
     done = result.split
     if done is None:
         return

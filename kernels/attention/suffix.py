@@ -48,7 +48,7 @@ def reference(
     return out.copy_(scores.softmax(-1) @ values)
 
 
-def _cuda(
+def attend_on_cuda(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -76,7 +76,7 @@ def _cuda(
 
 
 def _run(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    return (_cuda if query.is_cuda else reference)(query, *rest, **options)
+    return (attend_on_cuda if query.is_cuda else reference)(query, *rest, **options)
 
 
 def _fake(query: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:

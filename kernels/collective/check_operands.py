@@ -26,7 +26,7 @@ MOST_CALLS = 512
 _CHUNK = 1 << 20
 _PRIME = 65521
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_calls: dict[str, int] = {}
+calls_checked: dict[str, int] = {}
 
 
 @cache
@@ -44,10 +44,10 @@ def check_operands(arguments: Arguments, device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
     name = arguments.group_name
-    number = _calls.get(name, 0)
+    number = calls_checked.get(name, 0)
     if number >= MOST_CALLS:
         return
-    _calls[name] = number + 1
+    calls_checked[name] = number + 1
     operands: dict[str, torch.Tensor | None] = {}
     for field in OPERANDS:
         own_rows = field.role.own_rows_if is not None and getattr(arguments, field.role.own_rows_if)

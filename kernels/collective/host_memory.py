@@ -99,13 +99,14 @@ class HostMemory(SlotMemory):
                     tensor if rank == state.rank else _existing(Path(files[name][0]), files[name][1])
                     for rank, files in enumerate(ranks)
                 ]
-                addresses = [self._address(part) for part in parts]
+                addresses = [self.address(part) for part in parts]
                 shared[name] = Shared(parts, addresses)
         except OSError as error:
             raise RuntimeError(f"host memory: the ranks do not share {self._folder}: {error}") from error
         return shared
 
-    def _address(self, part: torch.Tensor) -> int:
+    def address(self, part: torch.Tensor) -> int:
+        """Register a mapped part; where the current device reaches it."""
         address = self._register(part.data_ptr(), part.numel())
         mapping = _mappings[part.data_ptr()]
         mapping.registered, mapping.unregister = part.data_ptr(), self._unregister

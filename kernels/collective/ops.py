@@ -57,8 +57,8 @@ from tw_compile.kernels.runtime.operator import define
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.known import Known
 
-_in_flight: dict[tuple[str, int], Started] = {}
-_completed_early: set[tuple[str, int, int]] = set()
+in_flight: dict[tuple[str, int], Started] = {}
+completed_early: set[tuple[str, int, int]] = set()
 """``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
 
 
@@ -69,14 +69,14 @@ def _start(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, tor
     arguments = Arguments(*rest, **named)
     if checks_operands():
         check_operands(arguments, x.device)
-    form = _form((x.shape, x.dtype), (x,), arguments)
+    form = form_of_call((x.shape, x.dtype), (x,), arguments)
     known = _known(x.device, arguments, form)
     if known is not None:
-        _complete_earlier(arguments.group_name, arguments.slot)
+        complete_earlier(arguments.group_name, arguments.slot)
         return _begin_again(known, x, arguments)
     request = _request(x.contiguous(), arguments, form)
-    _complete_earlier(request.group_name, request.slot)
-    return _begin(get_transport(arguments.transport), request)
+    complete_earlier(request.group_name, request.slot)
+    return begin(get_transport(arguments.transport), request)
 
 
 def _mm_start(
@@ -85,25 +85,25 @@ def _mm_start(
     arguments = Arguments(*rest, **named)
     if checks_operands():
         check_operands(arguments, a.device)
-    form = _form((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
+    form = form_of_call((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
     known = _known(a.device, arguments, form)
     # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
     # stream waits for it, and it ends only when all peers have read (see kernels/runtime/barrier.py): the GEMM may
     # overwrite it.
     if known is not None:
-        _complete_earlier(arguments.group_name, arguments.slot)
+        complete_earlier(arguments.group_name, arguments.slot)
         return _begin_again(known, mm(a, b, reserved_sms, known.buffer), arguments)
     _check_factors(a, b)
     check_reserved_sms(reserved_sms)
     # The message has a shape, a dtype and a device, but no memory before the transport has said where it goes.
     request = _request(a.new_empty(1).expand(a.shape[0], b.shape[1]), arguments, form)
     transport = get_transport(arguments.transport)
-    _complete_earlier(request.group_name, request.slot)
+    complete_earlier(request.group_name, request.slot)
     buffer = transport.message_buffer(request)
-    return _begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
+    return begin(transport, replace(request, x=mm(a, b, reserved_sms, buffer)))
 
 
-def _form(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
+def form_of_call(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
     """``Request.form``; ``message`` says what is reduced, ``tensors`` what of it kernels read.
 
     None where operands would have to be copied, or looked at.
@@ -142,9 +142,9 @@ def _known(device: torch.device, arguments: Arguments, form: Hashable | None) ->
 
 
 def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_room(x.device, arguments.overlap_sms)
+    check_room(x.device, arguments.overlap_sms)
     started = known.start(Operands(x, *operand_values(arguments)))
-    _in_flight[arguments.group_name, arguments.slot] = started
+    in_flight[arguments.group_name, arguments.slot] = started
     return started.hidden, started.residual
 
 
@@ -175,28 +175,28 @@ def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
         )
 
 
-def _complete_earlier(group_name: str, slot: int) -> None:
+def complete_earlier(group_name: str, slot: int) -> None:
     """Complete the call in flight on the slot, if there is one.
 
     There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
     exception. The slot is free once the call is complete, and completing it early is always right.
     """
-    earlier = _in_flight.get((group_name, slot))
+    earlier = in_flight.get((group_name, slot))
     if earlier is not None:
         if earlier.finish is not None:
             earlier.finish()  # if that fails the call is in flight still
-        del _in_flight[group_name, slot]
-        _completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
+        del in_flight[group_name, slot]
+        completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
 
 
-def _check_room(device: torch.device, overlap_sms: int) -> None:
+def check_room(device: torch.device, overlap_sms: int) -> None:
     """ValueError where the calls beside other work would have more than half of the device's SMs.
 
     They must all run at once, and the other half is for a call that is not beside other work (``kernels/runtime/barrier.py``).
     """
     if not overlap_sms or device.type != "cuda":
         return
-    taken = sum(started.overlap_sms for started in _in_flight.values() if started.hidden.device == device)
+    taken = sum(started.overlap_sms for started in in_flight.values() if started.hidden.device == device)
     room = _sms(device) // 2
     if taken + overlap_sms > room:
         raise ValueError(
@@ -210,10 +210,10 @@ def _sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_room(request.x.device, request.overlap_sms)
+def begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
+    check_room(request.x.device, request.overlap_sms)
     started = transport.start(request)
-    _in_flight[(request.group_name, request.slot)] = started
+    in_flight[(request.group_name, request.slot)] = started
     return started.hidden, started.residual
 
 
@@ -238,29 +238,29 @@ def _mm_start_fake(
     return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest, **named)
 
 
-def _wait_(
+def wait_here(
     hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
 ) -> None:
-    started = _in_flight.get((group_name, slot))
+    started = in_flight.get((group_name, slot))
     if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
         if started.finish is not None:
             started.finish()
-        del _in_flight[group_name, slot]
+        del in_flight[group_name, slot]
         return
     early = (group_name, slot, hidden.data_ptr())
-    if early not in _completed_early:
+    if early not in completed_early:
         raise RuntimeError(
             f"all_reduce_rms_norm_wait_: no call with this output is in flight on group {group_name!r}, slot {slot}; "
             "every wait_ needs its own start before it"
         )
-    _completed_early.remove(early)
+    completed_early.remove(early)
 
 
 def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
     """Whether a ``wait_`` for the call with this output is still to come."""
-    started = _in_flight.get((group_name, slot))
+    started = in_flight.get((group_name, slot))
     now = started is not None and started.hidden.data_ptr() == hidden.data_ptr()
-    return now or (group_name, slot, hidden.data_ptr()) in _completed_early
+    return now or (group_name, slot, hidden.data_ptr()) in completed_early
 
 
 def _wait_fake(
@@ -300,7 +300,7 @@ def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOve
 start, mm_start = operators_of(RMS_NORM)
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
-    _wait_,
+    wait_here,
     _wait_fake,
 )
 hold_ = define(

@@ -39,14 +39,14 @@ class _Left:
     taken: int = field(default=0, init=False)
 
 
-_now: _Left | None = None
+left_now: _Left | None = None
 
 
 def leave_off(left: torch.Tensor) -> torch.Tensor:
     """The hidden states, whole, that ``left`` stands for."""
-    global _now
+    global left_now
     there = _at(left)
-    _now = None
+    left_now = None
     found = list(there.parts.values())
     if there.in_flight is not None:
         ops.wait_(*found[-1], [], *there.in_flight)
@@ -78,22 +78,22 @@ def _leave(
     sharded: bool,
     in_flight: tuple[str, int] | None,
 ) -> torch.Tensor:
-    global _now
-    _now = None  # what was left before, if a step was given up
+    global left_now
+    left_now = None  # what was left before, if a step was given up
     hidden = found[0][0]
     left = hidden.new_empty((tokens, hidden.shape[1]))
     place, parts = left.data_ptr(), {}
     for one in found:
         parts[place] = (one[0].contiguous(), one[1].contiguous())  # as their readers take them to be
         place += one[0].shape[0] * hidden.shape[1] * left.element_size()
-    _now = _Left(left, parts, sharded, in_flight)
+    left_now = _Left(left, parts, sharded, in_flight)
     return left
 
 
 def _enter_layers(
     left: torch.Tensor, group_name: str, rows_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    global _now
+    global left_now
     there = _at(left)
     whole = not there.sharded and len(there.parts) == 1
     found = there.parts.get(left.data_ptr())
@@ -108,25 +108,25 @@ def _enter_layers(
     if there.sharded != (rows_dtype is not None):
         if not whole:
             raise RuntimeError(f"rows_dtype: expected one only for sharded residuals, got {rows_dtype}")
-        residual = _own_rows(residual, group_name, rows_dtype)
+        residual = own_rows(residual, group_name, rows_dtype)
     there.taken += tokens
     if there.taken == there.left.shape[0]:
-        _now = None
+        left_now = None
     return hidden, residual
 
 
 def _at(left: torch.Tensor) -> _Left:
     """What was left at ``left``, or at a tensor of which it is a part."""
-    if _now is None or left.untyped_storage().data_ptr() != _now.left.untyped_storage().data_ptr():
+    if left_now is None or left.untyped_storage().data_ptr() != left_now.left.untyped_storage().data_ptr():
         raise RuntimeError("left: expected what leave_layers or leave_halves has returned last, got another tensor")
-    return _now
+    return left_now
 
 
 def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
     return (part.data_ptr() - whole.data_ptr()) // (whole.shape[1] * whole.element_size())
 
 
-def _own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None) -> torch.Tensor:
+def own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None) -> torch.Tensor:
     """The rows that the rank owns; the last ranks may own fewer, or none."""
     group = compat.resolve_process_group(group_name)
     per_rank = rows_per_rank(residual.shape[0], group.size())

@@ -63,7 +63,7 @@ def _new_events() -> Events:
 
 
 @cache
-def _events(device: torch.device, group_name: str, slot: int) -> Events:
+def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     """Of calls that are not captured.
 
     Calls of a slot share them: the next one forks after the join of the one before, and what waits for an event waits for
@@ -112,7 +112,7 @@ def fork_and_join(
     """
     current, side = compat.current_stream(device), side_stream(device, slot)
     captured = torch.cuda.is_current_stream_capturing()
-    fork, passed, join = _new_events() if captured else _events(device, group_name, slot)
+    fork, passed, join = _new_events() if captured else events_of(device, group_name, slot)
     fork.record(current)
     side.wait_event(fork)
     if not captured:

@@ -38,6 +38,11 @@ _STATE_WORDS = {INBOX: 5, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
 """Of int32, by buffer: PushState of push.cu, the state of host_rows.cu, HostWordsState of host_words.cu."""
 
 
+def state_words(buffer: str) -> int:
+    """Words of int32 that the kernel of a buffer of that name keeps beside it, on the device; zeros at first."""
+    return _STATE_WORDS.get(buffer, 0)
+
+
 def capacity_for(nbytes: int) -> int:
     """Bytes to allocate for messages of ``nbytes``: a power of two, at least ``MIN_CAPACITY_BYTES``."""
     return max(MIN_CAPACITY_BYTES, triton.next_power_of_2(nbytes))
@@ -99,7 +104,7 @@ class SymmetricBuffer:
     """``capacity`` bytes on every rank.
 
     ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: what
-    a kernel keeps of such a buffer, see ``_STATE_WORDS``; it goes with the buffer, as captured graphs use both on.
+    a kernel keeps of such a buffer (:func:`state_words`); it goes with the buffer, as captured graphs use both on.
     """
 
     tensor: torch.Tensor
@@ -200,7 +205,7 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
                 obstacle = str(error)
             for name, parts in shared.items():
                 table = torch.tensor([*parts.addresses, parts.multicast], dtype=torch.int64, device=state.device)
-                words = torch.zeros(_STATE_WORDS.get(name, 0), dtype=torch.int32, device=state.device)
+                words = torch.zeros(state_words(name), dtype=torch.int32, device=state.device)
                 made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
             epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
             status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)

@@ -168,7 +168,7 @@ def prefer_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, pr
     return choice if choice.name is not None else choose_transport(facts, hidden_size, dtype)
 
 
-_instances: dict[str, Transport] = {}
+instances: dict[str, Transport] = {}
 
 
 def get_transport(name: str) -> Transport:
@@ -177,9 +177,9 @@ def get_transport(name: str) -> Transport:
     Raises:
         ValueError: No transport is called so.
     """
-    if name not in _instances:
-        _instances[name] = TRANSPORTS[name].make()
-    return _instances[name]
+    if name not in instances:
+        instances[name] = TRANSPORTS[name].make()
+    return instances[name]
 
 
 @contextmanager
@@ -189,9 +189,9 @@ def registered(entry: TransportEntry) -> Iterator[None]:
         try:
             yield
         finally:
-            _instances.pop(entry.name, None)
+            instances.pop(entry.name, None)
 
 
 def reserved_bytes() -> int:
     """What all transports of this process keep for their slots."""
-    return sum(transport.reserved_bytes() for transport in _instances.values())
+    return sum(transport.reserved_bytes() for transport in instances.values())

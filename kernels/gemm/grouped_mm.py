@@ -82,7 +82,7 @@ def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reser
         columns,
         depth,
     )
-    kernel, sms = _kernel(a.device)
+    kernel, sms = kernel_on(a.device)
     kernel.launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
@@ -100,7 +100,7 @@ def grouped_mm_program() -> Program:
 
 
 @cache
-def _kernel(device: torch.device) -> tuple[Kernel, int]:
+def kernel_on(device: torch.device) -> tuple[Kernel, int]:
     """The loaded kernel, and the number of SMs of the device."""
     kernel = prepare(grouped_mm_program(), device.index)
     return kernel, torch.cuda.get_device_properties(device).multi_processor_count

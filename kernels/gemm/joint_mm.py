@@ -109,7 +109,7 @@ def _launch(
     rows, depth = a.shape
     if not rows:
         return
-    clusters = max(_sms(a.device) - reserved_sms, 2) // 2
+    clusters = max(sms_of(a.device) - reserved_sms, 2) // 2
     columns = [one.shape[1] for one in matrices]
     tiles = tiling(rows, (sum(columns),) if form == "gated" else tuple(columns), clusters)
     params = JointMmParams(
@@ -122,7 +122,7 @@ def _launch(
         params.columns[index] = out.shape[1]
     for index, bias in enumerate(biases):
         params.biases[index] = bias.data_ptr()
-    _kernel(a.device, tiles.width, form).launch(
+    kernel_on(a.device, tiles.width, form).launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
         grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
@@ -144,7 +144,7 @@ def joint_mm_program(width: int, form: Form) -> Program:
     return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(CAPABILITY), defines)
 
 
-def _kernel(device: torch.device, width: int, form: Form) -> Kernel:
+def kernel_on(device: torch.device, width: int, form: Form) -> Kernel:
     return _kernels(device, form)[width]
 
 
@@ -159,5 +159,5 @@ def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
 
 
 @cache
-def _sms(device: torch.device) -> int:
+def sms_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -43,7 +43,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, reserved_sms: int, out: torch.Tensor | 
         return torch.mm(a, b, out=out)
 
 
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+def addmm_on_cuda(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
     if not reserved_sms:
         return torch.addmm(bias, a, b)
@@ -51,7 +51,7 @@ def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, reserved_sms: i
         return torch.addmm(bias, a, b)
 
 
-def _joint_mm(
+def joint_mm_on_cuda(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
 ) -> list[torch.Tensor]:
     check_reserved_sms(reserved_sms)
@@ -67,10 +67,10 @@ def _one_by_one(
         return [mm(a, one, reserved_sms) for one in matrices]
     if len(biases) != len(matrices):
         raise ValueError(f"biases: expected none or one for each of {len(matrices)} matrices, got {len(biases)}")
-    return [_addmm(bias, a, one, reserved_sms) for bias, one in zip(biases, matrices, strict=False)]
+    return [addmm_on_cuda(bias, a, one, reserved_sms) for bias, one in zip(biases, matrices, strict=False)]
 
 
-def _gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+def gated_mm_on_cuda(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
     if joint_mm.multiplies(a, (gate, up)) and gate.shape == up.shape:
         return joint_mm.gated_mm(a, gate, up, reserved_sms)
@@ -81,7 +81,7 @@ def _gated_one_by_one(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, res
     return F.silu(mm(a, gate, reserved_sms)) * mm(a, up, reserved_sms)
 
 
-def _grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
+def grouped_mm_on_cuda(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
     check_reserved_sms(reserved_sms)
     if grouped_mm.multiplies(a, weights, ends):
         return grouped_mm.grouped_mm(a, weights, ends, reserved_sms)
@@ -104,18 +104,20 @@ def check_reserved_sms(reserved_sms: int) -> None:
 
 mm_leaving_sms = define("mm_leaving_sms(Tensor a, Tensor b, int reserved_sms) -> Tensor", mm, mm)
 addmm_leaving_sms = define(
-    "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", _addmm, _addmm
+    "addmm_leaving_sms(Tensor bias, Tensor a, Tensor b, int reserved_sms) -> Tensor", addmm_on_cuda, addmm_on_cuda
 )
 joint_mm_leaving_sms = define(
     "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, Tensor[] biases, int reserved_sms) -> Tensor[]",
-    _joint_mm,
+    joint_mm_on_cuda,
     _one_by_one,
 )
 gated_mm_leaving_sms = define(
-    "gated_mm_leaving_sms(Tensor a, Tensor gate, Tensor up, int reserved_sms) -> Tensor", _gated_mm, _gated_one_by_one
+    "gated_mm_leaving_sms(Tensor a, Tensor gate, Tensor up, int reserved_sms) -> Tensor",
+    gated_mm_on_cuda,
+    _gated_one_by_one,
 )
 grouped_mm_leaving_sms = define(
     "grouped_mm_leaving_sms(Tensor a, Tensor weights, Tensor ends, int reserved_sms) -> Tensor",
-    _grouped_mm,
+    grouped_mm_on_cuda,
     _torchs_grouped_mm,
 )

@@ -14,7 +14,7 @@ from tw_compile.kernels.runtime.program import Program
 
 _PointerArray = ctypes.c_void_p * 1
 
-_kernels: dict[tuple[Program, int], Kernel] = {}
+loaded: dict[tuple[Program, int], Kernel] = {}
 _lock = Lock()
 
 
@@ -27,9 +27,9 @@ def prepare(program: Program, device: int) -> Kernel:
     it. Keep the kernel: finding it costs as much as a launch.
     """
     with _lock:
-        if (program, device) not in _kernels:
-            _kernels[program, device] = Kernel(program, device)
-        return _kernels[program, device]
+        if (program, device) not in loaded:
+            loaded[program, device] = Kernel(program, device)
+        return loaded[program, device]
 
 
 class Kernel:

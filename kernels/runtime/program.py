@@ -35,7 +35,7 @@ FULL_SHARED_BYTES = 227 * 1024
 """All of an SM's shared memory that a CTA can have, where the device's major capability is of ``FULL_SHARED_MAJORS``."""
 FULL_SHARED_MAJORS = (9, 10)
 
-_cubins: dict[str, bytes] = {}
+cubins_in_memory: dict[str, bytes] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -82,8 +82,8 @@ class Program:
         """
         unit = self._unit()
         key = unit.key()
-        if key in _cubins:
-            return _cubins[key]
+        if key in cubins_in_memory:
+            return cubins_in_memory[key]
         folder = cache_folder()
         path = None if folder is None else folder / f"{key}.cubin"
         cubin = None if path is None else _read(path)
@@ -93,7 +93,7 @@ class Program:
             logger.debug("compiled %s for %s in %.2f s", self.source.name, self.arch, time.perf_counter() - begin)
             if path is not None:
                 _write(path, cubin)
-        _cubins[key] = cubin
+        cubins_in_memory[key] = cubin
         return cubin
 
     def ptx(self) -> str:

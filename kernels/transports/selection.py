@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
 from tw_compile.kernels.algorithms import ALGORITHMS, beside_work
+from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
 
@@ -54,17 +55,22 @@ def serves_all(transport: str = P2P) -> Algorithm:
     return next(entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport).make()
 
 
+def _at_most(entry: AlgorithmEntry, sms: int) -> Algorithm:
+    """The algorithm on ``sms`` SMs, or on as many as it can have."""
+    return entry.make(min(sms, entry.most_sms) if entry.most_sms else sms)
+
+
 class Selector:
     """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
-        self._beside = (*(entry.make(MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
+        self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
-            second = () if preferred.instead is None else (ALGORITHMS[preferred.instead].make(step.sms),)
+            second = () if preferred.instead is None else (_at_most(ALGORITHMS[preferred.instead], step.sms),)
             self._candidates.append((preferred.make(step.sms), *second, last))
         if not steps:
             self._candidates.append((last,))
@@ -148,7 +154,7 @@ def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
 
 
 def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    return _steps(_shipped(), device_name, world_size, transport)
+    return _steps(shipped_tables(), device_name, world_size, transport)
 
 
 def user_table() -> dict[str, tuple[Step, ...]]:
@@ -172,7 +178,7 @@ def _place(step: Step) -> tuple[int, int]:
 
 
 @cache
-def _shipped() -> dict[str, tuple[Step, ...]]:
+def shipped_tables() -> dict[str, tuple[Step, ...]]:
     folder = resources.files("tw_compile.configs") / "kernels"
     if not folder.is_dir():
         return {}

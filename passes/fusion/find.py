@@ -81,8 +81,8 @@ class FusionSite:
     @property
     def stream_value(self) -> torch.Tensor | None:
         """The fake tensor of the new residual."""
-        found = self.h.meta.get("val")
-        return found[-1] if isinstance(found, tuple | list) else value(self.h)
+        fake = self.h.meta.get("val")
+        return fake[-1] if isinstance(fake, tuple | list) else value(self.h)
 
     @property
     def form(self) -> str:
@@ -112,13 +112,13 @@ class FusionSite:
     def replaced(self) -> set[fx.Node]:
         """Every node that the fused operator makes superfluous."""
         nodes = {*self.path, *self.norm.interior, *(self.quantised.interior if self.quantised else ())}
-        for one in (self.all_reduce, *self.merged):
-            assert one.wait is not None
-            nodes |= {one.node, one.wait}
+        for all_reduce in (self.all_reduce, *self.merged):
+            assert all_reduce.wait is not None
+            nodes |= {all_reduce.node, all_reduce.wait}
         return nodes
 
     def partials(self) -> tuple[fx.Node, ...]:
-        return (self.all_reduce.partial, *(one.partial for one in self.merged))
+        return (self.all_reduce.partial, *(all_reduce.partial for all_reduce in self.merged))
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def find_sites(graph: fx.Graph, capability: tuple[int, int] | None = None) -> li
         if isinstance(result, FusionSite):
             sites.append(result)
             norms[result.h] = result
-            merged.update((one.node, result) for one in result.merged)
+            merged.update((summand.node, result) for summand in result.merged)
         else:
             sites.append(RefusedSite(all_reduce, result))
     # A later all_reduce may take along one that had no norm to itself.
@@ -293,7 +293,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _shapes_a_buffer(user: fx.Node, users: set[fx.Node]) -> bool:
     if is_call(user, aten.sym_size.int):
-        return all(is_call(one, aten.empty.memory_format) and set(one.users) <= users for one in user.users)
+        return all(is_call(buffer, aten.empty.memory_format) and set(buffer.users) <= users for buffer in user.users)
     return is_call(user, aten.empty_like.default) and set(user.users) <= users
 
 
@@ -422,7 +422,7 @@ def _is_read_as_memory(node: fx.Node | None) -> bool:
     copies it to those when it meets it, which is before the wait.
     """
     seen = () if node is None else views_and_casts_of(node)
-    return any(is_call(user, aten.as_strided.default) for one in seen for user in one.users)
+    return any(is_call(user, aten.as_strided.default) for view in seen for user in view.users)
 
 
 def _computed_after(weight: fx.Node | None, h: fx.Node, position: dict[fx.Node, int]) -> tuple[fx.Node, ...] | None:

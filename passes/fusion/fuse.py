@@ -54,10 +54,10 @@ def fuse_all_reduce_rms_norm(
 
     An exception leaves the graph as it was, or computing the same.
     """
-    found = find_sites(graph, gate.node.capability)
+    sites = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
     fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
-    for index, entry in enumerate(found):
+    for index, entry in enumerate(sites):
         decision = _decide(index, entry, config, gate, tokens)
         decided.append(decision)
         if isinstance(entry, FusionSite) and decision.transport is not None:

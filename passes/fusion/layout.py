@@ -89,8 +89,8 @@ def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | No
         if source is None:
             whole_reads.update(site.residuals)
     replaced = set().union(*(site.replaced() for site in sites))
-    enters = next((one for one in sites if _enters(one, seam) and one.h not in whole_sums), None)
-    leaves = next((one for one in sites if _leaves(one, seam) and one.h not in whole_sums), None)
+    enters = next((site for site in sites if _enters(site, seam) and site.h not in whole_sums), None)
+    leaves = next((site for site in sites if _leaves(site, seam) and site.h not in whole_sums), None)
     spared = replaced if seam is None or leaves is None else {*replaced, seam.leave}
     whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
     if enters is None or leaves is None or id(leaves) in whole:

@@ -75,7 +75,7 @@ def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
             if is_call(user, *_LAYER_NORM_OPS) or _subtracts_mean(user, source):
                 refusal = refusal or Refused(Refusal.LAYER_NORM, f"{user.name} centres the values: LayerNorm")
             called = host_call(user, NormOperator)
-            if called is not None and called.operator.residual is None and _rows_of(called) is source:
+            if called is not None and called.operator.residual is None and _summed(called) is source:
                 match = _match_of_operator(called, source)
                 if refusal is None and isinstance(match, NormMatch):
                     return match
@@ -94,7 +94,7 @@ def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMa
     called = host_call(node, NormOperator)
     if called is None or called.operator.residual is None:
         return None
-    summands = (_rows_of(called), called.arguments.get(called.operator.residual))
+    summands = (_summed(called), called.arguments.get(called.operator.residual))
     other = summands[1] if summands[0] is current else summands[0]
     if current not in summands or other is current or not isinstance(other, fx.Node):
         return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} does not add something else to {current.name}")
@@ -102,7 +102,7 @@ def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMa
     return match if isinstance(match, Refused) else (other, match)
 
 
-def _rows_of(called: HostCall[NormOperator]) -> object:
+def _summed(called: HostCall[NormOperator]) -> object:
     return called.arguments.get(called.operator.rows)
 
 
@@ -167,11 +167,11 @@ def _as_match(called: HostCall[NormOperator], output: fx.Node, interior: tuple[f
 
 def _same_rows(node: fx.Node, h: fx.Node) -> bool:
     """A view over another last dim (heads, or a new dim of 1) has the values of ``h`` but not its rows."""
-    one, other = value(node), value(h)
+    viewed, summed = value(node), value(h)
     return (
-        one is None
-        or other is None
-        or (one.dim() > 0 and other.dim() > 0 and same_size(one.shape[-1], other.shape[-1]))
+        viewed is None
+        or summed is None
+        or (viewed.dim() > 0 and summed.dim() > 0 and same_size(viewed.shape[-1], summed.shape[-1]))
     )
 
 
@@ -208,10 +208,10 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
     if is_call(with_eps, aten.add.Tensor, aten.add.Scalar):
         addend = other_operand(with_eps, mean)
         number = constant(addend)
-        found = _host_scalar(addend) if number is None else number
-        if found is None or not adds_once(with_eps):
+        added = _host_scalar(addend) if number is None else number
+        if added is None or not adds_once(with_eps):
             return Refused(Refusal.EPS_NOT_CONSTANT, f"{with_eps.name} adds a value that is not a constant")
-        eps = found
+        eps = added
         interior.append(with_eps)
         last = with_eps
     scale, divides = _reciprocal_root(last, interior)
@@ -258,8 +258,8 @@ def _host_scalar(operand: object) -> fx.Node | None:
         operand = operand.args[0]
     if not isinstance(operand, fx.Node) or operand.op != "placeholder":
         return None
-    found = value(operand)
-    is_scalar = found is not None and found.dim() == 0 and found.device.type == "cpu" and found.is_floating_point()
+    fake = value(operand)
+    is_scalar = fake is not None and fake.dim() == 0 and fake.device.type == "cpu" and fake.is_floating_point()
     return operand if is_scalar else None
 
 

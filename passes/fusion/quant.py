@@ -105,13 +105,13 @@ def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefu
                 branches.append(branch)
     if not branches:
         return None
-    found = _prove(branches, place)
-    if isinstance(found, Quantisation) and elsewhere is not None:
+    proven = _prove(branches, place)
+    if isinstance(proven, Quantisation) and elsewhere is not None:
         return QuantRefused(QuantRefusal.OUTPUT_USED_ELSEWHERE, f"{elsewhere.name} reads the norm's result, too")
-    if isinstance(found, Quantisation):
+    if isinstance(proven, Quantisation):
         views = tuple(node for node in same if node is not hidden)
-        return Quantisation(found.scale, found.outputs, (*views, *found.interior))
-    return found
+        return Quantisation(proven.scale, proven.outputs, (*views, *proven.interior))
+    return proven
 
 
 def quantisation_of_operator(output: fx.Node, scale: Any, place: Place) -> Quantisation | QuantRefused:
@@ -121,10 +121,10 @@ def quantisation_of_operator(output: fx.Node, scale: Any, place: Place) -> Quant
 
 def _same_values(hidden: fx.Node) -> list[fx.Node]:
     """``hidden`` and what views and casts make of it, but for casts to float8."""
-    found = [hidden]
-    for node in found:
-        found += [user for user in node.users if user not in found and (is_view(user) or _is_wide_cast(user))]
-    return found
+    same = [hidden]
+    for node in same:
+        same += [user for user in node.users if user not in same and (is_view(user) or _is_wide_cast(user))]
+    return same
 
 
 def _is_wide_cast(node: fx.Node) -> bool:
@@ -231,19 +231,19 @@ def _scale(factor: Any, inverse: bool, place: Place) -> Scale | QuantRefused:
         factor = factor.args[0]
     if not isinstance(factor, fx.Node):
         return _number(factor, inverse)
-    found = value(factor)
-    if found is None or not same_size(found.numel(), 1):
-        shape = None if found is None else list(found.shape)
+    fake = value(factor)
+    if fake is None or not same_size(fake.numel(), 1):
+        shape = None if fake is None else list(fake.shape)
         return QuantRefused(QuantRefusal.SCALE_NOT_PER_TENSOR, f"the scale {factor.name} has shape {shape}")
-    if found.dtype != torch.float32:
-        return QuantRefused(QuantRefusal.SCALE_DTYPE, f"the scale {factor.name} has dtype {found.dtype}, not float32")
+    if fake.dtype != torch.float32:
+        return QuantRefused(QuantRefusal.SCALE_DTYPE, f"the scale {factor.name} has dtype {fake.dtype}, not float32")
     if is_call(factor, aten.full.default, aten.scalar_tensor.default):
         return _number(constant(factor), inverse)
     if factor.op not in ("placeholder", "get_attr") or not place.before(factor):
         return QuantRefused(QuantRefusal.SCALE_NOT_STATIC, f"the scale {factor.name} is computed by the graph")
-    if found.device != place.device:
+    if fake.device != place.device:
         return QuantRefused(
-            QuantRefusal.SCALE_ON_OTHER_DEVICE, f"the scale {factor.name} is on {found.device}, not {place.device}"
+            QuantRefusal.SCALE_ON_OTHER_DEVICE, f"the scale {factor.name} is on {fake.device}, not {place.device}"
         )
     return Scale(factor, inverse)
 

@@ -111,9 +111,9 @@ class Rewriter:
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
         self._done[id(site)] = _Inserted(
             site,
-            {node: self._shaped_like(hidden_rows, node, site) for node in replaced},
+            {node: self.shaped_like(hidden_rows, node, site) for node in replaced},
             residual_rows,
-            self._shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
+            self.shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
             layout,
         )
 
@@ -136,7 +136,9 @@ class Rewriter:
         for node in reversed(list(self.graph.nodes)):
             if node in superfluous and not node.users:
                 superfluous.update(
-                    one for one in node.all_input_nodes if one.op == "call_function" and not one.is_impure()
+                    operand
+                    for operand in node.all_input_nodes
+                    if operand.op == "call_function" and not operand.is_impure()
                 )
                 self.graph.erase_node(node)
 
@@ -202,7 +204,7 @@ class Rewriter:
             return self._call(aten.full.default, ([1], scale.source), "scale", dtype=torch.float32, device=device)
         return self._call(aten.reciprocal.default, (scale.source,), "scale") if scale.inverse else scale.source
 
-    def _shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
+    def shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
         tensor, flat = value(original), value(rows)
         assert tensor is not None and flat is not None
         if tensor.dim() == 2 and same_size(tensor.shape[1], flat.shape[1]):

@@ -27,11 +27,11 @@ def sizes_of_view(tensor: torch.Tensor, hidden_size: int) -> list[torch.SymInt]:
 
 def known_sizes(graph: fx.Graph) -> dict[object, fx.Node]:
     """The first node of each symbolic size in the graph, by the expression of the size."""
-    found: dict[object, fx.Node] = {}
+    nodes: dict[object, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), torch.SymInt):
-            found.setdefault(node.meta["val"].node.expr, node)
-    return found
+            nodes.setdefault(node.meta["val"].node.expr, node)
+    return nodes
 
 
 def size_source(
@@ -42,7 +42,7 @@ def size_source(
     if node is not None and node < before:
         return node
     for tensor in tensors:
-        shape = () if (found := value(tensor)) is None else found.shape
+        shape = () if (fake := value(tensor)) is None else fake.shape
         for dim, candidate in enumerate(shape):
             if same_size(candidate, size):
                 return tensor, dim

@@ -94,7 +94,7 @@ def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
     spec = replace(SPEC, scope=scope)
     subject = build_subject(spec, torch.device("cpu"))
     everyone = [LayerVariant(label, "ours" if label in OURS else "peer") for label in LABELS]
-    deviation = worker._deviation
+    deviation = worker.deviation_of
 
     def deviation_of_peers(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
         if entry.variant.kind == "peer":
@@ -103,10 +103,10 @@ def _bench_broken(ranks: Ranks, scope: Scope) -> list[dict[str, Any]]:
         return None
 
     with (
-        mock.patch.object(worker, "_compiled", _instead_of_compiling(ranks.ctx.rank)),
-        mock.patch.object(worker, "_deviation", deviation_of_peers),
+        mock.patch.object(worker, "compile_variant", _instead_of_compiling(ranks.ctx.rank)),
+        mock.patch.object(worker, "deviation_of", deviation_of_peers),
     ):
-        (reference,) = worker._references(spec, ranks, subject, lambda what: None)
+        (reference,) = worker.references_of(spec, ranks, subject, lambda what: None)
         rows = bench_tokens(spec, ranks, everyone, subject, reference, lambda what: None)
     return [vars(row) for row in rows]
 
@@ -148,7 +148,7 @@ def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
 
     steps: list[str] = []
     with mock.patch.object(worker, "reference_forward", forward):
-        (reference,) = worker._references(SPEC, ranks, subject, steps.append)
+        (reference,) = worker.references_of(SPEC, ranks, subject, steps.append)
         rows = bench_tokens(SPEC, ranks, [LayerVariant("fused", "ours")], subject, reference, steps.append)
     assert len(steps) == 3
     return [(row.outcome, row.reason) for row in rows]
@@ -183,7 +183,7 @@ def test_rows_are_kept_token_count_by_token_count(gloo_ranks: GlooRanks) -> None
 
 def _deviations(ranks: Ranks) -> list[str | None]:
     entry = VariantAtTokens(LayerVariant("fused", "ours"), worker.LayerRow("fused", "ours", 6, 96, "timed"))
-    return [worker._deviation(ranks, entry, reports) for reports in ([], [GraphReport()])]
+    return [worker.deviation_of(ranks, entry, reports) for reports in ([], [GraphReport()])]
 
 
 def test_graph_without_all_reduces_is_not_what_was_asked_for(gloo_ranks: GlooRanks) -> None:

@@ -25,7 +25,7 @@ def call(rank: int, differs: str, checked: bool, multiplies: bool = False, shard
     """One call, in which rank 1 has another value of the operand ``differs``; what it raised."""
     os.environ[check_operands.VARIABLE] = "1" if checked else ""
     check_operands.checks_operands.cache_clear()
-    check_operands._calls.clear()
+    check_operands.calls_checked.clear()
     generator = torch.Generator().manual_seed(0)
     rows = -(-TOKENS // RANKS) if sharded else TOKENS
     operands = {
@@ -70,13 +70,13 @@ def test_equal_operands_own_rows_and_unchecked_calls_pass(
 
 def many_calls(rank: int) -> int:
     for _ in range(3):
-        check_operands._calls[dist.group.WORLD.group_name] = check_operands.MOST_CALLS
+        check_operands.calls_checked[dist.group.WORLD.group_name] = check_operands.MOST_CALLS
         operands = (torch.full((HIDDEN,), float(rank)), None, None)
         arguments = ops.Arguments(
             *operands, 0.0, 0.0, None, torch.float32, torch.float32, False, "none", "0", "gloo", 0
         )
         check_operands.check_operands(arguments._replace(group_name=dist.group.WORLD.group_name), torch.device("cpu"))
-    return check_operands._calls[dist.group.WORLD.group_name]
+    return check_operands.calls_checked[dist.group.WORLD.group_name]
 
 
 def test_only_the_first_calls_are_checked(ranks: GlooRanks) -> None:

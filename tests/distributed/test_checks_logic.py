@@ -252,7 +252,7 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
             stack.enter_context(mock.patch.object(kind, "launch", start))
         stack.enter_context(mock.patch.object(P2PTransport, "_state", lambda *_: state))
         stack.enter_context(mock.patch.object(P2PTransport, "_slot", lambda *_: slot))
-        stack.enter_context(mock.patch.object(launch, "_kernels", loaded))
+        stack.enter_context(mock.patch.object(launch, "loaded", loaded))
         stack.enter_context(mock.patch.object(stress, "capture", capture))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing))
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)))

@@ -44,7 +44,7 @@ GLOO = f"""{ASLEEP}
 if __name__ == "__main__":
     from tw_compile.testing import gloo
 
-    gloo._serve = asleep
+    gloo.serve = asleep
     with gloo.GlooRanks(2) as ranks:
         ranks.run(print)
 """

@@ -94,7 +94,7 @@ def _run(rank: int, tokens: int, options: dict[str, Any], name: str) -> dict[str
         "names": names,
         "rows": [node.args[3:] for node in seen[0] if operator_name(node) == "tw_compile::leave_layers"],
         "exposed": [report.split.overlap.exposed for report in reports if report.split and report.split.overlap],
-        "in_flight": len(ops._in_flight),
+        "in_flight": len(ops.in_flight),
         "in_slot": [
             hidden.args[0].kwargs.get("results_in_slot", False)
             for node in seen[0]

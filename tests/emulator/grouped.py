@@ -86,7 +86,7 @@ def multiply(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bindings, "load", lambda name: TileDriver())
         patch.setattr(module, "tensor_map", module.tensor_map.__wrapped__)
-        patch.setattr(module, "_kernel", lambda device: (SimpleNamespace(launch=launch), sms))
+        patch.setattr(module, "kernel_on", lambda device: (SimpleNamespace(launch=launch), sms))
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         return module.grouped_mm(a, weights, ends, reserved_sms)
 

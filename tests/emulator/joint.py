@@ -71,8 +71,8 @@ def multiply(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bindings, "load", lambda name: TileDriver())
         patch.setattr(module, "tensor_map", module.tensor_map.__wrapped__)
-        patch.setattr(module, "_kernel", kernel)
-        patch.setattr(module, "_sms", lambda device: sms)
+        patch.setattr(module, "kernel_on", kernel)
+        patch.setattr(module, "sms_of", lambda device: sms)
         patch.setattr(compat, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
         if tiles is not None:
             patch.setattr(module, "tiling", lambda rows, columns, clusters: tiles)

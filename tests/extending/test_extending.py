@@ -115,7 +115,7 @@ def test_layer_norm_is_right_on_two_ranks(ranks: GlooRanks, residual_out: str, m
 def test_the_epilogue_is_part_of_a_calls_form_and_an_unknown_one_is_refused() -> None:
     arguments = ops.Arguments(None, None, None, 1e-5, 0.0, None, FP32, FP32, False, "none", "0", "gloo", 0)
     x = torch.randn(TOKENS, HIDDEN)
-    forms = {ops._form("x", (x,), arguments._replace(epilogue=name)) for name in ("rms_norm", "toy_layer_norm")}
+    forms = {ops.form_of_call("x", (x,), arguments._replace(epilogue=name)) for name in ("rms_norm", "toy_layer_norm")}
     assert len(forms) == 2
     with (
         fake_process_group(RANKS),

@@ -53,11 +53,11 @@ def _add_norm(
 def toy_host() -> Iterator[None]:
     """The host is registered, and its operators are there; afterwards nothing of it is left."""
     registries: tuple[tuple[Any, str], ...] = (
-        (operators, "_operators"),
-        (gating_hosts, "_dispatches"),
-        (reasons, "_host_refusals"),
-        (hosts_registry, "_hosts"),
-        (rules_registry, "_rules"),
+        (operators, "registered_operators"),
+        (gating_hosts, "dispatches"),
+        (reasons, "host_refusals"),
+        (hosts_registry, "registered_hosts"),
+        (rules_registry, "rules"),
     )
     rules_registry.registered_name(
         "toy::norm", writes=False

@@ -28,7 +28,7 @@ def test_generate_fuses_every_all_reduce_of_a_checkpoint(tmp_path: Path) -> None
 
     write_checkpoint(tmp_path / "CHECKPOINT")
     output = run(tmp_path, *TWO_RANKS, str(EXAMPLES / "generate.py"), "CHECKPOINT", "Hello")
-    counts = re.findall(r"fused (\d+) of (\d+) all_reduces", output)
+    counts = re.findall(r"(\d+) of (\d+) all_reduces fused", output)
     assert counts and all(fused == total and int(fused) >= 4 for fused, total in counts), output
 
 

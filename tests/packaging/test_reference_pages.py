@@ -54,7 +54,12 @@ def test_every_command_has_a_section() -> None:
 def test_pictures_are_what_the_script_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_pictures = load("make_pictures")
     monkeypatch.setattr(make_pictures, "IMAGES", tmp_path)
-    for draw in (make_pictures.draw_layer, make_pictures.draw_graph, make_pictures.draw_data):
+    for draw in (
+        make_pictures.draw_layer,
+        make_pictures.draw_graph,
+        make_pictures.draw_data,
+        make_pictures.draw_host,
+    ):
         draw()
     there = {file.name: file.read_text() for file in (ROOT / "docs" / "images").iterdir()}
     del there["imports.svg"]  # drawn by another script, see test_imports.py

@@ -128,7 +128,7 @@ def test_operands_that_do_not_fit_are_refused(change: Any, message: str) -> None
 )
 def test_the_kernel_refuses_what_it_is_not_written_for(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        module._cuda(*operands(5, 3, **options))
+        module.attend_on_cuda(*operands(5, 3, **options))
 
 
 def test_rows_that_are_not_dense_are_copied_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_rows_that_are_not_dense_are_copied_and_others_are_not(monkeypatch: pyte
     )
     given = operands(5, 3)
     given[4] = given[4].transpose(2, 3).contiguous().transpose(2, 3)
-    module._cuda(*given)
+    module.attend_on_cuda(*given)
     assert [one is before for one, before in zip(seen, given, strict=True)] == [True] * 4 + [False]
     assert seen[4].stride(3) == 1 and torch.equal(seen[4], given[4])
 

@@ -6,11 +6,17 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+import torch.fx as fx
+from torch._inductor import config as inductor_config
 
-from tw_compile import Config, backend, make_backend
-from tw_compile.report import GraphReport, publish
+from tw_compile import Config, backend, collect_reports, make_backend
+from tw_compile.report import GraphReport, Site, publish
 
 
 @pytest.fixture
@@ -23,7 +29,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         return lambda: None
 
     monkeypatch.setattr(backend.compat, "compile_with_inductor", compile_with_inductor)
-    monkeypatch.setattr(backend, "_said_off", False)
+    backend.say_off.cache_clear()
     return seen
 
 
@@ -58,18 +64,53 @@ def test_wrong_options_are_refused_where_it_is_off_too(monkeypatch: pytest.Monke
         backend.tw_compile_backend(None, [], options={"tw_compile.fuze": True})  # type: ignore[arg-type]
 
 
-def test_a_graph_out_of_the_cache_is_said_to_be(
-    compiled: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of Inductor's cache, which is on."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with inductor_config.patch(fx_graph_cache=True):
+        yield tmp_path
+
+
+def messages_of_a_compile(log: pytest.LogCaptureFixture) -> list[str]:
+    log.clear()
+    backend.tw_compile_backend(fx.symbolic_trace(torch.nn.Identity()), [torch.ones(2)])
+    return [record.getMessage() for record in log.records]
+
+
+def test_a_graph_out_of_the_cache_has_the_report_that_was_kept(
+    compiled: list[dict[str, object]], cache: Path, monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "tw_compile"):
-        backend.tw_compile_backend(None, [])  # type: ignore[arg-type]
-    (record,) = caplog.records
-    assert "out of Inductor's cache" in record.getMessage() and "has no report" in record.getMessage()
-    caplog.clear()
+    (nothing_kept,) = messages_of_a_compile(tw_log)
+    assert "out of Inductor's cache" in nothing_kept and "no report of it was kept" in nothing_kept
+    written = GraphReport([Site(0, 1, "all_reduce", "fused", "", None, "gloo")], seconds=0.5)
+    with monkeypatch.context() as rewritten:
+        rewritten.setattr(backend.compat, "compile_with_inductor", lambda *_: publish(written))
+        assert messages_of_a_compile(tw_log) == []
+    with collect_reports() as reports:
+        assert messages_of_a_compile(tw_log) == ["tw_compile: from cache: 1 of 1 all_reduces fused"]
+    assert reports == [replace(written, from_cache=True)]
+    (file,) = (cache / "tw_compile" / "reports").iterdir()
+    file.write_text("[")
+    (broken,) = messages_of_a_compile(tw_log)
+    assert "no report of it was kept" in broken and str(file) in broken
+
+
+def test_a_report_that_cannot_be_kept_stops_nothing(
+    compiled: list[dict[str, object]], cache: Path, monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
+) -> None:
+    (cache / "tw_compile").write_text("in the way")
     monkeypatch.setattr(backend.compat, "compile_with_inductor", lambda *_: publish(GraphReport()))
-    with caplog.at_level(logging.INFO, "tw_compile"):
-        backend.tw_compile_backend(None, [])  # type: ignore[arg-type]
-    assert not caplog.records
+    (message,) = messages_of_a_compile(tw_log)
+    assert message.startswith("tw_compile: a graph's report is not kept: report: expected to be kept in ")
+
+
+def test_without_a_cache_nothing_is_kept_or_said(
+    compiled: list[dict[str, object]], cache: Path, tw_log: pytest.LogCaptureFixture
+) -> None:
+    with inductor_config.patch(force_disable_caches=True):
+        assert messages_of_a_compile(tw_log) == []
+    assert not list(cache.iterdir())
 
 
 def test_torch_logs_takes_the_name() -> None:

@@ -357,7 +357,7 @@ def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     size = MessageSize(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
-        assert isinstance(one, Operator) and one._transport is one._transport
+        assert isinstance(one, Operator) and one.transport is one.transport
     assert made_for == [4, 16, None]
     assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 8
     with pytest.raises(UsageError, match="--sms: expected no value"):
@@ -417,45 +417,6 @@ def test_in_place_norm_keeps_repeated_sums_finite() -> None:
         x *= 8  # what an all_reduce of 8 equal inputs does
         add_rms_norm_(x, residual, weight)
     assert x.isfinite().all() and 0.9 < float(x.float().square().mean().sqrt()) < 1.1
-
-
-def test_ranks_start_with_multicast_off_unless_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", raising=False)
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
-    seen: dict[str, str] = {}
-
-    def spawn(spec: BenchSpec, progress: Any, entry: Any) -> dict[str, Any]:
-        seen.update(os.environ)
-        return {"device_name": "d", "cache_bytes": 1, "rows": []}
-
-    monkeypatch.setattr(start, "spawn_ranks", spawn)
-    report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
-    assert report["environment"] == {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "2"}
-    assert seen.items() >= report["environment"].items()
-    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
-    assert len(report["versions"]["source"]) == 12 and report["schema_version"] == 1
-
-
-@pytest.mark.parametrize(("user", "seen"), [(None, "1"), ("0", "0")])
-def test_ranks_start_with_nccl_off_peers_where_they_are_switched_off(
-    monkeypatch: pytest.MonkeyPatch, user: str | None, seen: str
-) -> None:
-    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    if user is not None:
-        monkeypatch.setenv("NCCL_P2P_DISABLE", user)
-    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
-    monkeypatch.setattr(
-        start,
-        "spawn_ranks",
-        lambda *given: {"device_name": os.environ["NCCL_P2P_DISABLE"], "cache_bytes": 1, "rows": []},
-    )
-    report = bench_run.run(replace(SPEC, device="cpu"), lambda what: None)
-    assert (report["device_name"], report["peer_access"]) == (seen, "off")
-    assert report["environment"]["NCCL_P2P_DISABLE"] == seen
-    assert os.environ.get("NCCL_P2P_DISABLE") == user
-    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "1")
-    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    assert bench_run.run(replace(SPEC, device="cpu"), lambda what: None)["peer_access"] == "on"
 
 
 @pytest.mark.parametrize(

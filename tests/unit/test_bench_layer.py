@@ -242,7 +242,7 @@ class _OwnMemory(Slots):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._buffers = {
+        self.buffers = {
             (kind, site): (torch.empty(capacity, dtype=torch.uint8), None) for kind in "ab" for site in (0, 1)
         }
 
@@ -255,12 +255,12 @@ def test_operators_write_the_message_to_the_slot_of_their_site(monkeypatch: pyte
         return slot * 2
 
     slots = _OwnMemory(4 * 8 * 4)
-    monkeypatch.setattr(symmetric, "_reduce", reduce)
-    monkeypatch.setitem(symmetric._slots, "group", slots)
+    monkeypatch.setattr(symmetric, "reduce_slot", reduce)
+    monkeypatch.setitem(symmetric.slots_of_group, "group", slots)
     a, b, x = torch.randn(4, 3), torch.randn(3, 8), torch.randn(2, 2, 8)
     torch.testing.assert_close(symmetric.mm_all_reduce(a, b, "a", "group", 0), 2 * (a @ b))
     torch.testing.assert_close(symmetric.all_reduce(x, "a", "group", 1), 2 * x)
-    assert seen == [(slots._buffers["a", site][0].data_ptr(), "group") for site in (0, 1)]
+    assert seen == [(slots.buffers["a", site][0].data_ptr(), "group") for site in (0, 1)]
     with pytest.raises(ValueError, match=r"shape: expected at most 128 bytes, got \[5, 8\]"):
         symmetric.mm_all_reduce(torch.randn(5, 3), b, "a", "group", 0)
 
@@ -304,9 +304,9 @@ def test_reference_attention_head_by_head_is_the_same(masked: bool, monkeypatch:
     whole, _ = reference_forward(attention, query)
     shapes: list[tuple[int, ...]] = []
     real = F.scaled_dot_product_attention
-    score_bytes = reference._score_bytes
+    score_bytes = reference.score_bytes
     monkeypatch.setattr(reference, "MOST_SCORE_BYTES", 0)
-    monkeypatch.setattr(reference, "_score_bytes", lambda q, k: shapes.append(tuple(q.shape)) or score_bytes(q, k))
+    monkeypatch.setattr(reference, "score_bytes", lambda q, k: shapes.append(tuple(q.shape)) or score_bytes(q, k))
     by_heads, _ = reference_forward(attention, query)
     assert real is F.scaled_dot_product_attention and shapes == [(2, 6, 5, 4)]
     torch.testing.assert_close(by_heads, whole, rtol=1e-13, atol=1e-13)

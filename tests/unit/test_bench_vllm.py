@@ -458,7 +458,7 @@ def test_an_engine_ends_when_nobody_gives_it_turns() -> None:
     with driver, engine:
         driver.shutdown(socket.SHUT_WR)
         with pytest.raises(RuntimeError, match="the benchmark that started this engine has ended"):
-            vllm_engine._await_turn(engine)
+            vllm_engine.await_turn(engine)
         assert driver.recv(2) == b"."
 
 

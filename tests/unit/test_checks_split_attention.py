@@ -60,7 +60,7 @@ def test_cuts_cover_our_own_kernel_in_blocks_of_both_sizes_and_the_merge() -> No
 
 
 def test_a_suffix_that_is_aligned_to_the_wrong_corner_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: rules_attention._by_itself)
+    monkeypatch.setattr(rules_attention, "suffix_of", lambda call: rules_attention.suffix_by_itself)
     ctx = context()
     compare(ctx, Kernel(causal), torch.bfloat16, SIZES, 30, 63)
     (failure,) = ctx.failures
@@ -68,7 +68,7 @@ def test_a_suffix_that_is_aligned_to_the_wrong_corner_is_found(monkeypatch: pyte
 
 
 def test_a_join_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    monkeypatch.setattr(rules_attention, "suffix_of", lambda call: None)
     ctx = context()
     compare(ctx, Kernel(causal), torch.bfloat16, SIZES, 30, 63)
     (failure,) = ctx.failures

@@ -348,9 +348,11 @@ def test_doctor_says_what_would_run_for_each_group_size() -> None:
 
 def test_doctor_says_which_kernel_serves_which_message(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (Step(4, 2**20, "push_two_shot", 64), Step(4, 2**24, "stream", 16))
-    monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": steps})
-    assert machine._kernels("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
-    assert machine._kernels("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
+    monkeypatch.setattr(selection, "shipped_tables", lambda: {"GPU": steps})
+    assert (
+        machine.kernels_by_size("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
+    )
+    assert machine.kernels_by_size("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
 
 
 EXPLAIN = ["explain", "--device", "sm90", "--multicast", "--tp", "8", "--hidden", "2048"]
@@ -500,11 +502,11 @@ def test_ranks_that_differ_fail_where_equal_bits_are_promised(monkeypatch: pytes
     exact = [(torch.linspace(0.1, 1, 7, dtype=torch.float64),) * 2]
     rounded = [tuple(output.to(torch.bfloat16) for output in exact[0])]
     spec = RunSpec("m", 2, "cpu", tokens=(7,), dtype="bfloat16")
-    found = worker._numerics(spec, exact, rounded, rounded, rounded, promised)  # type: ignore[arg-type]
+    found = worker.numerics_report(spec, exact, rounded, rounded, rounded, promised)  # type: ignore[arg-type]
     assert not found["bitwise_equal_across_ranks"] and found["bitwise_equal_promised"] is promised
     assert found["passed"] is not promised
     over = [tuple(2 * output for output in rounded[0])]
-    assert not worker._numerics(spec, exact, rounded, rounded, over, promised)["passed"]  # type: ignore[arg-type]
+    assert not worker.numerics_report(spec, exact, rounded, rounded, over, promised)["passed"]  # type: ignore[arg-type]
 
 
 def _run_report(passed: bool, identical: bool, fused: int = 1) -> dict[str, Any]:
@@ -519,6 +521,8 @@ def _run_report(passed: bool, identical: bool, fused: int = 1) -> dict[str, Any]
         "device": "cpu",
         "tokens": [8],
         "versions": {"torch": "2", "transformers": "5"},
+        "graphs": 2,
+        "from_cache": 0,
         "sites": [],
         "counts": {"all_reduce": 1, "fused": fused, "refused": 0, "gated": 1 - fused},
         "splits": [],
@@ -567,6 +571,7 @@ def test_run_tells_memory_and_what_the_slowest_rank_hides() -> None:
     text = console.export_text()
     assert "peak memory at 8 tokens: inductor 2.0 MiB, tw_compile 3.0 MiB" in text and "beside it: 64.0 MiB" in text
     assert "75% of 400 us of communication hidden; rank 1, the slowest, took 2.00 ms; t.rank0.json" in text
-    render.print_run(console, report | {"memory": None, "trace": None})
+    assert "from cache" not in text
+    render.print_run(console, report | {"memory": None, "trace": None, "from_cache": 2})
     text = console.export_text()
-    assert "peak memory" not in text and "traced" not in text
+    assert "peak memory" not in text and "traced" not in text and "from cache: 2 of 2 graphs" in text

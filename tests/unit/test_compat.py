@@ -186,7 +186,7 @@ def test_a_hosts_name_of_a_group_means_that_group_everywhere(monkeypatch: pytest
         return SimpleNamespace(buffer_ptrs=[tensor.data_ptr()], rank=0, multicast_ptr=0)
 
     monkeypatch.setattr(symm_mem, "rendezvous", rendezvous)
-    monkeypatch.setattr(compat, "_group_resolvers", [])
+    monkeypatch.setattr(compat, "group_resolvers", [])
     with fake_process_group(2):
         within = dist.new_group([0, 1])
         compat.add_group_resolver(lambda name: within if name == "tp:0" else None)

@@ -86,7 +86,7 @@ class FakeDriver:
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     fake, load = FakeDriver(), bindings.load
     monkeypatch.setattr(bindings, "load", lambda module: fake if module == "driver" else load(module))
-    monkeypatch.setattr(launch, "_kernels", {})
+    monkeypatch.setattr(launch, "loaded", {})
     return fake
 
 

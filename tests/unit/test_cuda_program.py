@@ -76,7 +76,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process: nothing in memory."""
-    monkeypatch.setattr(program, "_cubins", {})
+    monkeypatch.setattr(program, "cubins_in_memory", {})
 
 
 def cached_files(tmp_path: Path) -> list[Path]:

@@ -271,7 +271,7 @@ def test_an_error_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*args: object) -> None:
         raise RuntimeError("late")
 
-    monkeypatch.setattr(duplicate._Duplicator, "_joined", fail)
+    monkeypatch.setattr(duplicate.Duplicator, "joined", fail)
     with fake_process_group(WORLD_SIZE), pytest.raises(RuntimeError, match="late"):
         split_tokens(graph, 20)
     assert str(graph) == before

@@ -127,7 +127,7 @@ def test_what_changes_with_a_field(name: str) -> None:
     x, given = torch.randn(5, 16), arguments()
     other = given._replace(**{name: CHANGES[name]})
     message = (x.shape, x.dtype)
-    forms = [ops._form(message, (x,), values) for values in (given, other)]
+    forms = [ops.form_of_call(message, (x,), values) for values in (given, other)]
     assert None not in forms and forms[0] != forms[1]
     requests = [request_of(x, values, None) for values in (given, other)]
     variants = [variant_of(request) for request in requests]
@@ -139,16 +139,16 @@ def test_what_changes_with_a_field(name: str) -> None:
 
 def test_every_field_is_tried_above() -> None:
     assert {*CHANGES, "eps_tensor"} == {field.name for field in FIELDS}
-    assert ops._form((), (), arguments(eps_tensor=torch.tensor(1.0))) is None
+    assert ops.form_of_call((), (), arguments(eps_tensor=torch.tensor(1.0))) is None
 
 
 def test_equal_calls_have_one_form_whatever_their_tensors_hold() -> None:
     x, given = torch.randn(5, 16), arguments()
     copies = given._replace(residual=torch.randn(5, 16), weight=torch.randn(16))
-    assert ops._form("message", (x,), given) == ops._form("message", (x,), copies) is not None
+    assert ops.form_of_call("message", (x,), given) == ops.form_of_call("message", (x,), copies) is not None
     for name, tensor in (("residual", torch.randn(16, 5).t()), ("weight", torch.randn(17)[1:])):
-        assert ops._form("message", (x,), given._replace(**{name: tensor})) is None
-    assert ops._form("message", (x.t(),), given) is None
+        assert ops.form_of_call("message", (x,), given._replace(**{name: tensor})) is None
+    assert ops.form_of_call("message", (x.t(),), given) is None
 
 
 def test_no_weight_means_no_rounding_before_it() -> None:

@@ -72,7 +72,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gated]:
 
 def chosen(one: Gated, tokens: int = 16) -> Any:
     assert one.obstacle(MessageSize(tokens, 8192, "bfloat16"), 2) is None
-    return one._now
+    return one.current
 
 
 def test_what_is_left_runs_by_the_backend_that_it_is_left_to(decided: Callable[..., Gated]) -> None:

@@ -212,7 +212,7 @@ def test_it_is_not_for_other_devices(hopper: list[tuple[int, int]], capability: 
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What is launched on a device of ``SMS`` SMs."""
     found, kernel = record_launches(monkeypatch, module)
-    monkeypatch.setattr(module, "_kernel", lambda device: (kernel(), SMS))
+    monkeypatch.setattr(module, "kernel_on", lambda device: (kernel(), SMS))
     return found
 
 

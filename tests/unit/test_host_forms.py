@@ -71,7 +71,7 @@ def group(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """A group that the host calls tp:0, of two ranks unless a test says how many."""
     with fake_process_group(getattr(request, "param", 2)):
         found = dist.group.WORLD
-        monkeypatch.setattr(compat, "_group_resolvers", [lambda name: found if name == "tp:0" else None])
+        monkeypatch.setattr(compat, "group_resolvers", [lambda name: found if name == "tp:0" else None])
         yield
 
 
@@ -262,7 +262,7 @@ def test_a_group_that_cannot_be_looked_up_is_refused(error: type[Exception], mon
     def fail(name: str) -> None:
         raise error(name)
 
-    monkeypatch.setattr(compat, "_group_resolvers", [fail])
+    monkeypatch.setattr(compat, "group_resolvers", [fail])
     b = Piece()
     assert refusal_of(b, b.norm(b.reduce(b.rows()), b.rows(H))) == Refusal.GROUP_NOT_RESOLVED
 

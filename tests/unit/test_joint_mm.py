@@ -297,8 +297,8 @@ def test_it_can_multiply_what_has_no_address_yet() -> None:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What is launched on a device of ``SMS`` SMs."""
     found, kernel = record_launches(monkeypatch, module)
-    monkeypatch.setattr(module, "_kernel", lambda device, width, form: kernel(width=width, form=form))
-    monkeypatch.setattr(module, "_sms", lambda device: SMS)
+    monkeypatch.setattr(module, "kernel_on", lambda device, width, form: kernel(width=width, form=form))
+    monkeypatch.setattr(module, "sms_of", lambda device: SMS)
     return found
 
 

@@ -20,10 +20,10 @@ from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.known import MOST_FORMS
-from tw_compile.kernels.collective.side_stream import _events, side_stream
+from tw_compile.kernels.collective.side_stream import events_of, side_stream
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, grow
 from tw_compile.kernels.collective.spec import slice_of_whole_residual
-from tw_compile.kernels.collective.transport import _instances
+from tw_compile.kernels.collective.transport import instances
 from tw_compile.kernels.gemm.mm_leaving_sms import mm
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
@@ -77,7 +77,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
         current.pop()
 
     side_stream.cache_clear()
-    _events.cache_clear()
+    events_of.cache_clear()
     for module in (row_kernel, barrier_kernel):
         monkeypatch.setattr(module, "prepare", lambda program, index: made)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -92,7 +92,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield made
     side_stream.cache_clear()
-    _events.cache_clear()
+    events_of.cache_clear()
 
 
 class Group:
@@ -113,7 +113,7 @@ class Group:
             return choose(request)
 
         monkeypatch.setattr(self.transport, "_choose", counted)
-        monkeypatch.setitem(_instances, "p2p", self.transport)
+        monkeypatch.setitem(instances, "p2p", self.transport)
 
 
 def buffer() -> SymmetricBuffer:
@@ -125,9 +125,9 @@ def buffer() -> SymmetricBuffer:
 )
 def group(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     with fake_process_group(RANKS):
-        ops._in_flight.clear()
+        ops.in_flight.clear()
         yield Group(device, request.param(), monkeypatch)
-        ops._in_flight.clear()
+        ops.in_flight.clear()
 
 
 NAMED = {
@@ -225,7 +225,7 @@ def test_the_slots_earlier_call_is_complete_before_a_known_one_touches_the_slot(
 def test_there_must_be_room_for_a_known_call_too(device: Device, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     call(overlap_sms=4)
     asked: list[Any] = []
-    monkeypatch.setattr(ops, "_check_room", lambda *given: asked.append(given))
+    monkeypatch.setattr(ops, "check_room", lambda *given: asked.append(given))
     chosen = device.choices
     call(overlap_sms=4)
     assert device.choices == chosen and asked == [(DEVICE, 4)]

@@ -68,7 +68,7 @@ def test_nothing_is_measured_while_a_graph_is_captured(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(module, "_measured", lambda *key: pytest.fail("measured"))
+    monkeypatch.setattr(module, "measured_once", lambda *key: pytest.fail("measured"))
     assert measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, 100.0) is None
 
 
@@ -78,7 +78,7 @@ def test_similar_times_beside_are_measured_once(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(module, "_measured", lambda *key: asked.append(key))
+    monkeypatch.setattr(module, "measured_once", lambda *key: asked.append(key))
     found = measured_reserve(mm_leaving_sms, OPERANDS, torch.device("cuda", 1), 16, 100.0)
     assert found is None and not asked  # no room for the stand-in
     capability = (9, 0)
@@ -120,9 +120,11 @@ def measure_with(
         return us
 
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(module, "_time_beside", time_beside)
+    monkeypatch.setattr(module, "time_beside", time_beside)
     operand = Operand((2, 2), (2, 1), torch.bfloat16)
-    found = module._measured.__wrapped__(lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, busy_us)
+    found = module.measured_once.__wrapped__(
+        lambda a, sms: ran.append(sms), (operand,), torch.device("cpu"), 8, busy_us
+    )
     assert {*ran} <= {0, 8, 12, 16, 20}
     return found, beside
 

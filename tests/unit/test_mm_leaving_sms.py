@@ -84,7 +84,7 @@ def test_a_gemm_with_a_bias_is_planned_without_them_too(settings: list[tuple[obj
     expected = torch.addmm(bias, a, b)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "addmm", lambda bias, a, b: torch.mm(a, b) + bias)
-        torch.testing.assert_close(module._addmm(bias, a, b, 16), expected)
+        torch.testing.assert_close(module.addmm_on_cuda(bias, a, b, 16), expected)
     assert settings == [(16, LT)]
 
 
@@ -109,7 +109,7 @@ def test_a_grouped_gemm_is_launched_without_them_too(
     a, weights, ends = grouped_factors()
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
     for reserved_sms in (16, 0):
-        assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
+        assert torch.equal(module.grouped_mm_on_cuda(a, weights, ends, reserved_sms), a @ weights[0])
     assert settings == [(16, LT), (None, "before")]
 
 
@@ -129,7 +129,7 @@ def test_a_grouped_gemm_is_our_own_where_that_can(
     )
     monkeypatch.setattr(grouped_mm, "grouped_mm", ours)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
-    assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[1])
+    assert torch.equal(module.grouped_mm_on_cuda(a, weights, ends, reserved_sms), a @ weights[1])
     assert settings == [(None, "before")], "it is told how many SMs, and no library is"
     ((*operands, passed_on),) = calls
     assert all(one is other for one, other in zip(operands, (a, weights, ends), strict=True))
@@ -144,7 +144,7 @@ def test_other_grouped_gemms_are_torchs(
     monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights, ends: False)
     monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it is not for these operands"))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda a, weights, offs: torch.mm(a, weights[0]))
-    assert torch.equal(module._grouped_mm(a, weights, ends, reserved_sms), a @ weights[0])
+    assert torch.equal(module.grouped_mm_on_cuda(a, weights, ends, reserved_sms), a @ weights[0])
     assert settings == [(16, LT) if reserved_sms else (None, "before")]
 
 
@@ -152,7 +152,7 @@ def test_our_own_grouped_gemm_is_asked_for_no_negative_number_of_sms(monkeypatch
     monkeypatch.setattr(grouped_mm, "multiplies", lambda a, weights, ends: True)
     monkeypatch.setattr(grouped_mm, "grouped_mm", lambda *arguments: pytest.fail("it was called"))
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
-        module._grouped_mm(*grouped_factors(), -1)
+        module.grouped_mm_on_cuda(*grouped_factors(), -1)
 
 
 def test_a_grouped_gemm_is_kept_in_compiled_graphs() -> None:
@@ -249,7 +249,7 @@ def test_joint_and_gated_gemms_are_our_own_where_those_can(
         joint_mm, "gated_mm", (lambda a, gate, up, sms: joint(a, (gate, up), (), sms)) if gated else not_this
     )
     sms = reserved_sms
-    run = module._gated_mm(a, *matrices, sms) if gated else module._joint_mm(a, matrices, biases, sms)
+    run = module.gated_mm_on_cuda(a, *matrices, sms) if gated else module.joint_mm_on_cuda(a, matrices, biases, sms)
     assert run is result and settings == [], "no other GEMM ran"
     ((*operands, passed_on),) = calls
     for given in (operands, *asked):
@@ -272,14 +272,14 @@ def test_other_joint_and_gated_gemms_are_torchs_one_by_one(
 ) -> None:
     monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: False)
     a, matrices = joint_factors()
-    found = module._joint_mm(a, matrices, [], reserved_sms)
+    found = module.joint_mm_on_cuda(a, matrices, [], reserved_sms)
     assert all(torch.equal(one, a @ matrix) for one, matrix in zip(found, matrices, strict=True))
-    gated = module._gated_mm(a, *matrices[:2], reserved_sms)
+    gated = module.gated_mm_on_cuda(a, *matrices[:2], reserved_sms)
     assert torch.equal(gated, torch.nn.functional.silu(a @ matrices[0]) * (a @ matrices[1]))
     assert settings == [(16, LT) if reserved_sms else (None, "before")] * 5
     added: list[object] = []
-    monkeypatch.setattr(module, "_addmm", lambda *given: added.append(given[-1]))
-    module._joint_mm(a, matrices, biases_of(matrices), reserved_sms)
+    monkeypatch.setattr(module, "addmm_on_cuda", lambda *given: added.append(given[-1]))
+    module.joint_mm_on_cuda(a, matrices, biases_of(matrices), reserved_sms)
     assert added == [reserved_sms] * 3
 
 
@@ -289,10 +289,10 @@ def test_matrices_of_two_shapes_are_not_for_the_gated_kernel(
     """One column for all is what torch would spread; the kernel's tiles have as many columns of both."""
     monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: True)
     a, (gate, up, wider) = joint_factors()
-    found = module._gated_mm(a, gate, up[:, :1], 16)
+    found = module.gated_mm_on_cuda(a, gate, up[:, :1], 16)
     assert torch.equal(found, torch.nn.functional.silu(a @ gate) * (a @ up[:, :1])) and settings == [(16, LT)] * 2
     with pytest.raises(RuntimeError, match="size of tensor"):
-        module._gated_mm(a, gate, wider, 16)
+        module.gated_mm_on_cuda(a, gate, wider, 16)
 
 
 def test_our_own_joint_gemms_are_asked_for_no_negative_number_of_sms(
@@ -301,9 +301,9 @@ def test_our_own_joint_gemms_are_asked_for_no_negative_number_of_sms(
     monkeypatch.setattr(joint_mm, "multiplies", lambda *operands: True)
     a, matrices = joint_factors()
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
-        module._joint_mm(a, matrices, [], -1)
+        module.joint_mm_on_cuda(a, matrices, [], -1)
     with pytest.raises(ValueError, match="reserved_sms: expected 0 or more SMs, got -1"):
-        module._gated_mm(a, *matrices[:2], -1)
+        module.gated_mm_on_cuda(a, *matrices[:2], -1)
 
 
 def test_the_gemm_of_a_fused_call_is_planned_without_them_too(settings: list[tuple[object, object]]) -> None:

@@ -12,7 +12,7 @@ import torch
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import arrive_
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, NormSpec, Request, rows_per_rank
-from tw_compile.kernels.collective.transport import Started, Transport, _instances, get_transport
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport, instances
 from tw_compile.kernels.runtime import operator
 from tw_compile.testing import fake_process_group
 
@@ -22,11 +22,11 @@ FP8 = torch.float8_e4m3fn
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    ops._in_flight.clear()
-    ops._completed_early.clear()
+    ops.in_flight.clear()
+    ops.completed_early.clear()
     with fake_process_group(RANKS):
         yield
-    ops._in_flight.clear()
+    ops.in_flight.clear()
 
 
 def start_args(dtype: torch.dtype = torch.float32, **changed: Any) -> tuple[Any, ...]:
@@ -122,13 +122,13 @@ def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     waited: list[torch.Tensor] = []
-    implementation = ops._wait_
+    implementation = ops.wait_here
 
     def recording(hidden: torch.Tensor, *rest: Any) -> None:
         waited.append(hidden)
         implementation(hidden, *rest)
 
-    monkeypatch.setattr(ops, "_in_flight", AlwaysInFlight())
+    monkeypatch.setattr(ops, "in_flight", AlwaysInFlight())
     with torch.library._scoped_library(operator.NAMESPACE, "IMPL") as library:
         library.impl("all_reduce_rms_norm_wait_", recording, "CPU", allow_override=True)
         args = (torch.randn(T, H), torch.randn(T, H), [torch.randn(T, H)], "0", 0)
@@ -223,7 +223,7 @@ class InPlace(Transport):
 
 def test_product_is_written_to_the_transports_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place = InPlace()
-    monkeypatch.setitem(_instances, "p2p", in_place)
+    monkeypatch.setitem(instances, "p2p", in_place)
     a, b = factors()
     ops.wait_(*ops.mm_start(*mm_start_args(a, b, transport="p2p")), [a, b], "0", 0)
     assert in_place.messages[0] is in_place.memory
@@ -232,18 +232,18 @@ def test_product_is_written_to_the_transports_memory(monkeypatch: pytest.MonkeyP
 
 def test_product_is_written_when_the_earlier_call_on_the_slot_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     in_place = InPlace()
-    monkeypatch.setitem(_instances, "p2p", in_place)
+    monkeypatch.setitem(instances, "p2p", in_place)
     started = [ops.mm_start(*mm_start_args(*factors(), transport="p2p")) for _ in range(3)]
     for outputs in started:
         ops.wait_(*outputs, [], "0", 0)
     assert in_place.events == ["asked", "finished"] * 3
-    assert not ops._in_flight and not ops._completed_early
+    assert not ops.in_flight and not ops.completed_early
 
 
 @pytest.mark.parametrize("again", ["start", "wait"])
 def test_a_call_that_cannot_be_completed_yet_stays_in_flight(monkeypatch: pytest.MonkeyPatch, again: str) -> None:
     in_place = InPlace()
-    monkeypatch.setitem(_instances, "p2p", in_place)
+    monkeypatch.setitem(instances, "p2p", in_place)
     hidden, residual = ops.mm_start(*mm_start_args(*factors(), transport="p2p"))
     with monkeypatch.context() as patch:
         patch.setattr(in_place, "events", None)  # so that finishing raises
@@ -252,9 +252,9 @@ def test_a_call_that_cannot_be_completed_yet_stays_in_flight(monkeypatch: pytest
                 ops.wait_(hidden, residual, [], "0", 0)
             else:
                 ops.start(*start_args(residual=None))
-    assert ops.is_in_flight(hidden, "0", 0) and list(ops._in_flight) == [("0", 0)]
+    assert ops.is_in_flight(hidden, "0", 0) and list(ops.in_flight) == [("0", 0)]
     ops.wait_(hidden, residual, [], "0", 0)
-    assert in_place.events == ["asked", "finished"] and not ops._in_flight
+    assert in_place.events == ["asked", "finished"] and not ops.in_flight
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_factors_that_cannot_be_multiplied(a: torch.Tensor, b: torch.Tensor, mes
             ops.mm_start(*args)
         with FakeTensorMode() as mode:
             ops.mm_start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
-    assert not ops._in_flight
+    assert not ops.in_flight
 
 
 @pytest.mark.parametrize("start", [ops.start, ops.mm_start])
@@ -307,7 +307,7 @@ def test_numbers_of_sms_are_checked(start: Any, overlap_sms: int, fake: bool) ->
             start(*args)
         with FakeTensorMode() as mode:
             start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
-    assert not ops._in_flight
+    assert not ops.in_flight
 
 
 def test_sms_of_a_call_are_no_more_than_a_kernel_with_barriers_can_have() -> None:
@@ -336,8 +336,8 @@ def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pyt
             x = torch.empty(T, H, device=torch.device("cuda", index))
             norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
             asked = Request(x, None, None, None, norm, False, "none", "0", slot, overlap_sms=overlap_sms)
-            ops._complete_earlier(asked.group_name, asked.slot)
-            return ops._begin(Beside(), asked)
+            ops.complete_earlier(asked.group_name, asked.slot)
+            return ops.begin(Beside(), asked)
 
         monkeypatch.setattr(torch._subclasses.FakeTensor, "data_ptr", torch.Tensor.__hash__, raising=False)
         begin(0, 11)
@@ -349,7 +349,7 @@ def test_calls_in_flight_beside_other_work_have_half_of_the_sms(monkeypatch: pyt
         )
         with pytest.raises(ValueError, match=refused):
             begin(4, 1)
-        ops._wait_(hidden, residual, [], "0", 1)
+        ops.wait_here(hidden, residual, [], "0", 1)
         with pytest.raises(ValueError, match="got 11 and 11 of calls"):
             begin(4, 11)
         begin(4, 10)
@@ -372,7 +372,7 @@ def test_slots_are_independent() -> None:
     first, second = ops.start(*start_args()), ops.start(*start_args(slot=1))
     ops.wait_(*second, [], "0", 1)
     ops.wait_(*first, [], "0", 0)
-    assert not ops._in_flight
+    assert not ops.in_flight
 
 
 def test_starts_that_were_moved_together_give_the_same_results() -> None:
@@ -386,8 +386,8 @@ def test_starts_that_were_moved_together_give_the_same_results() -> None:
     for outputs, wanted in zip(reversed(started), reversed(expected), strict=True):
         ops.wait_(*outputs, [], "0", 0)
         assert all(torch.equal(got, want) for got, want in zip(outputs, wanted, strict=True))
-    assert not ops._in_flight
-    assert not ops._completed_early
+    assert not ops.in_flight
+    assert not ops.completed_early
 
 
 def test_a_call_that_the_next_one_completed_is_in_flight_until_it_is_waited_for() -> None:
@@ -399,12 +399,12 @@ def test_a_call_that_the_next_one_completed_is_in_flight_until_it_is_waited_for(
         arrive_(*outputs, [], "0", 0)
         assert not ops.is_in_flight(outputs[0], "0", 0)
         arrive_(*outputs, [], "0", 0)
-    assert not ops._in_flight and not ops._completed_early
+    assert not ops.in_flight and not ops.completed_early
 
 
 def test_abandoned_call_is_completed_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     finished: list[str] = []
-    ops._in_flight[("0", 0)] = Started(torch.empty(1), torch.empty(1), lambda: finished.append("abandoned"))
+    ops.in_flight[("0", 0)] = Started(torch.empty(1), torch.empty(1), lambda: finished.append("abandoned"))
     ops.wait_(*ops.start(*start_args()), [], "0", 0)
     assert finished == ["abandoned"]
 
@@ -428,7 +428,7 @@ def test_a_scale_comes_with_fp8_and_only_with_it(changed: dict[str, Any], messag
             ops.start(*args)
         with FakeTensorMode() as mode:
             ops.start(*(mode.from_tensor(arg) if isinstance(arg, torch.Tensor) else arg for arg in args))
-    assert not ops._in_flight
+    assert not ops.in_flight
 
 
 @pytest.mark.parametrize("out", ["none", "sharded", "replicated"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tw_compile import Config, TWCompilePass, collect_reports, make_backend, pipeline, sources
 from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.passes import split
+from tw_compile.passes.split.rules import registry
 from tw_compile.planning import load_profile
 from tw_compile.testing import count_ops, fake_process_group, snapshot
 
@@ -211,17 +214,17 @@ def test_uuid_changes_with_the_source(tmp_path: Path, monkeypatch: pytest.Monkey
     seen = {before}
     for text in ("a = 1\n", "a = 2\n"):
         source.write_text(text)
-        monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
-        monkeypatch.setattr(sources, "_digests", {})
+        monkeypatch.setattr(sources, "SOURCES", (tmp_path,))
+        sources.digest_of.cache_clear()
         seen.add(TWCompilePass().uuid())
     assert len(seen) == 3
 
 
 def test_uuid_changes_with_the_name_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_SOURCES", (tmp_path,))
+    monkeypatch.setattr(sources, "SOURCES", (tmp_path,))
     seen = set()
     for name in ("one.py", "two.py"):
-        monkeypatch.setattr(sources, "_digests", {})
+        sources.digest_of.cache_clear()
         source = tmp_path / name
         source.write_text("a = 1\n")
         seen.add(TWCompilePass().uuid())
@@ -238,8 +241,32 @@ def test_uuid_changes_with_the_device_profile(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_uuid_covers_every_source_folder() -> None:
-    names = {path.name for folder in sources._SOURCES for path in folder.rglob("*.py")}
+    names = {path.name for folder in sources.SOURCES for path in folder.rglob("*.py")}
     assert {"find.py", "ops.py", "duplicate.py", "pipeline.py", "lowering.py"} <= names
+
+
+def test_uuid_changes_with_users_rules_and_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that was split by another rule must not come out of a cache."""
+    monkeypatch.setattr(registry, "rules", dict(registry.rules))
+    monkeypatch.setattr(registry, "attention_operators", set(registry.attention_operators))
+    seen = {TWCompilePass().uuid()}
+
+    def declare(version: int) -> None:
+        file = tmp_path / f"rules_{version}.py"
+        file.write_text(f"def rule(call):\n    return call.row_wise_over({version}, dim=0)\n")
+        spec = importlib.util.spec_from_file_location(f"rules_{version}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        split.token_rule("mylib::op")(module.rule)
+
+    for version in (1, 2):
+        declare(version)
+        seen.add(TWCompilePass().uuid())
+    assert TWCompilePass().uuid() in seen
+    split.declare_attention("mylib::op")
+    seen.add(TWCompilePass().uuid())
+    assert len(seen) == 4
 
 
 def test_uuid_changes_with_the_groups() -> None:

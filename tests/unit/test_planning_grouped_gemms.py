@@ -173,7 +173,7 @@ def test_tiles_are_those_of_binomial_rows(experts: int, per_token: int, tokens: 
         ways = math.lgamma(tokens + 1) - math.lgamma(rows + 1) - math.lgamma(tokens - rows + 1)
         chance = math.exp(ways + rows * math.log(share) + (tokens - rows) * math.log(1.0 - share))
         expected += experts * chance * -(-rows // height)
-    assert gemm_module._expected_down(experts, per_token, tokens, height) == pytest.approx(expected, rel=0.005)
+    assert gemm_module.expected_tiles(experts, per_token, tokens, height) == pytest.approx(expected, rel=0.005)
 
 
 def test_where_all_experts_compute_all_tokens_tiles_are_exact() -> None:
@@ -252,5 +252,5 @@ def test_no_more_tails_are_added_up_than_matter(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(math, "erfc", counted)
     for tokens in (1024, 8192, 10**6):
         calls = 0
-        gemm_module._expected_down.__wrapped__(8, 2, tokens, 256)
+        gemm_module.expected_tiles.__wrapped__(8, 2, tokens, 256)
         assert 0 < calls < 25

@@ -105,5 +105,5 @@ def test_waves_of_projections_of_their_own_are_added_up_by_half() -> None:
 
 
 def test_sequences_begin_half_2_only_where_ranks_can_share_half_1() -> None:
-    found = plan_module._candidates(COSTS, 4096, [1000, 1008, 2000], 16)
+    found = plan_module.candidate_sizes(COSTS, 4096, [1000, 1008, 2000], 16)
     assert 1008 in found and all(size % 16 == 0 for size in found)

@@ -21,7 +21,7 @@ from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import Unit
 from tw_compile.passes.split.schedule.dependences import find_calls, predecessors
-from tw_compile.passes.split.schedule.lock import _is_copied_by_readers, has_own_kernel, lock_order
+from tw_compile.passes.split.schedule.lock import has_own_kernel, is_copied_by_readers, lock_order
 from tw_compile.passes.split.schedule.windows import Exposure, Schedule, ScheduledWindow, computes, half_of, schedule
 from tw_compile.testing.capture import fake_process_group
 from tw_compile.testing.graphs import annotation, assert_order, find_ops
@@ -322,8 +322,8 @@ def test_operands_that_inductor_would_lay_out_otherwise_are_cloned(stretched: bo
     computed.meta["val"] = -values.meta["val"]
     turned.meta["val"] = computed.meta["val"].permute(0, 2, 1)
     assert turned.meta["val"].is_contiguous() == stretched
-    assert _is_copied_by_readers(turned) == _is_copied_by_readers(computed) == copied
-    assert not _is_copied_by_readers(values)
+    assert is_copied_by_readers(turned) == is_copied_by_readers(computed) == copied
+    assert not is_copied_by_readers(values)
 
 
 def test_lock_needs_a_module_and_pairs_of_calls(pairs: Pairs) -> None:

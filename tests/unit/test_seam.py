@@ -21,7 +21,7 @@ RESIDUAL = HIDDEN + 100
 def group() -> Iterator[None]:
     with fake_process_group(2):
         yield
-        seam._now = None
+        seam.left_now = None
 
 
 def test_what_is_left_whole_is_entered_as_it_is_without_a_copy() -> None:
@@ -41,7 +41,7 @@ def test_halves_enter_with_their_rows_of_what_is_whole(dtype: torch.dtype | None
         assert residual.dtype == expected.dtype and torch.equal(residual, expected)
         for one in (hidden, residual):  # aligned, as a compiler takes its inputs to be, and nobody else's
             assert one.is_contiguous() and one.untyped_storage().nbytes() == one.nbytes
-    assert seam._now is None  # all of it is taken
+    assert seam.left_now is None  # all of it is taken
 
 
 def test_what_is_left_is_entered_row_by_row_however_it_lay() -> None:
@@ -83,7 +83,7 @@ def test_a_step_that_was_given_up_leaves_nothing_behind() -> None:
     with pytest.raises(RuntimeError, match="left: expected what"):
         enter_layers(first, GROUP)
     assert torch.equal(enter_layers(second, GROUP)[0], HIDDEN + 1)
-    assert seam._now is None  # all of it is taken
+    assert seam.left_now is None  # all of it is taken
 
 
 def test_a_compiler_is_told_the_shapes() -> None:

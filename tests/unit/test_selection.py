@@ -96,12 +96,12 @@ def test_unmeasured_devices_take_the_two_shot_kernel() -> None:
 
 
 def test_shipped_tables_are_valid() -> None:
-    for device, steps in selection._shipped().items():
+    for device, steps in selection.shipped_tables().items():
         assert device and steps
 
 
 def test_a_table_serves_its_own_device_and_world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_shipped", lambda: {"GPU": STEPS})
+    monkeypatch.setattr(selection, "shipped_tables", lambda: {"GPU": STEPS})
     monkeypatch.setattr(Stream, "obstacle", lambda self, request, state: None)
     assert isinstance(Selector(steps_for("GPU", 4)).choose(message(5000), STATE), Stream)
     assert isinstance(Selector(steps_for("GPU", 2)).choose(message(5000), STATE), TwoShot)

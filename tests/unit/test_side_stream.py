@@ -16,10 +16,10 @@ import torch
 from tw_compile import compat
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.side_stream import _events, cluster_size, side_stream, start_beside
+from tw_compile.kernels.collective.side_stream import cluster_size, events_of, side_stream, start_beside
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import NormSpec, Request
-from tw_compile.kernels.collective.transport import Started, _instances
+from tw_compile.kernels.collective.transport import Started, instances
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
 from tw_compile.testing import fake_process_group
@@ -79,7 +79,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     made = Machine()
     made.current = FakeStream("main", made.log)
     side_stream.cache_clear()
-    _events.cache_clear()
+    events_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "Stream", made.make)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "stream", made.stream)
@@ -96,7 +96,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(Request, "allocate", noted)
     yield made
     side_stream.cache_clear()
-    _events.cache_clear()
+    events_of.cache_clear()
 
 
 def message(slot: int = 0, overlap_sms: int = 4) -> Request:
@@ -260,7 +260,7 @@ def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
         state.slots = {index: slot() for index in range(2)}
         monkeypatch.setattr(transport, "_state", lambda name, device: state)
         monkeypatch.setattr(slot_transport, "variant_of", lambda request: "variant")
-        monkeypatch.setitem(_instances, "p2p", transport)
+        monkeypatch.setitem(instances, "p2p", transport)
         mm = torch.mm
 
         def noted(*args: Any, **named: Any) -> torch.Tensor:
@@ -268,10 +268,10 @@ def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
             return mm(*args, **named)
 
         monkeypatch.setattr(torch, "mm", noted)
-        ops._in_flight.clear()
-        ops._completed_early.clear()
+        ops.in_flight.clear()
+        ops.completed_early.clear()
         yield algorithm
-        ops._in_flight.clear()
+        ops.in_flight.clear()
 
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -378,7 +378,7 @@ def test_a_copy_that_start_makes_of_an_input_lives_until_the_join(machine: Machi
 def test_empty_messages_and_those_without_room_are_not_beside_other_work(
     machine: Machine, algorithm: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transport = _instances["p2p"]
+    transport = instances["p2p"]
     asked = message()
     assert transport.start(replace(asked, x=torch.ones(0, H))).finish is None
     taken: list[Request] = []

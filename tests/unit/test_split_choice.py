@@ -88,20 +88,20 @@ def test_requests_stay_whole_unless_cutting_one_is_faster_than_can_be_told(
     faster: float, unit: str, planned: Planned
 ) -> None:
     planned(lambda tokens, first, cut: plan_of(2048 + 512 * cut, tokens, 100.0 * (1.0 - faster * cut)))
-    choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    choice = choose.choice_for([planner("request", 4), planner("token", 4)], TOKENS)
     assert isinstance(choice, SplitChoice) and choice.axis.unit == unit
     assert choice.first == {"request": 2, "token": 2560}[unit]
 
 
 def test_a_split_that_pays_is_taken_where_another_does_not(planned: Planned) -> None:
     planned(lambda tokens, first, cut: plan_of(2048, tokens, 100.0, None if cut else Off.NOT_FASTER))
-    choice = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    choice = choose.choice_for([planner("request", 4), planner("token", 4)], TOKENS)
     assert isinstance(choice, SplitChoice) and choice.axis.unit == "token"
 
 
 def test_of_splits_that_do_not_pay_the_faster_one_says_why(planned: Planned) -> None:
     planned(lambda tokens, first, cut: plan_of(2048, tokens, 90.0 if cut else 100.0, Off.NOT_FASTER))
-    refused = choose._planned([planner("request", 4), planner("token", 4)], TOKENS)
+    refused = choose.choice_for([planner("request", 4), planner("token", 4)], TOKENS)
     assert isinstance(refused, NotSplit) and (refused.reason, refused.detail) == (Off.NOT_FASTER, "90.0 us")
 
 
@@ -125,7 +125,7 @@ def test_attention_of_settled_halves_is_cut_where_splitting_does_not_pay(
 
 def test_a_range_that_pays_nowhere_says_why_where_it_comes_closest(planned: Planned) -> None:
     planned(lambda tokens, first, cut: plan_of(2048, tokens, 990.0 + abs(tokens - 2048), Off.NOT_FASTER))
-    refused = choose._planned_range(planner(), 512, 4096)
+    refused = choose.choice_for_range(planner(), 512, 4096)
     assert isinstance(refused, NotSplit) and (refused.reason, refused.detail) == (Off.NOT_FASTER, "990.0 us")
 
 
@@ -136,7 +136,7 @@ def from_1024(tokens: int, first: int | None, cut: bool) -> Plan:
 
 def test_a_range_that_loses_at_some_counts_names_a_range_that_pays(planned: Planned) -> None:
     planned(from_1024)
-    refused = choose._planned_range(planner(), 2, 8192)
+    refused = choose.choice_for_range(planner(), 2, 8192)
     assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
     assert refused.plan is not None and refused.plan.off == Off.NOT_FASTER
     assert refused.detail.startswith(
@@ -145,26 +145,26 @@ def test_a_range_that_loses_at_some_counts_names_a_range_that_pays(planned: Plan
     assert refused.detail.endswith(
         "; 1024 to 8192 would be split: bound it, as by torch._dynamo.mark_dynamic(min=1024, max=8192)"
     )
-    assert isinstance(choose._planned_range(planner(), 1024, 8192), SplitChoice)
-    of_host = choose._planned_range(replace(planner(), host=choose.HostGraph((2, 8192))), 2, 8192)
+    assert isinstance(choose.choice_for_range(planner(), 1024, 8192), SplitChoice)
+    of_host = choose.choice_for_range(replace(planner(), host=choose.HostGraph((2, 8192))), 2, 8192)
     assert isinstance(of_host, NotSplit) and of_host.detail.endswith("; 1024 to 8192 would be split")
 
 
 def test_an_unbounded_range_names_bounds_that_pay_if_there_are_some(planned: Planned) -> None:
     planned(from_1024)
-    refused = choose._planned_range(planner(), 2, None)
+    refused = choose.choice_for_range(planner(), 2, None)
     assert isinstance(refused, NotSplit) and refused.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
     assert refused.detail.endswith(
         "of up to 16384, 1024 to 16384 would be split: bound it, as by torch._dynamo.mark_dynamic(min=1024, max=16384)"
     )
     planned(lambda tokens, first, cut: plan_of(tokens // 2, tokens, 1000.0, Off.NOT_FASTER))
-    refused = choose._planned_range(planner(), 2, None)
+    refused = choose.choice_for_range(planner(), 2, None)
     assert isinstance(refused, NotSplit) and refused.detail.endswith("of up to 16384 none pays")
 
 
 def test_bounds_of_several_requests_are_those_of_one(planned: Planned) -> None:
     planned(from_1024)
-    refused = choose._planned_range(planner("request", 4), 64, 8192)
+    refused = choose.choice_for_range(planner("request", 4), 64, 8192)
     assert isinstance(refused, NotSplit)
     assert refused.detail.endswith(
         "1024 to 8192 would be split, 4 requests: bound it, as by torch._dynamo.mark_dynamic(min=256, max=2048) a request"
@@ -179,7 +179,7 @@ def test_a_graph_that_its_host_launches_more_slowly_than_it_runs_stays_whole(cap
         host = choose.HostGraph((TOKENS, TOKENS), HostAttention.HALVES, slower, captured)
         assert replace(planner(), host=host).plan(TOKENS).off == expected
         assert replace(planner(), host=host).plan_anyway(TOKENS, 2048).off is None  # an option asks for it
-        chosen = choose._planned([replace(planner(), host=host)], TOKENS)
+        chosen = choose.choice_for([replace(planner(), host=host)], TOKENS)
         assert chosen.reason == expected if isinstance(chosen, NotSplit) else expected is None
 
 
@@ -198,7 +198,7 @@ def test_a_range_must_be_bounded_and_of_one_request_where_that_is_cut(
     unit: Unit, batch: int, high: int | None, splits: bool, planned: Planned
 ) -> None:
     planned(lambda tokens, first, cut: plan_of(first or tokens // 2, tokens, 100.0))
-    result = choose._planned_range(planner(unit, batch), 4000 if high == 4096 else MOST_TOKENS - 8, high)
+    result = choose.choice_for_range(planner(unit, batch), 4000 if high == 4096 else MOST_TOKENS - 8, high)
     assert isinstance(result, SplitChoice) is splits
     assert isinstance(result, SplitChoice) or result.reason == SplitRefusal.TOKEN_COUNT_UNKNOWN
 
@@ -218,7 +218,7 @@ def shared(planned: Planned) -> Shared:
             return plan_of(first, tokens, time, None if time < 950.0 else Off.NOT_FASTER)
 
         planned(plan)
-        return choose._planned_range(planner(), 2048, 8192)
+        return choose.choice_for_range(planner(), 2048, 8192)
 
     return choice
 

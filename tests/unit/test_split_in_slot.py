@@ -86,7 +86,7 @@ def test_overwriting_results_that_are_read_later_is_seen(monkeypatch: pytest.Mon
     graph = halves()
     values = random_values(graph)
     _read_beside_the_next_call(graph, *hidden_and_reader(graph, 3))
-    monkeypatch.setattr(in_slot, "_is_read_before", lambda *given: True)
+    monkeypatch.setattr(in_slot, "is_read_before", lambda *given: True)
     leave_results_in_slots(graph)
     assert any(one.isnan().any() for one in run_alone(graph, values))
 
@@ -100,7 +100,7 @@ def test_what_experts_gather_is_copied_out_of_the_slot() -> None:
     for node in find_ops(graph, "all_reduce_rms_norm_start"):
         if argument(node, "results_in_slot"):
             hidden = next(user for user in node.users if user.args[1] == 0)
-            readers = in_slot._readers(hidden)
+            readers = in_slot.readers_of(hidden)
             assert readers and {reader.target for reader in readers} == {aten.mm.default, ops.hold_}
     for got, exact in zip(run_alone(graph, values), want, strict=True):
         assert torch.equal(got, exact)
@@ -163,7 +163,7 @@ def test_the_report_counts_them() -> None:
 def test_memory_of_what_stays_in_a_slot_is_given_to_nothing_else(monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
     """Code for an H100. Without the operator that holds them Inductor does give it away: so this can fail."""
     if not held:
-        monkeypatch.setattr(in_slot, "_hold", lambda graph, results: None)
+        monkeypatch.setattr(in_slot, "hold_results", lambda graph, results: None)
     fuse = TWCompilePass(Config(strict=True))
 
     def passes(graph: fx.Graph) -> None:

@@ -257,7 +257,7 @@ def test_results_stay_in_the_slots_that_joint_gemms_read() -> None:
 
 def test_a_wait_behind_a_joint_gemm_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where attention runs once, queries, keys and values of half 1 are computed before half 2's sum is waited for."""
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    monkeypatch.setattr(rules_attention, "suffix_of", lambda call: None)
     graph, budgets = split_and_planned("llama", 32, H200, **FAMILY)
     budgets = all_joint(budgets)
     reserve_sms(graph, woven(graph, budgets), budgets)
@@ -281,9 +281,9 @@ def test_it_is_measured_with_all_of_its_matrices(monkeypatch: pytest.MonkeyPatch
     gated = graph.call_function(gated_mm_leaving_sms, (a, *matrices[:2], 0))
     rows = Operand((32, 64), (64, 1), BF16)
     each = [Operand((64, columns), (1, 64), BF16) for columns in (64, 128, 8)]
-    budgets_module._measure(joint, 8, 50.0, 32)
-    budgets_module._measure(biased, 8, 50.0, 32)
-    budgets_module._measure(gated, 8, 50.0, 32)
+    budgets_module.measure_reserve(joint, 8, 50.0, 32)
+    budgets_module.measure_reserve(biased, 8, 50.0, 32)
+    budgets_module.measure_reserve(gated, 8, 50.0, 32)
     assert seen == [
         (joint_mm_of, (rows, *each), CPU, 8, 50.0),
         (joint_mm_of, (rows, each[0], Operand((64,), (1,), BF16)), CPU, 8, 50.0),

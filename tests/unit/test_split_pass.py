@@ -21,7 +21,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import Scheduler
 from torch._inductor.virtualized import V
 
-from tw_compile import Config, TWCompilePass, collect_reports, compat, current
+from tw_compile import Config, TWCompilePass, agree, collect_reports, compat, current
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.collective import ops
 from tw_compile.models import build_decoder, load_config
@@ -31,7 +31,7 @@ from tw_compile.passes.split import HostGraph, layer_of_graph
 from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.analysis.layer import GraphLayer
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
-from tw_compile.passes.split.rewrite.duplicate import _Duplicator
+from tw_compile.passes.split.rewrite.duplicate import Duplicator
 from tw_compile.passes.split.rules import attention as rules_attention
 from tw_compile.planning import layer_shape, load_profile, plan
 from tw_compile.report import GraphReport, Split
@@ -134,7 +134,7 @@ def test_attention_joins_where_the_plan_says_that_it_is_faster(monkeypatch: pyte
 
 
 def test_attention_that_cannot_be_cut_is_planned_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    monkeypatch.setattr(rules_attention, "suffix_of", lambda call: None)
     split, _ = inspected("llama-3.3-70b", seq=8192)
     assert split.plan is not None and split.mode == split.plan.mode == "join"
     assert split.joins == {"attention_kernel": 1}
@@ -308,20 +308,20 @@ def compiled_passes(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Gr
     return reports[0], snapshot(fused), snapshot(graph)
 
 
-def failing(self: _Duplicator, node: fx.Node, verdict: object) -> None:
+def failing(self: Duplicator, node: fx.Node, verdict: object) -> None:
     if self.report.duplicated == 5:
         raise RuntimeError("no more")
     _duplicate(self, node, verdict)  # type: ignore[arg-type]
 
 
-_duplicate = _Duplicator._duplicate
+_duplicate = Duplicator.duplicate
 
 
 @pytest.mark.full
 def test_exception_leaves_the_fused_graph_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_Duplicator, "_duplicate", failing)
+    monkeypatch.setattr(Duplicator, "duplicate", failing)
     report, before, after = compiled_passes(Config(split="20", strict=False), monkeypatch)
     assert before == after
     assert report.split is not None and (report.split.mode, report.split.reason) == ("off", "split_failed")
@@ -331,7 +331,7 @@ def test_exception_leaves_the_fused_graph_with_one_warning(
 
 
 def test_exception_raises_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Duplicator, "_duplicate", failing)
+    monkeypatch.setattr(Duplicator, "duplicate", failing)
     with pytest.raises(RuntimeError, match="no more"):
         compiled_passes(Config(split="20", strict=True), monkeypatch)
 
@@ -395,8 +395,8 @@ def test_ranks_plan_for_the_profile_of_the_first(
     monkeypatch.setattr("tw_compile.agree.compat.default_store", lambda: store)
     found = []
     for name in ("H200", "H100"):
-        monkeypatch.setattr("tw_compile.agree._values", {})
-        monkeypatch.setattr(current, "_own_profile", lambda config, name=name: load_profile(name))
+        agree.forget()
+        monkeypatch.setattr(current, "own_profile", lambda config, name=name: load_profile(name))
         found.append(current.current_profile(config))
     assert [one.name for one in found if one] == ["H200", "H200"]
     assert "device profiles differ between ranks" in tw_log.text

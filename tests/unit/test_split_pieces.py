@@ -151,7 +151,7 @@ def _seen(module: Any, args: Any, config: Config, tokens: tuple[int, int | None]
         context = Context(config, current_gate(config), current_profile(config), HostGraph(tokens))
         context.keep(FusionDecisions(tuple(reports[0].sites)))
         run = manager.run(graph, context, SPLIT)
-        found.split, found.warning = pipeline._split(graph, context, run), run.warning
+        found.split, found.warning = pipeline.split_report(graph, context, run), run.warning
         found.guards = guards[before:]
         found.graph = copy_of(graph)
 

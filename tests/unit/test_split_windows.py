@@ -64,7 +64,7 @@ def test_windows_between_requests_and_within_one_are_those_of_the_plan(tokens: i
 
 
 def test_windows_of_joined_attention_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules_attention, "_suffix_of", lambda call: None)
+    monkeypatch.setattr(rules_attention, "suffix_of", lambda call: None)
     graph, budgets = planned(tokens=32)
     result = woven(graph, budgets)
     kinds = [(window.kind, window.computes) for window in result.windows]
@@ -197,12 +197,12 @@ def test_sizes_that_are_not_known_are_measured_for_the_tokens_of_the_plan(monkey
         left.meta["val"] = torch.empty(environment.create_unbacked_symint(), 32)
         right.meta["val"] = torch.empty(32, 48)
     product = graph.call_function(torch.ops.aten.mm.default, (left, right))
-    assert budgets_module._measure(product, 8, 50.0, 1024) is None
+    assert budgets_module.measure_reserve(product, 8, 50.0, 1024) is None
     operands = Operand((1024, 32), (32, 1), FP32), Operand((32, 48), (48, 1), FP32)
     assert seen == [(mm_leaving_sms, operands, CPU, 8, 50.0)]
-    assert budgets_module._measure(product, 8, 50.0, 0) is None and len(seen) == 1
+    assert budgets_module.measure_reserve(product, 8, 50.0, 0) is None and len(seen) == 1
     right.meta["val"] = None
-    assert budgets_module._measure(product, 8, 50.0, 1024) is None and len(seen) == 1
+    assert budgets_module.measure_reserve(product, 8, 50.0, 1024) is None and len(seen) == 1
 
 
 def test_entries_for_experts_are_measured_for_those_of_the_plans_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_entries_for_experts_are_measured_for_those_of_the_plans_tokens(monkeypa
             made = torch.empty(2 * tokens, 32), torch.empty(8, 32, 48), torch.empty(8, dtype=torch.int32)
         for node, one in zip(nodes, made, strict=True):
             node.meta["val"] = one
-        budgets_module._measure(graph.call_function(grouped_mm_leaving_sms, (*nodes, 0)), 8, 50.0, 1024)
+        budgets_module.measure_reserve(graph.call_function(grouped_mm_leaving_sms, (*nodes, 0)), 8, 50.0, 1024)
     operands = Operand((2048, 32), (32, 1), FP32), Operand((8, 32, 48), (1536, 48, 1), FP32)
     assert seen == [(grouped_mm_leaving_sms, (*operands, Operand((8,), (1,), torch.int32)), CPU, 8, 50.0)] * 2
 

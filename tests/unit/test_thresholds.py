@@ -80,7 +80,7 @@ def test_lookup_is_total_and_monotone(table: Table, world_size: int, backend: st
     begins = []
     for nbytes in sorted(sizes):
         verdict = one.decide(nbytes, world_size=world_size, dtype="bfloat16")
-        found, ranges = one._ranges(world_size, backend)
+        found, ranges = one.ranges_for(world_size, backend)
         (entry,) = (e for e in ranges if f"{found.file}: {e}" == verdict.entry)
         assert entry.from_bytes <= nbytes and (entry.to_bytes is None or nbytes < entry.to_bytes)
         assert verdict.fused == (entry.decision == "fused") and verdict.transport == entry.transport
@@ -183,8 +183,8 @@ source = "here"
         ("from_bytes = 100\n", "from_bytes = 100\nto_bytes = 200\n", "entries[1].to_bytes: expected none in the last"),
         ('decision = "left"', 'decision = "maybe"', "entries[1].decision: expected one of fused, left, got 'maybe'"),
         ('decision = "left"', 'decision = "left"\ntransport = "p2p"', "entries[1].transport: expected none where"),
-        ('transport = "p2p"\n', "", "entries[0].transport: expected one of auto, multimem, nccl, p2p, got None"),
-        ('transport = "p2p"', 'transport = "ucx"', "entries[0].transport: expected one of auto, multimem, "),
+        ('transport = "p2p"\n', "", "entries[0].transport: expected one of auto, host, multimem, nccl, p2p, got None"),
+        ('transport = "p2p"', 'transport = "ucx"', "entries[0].transport: expected one of auto, host, multimem, "),
         ("[sources.here]", "sources = 3\n[other]", "t: expected the keys "),
     ],
 )  # fmt: skip

@@ -390,11 +390,11 @@ def test_bad_input_is_one_line_that_names_the_option(args: list[str], named: str
 def test_without_gpus_a_tuning_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "gpus", lambda: 0)
     with pytest.raises(UsageError, match="--device: expected cpu"):
-        command._world_sizes(None, "cuda", dry_run=False)
+        command.world_sizes_of(None, "cuda", dry_run=False)
     monkeypatch.setattr(common, "gpus", lambda: 2)
-    assert command._world_sizes(None, "cuda", dry_run=False) == (2,)
+    assert command.world_sizes_of(None, "cuda", dry_run=False) == (2,)
     with pytest.raises(UsageError, match="--tp: expected at most 2"):
-        command._world_sizes((2, 4), "cuda", dry_run=False)
+        command.world_sizes_of((2, 4), "cuda", dry_run=False)
 
 
 @pytest.mark.parametrize("ours", [None, 30.0])

@@ -150,7 +150,7 @@ def test_nccl_is_not_timed_where_it_uses_peer_access(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--transport", "p2p"], "--transport: expected one of nccl"),
+        (["--transport", "p2p"], "--transport: expected one of host, nccl"),
         (["--transport", "nccl", "--device", "cpu"], "--transport: expected --device cuda with it"),
     ],
 )

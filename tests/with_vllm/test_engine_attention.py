@@ -58,7 +58,7 @@ def half_on_cpu(groups: Any) -> Iterator[None]:
     from tw_compile.hosts.vllm import attention
 
     library = torch.library.Library("tw_compile", "FRAGMENT")
-    library.impl("vllm_attention_half", attention._attend_half, "CPU")
+    library.impl("vllm_attention_half", attention.attend_half, "CPU")
     yield
     library._destroy()
 

@@ -25,7 +25,7 @@ from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis
 from tw_compile.passes.split.analysis import choose
 from tw_compile.passes.split.rules import registry
-from tw_compile.passes.split.schedule.budgets import _Beside
+from tw_compile.passes.split.schedule.budgets import Beside
 from tw_compile.planning import layer_shape
 from tw_compile.report import GraphReport
 
@@ -73,7 +73,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
 @pytest.fixture(scope="module")
 def unsplit(folder: Path, groups: Any) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(transport._instances, "gloo", OneRank())
+        patch.setitem(transport.instances, "gloo", OneRank())
         return run(engine(folder), TOKENS)[0]
 
 
@@ -145,7 +145,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
     longer = {"max_num_batched_tokens": 8192, "max_model_len": 8192, "hf_overrides": {"max_position_embeddings": 8192}}
     pieces = {"strict": True, "vllm_layer_groups": 0}
     options = {**pieces, "split": "auto", "device_profile": "H200"}
-    monkeypatch.setattr(_Beside, "_joins", lambda *given: joins)
+    monkeypatch.setattr(Beside, "joins", lambda *given: joins)
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         compilation = {"pass_config": {"fuse_allreduce_rms": False}}
         planned = engine_config(folder, compilation=compilation, additional_config={"tw_compile": options}, **longer)
@@ -170,7 +170,7 @@ def test_a_range_gets_the_expression_that_is_planned_for_it(
 def test_pieces_with_an_operator_without_rule_stay_fused(
     folder: Path, unsplit: list[torch.Tensor], seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(registry._rules, torch.ops.aten.split_with_sizes.default)
+    monkeypatch.delitem(registry.rules, torch.ops.aten.split_with_sizes.default)
     outputs, reports = run(engine(folder, split="16"))
     refused = "operator_without_rule"
     assert decided(reports) == {(1, 23): [refused, refused, "too_few_tokens"], (24, 128): [refused, refused, "split"]}

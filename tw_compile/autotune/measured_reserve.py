@@ -96,11 +96,11 @@ def measured_reserve(
     if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
         return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
-    return _measured(matmul, operands, device, ctas, busy)
+    return measured_once(matmul, operands, device, ctas, busy)
 
 
 @cache
-def _measured(
+def measured_once(
     matmul: Matmul, operands: tuple[Operand, ...], device: torch.device, ctas: int, busy_us: int
 ) -> Reserve | None:
     with compat.real_tensors(), torch.cuda.device(device), torch.no_grad():
@@ -109,13 +109,13 @@ def _measured(
             numbers = (0, *(ctas + more for more in _MORE))
             for sms in numbers:
                 matmul(*tensors, sms)  # chooses and loads its kernel
-            nothing = shortest((0,), lambda sms: _time_beside(lambda: None, device, ctas, 0.0))
+            nothing = shortest((0,), lambda sms: time_beside(lambda: None, device, ctas, 0.0))
             if nothing is None:
                 return None
 
             def trial(sms: int, us: float) -> float:
                 busy = us + nothing[0] if us else 0.0  # the call begins so much before the matmul
-                return _time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
+                return time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
 
             return choose(numbers, trial, busy_us)
         except torch.cuda.OutOfMemoryError:
@@ -161,7 +161,7 @@ def as_good_as_the_best(times: Mapping[int, float]) -> list[int]:
     return sorted(sms for sms, us in times.items() if us <= limit)
 
 
-def _time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
+def time_beside(matmul: Callable[[], object], device: torch.device, ctas: int, busy_us: float) -> float:
     """Microseconds from the fork of the two streams to the end of the matmul, which begins ``_SETTLE_US`` after the fork.
 
     With ``busy_us`` 0 nothing runs beside the matmul.

@@ -40,38 +40,38 @@ class Gated(Contender):
 
     def __init__(self) -> None:
         self._chosen: dict[str, Contender] = {}
-        self._now: Contender | None = None
+        self.current: Contender | None = None
         self._why = ""
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        self._now = None
+        self.current = None
         cuda = torch.cuda.is_initialized()
         verdict = current_gate(Config()).decide(size.nbytes, world_size=world_size, dtype=size.dtype)
         way = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
         if isinstance(way, str):
             return way
         # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
-        self._now = self._chosen.setdefault(way.label, way)
-        self.residual_sharded, self.residual_narrow = self._now.residual_sharded, self._now.residual_narrow
+        self.current = self._chosen.setdefault(way.label, way)
+        self.residual_sharded, self.residual_narrow = self.current.residual_sharded, self.current.residual_narrow
         self._why = verdict.entry
-        return self._now.obstacle(size, world_size)
+        return self.current.obstacle(size, world_size)
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
-        return None if self._now is None else self._now.num_sms(size, world_size)
+        return None if self.current is None else self.current.num_sms(size, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
-        assert self._now is not None, "obstacle chooses"
-        return self._now.prepare(ranks, problem)
+        assert self.current is not None, "obstacle chooses"
+        return self.current.prepare(ranks, problem)
 
     def deviation(self, ranks: Ranks) -> str | None:
-        assert self._now is not None, "obstacle chooses"
-        return self._now.deviation(ranks)
+        assert self.current is not None, "obstacle chooses"
+        return self.current.deviation(ranks)
 
     def choice(self) -> str | None:
-        if self._now is None:
+        if self.current is None:
             return None
-        kernel = self._now.kernel_name() if isinstance(self._now, Operator) else None
-        return f"{self._now.label}{'' if kernel is None else f' ({kernel})'} by {self._why}"
+        kernel = self.current.kernel_name() if isinstance(self.current, Operator) else None
+        return f"{self.current.label}{'' if kernel is None else f' ({kernel})'} by {self._why}"
 
 
 def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:

@@ -70,7 +70,7 @@ class Operator(Contender):
         self._overlap_sms = 0
 
     @functools.cached_property
-    def _transport(self) -> Transport:
+    def transport(self) -> Transport:
         return self._variant.transport(self._sms)
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
@@ -90,7 +90,7 @@ class Operator(Contender):
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         request = replace(request, overlap_sms=self._overlap_sms)
         meanwhile = self.meanwhile(problem)
-        transport = self._transport
+        transport = self.transport
         if self._variant.in_slot:
             request = self._in_slot(transport, request)
         self._request = request
@@ -121,7 +121,7 @@ class Operator(Contender):
     def deviation(self, ranks: Ranks) -> str | None:
         from tw_compile.kernels.transports.slot_transport import SlotTransport
 
-        transport = self._transport
+        transport = self.transport
         if not isinstance(transport, SlotTransport):
             return None
         obstacle = fallback(ranks, transport)

@@ -123,19 +123,19 @@ def _make_folder(logs: str) -> None:
 
 def _table(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        table = json.loads(text)
     except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
+        table = None
+    if not isinstance(table, dict):
         raise UsageError(f"--engine: expected a JSON object, got {text!r}")
     from tw_compile.config import Config
     from tw_compile.hosts.vllm.options import asked_options
 
     try:  # the engines would start all the same, without the passes
-        Config.from_mapping(asked_options(found.get("additional_config"), {}) or {})
+        Config.from_mapping(asked_options(table.get("additional_config"), {}) or {})
     except (TypeError, ValueError) as error:
         raise UsageError(f"--engine: {error}") from None
-    return found
+    return table
 
 
 def _check(spec: VllmSpec, tp: int | None) -> None:
@@ -188,10 +188,10 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
     console.print(f"{len(plan)} starts of vLLM with {spec.world_size} ranks, {how}; {1 + spec.repeats} rounds each")
     console.print(_estimate(spec, len(plan)), markup=False)
     shared = {
-        name: value for name, value in plan[0]["arguments"].items() if all(_has(one, name, value) for one in plan)
+        name: value for name, value in plan[0]["arguments"].items() if all(_has(engine, name, value) for engine in plan)
     }
     console.print(f"all: vllm.LLM({_arguments(shared)})", markup=False, soft_wrap=True)
-    for variant, same in itertools.groupby(plan, key=lambda one: one["variant"]):
+    for variant, same in itertools.groupby(plan, key=lambda engine: engine["variant"]):
         first = next(same)
         own = {
             name: value for name, value in first["arguments"].items() if name not in shared and name not in _OF_CHUNK
@@ -199,11 +199,11 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
         environment = " ".join(f"{name}={value}" for name, value in first["environment"].items())
         console.print(f"{variant}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
     for chunk in spec.chunks:
-        found: dict[str, str] = {}
-        for one in plan:
-            if one["chunk"] == chunk:
-                found |= {trace["trace"]: _trace(trace, ACCURACY) for trace in one["traces"]}
-        console.print(f"{chunk} tokens a step: {'; '.join(found.values())}", markup=False, soft_wrap=True)
+        traces: dict[str, str] = {}
+        for engine in plan:
+            if engine["chunk"] == chunk:
+                traces |= {trace["trace"]: _trace(trace, ACCURACY) for trace in engine["traces"]}
+        console.print(f"{chunk} tokens a step: {'; '.join(traces.values())}", markup=False, soft_wrap=True)
     common.write_json({"schema_version": 1, "command": "bench vllm --dry-run", "engines": plan}, json_file)
 
 

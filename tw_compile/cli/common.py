@@ -133,10 +133,10 @@ def _check_variables() -> None:
 def numbers(option: str, text: str) -> tuple[int, ...]:
     """``"64,63"`` -> ``(64, 63)``; positive, distinct."""
     values = [whole_number(part.strip()) for part in text.split(",")]
-    found = tuple(value for value in values if value)
-    if len(set(found)) != len(values):
+    positive = tuple(value for value in values if value)
+    if len(set(positive)) != len(values):
         raise UsageError(f"{option}: expected different positive numbers, separated by commas, got {text!r}")
-    return found
+    return positive
 
 
 def positive(option: str, value: int | None) -> None:
@@ -198,7 +198,7 @@ def folder(option: str, text: str) -> Path:
     """A folder that is there or can be made; nothing is made."""
     try:
         path = Path(text).expanduser()
-        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        there = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
         if there.is_dir():
             return path
         reason = f"{there} is a file"

@@ -228,8 +228,8 @@ def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
         cells = [str(message["tokens"]), size(message["bytes"]), _decided(message), message["backend"]]
         if with_splits:
             told += [_split_reason(message["split"])] if _split_reason(message["split"]) else []
-        reasons += [one for one in told if one not in reasons]
-        cells.append(",".join(str(reasons.index(one) + 1) for one in told))
+        reasons += [reason for reason in told if reason not in reasons]
+        cells.append(",".join(str(reasons.index(reason) + 1) for reason in told))
         table.add_row(*map(escape, cells + ([_split_words(message["split"])] if with_splits else [])))
     console.print(table)
     console.print()

@@ -125,7 +125,9 @@ def plan(
             "worst_error": known.worst,
             "text": str(known),
         },
-        "plans": [dataclasses.asdict(one) | {"us": one.us, "gain": one.gain} for one in plans],
+        "plans": [
+            dataclasses.asdict(layer_plan) | {"us": layer_plan.us, "gain": layer_plan.gain} for layer_plan in plans
+        ],
     }
     _print(console, report, plans)
     common.write_json(report, json_file)
@@ -205,34 +207,36 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
     console.print(str(report["evidence"]["text"]), style="dim", markup=False)
     _print_summary(console, plans)
-    split = [one for one in plans if one.mode is not Mode.OFF]
-    if any(one.cuts_sequence for one in split):
+    split = [plan for plan in plans if plan.mode is not Mode.OFF]
+    if any(plan.cuts_sequence for plan in split):
         console.print("*: half 2 begins within a sequence", style="dim", markup=False)
-    if any(one.us < one.predicted.no_communication_us for one in split):
+    if any(plan.us < plan.predicted.no_communication_us for plan in split):
         console.print(FASTER_THAN_SILENT, style="dim", markup=False)
     if split:
         console.print()
         _print_windows(console, split)
-    for one in plans:
-        if one.off is not None:
-            console.print(f"{one.tokens} tokens: off, {one.off}: {one.reason}", style="yellow", markup=False)
+    for plan in plans:
+        if plan.off is not None:
+            console.print(f"{plan.tokens} tokens: off, {plan.off}: {plan.reason}", style="yellow", markup=False)
 
 
 def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
     wide = console.width >= _WIDE
     columns = ("tokens", "mode", "halves", "waves", "unfused", "no comm.", "fused", "split", "gain")
     table = plain_table([name for name in columns if wide or name != "waves"], ("mode",), no_wrap=True)
-    for one in plans:
-        predicted = one.predicted
-        whole, first, second = (sum(getattr(gemm, name) for gemm in one.waves) for name in ("whole", "first", "second"))
+    for plan in plans:
+        predicted = plan.predicted
+        whole, first, second = (
+            sum(getattr(gemm, name) for gemm in plan.waves) for name in ("whole", "first", "second")
+        )
         table.add_row(
-            str(one.tokens),
-            one.mode.value + ("*" if one.cuts_sequence else ""),
-            " + ".join(map(str, one.sizes)) if one.mode is not Mode.OFF else "-",
-            *([f"{whole} -> {first} + {second}" if one.waves else "-"] if wide else []),
+            str(plan.tokens),
+            plan.mode.value + ("*" if plan.cuts_sequence else ""),
+            " + ".join(map(str, plan.sizes)) if plan.mode is not Mode.OFF else "-",
+            *([f"{whole} -> {first} + {second}" if plan.waves else "-"] if wide else []),
             *(f"{us:.0f}" for us in (predicted.unfused_us, predicted.no_communication_us, predicted.fused_us)),
             "-" if predicted.split_us is None else f"{predicted.split_us:.0f}",
-            f"{one.gain:.2f}x",
+            f"{plan.gain:.2f}x",
         )
     console.print(table)
 
@@ -252,10 +256,10 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
         table = plain_table(columns, ("window", "GEMMs: waves on SMs", "travels"), no_wrap=True)
         if gemms in part:
             table.columns[1 + list(part).index(gemms)].no_wrap = False
-        for one in plans:
-            for index, window in enumerate(one.windows):
+        for plan in plans:
+            for index, window in enumerate(plan.windows):
                 cells = _window_cells(window)
-                table.add_row("" if index else str(one.tokens), *(escape(cells[column]) for column in part))
+                table.add_row("" if index else str(plan.tokens), *(escape(cells[column]) for column in part))
         if number:
             console.print()
         console.print(table)

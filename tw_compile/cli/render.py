@@ -143,6 +143,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
             line = Text(f"site {site['index']}, {where}: ")
             line.append(f"{site['decision']}, {site['reason']}", style=STYLES[site["decision"]])
             console.print(line.append(f": {site['detail']}"), soft_wrap=True)
+    if report.get("from_cache"):
+        console.print(f"from cache: {report['from_cache']} of {report['graphs']} graphs, with the reports kept of them")
     console.print(
         f"{counts['all_reduce']} all_reduces: {counts['fused']} fused ({absorbed(report['sites'])} with their GEMM), "
         f"{counts['refused']} refused, {counts['gated']} gated"
@@ -185,14 +187,14 @@ def _print_numerics(console: Console, numerics: dict[str, Any]) -> None:
     differ = Text("DIFFER", style="bold red") if numerics["bitwise_equal_promised"] else Text("differ", style="yellow")
     for row in numerics["by_tokens"]:
         for output in ("hidden", "residual"):
-            one = row[output]
+            errors = row[output]
             same = row["bitwise_equal_across_ranks"]
             table.add_row(
                 str(row["tokens"]),
                 output,
-                *(_error(one[key]) for key in ("error", "budget", "unfused_error")),
-                "-" if one["inductor_error"] is None else _error(one["inductor_error"]),
-                Text("yes", style="green") if one["passed"] else Text("NO", style="bold red"),
+                *(_error(errors[key]) for key in ("error", "budget", "unfused_error")),
+                "-" if errors["inductor_error"] is None else _error(errors["inductor_error"]),
+                Text("yes", style="green") if errors["passed"] else Text("NO", style="bold red"),
                 Text("identical", style="green") if same else differ,
             )
     console.print()

@@ -71,7 +71,7 @@ def tune(
             f"--out: expected a folder with {PEER_ACCESS}=0, as its tables are not for this machine's daily use, got none"
         )
     asked = common.numbers("--tp", tp) if tp is not None else None
-    world_sizes = _world_sizes(asked, device, dry_run)
+    world_sizes = world_sizes_of(asked, device, dry_run)
     labels = () if transport is None else _link_labels(transport, device, plot_file, dry_run)
     from tw_compile.tuning.show import print_grid
     from tw_compile.tuning.spec import TuneSpec
@@ -114,8 +114,9 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
     """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
     from tw_compile.benchmark.results import rows_of
+    from tw_compile.files import write_whole
     from tw_compile.harness.rows import failures
-    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.show import plot, print_report
     from tw_compile.tuning.tables import command_of, write
 
@@ -213,7 +214,7 @@ def _folder(out: str | None) -> Path:
     return folder
 
 
-def _world_sizes(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
+def world_sizes_of(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
     """Those of ``--tp``, or what fits."""
     bench_common.refuse_launcher("tune")
     for ranks in asked or ():

@@ -24,6 +24,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
+from tw_compile.compat.graph_cache import compile_settings as compile_settings
+from tw_compile.compat.graph_cache import graph_cache_folder as graph_cache_folder
 from tw_compile.compat.lowering import lower_as_calls as lower_as_calls
 from tw_compile.compat.new_sizes import example_of as example_of
 from tw_compile.compat.new_sizes import new_size as new_size
@@ -89,13 +91,13 @@ def compile_with_inductor(gm: fx.GraphModule, inputs: list[Any], options: dict[s
     return compile_fx(gm, inputs, config_patches=options)  # type: ignore[return-value]
 
 
-_group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
+group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
 
 
 def add_group_resolver(resolver: Callable[[str], dist.ProcessGroup | None]) -> None:
     """Let a host's own names of groups be understood; ``resolver`` answers None for names that are not the host's."""
-    if resolver not in _group_resolvers:
-        _group_resolvers.append(resolver)
+    if resolver not in group_resolvers:
+        group_resolvers.append(resolver)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
@@ -105,7 +107,7 @@ def resolve_process_group(name: str) -> dist.ProcessGroup:
 
 
 def _hosts_group(name: str) -> dist.ProcessGroup | None:
-    for resolver in _group_resolvers:
+    for resolver in group_resolvers:
         group = resolver(name)
         if group is not None:
             return group

@@ -71,7 +71,7 @@ class Gate:
         active = active_backend(
             self.node, self.settings, world_size=world_size, dtype=dtype, nbytes=nbytes, hosts=hosts
         )
-        table, ranges = self._ranges(world_size, active.backend)
+        table, ranges = self.ranges_for(world_size, active.backend)
         entry = ranges[bisect_right([entry.from_bytes for entry in ranges], nbytes) - 1]
         return Verdict(
             nbytes,
@@ -115,7 +115,7 @@ class Gate:
 
     def entries(self, world_size: int, backend: str) -> tuple[Entry, ...]:
         """The ranges that count for a world size and backend; they go up in bytes and cover all sizes."""
-        return self._ranges(world_size, backend)[1]
+        return self.ranges_for(world_size, backend)[1]
 
     def _counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
         """Token counts of the range around every size at which a decision may change."""
@@ -127,7 +127,7 @@ class Gate:
         inside = {count for count in around if low <= count and (high is None or count <= high)}
         return sorted(inside | {low} | (set() if high is None else {high}))
 
-    def _ranges(self, world_size: int, backend: str) -> tuple[Table, tuple[Entry, ...]]:
+    def ranges_for(self, world_size: int, backend: str) -> tuple[Table, tuple[Entry, ...]]:
         for table in self.tables:
             for key in _keys(world_size, backend):
                 if ranges := table.ranges(key):

@@ -31,7 +31,7 @@ class Dispatch:
     bounds: Callable[[Any], set[int]]
 
 
-_dispatches: dict[str, Dispatch] = {}
+dispatches: dict[str, Dispatch] = {}
 
 
 def add_dispatch(name: str, dispatch: Dispatch) -> None:
@@ -40,18 +40,18 @@ def add_dispatch(name: str, dispatch: Dispatch) -> None:
     Raises:
         ValueError: Another host has that name.
     """
-    if _dispatches.get(name, dispatch) != dispatch:
+    if dispatches.get(name, dispatch) != dispatch:
         raise ValueError(f"name: expected one that no other host has, got {name!r}")
-    _dispatches[name] = dispatch
+    dispatches[name] = dispatch
 
 
 def host_names() -> tuple[str, ...]:
     """All hosts that are known, in the order in which they became so."""
-    return tuple(_dispatches)
+    return tuple(dispatches)
 
 
 def dispatch_of(host: str) -> Dispatch:
     """The dispatch of a host that is known; ValueError for another."""
-    if host not in _dispatches:
+    if host not in dispatches:
         raise ValueError(f"host: expected one of {', '.join(host_names())}, got {host!r}")
-    return _dispatches[host]
+    return dispatches[host]

@@ -112,10 +112,10 @@ def read_table(text: str, file: str) -> Table:
     if version != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}, got {version}")
     device_class = _choice(values, "device_class", DEVICE_CLASSES, f"{file}: ")
-    sources = {name: _source(name, one, file) for name, one in _tables(values, "sources", dict, file).items()}
+    sources = {name: _source(name, source, file) for name, source in _tables(values, "sources", dict, file).items()}
     entries = tuple(
-        _entry(one, f"{file}: entries[{index}].", sources)
-        for index, one in enumerate(_tables(values, "entries", list, file))
+        _entry(entry, f"{file}: entries[{index}].", sources)
+        for index, entry in enumerate(_tables(values, "entries", list, file))
     )
     _check_ranges(entries, file)
     return Table(file, device_class, entries)
@@ -231,12 +231,12 @@ def _known(values: Any, required: tuple[str, ...], optional: tuple[str, ...], wh
 
 
 def _tables(values: dict[str, Any], key: str, kind: type, file: str) -> Any:
-    found = values.get(key, kind())
-    if not isinstance(found, kind):
+    tables = values.get(key, kind())
+    if not isinstance(tables, kind):
         raise ValueError(
-            f"{file}: {key}: expected {f'[[{key}]]' if kind is list else f'[{key}]'} tables, got {found!r}"
+            f"{file}: {key}: expected {f'[[{key}]]' if kind is list else f'[{key}]'} tables, got {tables!r}"
         )
-    return found
+    return tables
 
 
 def _typed(values: dict[str, Any], key: str, kind: type, where: str) -> Any:

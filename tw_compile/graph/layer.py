@@ -15,7 +15,7 @@ def layer_of(node: fx.Node) -> int | None:
     if not stack:
         return None
     for path, _ in reversed(list(stack.values())):
-        found = _LAYER.search(str(path))
-        if found:
-            return int(found.group(1) or found.group(2))
+        numbered = _LAYER.search(str(path))
+        if numbered:
+            return int(numbered.group(1) or numbered.group(2))
     return None

@@ -64,9 +64,9 @@ def _argument(arg: Any, names: dict[fx.Node, str]) -> str:
     if isinstance(arg, fx.Node):
         return names[arg]
     if isinstance(arg, list | tuple):
-        return "[" + ", ".join(_argument(one, names) for one in arg) + "]"
+        return "[" + ", ".join(_argument(item, names) for item in arg) + "]"
     if isinstance(arg, dict):
-        return "{" + ", ".join(f"{key}: {_argument(one, names)}" for key, one in arg.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_argument(item, names)}" for key, item in arg.items()) + "}"
     return str(arg) if isinstance(arg, torch.dtype) else repr(arg)
 
 
@@ -75,5 +75,5 @@ def _describe(value: Any) -> str:
         dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
     if isinstance(value, list | tuple):
-        return "(" + ", ".join(_describe(one) for one in value) + ")"
+        return "(" + ", ".join(_describe(item) for item in value) + ")"
     return str(value) if isinstance(value, torch.SymInt) else ""

@@ -106,7 +106,7 @@ def line(node: fx.Node) -> Line:
     return Line(
         _short(node.name),
         op_name(node),
-        tuple(_short(one.name) for one in inputs),
+        tuple(_short(operand.name) for operand in inputs),
         describe(node.meta.get("val")),
         _detail(node),
         _module(node),
@@ -142,7 +142,9 @@ def layer_lines(graph: fx.Graph, layer: int) -> list[Line]:
 
 def diff(before: Sequence[Line], after: Sequence[Line], context: int = 2) -> list[DiffLine]:
     """What changed, by node name; runs of unchanged nodes are folded down to ``context`` nodes around each change."""
-    matcher = difflib.SequenceMatcher(None, [one.name for one in before], [one.name for one in after], autojunk=False)
+    matcher = difflib.SequenceMatcher(
+        None, [line.name for line in before], [line.name for line in after], autojunk=False
+    )
     result: list[DiffLine] = []
     blocks = matcher.get_opcodes()
     for index, (tag, i1, i2, j1, j2) in enumerate(blocks):
@@ -151,34 +153,34 @@ def diff(before: Sequence[Line], after: Sequence[Line], context: int = 2) -> lis
             tail = 0 if index == len(blocks) - 1 else context
             result += _fold(after[j1:j2], head, tail)
         else:
-            result += [DiffLine("removed", one) for one in before[i1:i2]]
-            result += [DiffLine("added", one) for one in after[j1:j2]]
+            result += [DiffLine("removed", line) for line in before[i1:i2]]
+            result += [DiffLine("added", line) for line in after[j1:j2]]
     return result
 
 
 def aligned(diff_lines: Sequence[DiffLine], width: int = 100) -> list[tuple[Change, str]]:
     """Each line as text, ``name = call`` in one column and the result's type in the next."""
     marks = {"same": " ", "removed": "-", "added": "+", "folded": " "}
-    names = max((len(one.line.name) for one in diff_lines if one.line is not None), default=0)
-    calls = min(max((len(one.line.call) for one in diff_lines if one.line is not None), default=0), width - names)
+    names = max((len(entry.line.name) for entry in diff_lines if entry.line is not None), default=0)
+    calls = min(max((len(entry.line.call) for entry in diff_lines if entry.line is not None), default=0), width - names)
     rows: list[tuple[Change, str]] = []
-    for one in diff_lines:
-        if one.line is None:
-            rows.append((one.change, f"  {one.text}"))
+    for entry in diff_lines:
+        if entry.line is None:
+            rows.append((entry.change, f"  {entry.text}"))
         else:
-            text = f"{marks[one.change]} {one.line.name:<{names}} = {one.line.call:<{calls}}  {one.line.result}"
-            rows.append((one.change, text.rstrip()))
+            text = f"{marks[entry.change]} {entry.line.name:<{names}} = {entry.line.call:<{calls}}  {entry.line.result}"
+            rows.append((entry.change, text.rstrip()))
     return rows
 
 
 def _fold(same: Sequence[Line], head: int, tail: int) -> list[DiffLine]:
     hidden = same[head : len(same) - tail]
     if len(hidden) < 2:
-        return [DiffLine("same", one) for one in same]
-    counts = Counter(one.op for one in hidden)
+        return [DiffLine("same", line) for line in same]
+    counts = Counter(line.op for line in hidden)
     told = ", ".join(f"{count} {name}" if count > 1 else name for name, count in counts.most_common())
     fold = DiffLine("folded", None, f"... {len(hidden)} unchanged: {told}")
-    kept = [DiffLine("same", one) for one in same]
+    kept = [DiffLine("same", line) for line in same]
     return [*kept[:head], fold, *kept[len(same) - tail :]]
 
 

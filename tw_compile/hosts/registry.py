@@ -7,7 +7,7 @@ from tw_compile.hosts.contract import Host
 from tw_compile.passes.operators import declare, declare_rules
 from tw_compile.passes.reasons import declare_refusals
 
-_hosts: list[Host] = []
+registered_hosts: list[Host] = []
 
 
 def register(host: Host) -> None:
@@ -16,7 +16,7 @@ def register(host: Host) -> None:
     Raises:
         ValueError: One of its names, or the name of an operator, is taken by something else; nothing is registered then.
     """
-    if host in _hosts:
+    if host in registered_hosts:
         return
     taken = [name for name in host.names if name in host_names()]
     if taken:
@@ -28,12 +28,12 @@ def register(host: Host) -> None:
         declare_refusals(host.refusals)
     if host.rules:
         declare_rules(host.rules)
-    _hosts.append(host)
+    registered_hosts.append(host)
 
 
 def host_named(name: str) -> Host:
     """The host that option ``host`` calls ``name``; ValueError for a name that none has."""
-    for host in _hosts:
+    for host in registered_hosts:
         if name in host.names:
             return host
     raise ValueError(f"host: expected one of {', '.join(host_names())}, got {name!r}")

@@ -58,7 +58,7 @@ class _AttentionByHeads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func is not F.scaled_dot_product_attention or _score_bytes(*args[:2]) <= MOST_SCORE_BYTES:
+        if func is not F.scaled_dot_product_attention or score_bytes(*args[:2]) <= MOST_SCORE_BYTES:
             return func(*args, **kwargs)
         query, keys, values = args
         kwargs.pop("enable_gqa", None)
@@ -75,7 +75,7 @@ class _AttentionByHeads(TorchFunctionMode):
         return outputs
 
 
-def _score_bytes(query: torch.Tensor, keys: torch.Tensor) -> int:
+def score_bytes(query: torch.Tensor, keys: torch.Tensor) -> int:
     return query.shape[0] * query.shape[1] * query.shape[2] * keys.shape[2] * query.element_size()
 
 

@@ -180,12 +180,12 @@ def _slots(sms: int) -> int:
 def _clusters(gemm: Gemm, tile: Tile, tokens: int) -> int:
     """How many times a cluster is expected to compute a tile for each of its CTAs, over all experts."""
     height = tile.rows if gemm.own_kernel else CLUSTER * tile.rows
-    down = _expected_down(gemm.experts, gemm.experts_per_token, tokens, height)
+    down = expected_tiles(gemm.experts, gemm.experts_per_token, tokens, height)
     return round(down * height / (CLUSTER * tile.rows) * -(-gemm.columns // tile.columns))
 
 
 @lru_cache(maxsize=4096)
-def _expected_down(experts: int, per_token: int, tokens: int, height: int) -> float:
+def expected_tiles(experts: int, per_token: int, tokens: int, height: int) -> float:
     """How many tiles of ``height`` rows all experts' rows are expected to fill or begin; each token's experts are drawn.
 
     So an expert's rows are binomial, and it has more than ``k`` tiles where it has more than ``k * height`` rows. Summed is

@@ -182,7 +182,9 @@ def plan_layer(
         off = Off.NO_COMMUNICATION
     else:
         candidates = (
-            [first] if first is not None else _candidates(costs, tokens, starts, multiple if cut_sequences else None)
+            [first]
+            if first is not None
+            else candidate_sizes(costs, tokens, starts, multiple if cut_sequences else None)
         )
         if not candidates:
             off = Off.TOO_FEW_TOKENS if cut_sequences else Off.ONE_SEQUENCE
@@ -293,7 +295,7 @@ def _starts(sequences: Sequence[int]) -> frozenset[int]:
     return frozenset(starts)
 
 
-def _candidates(costs: Costs, tokens: int, starts: Iterable[int], multiple: int | None) -> list[int]:
+def candidate_sizes(costs: Costs, tokens: int, starts: Iterable[int], multiple: int | None) -> list[int]:
     """Sizes of half 1 to compare, those next to the middle first; multiples of ``multiple``, or borders of sequences."""
     middle = tokens // 2
     if multiple is None:

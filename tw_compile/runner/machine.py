@@ -164,7 +164,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
         "device": "cuda",
         "transport": transport,
         "transport_why": why,
-        "kernels": _kernels(gpus[0]["name"], world_size) if transport == "p2p" else None,
+        "kernels": kernels_by_size(gpus[0]["name"], world_size) if transport == "p2p" else None,
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
@@ -175,7 +175,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
     }
 
 
-def _kernels(device_name: str, world_size: int) -> str:
+def kernels_by_size(device_name: str, world_size: int) -> str:
     """Which kernel of the P2P transport serves messages up to which size."""
     from tw_compile.kernels.transports.selection import steps_for
 

@@ -108,12 +108,13 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         "peer_access": peer_access_word(),
         "hosts": len(set(gather(platform.node()))),
         "graphs": len(fused.reports),
+        "from_cache": sum(report.from_cache for report in fused.reports),
         "warnings": sorted({report.warning for report in fused.reports if report.warning}),
         "sites": [asdict(site) for site in fused.sites],
         "counts": counts,
         "splits": [report.split.as_dict() for report in fused.reports if report.split],
         "passes": [[asdict(done) for done in report.passes] for report in fused.reports],
-        "numerics": _numerics(
+        "numerics": numerics_report(
             spec, reference, eager, baseline.outputs, fused.outputs, promised=counts["fused"] == counts["all_reduce"]
         ),
         "compile_seconds": {
@@ -248,7 +249,7 @@ def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
     return _slowest(statistics.median(seconds))
 
 
-def _numerics(
+def numerics_report(
     spec: RunSpec,
     reference: list[ModelOutputs],
     eager: list[ModelOutputs],

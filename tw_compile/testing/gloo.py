@@ -87,7 +87,7 @@ class GlooRanks:
             ours, theirs = multiprocessing.Pipe()
             with theirs:
                 served = (theirs, rank, self.world_size, store, self.timeout)
-                self._workers.append((Child(_serve, *served, scratch=folder, daemon=True), ours))
+                self._workers.append((Child(serve, *served, scratch=folder, daemon=True), ours))
 
     def _collect(self) -> list[Any]:
         deadline = time.monotonic() + self.timeout
@@ -137,7 +137,7 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
         return False, "the process died"
 
 
-def _serve(connection: Connection, rank: int, world_size: int, store: str, timeout: float) -> None:
+def serve(connection: Connection, rank: int, world_size: int, store: str, timeout: float) -> None:
     torch.set_num_threads(1)
     compat.write_plain_cpp()
     dist.init_process_group(

@@ -12,7 +12,7 @@ from typing import Any
 
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.worker import rank_process
-from tw_compile.files import read_if_there
+from tw_compile.files import read_if_there, write_whole
 from tw_compile.harness.launch import spawn_ranks
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION
@@ -103,10 +103,3 @@ def tune(
 
 def _prefixed(progress: Callable[[str], None], name: str) -> Callable[[str], None]:
     return lambda what: progress(f"{name}: {what}")
-
-
-def write_whole(file: Path, text: str) -> None:
-    """All of it or nothing: an interruption leaves what was there."""
-    other = file.with_name(f".{file.name}.{os.getpid()}")
-    other.write_text(text)
-    other.replace(file)

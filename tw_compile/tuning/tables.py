@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tw_compile.benchmark.results import rows_of
-from tw_compile.files import read_if_there
+from tw_compile.files import read_if_there, write_whole
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import shipped_tables
@@ -24,7 +24,6 @@ from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
 from tw_compile.tuning.profile import fitted, profile_text
-from tw_compile.tuning.run import write_whole
 from tw_compile.tuning.spec import TuneSpec
 
 THRESHOLDS_FILE = "thresholds.toml"

@@ -158,8 +158,8 @@ def choose_split(
     if isinstance(planners, NotSplit):
         return planners
     if isinstance(axis.tokens, int):
-        return _planned(planners, axis.tokens)
-    return _planned_range(planners[0], *compat.size_bounds(axis.tokens))
+        return choice_for(planners, axis.tokens)
+    return choice_for_range(planners[0], *compat.size_bounds(axis.tokens))
 
 
 def choose_split_of_host(
@@ -200,7 +200,9 @@ def _choose_of_host(question: _Question, axis: TokenAxis, host: HostGraph) -> Sp
     if isinstance(planners, NotSplit):
         return planners
     return (
-        _planned(planners, axis.tokens) if isinstance(axis.tokens, int) else _planned_range(planners[0], *host.counts)
+        choice_for(planners, axis.tokens)
+        if isinstance(axis.tokens, int)
+        else choice_for_range(planners[0], *host.counts)
     )
 
 
@@ -295,7 +297,7 @@ def _attention(question: _Question, axis: TokenAxis) -> str:
     return "auto" if axis.unit == "token" else Mode.SPLIT
 
 
-def _planned(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
+def choice_for(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
     """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
     plans = [(planner, planner.plan(tokens)) for planner in planners]
     chosen = [one for one in plans if one[1].mode is not Mode.OFF]
@@ -306,7 +308,7 @@ def _planned(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
     return _off(min((plan for _, plan in plans), key=lambda plan: plan.predicted.split_us or math.inf))
 
 
-def _planned_range(planner: _Planner, low: int, high: int | None) -> SplitChoice | NotSplit:
+def choice_for_range(planner: _Planner, low: int, high: int | None) -> SplitChoice | NotSplit:
     """One graph for ``low`` to ``high`` tokens is split if that pays at some counts and costs nothing at the others."""
     if planner.axis.unit == "token" and planner.batch != 1:
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, _SEVERAL)

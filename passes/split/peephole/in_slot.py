@@ -49,16 +49,16 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
         hidden = argument(call.wait, "hidden")
         again = entered.get(hidden)
         if again is None:
-            read = _is_read_before(hidden, following.get(slot), place, place[call.start])
+            read = is_read_before(hidden, following.get(slot), place, place[call.start])
         else:  # by the next graph, which is as this one
-            read = _readers(hidden) == set() and _is_read_before(again, first[slot], place, -1)
+            read = readers_of(hidden) == set() and is_read_before(again, first[slot], place, -1)
         # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions.
         if argument(call.start, "overlap_sms") and argument(call.start, "residual_out") != "replicated" and read:
             call.start.update_kwarg("results_in_slot", True)
             results += [hidden] if again is None else [hidden, again]
         following[slot] = call.start
     if results:
-        _hold(graph, results[::-1])
+        hold_results(graph, results[::-1])
     return sum(bool(call.start.kwargs.get("results_in_slot")) for call in calls)
 
 
@@ -76,15 +76,15 @@ def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     }
 
 
-def _is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.Node, int], earliest: int) -> bool:
+def is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.Node, int], earliest: int) -> bool:
     """Whether all that reads ``hidden`` has a kernel of its own, and runs before the slot's next call."""
-    readers = _readers(hidden)
+    readers = readers_of(hidden)
     if readers is None or not all(has_own_kernel(reader) for reader in readers):
         return False
     return following is None or readers <= _needed_by(following, place, earliest)
 
 
-def _readers(hidden: fx.Node) -> set[fx.Node] | None:
+def readers_of(hidden: fx.Node) -> set[fx.Node] | None:
     """What reads ``hidden``, through views of it; None if the graph returns it. Its own wait does not, nor what leaves it."""
     found: set[fx.Node] = set()
     views = [hidden]
@@ -117,7 +117,7 @@ def _needed_by(start: fx.Node, place: dict[fx.Node, int], earliest: int) -> set[
     return found
 
 
-def _hold(graph: fx.Graph, results: list[fx.Node]) -> None:
+def hold_results(graph: fx.Graph, results: list[fx.Node]) -> None:
     output = graph.output_node()
     outputs = [node for node in output.all_input_nodes if node.op != "placeholder" and value(node) is not None]
     with graph.inserting_before(output):

@@ -107,7 +107,7 @@ def split_tokens(
     refused = _refusal(graph, analysis)
     if refused is not None:
         return refused
-    duplicator = _Duplicator(graph, analysis, first)
+    duplicator = Duplicator(graph, analysis, first)
     try:
         duplicator.run()
     except Exception:
@@ -165,7 +165,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-class _Duplicator:
+class Duplicator:
     def __init__(self, graph: fx.Graph, analysis: Analysis, first: First) -> None:
         self.graph = graph
         self.analysis = analysis
@@ -188,7 +188,7 @@ class _Duplicator:
             with self.graph.inserting_before(node):
                 if node.op == "output":
                     self._reason = "graph_output"
-                    self._outputs = fx.map_arg(node.args[0], self._joined)
+                    self._outputs = fx.map_arg(node.args[0], self.joined)
                 elif node.op != "call_function":
                     self._whole[node] = node
                 elif node in self._halves:
@@ -196,7 +196,7 @@ class _Duplicator:
                 elif isinstance(verdict, RowWise) and verdict.build is not None:
                     self._build(node, verdict, verdict.build)
                 elif isinstance(verdict, RowWise):
-                    self._duplicate(node, verdict)
+                    self.duplicate(node, verdict)
                 else:
                     self._run_once(node, verdict)
 
@@ -220,7 +220,7 @@ class _Duplicator:
 
     # One node
 
-    def _duplicate(self, node: fx.Node, verdict: RowWise) -> None:
+    def duplicate(self, node: fx.Node, verdict: RowWise) -> None:
         args = node.args if verdict.args is None else verdict.args
         kwargs = node.kwargs if verdict.kwargs is None else verdict.kwargs
         made = []
@@ -263,8 +263,8 @@ class _Duplicator:
             self.report.details.append(verdict.detail)
         self.report.joined += depends
         self.report.shared += not depends
-        args: Any = fx.map_arg(node.args, self._joined)
-        kwargs: Any = fx.map_arg(node.kwargs, self._joined)
+        args: Any = fx.map_arg(node.args, self.joined)
+        kwargs: Any = fx.map_arg(node.kwargs, self.joined)
         self._whole[node] = node
         if not depends and all(self._whole.get(one) is one for one in node.all_input_nodes):
             return
@@ -323,7 +323,7 @@ class _Duplicator:
         how = slices.get(node) if layout is None else Slice(layout)
         return self._whole[node] if how is None else self._slice(self._whole[node], how)[half]
 
-    def _joined(self, node: fx.Node, part: Part = "joined") -> Any:
+    def joined(self, node: fx.Node, part: Part = "joined") -> Any:
         if node not in self._whole:
             self._whole[node] = self._join(node, part)
         return self._whole[node]
@@ -339,10 +339,10 @@ class _Duplicator:
         return self._half(operand, half, {operand: Slice(rows)})
 
     def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
-        return self.rows(operand, half, rows) if half == 0 else self._joined(operand, 2)
+        return self.rows(operand, half, rows) if half == 0 else self.joined(operand, 2)
 
     def whole(self, operand: fx.Node) -> fx.Node:
-        return self._joined(operand)
+        return self.joined(operand)
 
     def call(self, half: int | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         part: Part = "shared" if half is None else _PARTS[half]

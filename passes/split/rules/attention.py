@@ -142,7 +142,7 @@ def _prefix_and_suffix(call: OperatorCall, rows: Rows) -> Verdict:
             return call.join(JoinReason.ATTENTION_MASK, f"{mask.name} {objection}")
     elif not causal:
         return call.join(JoinReason.ATTENTION, "tokens see later ones")
-    attend_suffix = _suffix_of(call)
+    attend_suffix = suffix_of(call)
     if attend_suffix is None:
         return call.join(JoinReason.ATTENTION_KERNEL, "no kernel known to align its causal mask to the bottom right")
     if call.join_attention:
@@ -247,13 +247,13 @@ def _requests(call: OperatorCall, builder: HalfBuilder, half: int, rows: Rows, a
     return pieces[0] if len(pieces) == 1 else builder.call(half, aten.cat.default, pieces, 2)
 
 
-def _suffix_of(call: OperatorCall) -> _AttendSuffix | None:
+def suffix_of(call: OperatorCall) -> _AttendSuffix | None:
     """How the attention of queries that are the last of their keys is computed; None where nothing is proven to."""
     target = call.node.target
     if _mask(call) is not None:
         return _by_given_mask
     if target is aten._scaled_dot_product_flash_attention.default:
-        return _by_itself
+        return suffix_by_itself
     if target is aten._scaled_dot_product_cudnn_attention.default:
         # With this set torch lays out log-sum-exps otherwise than its fake tensors, and so Inductor's code, have it.
         return None if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1" else _by_own_kernel_or_merging
@@ -310,7 +310,7 @@ def _own_kernel_pays(call: OperatorCall, query: fx.Node, earlier: Pair) -> bool:
     return pays(keys, head_dim, compat.statically_known_true)
 
 
-def _by_itself(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
+def suffix_by_itself(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     return _attend(call, builder, 1, suffix.query, suffix.seen())
 
 

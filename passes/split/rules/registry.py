@@ -22,6 +22,7 @@ from tw_compile.passes.operators import (
 )
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import Join, Layout, Local, Rows, RowWise, Size, Slice, Verdict
+from tw_compile.sources import source_of
 
 if TYPE_CHECKING:
     from tw_compile.passes.split.analysis.token_axis import TokenAxis
@@ -40,7 +41,7 @@ class Registered:
     enters: bool
 
 
-_rules: dict[Any, Registered] = {}
+rules: dict[Any, Registered] = {}
 
 
 def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
@@ -70,7 +71,7 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
 
     def register(rule: Rule) -> Rule:
         for target in targets:
-            _rules[target] = Registered(rule, enters)
+            rules[target] = Registered(rule, enters)
         return rule
 
     return register
@@ -85,7 +86,7 @@ def _check(targets: tuple[Any, ...]) -> None:
             raise ValueError(f"targets: expected {expected}, got {target!r}")
 
 
-_attention: set[Any] = set()
+attention_operators: set[Any] = set()
 
 
 def declare_attention(*targets: Any) -> None:
@@ -94,7 +95,14 @@ def declare_attention(*targets: Any) -> None:
     ``targets`` and errors are those of :func:`token_rule`.
     """
     _check(targets)
-    _attention.update(targets)
+    attention_operators.update(targets)
+
+
+def identity() -> str:
+    """What identifies users' rules and attention operators; the project's own are covered by its sources."""
+    sources = {str(target): (source_of(each.rule), each.enters) for target, each in rules.items()}
+    users = sorted((target, *about) for target, about in sources.items() if about[0])
+    return repr((users, sorted(map(str, attention_operators))))
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -104,24 +112,24 @@ def is_attention(node: fx.Node) -> bool:
     if declared_as(AttentionOperator, name) is not None or is_attention_half(name):
         return True
     if form is not None:
-        return form.name in _attention
+        return form.name in attention_operators
     if node.op != "call_function":
         return False
     if compat.is_higher_order(node.target):
-        return f"higher_order::{node.target.name()}" in _attention  # type: ignore[union-attr]
-    return node.target in _attention or name in _attention
+        return f"higher_order::{node.target.name()}" in attention_operators  # type: ignore[union-attr]
+    return node.target in attention_operators or name in attention_operators
 
 
 def registered(target: Any) -> Registered | None:
     """The rule of an operator; None when it has none."""
-    if target in _rules:
-        return _rules[target]
+    if target in rules:
+        return rules[target]
     if compat.is_higher_order(target):
-        return _rules.get(f"higher_order::{target.name()}")
+        return rules.get(f"higher_order::{target.name()}")
     if not isinstance(target, compat.OpOverload):
         return None
     named = registered_name(target.name().partition(".")[0], writes=False)
-    return _rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
+    return rules.get(_POINTWISE) if named is None and _is_pointwise(target) else named
 
 
 def registered_name(name: str, writes: bool) -> Registered | None:
@@ -133,8 +141,8 @@ def registered_name(name: str, writes: bool) -> Registered | None:
         importlib.import_module(module)
     operator = operator_named(name)
     if operator is None:
-        return _rules.get(name)
-    return None if operator.writes != writes else _rules.get(name) or _rules.get(type(operator))
+        return rules.get(name)
+    return None if operator.writes != writes else rules.get(name) or rules.get(type(operator))
 
 
 _POINTWISE = "pointwise"
@@ -249,5 +257,5 @@ class OperatorCall:
 
 def pointwise_rule(rule: Rule) -> Rule:
     """Declare the rule of all operators that torch tags as pointwise and that have no rule of their own."""
-    _rules[_POINTWISE] = Registered(rule, False)
+    rules[_POINTWISE] = Registered(rule, False)
     return rule

@@ -122,7 +122,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
         planned = budgets.planned(window)
         if not sms or planned is None:
             continue
-        beside = _Beside(sms, planned, budgets, window, measure or _measure)
+        beside = Beside(sms, planned, budgets, window, measure or measure_reserve)
         while gemms:
             name = woven.parts.gemm_of(gemms[0])
             assert name is not None
@@ -136,7 +136,7 @@ def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Mea
     return done
 
 
-class _Beside:
+class Beside:
     """GEMMs of one window, in their order, while the call beside them has SMs."""
 
     def __init__(
@@ -156,7 +156,7 @@ class _Beside:
         if may_join:
             together = joint.join(nodes)
             sms, us = self._find(name, together.node, self._left_us)
-            if self._joins(name, us, [us for _, us in found], self._saved_us(name, together.node)):
+            if self.joins(name, us, [us for _, us in found], self._saved_us(name, together.node)):
                 nodes, found, left = [together.adopt()], [(sms, us)], max(self._left_us - (us or 0.0), 0.0)
             else:
                 together.discard()
@@ -183,7 +183,7 @@ class _Beside:
         assert self._profile is not None  # else nothing is joined
         return elementwise_us(self._profile, 3.0 * self._tokens(name) * node.meta["val"].shape[1])
 
-    def _joins(self, name: str, joint_us: float | None, each_us: list[float | None], saved_us: float) -> bool:
+    def joins(self, name: str, joint_us: float | None, each_us: list[float | None], saved_us: float) -> bool:
         """Whether GEMMs are faster as one: as measured, with ``saved_us`` for those apart, or else as planned."""
         measured = [us for us in each_us if us is not None]
         if joint_us is None or len(measured) < len(each_us):
@@ -191,7 +191,7 @@ class _Beside:
         return joint_us < sum(measured) + saved_us
 
 
-def _measure(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
+def measure_reserve(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Reserve | None:
     matmul, arguments = _MATMULS[node.target], list[Any](node.args)
     given = [arguments[0], *arguments[1], *arguments[2]] if matmul is joint_mm_of else arguments[: _OPERANDS[matmul]]
     tensors = [value(one) if isinstance(one, fx.Node) else None for one in given]

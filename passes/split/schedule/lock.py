@@ -106,7 +106,7 @@ def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
         tensor = value(operand)
         if tensor is None or operand is argument(call.start, "eps_tensor"):  # which the host reads at once
             continue
-        if _is_copied_by_readers(operand):
+        if is_copied_by_readers(operand):
             with graph.inserting_before(call.start):
                 clone = Inserter(graph).call(
                     aten.clone.default,
@@ -125,7 +125,7 @@ def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
     return cloned
 
 
-def _is_copied_by_readers(node: fx.Node) -> bool:
+def is_copied_by_readers(node: fx.Node) -> bool:
     """Whether a node is a view only in name: somewhere on the way from memory to it elements must move.
 
     So it is, too, if the way begins at what Inductor computes by itself, as it lays that out by its dims, and the strides that

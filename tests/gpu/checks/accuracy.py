@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from gpu.checks.transports import ALGORITHMS, finished, new_memory_is_nan, subject
+from tw_compile import compat
+from tw_compile.environment import PEER_ACCESS
 from tw_compile.harness.problems import (
     BF16,
     EPS,
@@ -20,10 +24,13 @@ from tw_compile.harness.problems import (
     make_problem,
     unfused,
 )
+from tw_compile.kernels.algorithms import ALGORITHMS as ALL_ALGORITHMS
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
 from tw_compile.kernels.collective.spec import ResidualOut
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.transports.host import HostTransport
 from tw_compile.kernels.transports.p2p import P2PTransport
 
 TOKENS = (1, 2, 3, 5, 63, 64, 1000, 1025, 4096)
@@ -200,6 +207,39 @@ def through_the_operators(ctx: Context) -> None:
     assert isinstance(transport, P2PTransport)
     obstacle = transport._states[ctx.group_name, ctx.device].obstacle
     ctx.expect(obstacle is None, f"fell back to NCCL: {obstacle}")
+
+
+def without_peer_access_host_memory_serves(ctx: Context) -> None:
+    """A group that leaves peers alone sends messages of all sizes through host memory, by all kernels of its table."""
+    group = dist.new_group(range(ctx.world_size))
+    name = compat.group_name(group)
+    before = os.environ.get(PEER_ACCESS)
+    os.environ[PEER_ACCESS] = "0"
+    try:
+        transport, served = P2PTransport(), set()
+        for tokens in (1, 5, 16, 65, 300, 1025, 16, 1):
+            for form in (Form(), Form(residual="none", out="sharded"), Form(residual="sharded", out="sharded")):
+                for overlap_sms in (0, 4):
+                    problem = make_problem(ctx, tokens, 4096, form)
+                    request = replace(problem.request(ctx, group_name=name), overlap_sms=overlap_sms)
+                    with new_memory_is_nan():
+                        results = finished(transport.start(request))
+                    expect_right(ctx, problem, results, f"[{tokens}, 4096] beside {overlap_sms} SMs, {form.residual}")
+                    host = get_transport("host")
+                    assert isinstance(host, HostTransport)
+                    state = host._states[name, ctx.device]
+                    ctx.expect(state.obstacle is None, f"host memory: {state.obstacle}")
+                    served.add(state.selector.choose(request, state).name)
+        obstacle = transport._states[name, ctx.device].obstacle
+        ctx.expect(obstacle is not None and SWITCHED_OFF in obstacle, f"peers were used: {obstacle}")
+        names = {entry.name for entry in ALL_ALGORITHMS if entry.transport == "host"}
+        wanted = names if ctx.world_size == 2 else names - {"host_one_shot"}
+        ctx.expect(served == wanted, f"served by {sorted(served)}, expected {sorted(wanted)}")
+    finally:
+        if before is None:
+            del os.environ[PEER_ACCESS]
+        else:
+            os.environ[PEER_ACCESS] = before
 
 
 def empty_message(ctx: Context) -> None:

@@ -298,7 +298,7 @@ def other_steps_are_loaded_before_capture(ctx: Context) -> None:
         return finished(transport.start(replace(request, x=buffer.copy_(request.x))))
 
     loaded: list[str] = []
-    known, hook = len(launch._kernels), partial(_note_triton_kernel, loaded)
+    known, hook = len(launch.loaded), partial(_note_triton_kernel, loaded)
     knobs.runtime.kernel_load_start_hook.add(hook)
     try:
         graph, results = capture(
@@ -309,7 +309,7 @@ def other_steps_are_loaded_before_capture(ctx: Context) -> None:
         )
     finally:
         knobs.runtime.kernel_load_start_hook.remove(hook)
-    new = len(launch._kernels) - known
+    new = len(launch.loaded) - known
     ctx.expect(new == 0 and not loaded, f"loaded in capture: {new} CUDA kernels, Triton kernels {loaded}")
     graph.replay()
     for problem, result in zip((*problems, *problems[1:]), results, strict=True):

@@ -101,7 +101,7 @@ class Subject:
         else:
             self.transport = get_transport(name)
         # Where operators look for a transport.
-        registry._instances[self._operator_name] = self.transport
+        registry.instances[self._operator_name] = self.transport
 
     @property
     def _operator_name(self) -> str:

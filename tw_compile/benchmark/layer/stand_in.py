@@ -98,7 +98,7 @@ def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, A
         subject = build_subject(spec, device)
         rows = torch.randn(_SLOTS * max(spec.tokens), subject.hidden_size, device=device).to(torch.bfloat16)
         _start_compiler(device)
-        transport._instances[StandIn.name] = StandIn(profile, spec.world_size, rows)
+        transport.instances[StandIn.name] = StandIn(profile, spec.world_size, rows)
         for tokens in spec.tokens:
             yield _time(spec, profile, subject, tokens, Context(0, spec.world_size, device, "0"))
 

@@ -37,42 +37,42 @@ class Slots:
     def __init__(self, ranks: Ranks, capacity: int) -> None:
         self.capacity = capacity
         self._ranks = ranks
-        self._buffers: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self.buffers: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
 
     def view(self, kind: str, site: int, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         """The first bytes of a buffer as ``shape`` in the dtype of ``like``. Collective where the buffer is new."""
         nbytes = math.prod(shape) * like.element_size()
         if nbytes > self.capacity:
             raise ValueError(f"shape: expected at most {self.capacity} bytes, got {list(shape)} of {like.dtype}")
-        if (kind, site) not in self._buffers:
+        if (kind, site) not in self.buffers:
             most = self.capacity if kind == "two_shot" else min(self.capacity, SYMM_MEM_ONE_SHOT_MAX_BYTES)
-            self._buffers[kind, site] = symmetric_memory(self._ranks, most, like.device)
-        buffer, _ = self._buffers[kind, site]
+            self.buffers[kind, site] = symmetric_memory(self._ranks, most, like.device)
+        buffer, _ = self.buffers[kind, site]
         return buffer[:nbytes].view(like.dtype).view(shape)
 
 
-_slots: dict[str, Slots] = {}
+slots_of_group: dict[str, Slots] = {}
 
 
 def reserve(ranks: Ranks, capacity: int) -> None:
     """From now on the group of ``ranks`` has slots of ``capacity`` bytes for the operators here."""
-    _slots[ranks.ctx.group_name] = Slots(ranks, capacity)
+    slots_of_group[ranks.ctx.group_name] = Slots(ranks, capacity)
 
 
-def _reduce(slot: torch.Tensor, kind: str, group_name: str) -> torch.Tensor:
+def reduce_slot(slot: torch.Tensor, kind: str, group_name: str) -> torch.Tensor:
     if kind == "one_shot":
         return torch.ops.symm_mem.one_shot_all_reduce(slot, "sum", group_name)
     return torch.ops.symm_mem.two_shot_all_reduce_(slot, "sum", group_name)
 
 
 def _all_reduce(x: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
-    slot = _slots[group_name].view(kind, site, tuple(x.shape), x)
-    return _reduce(slot.copy_(x), kind, group_name)
+    slot = slots_of_group[group_name].view(kind, site, tuple(x.shape), x)
+    return reduce_slot(slot.copy_(x), kind, group_name)
 
 
 def _mm_all_reduce(a: torch.Tensor, b: torch.Tensor, kind: str, group_name: str, site: int) -> torch.Tensor:
-    slot = _slots[group_name].view(kind, site, (a.shape[0], b.shape[1]), a)
-    return _reduce(torch.mm(a, b, out=slot), kind, group_name)
+    slot = slots_of_group[group_name].view(kind, site, (a.shape[0], b.shape[1]), a)
+    return reduce_slot(torch.mm(a, b, out=slot), kind, group_name)
 
 
 for _key in ("CPU", "CUDA"):

@@ -52,7 +52,7 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     short = ShortKernels(ranks.ctx.device) if spec.device == "cuda" else None
     progress(f"building {spec.layers} layers of {spec.model}")
     subject = build_subject(spec, ranks.ctx.device)
-    references = _references(spec, ranks, subject, progress)
+    references = references_of(spec, ranks, subject, progress)
     reserve(ranks, max(spec.tokens) * subject.hidden_size * ELEMENT_BYTES[spec.dtype])
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
@@ -142,7 +142,7 @@ def _release_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _references(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
+def references_of(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
     """One for each number of tokens, on the CPU: the float64 model is gone before what is timed needs the memory."""
     double = subject.in_float64()
     references = []
@@ -178,8 +178,8 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         return
     try:
         with collect_reports() as reports:
-            entry.run, entry.row.all_reduces = ranks.together(lambda: _compiled(entry.variant, subject, inputs))
-        deviation = ranks.agree(_deviation(ranks, entry, reports))
+            entry.run, entry.row.all_reduces = ranks.together(lambda: compile_variant(entry.variant, subject, inputs))
+        deviation = ranks.agree(deviation_of(ranks, entry, reports))
         if deviation is not None:
             entry.fail("error", deviation)
             return
@@ -193,7 +193,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         entry.fail("error", str(error))
 
 
-def _compiled(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
+def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
     """``subject``, compiled and run once, and how many all_reduces it had; None for ours, whose reports say."""
     graph_pass = None if variant.kind == "ours" else variant.make_pass()
     if graph_pass is None:
@@ -213,7 +213,7 @@ def _finished(run: CompiledRun) -> HiddenAndResidual:
     return outputs
 
 
-def _deviation(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
+def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
     """What ran instead of what the label says; None when nothing did. Counts the all_reduces that are fused."""
     entry.row.fused = 0
     if entry.variant.kind == "ours":

@@ -42,7 +42,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
     prompts = {trace: prompt_tokens(trace, job["vocabulary"], job["seed"]) for trace in (*traces, warm)}
     results: dict[Trace, dict[str, Any]] = {trace: {"rounds": []} for trace in traces}
     for number, trace in turns(traces, job["repeats"]):
-        if not _await_turn(driver):
+        if not await_turn(driver):
             break
         if number > 0:
             _once(llm, warm, prompts[warm])
@@ -54,7 +54,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
         else:
             results[trace]["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
     else:
-        _await_turn(driver)  # an engine that ends would be in the times of those that still run
+        await_turn(driver)  # an engine that ends would be in the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
@@ -75,7 +75,7 @@ def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
     ]
 
 
-def _await_turn(driver: socket.socket) -> bool:
+def await_turn(driver: socket.socket) -> bool:
     """Say that this engine is ready, or that its turn is over, and wait for the next; whether there is one."""
     answer = b""
     with contextlib.suppress(ConnectionError):

@@ -130,7 +130,7 @@ class _Step:
 _step = _Step()
 
 
-def _attend_half(
+def attend_half(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -174,6 +174,6 @@ def _attend_half_fake(
 
 
 direct_register_custom_op(
-    "vllm_attention_half", _attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=library
+    "vllm_attention_half", attend_half, mutates_args=[], fake_impl=_attend_half_fake, target_lib=library
 )
-callable_directly(torch.ops.tw_compile.vllm_attention_half.default, _attend_half)
+callable_directly(torch.ops.tw_compile.vllm_attention_half.default, attend_half)

@@ -1,0 +1,93 @@
+"""host_words.cu and host_rows.cu compiled as the operator asks for them, for every architecture that they are for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from machine_code import dump, resources
+from test_cuda_kernels import BF16, FP8, FP16, FP32, instructions, request, sass_accesses
+
+from tw_compile.kernels.algorithms.host.host_rows import HostRows, shape_for, stage_budget
+from tw_compile.kernels.algorithms.host.host_words import HostWords
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.runtime.program import Program
+
+CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+KINDS = {"words": HostWords, "one_shot": lambda: HostRows(True), "two_shot": lambda: HostRows(False)}
+
+
+def program_of(
+    kind: str, asked: Request, world_size: int, patch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)
+) -> Program:
+    patch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0)
+    return KINDS[kind]().program(asked, state, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_compiles_for_every_architecture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: tuple[int, int], kind: str
+) -> None:
+    """Rows of two ranks stay in registers."""
+    program = program_of(kind, request(4096, cast=BF16, residual_out="replicated"), 2, monkeypatch, capability)
+    assert resources(program.cubin(), tmp_path)["STACK"] <= 32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"residual": False, "residual_out": "none"},
+        {"residual_out": "replicated", "residual_dtype": BF16, "bias": True},
+        {"dtype": FP16, "residual_dtype": FP16, "cast": FP16, "residual_out": "replicated"},
+        {"dtype": FP32, "residual_out": "replicated"},
+        {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
+    ],
+    ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
+)
+def test_every_form_compiles(monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], kind: str) -> None:
+    for world_size, capability in ((4, (8, 9)), (8, (9, 0))):
+        program = program_of(kind, request(4096, **form), world_size, monkeypatch, capability)
+        assert program.cubin().startswith(b"\x7fELF")
+
+
+def test_words_are_read_and_written_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = request(4096, residual_out="replicated", residual_dtype=BF16)
+    program = program_of("words", asked, 4, monkeypatch)
+    accesses = sass_accesses(dump(program.cubin(), tmp_path, "-sass"))
+    assert {access for access in accesses if "STRONG.SYS" in access} == {"LDG.E.128.STRONG.SYS", "STG.E.128.STRONG.SYS"}
+    of_words = [name for name in instructions(program.ptx()) if "sys" in name]
+    assert set(of_words) == {"ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"}
+    assert not re.search("fence|membar", program.ptx()), "nothing waits for memory"
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot"])
+def test_rows_are_announced_behind_a_fence_and_heard_by_acquires(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    found = instructions(program_of(kind, request(4096, residual_out="replicated"), 2, monkeypatch).ptx())
+    assert found.count("fence.acq_rel.sys") == 1
+    announced = found.index("st.relaxed.sys.global.v4.b32")
+    assert found.index("fence.acq_rel.sys") < announced
+    assert "ld.acquire.sys.global.b32" in found
+    assert {"ld.acquire.cta.shared.b32", "st.release.cta.shared.b32"} <= set(found)
+    assert "cp.async.cg.shared.global" in found and "cp.async.wait_group" in found
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("one_shot", [True, False])
+@pytest.mark.parametrize("hidden_size", [1024, 2880, 4096, 8192, 32768])
+def test_shapes_keep_ranks_from_waiting_for_each_other(hidden_size: int, one_shot: bool, world_size: int) -> None:
+    for capability in CAPABILITIES:
+        budget = stage_budget(capability)
+        shape = shape_for(request(hidden_size), world_size, one_shot, budget)
+        assert shape.ring > shape.ahead >= max(shape.depth, 1)
+        assert shape.depth == 0 or shape.shared_bytes <= budget
+        assert one_shot or shape.result_ring > shape.behind > shape.depth
+        assert (
+            shape.block <= 1024 and shape.threads * shape.groups * 8 <= max(hidden_size * shape.groups, 512 * 8) + 256
+        )
