@@ -3,6 +3,8 @@
 Through the store (:func:`first_value`, :func:`agreed`): all ranks take the value of the rank that came first. No rank waits for
 the others, so ranks need not ask equally often; compiler caches, for one, are each rank's own.
 
+No rank has to come for that. Where all must, :func:`all_come` says whether they do, and waits no longer than it is told to.
+
 By a collective (:func:`gather`, :func:`common_obstacle`): all ranks hear what all have to say, and do the same about it. Every
 rank must call, and all wait for the last one.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import base64
 import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -53,6 +56,26 @@ def agreed(key: str, own_value: Callable[[], T], agree: Callable[[T, dist.Store,
 def forget() -> None:
     """Agree anew on all values, as a new process does."""
     _values.clear()
+
+
+def all_come(store: dist.Store, key: str, ranks: int, seconds: float) -> bool:
+    """Whether all ``ranks`` call this with ``key`` before one of them has waited ``seconds``; the same on all ranks.
+
+    A rank that comes later hears what those that waited heard, and does not wait.
+    """
+    verdict = f"{key}/all"
+    if store.add(f"tw_compile/{key}/came", 1) == ranks:
+        return first_value(True, store, verdict)
+    try:
+        store.wait([f"tw_compile/{verdict}"], timedelta(seconds=seconds))
+    except RuntimeError:  # nobody has said anything yet; of two ranks that say so now the store takes the first
+        return first_value(False, store, verdict)
+    return first_value(False, store, verdict)
+
+
+def refuse(store: dist.Store, key: str) -> None:
+    """Instead of :func:`all_come`, by a rank that will not come: those that wait need not."""
+    first_value(False, store, f"{key}/all")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -8,14 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import compat, environment, kept_reports
 from tw_compile.config import Config
+from tw_compile.kernels.registry import load
 from tw_compile.pipeline import TWCompilePass, log_report
 from tw_compile.report import GraphReport, collect_reports, publish
 
 logger = logging.getLogger("tw_compile")
+
+_CALIBRATE = "tw_compile.tuning.calibrate:before_compile"
+"""Named and not imported: it needs what the benchmarks are made of."""
 
 
 def tw_compile_backend(
@@ -84,6 +90,8 @@ def _compile(
     if environment.enabled() is False:
         say_off()
         return compat.compile_with_inductor(gm, list(example_inputs), patches)
+    if config.calibrate != "off" and torch.cuda.is_initialized() and dist.is_available() and dist.is_initialized():
+        load(_CALIBRATE)(config, gm)
     users = patches.pop(compat.POST_GRAD_HOOK, compat.global_post_grad_pass())
     passes = TWCompilePass(config, before=compat.chain_passes(users))
     file = kept_reports.file_of(gm, example_inputs, passes, patches)

@@ -18,6 +18,7 @@ OPTION_PREFIX = "tw_compile."
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
+_CALIBRATE = ("stored", "auto", "off")
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
 
 
@@ -43,6 +44,9 @@ class Config:
             ``never`` regard neither.
         thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
             sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
+        calibrate: Whether ranks on a node that nobody has measured measure it, once, before the first graph with an all_reduce
+            over all of them is compiled: ``auto`` (on GPUs) does that, ``stored`` goes by what ``tw-compile tune --quick`` or
+            another process has measured, ``off`` by neither.
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
             :func:`tw_compile.gating.host_names`.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
@@ -71,6 +75,7 @@ class Config:
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
     thresholds: str = "auto"
+    calibrate: str = "stored"
     host: str = DEFAULT_HOST
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
@@ -94,6 +99,7 @@ class Config:
         self._check_choice("transport", (AUTO, *sorted(TRANSPORTS.names())))
         self._check_choice("absorb_mm", _ABSORB_MM)
         self._check_choice("split_gemm_sms", _SPLIT_GEMM_SMS)
+        self._check_choice("calibrate", _CALIBRATE)
         self._check_choice("host", host_names())
         self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
         self._check_type("thresholds", str, "auto, off or a file")

@@ -5,23 +5,29 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.agree import agreed, first_value
+from tw_compile.calibration import LAYER, Calibration, MeasuredOn, in_use
 from tw_compile.config import OPTION_PREFIX, Config
 from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import tables_of, threshold_layers
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
+from tw_compile.sources import source_digest
 
 logger = logging.getLogger("tw_compile")
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambda settings: settings) -> Gate:
@@ -35,16 +41,20 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     """
     if not torch.cuda.is_initialized():
         return own_gate(config, Node(None, False))
-    return agreed(f"gate/{config.digest()}", lambda: _observed_gate(config, observe), agreed_gate)
+    calibrated = in_use() if config.calibrate == "auto" else None
+    # All ranks have the same one, as they agreed on it, and none before that.
+    key = "" if calibrated is None else f"/{calibrated.measured_on.file_name}"
+    return agreed(f"gate/{config.digest()}{key}", lambda: _observed_gate(config, observe, calibrated), agreed_gate)
 
 
-def _observed_gate(config: Config, observe: Callable[[Settings], Settings]) -> Gate:
-    gate = own_gate(config, current_node())
+def _observed_gate(config: Config, observe: Callable[[Settings], Settings], calibrated: Calibration | None) -> Gate:
+    layer = None if calibrated is None else Layer(LAYER, calibrated.measured_on.file_name, calibrated.table)
+    gate = own_gate(config, current_node(), layer)
     return replace(gate, settings=observe(gate.settings))
 
 
-def own_gate(config: Config, node: Node) -> Gate:
-    """What this process would do if it were alone."""
+def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gate:
+    """What this process would do if it were alone. ``calibrated``: see :func:`threshold_layers`."""
     facts = HostFacts(
         config.all_reduce_backend,
         compat.one_shot_all_reduce_bytes(),
@@ -52,7 +62,8 @@ def own_gate(config: Config, node: Node) -> Gate:
         installed=lambda package: importlib.util.find_spec(package) is not None,
     )
     settings = Settings.from_environment(config.host, os.environ, facts)
-    return Gate(node, settings, tables_of(threshold_layers(config.thresholds, node.device_class), node.device_class))
+    layers = threshold_layers(config.thresholds, node.device_class, calibrated=calibrated)
+    return Gate(node, settings, tables_of(layers, node.device_class))
 
 
 def current_node() -> Node:
@@ -61,6 +72,29 @@ def current_node() -> Node:
     multicast = bool(compat.multicast_support(device))
     ranks = local_world_size() if dist.is_initialized() else torch.cuda.device_count()
     return Node(torch.cuda.get_device_capability(device), multicast, gpus_reach_each_other(range(ranks)))
+
+
+def measured_on(device_name: str, world_size: int, node: Node, peer_access: bool) -> MeasuredOn:
+    """What a calibration of ``world_size`` ranks of this host is about. ``peer_access``: whether kernels use it."""
+    return MeasuredOn(
+        device_name,
+        node.device_class,
+        world_size,
+        peer_access,
+        node.multicast,
+        _driver_version(),
+        torch.__version__,
+        source_digest()[:12],
+    )
+
+
+def _driver_version() -> str:
+    """As the kernel's module has it; ``unknown`` where a container hides it."""
+    try:
+        words = _DRIVER.read_text().split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if re.fullmatch(r"[0-9]+(\.[0-9]+)+", word)), "unknown")
 
 
 def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:

@@ -1,4 +1,4 @@
-"""Text of the files that users name, or that are theirs or ours.
+"""Text of the files that users name, or that are theirs or ours, read and written.
 
 What is no regular file is refused: reading a FIFO would wait for ever.
 """
@@ -6,6 +6,7 @@ What is no regular file is refused: reading a FIFO would wait for ever.
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,13 +40,14 @@ def read_if_there(path: Path | None, what: str) -> str | None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """All of it or nothing: an interruption leaves what was there, and nothing beside it."""
-    other = file.with_name(f".{file.name}.{os.getpid()}")
+    """All of it or nothing: an interruption leaves what was there, and of two writers at once one's text is whole."""
+    other = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        other.write_text(text)
+        other.write_text(text, encoding="utf-8")
         other.replace(file)
-    finally:
+    except BaseException:
         other.unlink(missing_ok=True)
+        raise
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -27,6 +27,7 @@ from tw_compile.kernels.collective.transports import (
     LimitedBy,
     Obstacle,
     TransportEntry,
+    preferred_names,
 )
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
         obstacle = _device_obstacle(entry, facts) or entry.obstacle(facts, hidden_size, dtype)
         return Choice(entry.name, entry.why) if obstacle is None else Choice(None, obstacle.reason, obstacle.limited_by)
     passed_over: list[Obstacle] = []
-    for entry in _preferred(_moved_as(facts.device_type)):
+    for entry in (TRANSPORTS[name] for name in preferred_names(_moved_as(facts.device_type))):
         obstacle = entry.obstacle(facts, hidden_size, dtype)
         if obstacle is not None:
             passed_over.append(obstacle)
@@ -143,15 +144,6 @@ def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, re
 def _moved_as(device_type: str) -> str:
     """The device type whose transports serve such tensors. CPU's serve those that have none, such as meta tensors."""
     return device_type if any(device_type in entry.device_types for entry in TRANSPORTS) else "cpu"
-
-
-def _preferred(device_type: str) -> list[TransportEntry]:
-    ranked = [
-        (entry.preference, entry)
-        for entry in TRANSPORTS
-        if entry.preference is not None and device_type in entry.device_types
-    ]
-    return [entry for _, entry in sorted(ranked, key=lambda pair: pair[0])]
 
 
 def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | None:

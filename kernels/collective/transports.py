@@ -187,6 +187,16 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
 )
 
 
+def preferred_names(device_type: str) -> list[str]:
+    """The names of those that ``auto`` asks for tensors of this device type, in that order."""
+    ranked = [
+        (entry.preference, entry.name)
+        for entry in TRANSPORTS
+        if entry.preference is not None and device_type in entry.device_types
+    ]
+    return [name for _, name in sorted(ranked)]
+
+
 def names_for(device_type: str) -> tuple[str, ...]:
     """The names of the transports that move tensors of this device type."""
     return tuple(entry.name for entry in TRANSPORTS if device_type in entry.device_types)

@@ -1,7 +1,8 @@
 """Which kernel serves a message: measured per device and world size, as data in ``configs/kernels``.
 
 A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``kernels.toml`` in the user's config folder by
-``tw-compile tune``, which comes before what is shipped for the world sizes that it has:
+``tw-compile tune``, which comes before what is shipped for the world sizes that it has. Between the two is what the ranks
+measured themselves (``tw_compile/calibration.py``):
 
     device = "NVIDIA H200"          # as torch.cuda.get_device_name says
     [[steps]]
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 USER_FILE = "kernels.toml"
 P2P = "p2p"
+
+
+_measured: dict[str, tuple[Step, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -121,7 +125,7 @@ def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
         raise ValueError(f"{source}: steps: expected [[steps]] tables, got {entries!r}")
     steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(entries))
     for before, after in itertools.pairwise(steps):
-        if _place(after) <= _place(before) and _transport(after) == _transport(before):
+        if _place(after) <= _place(before) and transport_of(after.algorithm) == transport_of(before.algorithm):
             raise ValueError(
                 f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
                 f"{_place(after)} after {_place(before)}"
@@ -140,12 +144,15 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
 
 
 def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    """What the user's table of this device says, else the shipped one; nothing where none has been measured.
+    """What the user's table of this device says, else what ranks measured themselves, else the shipped one.
+
+    Nothing where none has been measured.
 
     Raises:
         ValueError: The user's file is wrong, or cannot be read.
     """
-    return _steps(user_table(), device_name, world_size, transport) or shipped_steps(device_name, world_size, transport)
+    layers = (user_table(), _measured, shipped_tables())
+    return next((steps for layer in layers if (steps := _steps(layer, device_name, world_size, transport))), ())
 
 
 def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
@@ -157,6 +164,17 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
     return _steps(shipped_tables(), device_name, world_size, transport)
 
 
+def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
+    """What the user's own table says."""
+    return _steps(user_table(), device_name, world_size, transport)
+
+
+def use_measured(tables: dict[str, tuple[Step, ...]]) -> None:
+    """Go by these steps, by device, where the user has no table: what ranks of this process measured (``calibration.py``)."""
+    _measured.clear()
+    _measured.update(tables)
+
+
 def user_table() -> dict[str, tuple[Step, ...]]:
     """The steps of the user's own file by device; empty where there is no file."""
     file = user_file(USER_FILE)
@@ -166,11 +184,17 @@ def user_table() -> dict[str, tuple[Step, ...]]:
 
 def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: int, transport: str) -> tuple[Step, ...]:
     of_device = tables.get(device_name, ())
-    return tuple(step for step in of_device if step.world_size == world_size and _transport(step) == transport)
+    return steps_over([step for step in of_device if step.world_size == world_size], transport)
 
 
-def _transport(step: Step) -> str:
-    return ALGORITHMS[step.algorithm].transport
+def steps_over(steps: Iterable[Step], transport: str) -> tuple[Step, ...]:
+    """Those whose kernels work on the memory of ``transport``."""
+    return tuple(step for step in steps if transport_of(step.algorithm) == transport)
+
+
+def transport_of(algorithm: str) -> str:
+    """The transport on whose memory an algorithm works."""
+    return ALGORITHMS[algorithm].transport
 
 
 def _place(step: Step) -> tuple[int, int]:

@@ -93,6 +93,17 @@ class SlotTransport(Transport):
         self._remember(request, state, slot, started)
         return started
 
+    def limit_spins(self, polls: int) -> None:
+        """Have waits give up after so many polls, whatever TW_COMPILE_SPIN_LIMIT says. Before the first call."""
+        self._spin_limit = polls
+
+    def load(self, request: Request) -> None:
+        """Compile and load the kernel that will serve the request, and launch nothing. Collective at a group's first use."""
+        state, algorithm = self._choose(request)
+        if state.obstacle is None:
+            with torch.cuda.device(state.device):
+                algorithm.prepare(request, state, self._spin_limit)
+
     def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
         """See :class:`Transport`."""
         state = self._states.get((group_name, device))

@@ -55,6 +55,7 @@ CHANGED: dict[str, Any] = {
     "fuse_max_bytes": 1,
     "absorb_mm": "never",
     "thresholds": "off",
+    "calibrate": "off",
     "host": "vllm-0.24",
     "all_reduce_backend": "multimem",
     "disable_custom_all_reduce": True,

@@ -46,6 +46,16 @@ def derived(times: list[Timing], default: tuple[Entry, ...], backend: Backend = 
     return entries_from(2, backend, times, default, HERE)
 
 
+def test_without_peer_access_what_asks_for_peers_is_compared_as_it_runs_there() -> None:
+    times = [at(2**20, "host", 100.0), at(2**20, LEFT, 50.0), at(2**21, "host", 50.0), at(2**21, LEFT, 100.0)]
+    for default in (FUSED, (entry(0, None, "auto"),)):
+        measured = [one for one in decisions(derived(times, default)) if one[-1] == "measured"]
+        assert [(decision, transport) for _, _, decision, transport, _ in measured] == [
+            ("left", None),
+            ("fused", "host"),
+        ]
+
+
 @st.composite
 def times(draw: st.DrawFn) -> list[Timing]:
     sizes = draw(st.lists(st.integers(1, 2**32), min_size=1, max_size=5, unique=True))

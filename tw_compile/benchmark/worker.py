@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -64,6 +64,10 @@ def run_rank(
     return result
 
 
+MakeTimer = Callable[[Sequence[Callable[[], object]], int], Timer]
+"""From the calls, which are made in turn, and their number."""
+
+
 @dataclass
 class ContenderAtSize:
     """A contender at one size; ``timer`` is there when it is to be timed."""
@@ -98,13 +102,13 @@ def bench_size(
     entries = []
     for contender in everyone:
         progress(f"{where} checking {contender.label}")
-        entries.append(_admit(spec, ranks, contender, size, problems, reference))
+        entries.append(admit(spec, ranks, contender, size, problems, reference))
     del reference
     progress(f"{where} timing")
     times = interleaved(
         ranks, {entry.contender.label: entry.timer for entry in entries if entry.timer is not None}, spec.repeats
     )
-    rows = [_row(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
+    rows = [row_of(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
     if spec.device == "cuda":
         # Peers are done with this size's buffers before any of them is freed.
         torch.cuda.synchronize()
@@ -117,15 +121,20 @@ def bench_size(
     return complete(rows, size, spec)
 
 
-def _admit(
+def admit(
     spec: BenchSpec,
     ranks: Ranks,
     contender: Contender,
     size: MessageSize,
     problems: list[Problem],
     reference: SizeReference,
+    make: MakeTimer | None = None,
 ) -> ContenderAtSize:
-    """Prepare, run once, check, capture. What goes wrong on one rank ends it on all, with the reason."""
+    """Prepare, run once, check, capture. What goes wrong on one rank ends it on all, with the reason.
+
+    ``make``: how its calls are timed; None: as is right for the device.
+    """
+    make = make or (GraphTimer if spec.device == "cuda" else LoopTimer)
     refusal = ranks.agree(contender.obstacle(size, spec.world_size))
     if refusal is not None:
         return ContenderAtSize(contender, "not served", refusal)
@@ -143,7 +152,6 @@ def _admit(
         del result
         # Every set once: what is compiled or allocated at first use must be there before the capture.
         ranks.together(lambda: [_finished(spec, call()) for call in calls[1:]])
-        make = GraphTimer if spec.device == "cuda" else LoopTimer
         return ContenderAtSize(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
     except UnavailableError as error:
         return ContenderAtSize(contender, "error", str(error))
@@ -195,7 +203,7 @@ def _residual_form(contender: Contender, size: MessageSize) -> str:
     return f"sharded {size.dtype if contender.residual_narrow else 'float32'}"
 
 
-def _row(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int, times: list[float] | None) -> Row:
+def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int, times: list[float] | None) -> Row:
     contender = entry.contender
     p20, p50, p80 = (None, None, None) if times is None else percentiles(times)
     return Row(

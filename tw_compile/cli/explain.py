@@ -18,11 +18,12 @@ from tw_compile.cli.plan import layer_of_model, named_profile, node_link
 from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
-from tw_compile.gating.layers import tables_of, threshold_layers
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
 from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
+from tw_compile.sources import source_digest
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
@@ -89,7 +90,8 @@ def explain(
     try:
         facts = HostFacts(backend, disable_custom_all_reduce=disable_custom_all_reduce)
         settings = Settings.from_environment(host, os.environ, facts)
-        gate = Gate(node, settings, tables_of(threshold_layers(thresholds, node.device_class), node.device_class))
+        layers = threshold_layers(thresholds, node.device_class, calibrated=_calibrated(node, tp))
+        gate = Gate(node, settings, tables_of(layers, node.device_class))
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = common.make_console(json_file)  # refuses a file that cannot be written before the model is read
@@ -124,6 +126,21 @@ def explain(
         "messages": messages,
     }
     common.write_json(report, json_file)
+
+
+def _calibrated(node: Node, world_size: int) -> Layer | None:
+    """What ranks of such a node have measured with this torch and these kernels; the GPU and its driver need not be here."""
+    import torch
+
+    from tw_compile.calibration import LAYER, all_stored, default_folder
+
+    made_with = (node.device_class, world_size, node.multicast, True, torch.__version__, source_digest()[:12])
+    for calibration in all_stored(default_folder()):
+        here = calibration.measured_on
+        theirs = (here.device_class, here.world_size, here.multicast, here.peer_access, here.torch, here.source)
+        if theirs == made_with:
+            return Layer(LAYER, here.file_name, calibration.table)
+    return None
 
 
 def _profile(device_profile: str, device_class: str) -> DeviceProfile | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +37,13 @@ def tune(
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Measure what ranks measure by themselves before a first compile, in seconds, and write what they would.",
+        ),
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume/--fresh", help="Go on where an interrupted tuning stopped, or begin anew.")
     ] = True,
@@ -65,6 +73,15 @@ def tune(
                 f"--plot: expected --device cuda with it, as a smoke test has no crossovers, got {plot_file!r}"
             )
         require(plot_file)
+    if quick:
+        _check_quick(device, {"--transport": transport, "--plot": plot_file, "--out": out})
+        _quick(
+            world_sizes_of(common.numbers("--tp", tp) if tp is not None else None, device, dry_run),
+            timeout,
+            dry_run,
+            json_file,
+        )
+        return
     folder = _folder(out)
     if out is None and device == "cuda" and not (dry_run or peer_access()):
         raise UsageError(
@@ -91,6 +108,45 @@ def tune(
         return
     failed = _finish(report, derived, folder, plot_file, json_file)
     raise typer.Exit(common.EXIT_FAILED if failed else 0)
+
+
+def _check_quick(device: str, others: dict[str, str | None]) -> None:
+    if device != "cuda":
+        raise UsageError(f"--quick: expected --device cuda with it, got {device!r}")
+    for option, value in others.items():
+        if value is not None:
+            raise UsageError(f"{option}: expected none with --quick, got {value!r}")
+
+
+def _quick(world_sizes: tuple[int, ...], timeout: float, dry_run: bool, json_file: str | None) -> None:
+    """Measure, show and write one calibration for each number of ranks."""
+    from tw_compile.calibration import calibration_of, default_folder
+    from tw_compile.harness.launch import spawn_ranks
+    from tw_compile.harness.variables import for_runs
+    from tw_compile.tuning import calibrate, short
+
+    console = common.make_console(json_file)
+    folder = default_folder()
+    calibrations = []
+    for ranks in () if dry_run else world_sizes:
+        spec = replace(short.short_spec(ranks), timeout=timeout)
+        with common.stages(console, 2) as progress, for_runs():
+            text = spawn_ranks(spec, progress, calibrate.rank_process)["calibration"]
+        if text is not None:
+            found = calibration_of(text, "what the ranks measured")
+            calibrations.append(json.loads(text))
+            for line in short.lines(found):
+                console.print(line, markup=False, soft_wrap=True)
+    if dry_run:
+        tokens = ", ".join(map(str, sorted(short.TOKENS)))
+        console.print(
+            f"would time {tokens} tokens x {short.HIDDEN} and write to {folder}", markup=False, soft_wrap=True
+        )
+    common.write_json(
+        {"schema_version": 1, "command": "tune", "dry_run": dry_run, "calibrations": calibrations}, json_file
+    )
+    if not dry_run and len(calibrations) < len(world_sizes):
+        raise typer.Exit(common.EXIT_FAILED)
 
 
 def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tuple[dict[str, Any], Any]:
@@ -174,8 +230,9 @@ def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bo
 def _finish_link(report: dict[str, Any], transport: str, folder: Path, json_file: str | None) -> None:
     """Show and write what was measured of a link."""
     from tw_compile.cli.plan import node_link
+    from tw_compile.files import write_whole
     from tw_compile.tuning.link import fitted_link, link_lines, write_link
-    from tw_compile.tuning.run import PARTIAL, write_whole
+    from tw_compile.tuning.run import PARTIAL
     from tw_compile.tuning.tables import kernel_run
 
     console = common.make_console(json_file)

@@ -1,4 +1,4 @@
-"""Where tables come from: what is shipped, the user's file, the environment, an option; the later ones win.
+"""Where tables come from: what is shipped, what ranks measured, the user's file, the environment, an option; the later win.
 
 A table of a higher layer replaces the ranges of the world sizes and backends that it has, and no others. One that is about
 another class of devices is read, so that its errors show, and not used.
@@ -34,16 +34,23 @@ class Layer:
     table: Table | None
 
 
-def threshold_layers(chosen: str, device_class: str, environment: Mapping[str, str] = os.environ) -> list[Layer]:
+def threshold_layers(
+    chosen: str,
+    device_class: str,
+    environment: Mapping[str, str] = os.environ,
+    calibrated: Layer | None = None,
+) -> list[Layer]:
     """All layers, the lowest first.
 
     Args:
         chosen: ``auto``, ``off``, or the file that an option names.
+        calibrated: What ranks measured by themselves, where there may be such.
 
     Raises:
         ValueError: A file cannot be read, or is wrong; the message names it and the key.
     """
     layers = [Layer("shipped", f"{name}.toml", _shipped(name)) for name in dict.fromkeys(("generic", device_class))]
+    layers += [] if calibrated is None else [calibrated]
     own = user_file(_FILE_NAME, environment)
     text = read_if_there(own, "thresholds")
     layers.append(Layer("user file", str(own or "-"), None if text is None else read_table(text, str(own))))

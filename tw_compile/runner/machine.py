@@ -12,17 +12,19 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
+from tw_compile.calibration import LAYER, Calibration, default_folder, merged_table, stored
 from tw_compile.config import Config
-from tw_compile.current import own_gate
+from tw_compile.current import measured_on, own_gate
 from tw_compile.environment import peer_access
 from tw_compile.files import user_file
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import threshold_layers
+from tw_compile.gating.layers import Layer, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.versions import installed_version, nccl_version, versions
 from tw_compile.kernels.collective.peer_access import reach_each_other
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, node_facts
+from tw_compile.kernels.transports import selection
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
 from tw_compile.runner import topology
@@ -43,7 +45,9 @@ def examine() -> Report:
     atomics = topology.atomics(peers)
     multicast = compat.multicast_support(0) if gpus else None
     node = _node(peers, bool(multicast))
-    gate = own_gate(Config(), node)
+    calibrations = _calibrations(gpus, node)
+    calibrated = _calibrated_layer(calibrations, node) if gpus else None
+    gate = own_gate(Config(), node, calibrated)
     return {
         "schema_version": 1,
         "command": "doctor",
@@ -68,8 +72,8 @@ def examine() -> Report:
             "multicast_supported": multicast,
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
-        "thresholds": _thresholds(gate),
-        "kernel_tables": _kernel_tables(gpus),
+        "thresholds": _thresholds(gate, calibrated),
+        "kernel_tables": _kernel_tables(gpus, calibrations),
         "device_profile": _device_profile(gpus),
         "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
     }
@@ -82,13 +86,33 @@ def _node(peers: list[list[bool]], multicast: bool) -> Node:
     return Node(torch.cuda.get_device_capability(0), multicast, reachable)
 
 
-def _thresholds(gate: Gate) -> Report:
+def _calibrations(gpus: list[Report], node: Node) -> list[Calibration]:
+    """What groups of this host's first GPUs have measured by themselves; from here on they choose kernels in this process."""
+    folder = default_folder()
+    found = [
+        calibration
+        for ranks in WORLD_SIZES
+        if len(gpus) >= ranks
+        for here in [measured_on(gpus[0]["name"], ranks, node, node_facts("cuda", ranks).peer_access)]
+        if (calibration := stored(folder, here)) is not None
+    ]
+    if found:
+        steps = tuple(step for calibration in found for step in calibration.steps)
+        selection.use_measured({gpus[0]["name"]: steps})
+    return found
+
+
+def _calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
+    return Layer(LAYER, str(default_folder() or "-"), merged_table(calibrations, node.device_class))
+
+
+def _thresholds(gate: Gate, calibrated: Layer | None) -> Report:
     """Where the tables come from, the lowest layer first; a higher one wins."""
     device_class = gate.node.device_class
     layers = []
-    for layer in threshold_layers("auto", device_class):
+    for layer in threshold_layers("auto", device_class, calibrated=calibrated):
         if layer.table is None:
-            state = "absent" if layer.name == "user file" else "not set"
+            state = "absent" if layer.name in ("user file", LAYER) else "not set"
         elif layer.table not in gate.tables:
             state = f"not used: it is about {layer.table.device_class}, this device is {device_class}"
         else:
@@ -97,17 +121,18 @@ def _thresholds(gate: Gate) -> Report:
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
 
 
-def _kernel_tables(gpus: list[Report]) -> Report:
+def _kernel_tables(gpus: list[Report], calibrations: list[Calibration]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
-    from tw_compile.kernels.transports import selection
-
     file, table = user_file(selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None
     own = sorted({step.world_size for step in table.get(name or "", ())})
     state = f"{_ranks(own)}" if own else f"not used: it is about {', '.join(table)}" if table else "absent"
     measured = sorted({n for n in WORLD_SIZES if name and selection.shipped_steps(name, n)})
     shipped = {"layer": "shipped", "from": "configs/kernels", "state": _ranks(measured)}
-    return {"layers": [shipped, {"layer": "user file", "from": str(file or "-"), "state": state}]}
+    ranks = [calibration.measured_on.world_size for calibration in calibrations]
+    calibrated = {"layer": LAYER, "from": str(default_folder() or "-"), "state": _ranks(ranks) if ranks else "absent"}
+    user = {"layer": "user file", "from": str(file or "-"), "state": state}
+    return {"layers": [shipped, *([calibrated] if gpus else []), user]}
 
 
 def _ranks(world_sizes: list[int]) -> str:
@@ -177,9 +202,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
 
 def kernels_by_size(device_name: str, world_size: int) -> str:
     """Which kernel of the P2P transport serves messages up to which size."""
-    from tw_compile.kernels.transports.selection import steps_for
-
-    steps = steps_for(device_name, world_size)
+    steps = selection.steps_for(device_name, world_size)
     if not steps:
         return f"two_shot for all messages (none measured for {device_name}, {world_size} ranks)"
     named = [f"{step.algorithm} ({step.sms} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in steps]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Entry, Source
+from tw_compile.kernels.collective.transports import preferred_names
 from tw_compile.tuning.measured import AT_LEAST, LEFT, Timing
 
 NOISE = 0.02
@@ -139,11 +140,12 @@ class Chooser:
         return against.at(nbytes, against.middle) or 0.0
 
     def _way_of(self, entry: Entry) -> str:
-        """What the entry means in measured ways; ``auto`` is peer to peer where that is possible."""
+        """What the entry means in measured ways; ``auto`` is the first that was measured of those that it asks."""
         if entry.decision == "left":
             return LEFT
-        if entry.transport == "auto":
-            return "p2p" if "p2p" in self._ways else "nccl"
+        # Only without peer access is "host" measured: what asks for peers is served by it there.
+        if entry.transport == "auto" or ("host" in self._ways and entry.transport not in self._ways):
+            return next((name for name in preferred_names("cuda") if name in self._ways), "nccl")
         return str(entry.transport)
 
     def _sure(self, way: str, nbytes: int) -> bool:

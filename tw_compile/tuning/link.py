@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tw_compile.files import write_whole
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.planning.communication import link_us, traffic_bytes
 from tw_compile.planning.links import UNFUSED, USER_FILE, Link, parse_link
 from tw_compile.tuning.measured import KernelRun
 from tw_compile.tuning.profile import NORM_ALONE, alone_us, latency_and_rate, profile_text
-from tw_compile.tuning.run import write_whole
 
 UNFUSED_LABEL = "nccl+norm"
 

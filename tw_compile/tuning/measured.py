@@ -10,7 +10,7 @@ from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.tune import steps_from
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Source
-from tw_compile.kernels.transports.selection import Step, step_for
+from tw_compile.kernels.transports.selection import P2P, Step, step_for, steps_over, transport_of
 
 LEFT = "left"
 UNFUSED: dict[Backend, tuple[str, ...]] = {
@@ -57,13 +57,14 @@ def run_of_report(report: dict[str, Any], command: str | None = None) -> KernelR
 def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
     """Times of ``backend`` left alone, and of each transport that was run, at all sizes of ``runs`` of one world size.
 
-    ``p2p`` is the kernel that ``steps`` has for the size, or without steps the transport's own choice.
+    Of a transport over memory of slots it is the kernel that ``steps`` has for the size, or of ``p2p`` without steps that
+    transport's own choice.
     """
     times = []
     for number, run in enumerate(runs):
         by_size: dict[tuple[int, int], dict[str, Row]] = {}
         for row in run.rows:
-            way = _way(row, backend, step_for(steps, row.nbytes))
+            way = _way(row, backend, steps)
             if way is None or row.numerics != "ok" or row.p50_us is None:
                 continue
             ways = by_size.setdefault((row.nbytes, row.hidden), {})
@@ -77,17 +78,35 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
 
 
 def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:
-    """The kernel table of ``runs`` of one world size; empty where no kernel that a table can name was timed."""
-    return steps_from([row for run in runs for row in run.rows], runs[0].world_size, shipped)
+    """The kernel table of ``runs`` of one world size; empty where no kernel that a table can name was timed.
+
+    Kernels are compared with those of the same transport: which transport serves a message is for thresholds to say.
+    """
+    rows = [row for run in runs for row in run.rows if row.algorithm is not None]
+    transports = dict.fromkeys(transport_of(str(row.algorithm)) for row in rows)
+    return [
+        step
+        for transport in transports
+        for step in steps_from(
+            [row for row in rows if transport_of(str(row.algorithm)) == transport],
+            runs[0].world_size,
+            steps_over(shipped, transport),
+        )
+    ]
 
 
-def _way(row: Row, backend: Backend, step: Step | None) -> str | None:
+def _way(row: Row, backend: Backend, steps: Sequence[Step]) -> str | None:
     if row.label in UNFUSED[backend]:
         return LEFT
     if row.label == "tw-nccl":
         return "nccl"
-    ours = row.label == "tw-p2p" if step is None else (row.algorithm, row.max_sms) == (step.algorithm, step.sms)
-    return "p2p" if ours and not row.quantises else None
+    if row.quantises:
+        return None
+    if row.algorithm is None:
+        return P2P if row.label == "tw-p2p" and not steps_over(steps, P2P) else None
+    transport = transport_of(row.algorithm)
+    step = step_for(steps_over(steps, transport), row.nbytes)
+    return transport if step and (row.algorithm, row.max_sms) == (step.algorithm, step.sms) else None
 
 
 def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> KernelRun:

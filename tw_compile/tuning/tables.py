@@ -69,16 +69,10 @@ def derive(report: dict[str, Any]) -> Derived:
     kernel_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
     beside_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "beside"]
     for run in sorted(kernel_runs, key=lambda run: run.world_size):
-        own_steps = measured_steps([run], shipped_steps(device_name, run.world_size))
-        steps += own_steps
-        for backend in UNFUSED:
-            times = timings([run], backend, own_steps)
-            if not any(timing.way == LEFT for timing in times):
-                continue
-            default = shipped.entries(run.world_size, backend)
-            entries += entries_from(run.world_size, backend, times, default, run.source)
-            own = Chooser(backend, times, default).bands
-            bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
+        decided = decide(run, shipped)
+        steps += decided.steps
+        entries += decided.entries
+        bands |= decided.bands
     benches = {stage.name: stage.bench for stage in TuneSpec(tuple(report["world_sizes"])).stages()}
     pairs = [
         cost
@@ -92,6 +86,31 @@ def derive(report: dict[str, Any]) -> Derived:
         profile, measured = fitted(base, kernel_runs, beside_runs, contentions(pairs))
     table = Table(THRESHOLDS_FILE, device_class, tuple(entries))
     return Derived(device_name, table, tuple(steps), profile, measured, tuple(pairs), bands)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What one run of the operator's benchmark says; as in :class:`Derived`."""
+
+    entries: tuple[Entry, ...]
+    steps: tuple[Step, ...]
+    bands: dict[tuple[int, Backend], Band]
+
+
+def decide(run: KernelRun, shipped: Gate) -> Decided:
+    """A pure function of measured times; ``shipped``: see :func:`shipped_gate`."""
+    steps = measured_steps([run], shipped_steps(run.device_name, run.world_size))
+    entries: list[Entry] = []
+    bands: dict[tuple[int, Backend], Band] = {}
+    for backend in UNFUSED:
+        times = timings([run], backend, steps)
+        if not any(timing.way == LEFT for timing in times):
+            continue
+        default = shipped.entries(run.world_size, backend)
+        entries += entries_from(run.world_size, backend, times, default, run.source)
+        own = Chooser(backend, times, default).bands
+        bands[run.world_size, backend] = own.get(("p2p", LEFT)) or own.get(("nccl", LEFT)) or Band((), (), (), ())
+    return Decided(tuple(entries), tuple(steps), bands)
 
 
 def shipped_gate(device_class: str) -> Gate:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.fx as fx
 from vllm import __version__ as vllm_version
@@ -30,6 +31,7 @@ from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
 from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
 from tw_compile.passes.reasons import HostAttention
@@ -38,6 +40,7 @@ from tw_compile.pipeline import TWCompilePass
 
 logger = logging.getLogger("vllm.tw_compile")  # a child of vLLM's logger, which alone has a handler
 
+_USE_STORED = "tw_compile.tuning.calibrate:use_stored"
 _STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2")
 
 
@@ -116,6 +119,9 @@ class VllmPass(InductorPass):
         return add_long_steps(backend, graph, example_inputs, function, self.long_ranges, layers)
 
     def _gate(self) -> Gate:
+        # vLLM compiles while it profiles its memory, so nothing is measured here.
+        if self.config.calibrate != "off" and torch.cuda.is_initialized() and dist.is_initialized():
+            load(_USE_STORED)(self.config)
         return current_gate(self.config, _observed)
 
     def __repr__(self) -> str:

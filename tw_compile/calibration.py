@@ -1,0 +1,193 @@
+"""What ranks have measured of their node by themselves: one file for each kind of node, and what this process uses of it.
+
+A file is JSON in the folder ``calibration`` of the user's config folder. Its name has a digest of what it was measured on, so a
+node with another driver or other kernels has another file, and two processes that write at once write the same one whole.
+:mod:`tw_compile.tuning.calibrate` measures; here is what comes of it, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tw_compile.files import read_if_there, user_folder, write_whole
+from tw_compile.gating.table import Table, read_table, table_text
+from tw_compile.kernels.transports import selection
+from tw_compile.kernels.transports.selection import Step, steps_of
+
+logger = logging.getLogger("tw_compile")
+
+SCHEMA_VERSION = 1
+LAYER = "calibration"
+"""The name of the layer of tables, and of the folder."""
+_KEYS = ("schema_version", "measured_on", "seconds", "thresholds", "kernels", "remarks", "rows")
+
+
+@dataclass(frozen=True)
+class MeasuredOn:
+    """What times depend on; a calibration serves nodes of which all of it is the same.
+
+    Attributes:
+        peer_access: Whether the kernels used the GPUs' peer access.
+        driver: Version of the NVIDIA driver.
+        source: Digest of this package's sources.
+    """
+
+    device_name: str
+    device_class: str
+    world_size: int
+    peer_access: bool
+    multicast: bool
+    driver: str
+    torch: str
+    source: str
+
+    @property
+    def file_name(self) -> str:
+        words = re.sub("[^a-z0-9]+", "-", self.device_name.lower()).strip("-")
+        digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return f"{words}-tp{self.world_size}-{digest[:12]}.json"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What one calibration found.
+
+    Attributes:
+        table: Thresholds for the world size that was measured.
+        steps: Which kernel serves which message.
+        remarks: What was left out, and why, a line each.
+        rows: The times, as ``tw-compile bench kernel`` reports them.
+        seconds: What measuring took, and before it loading kernels with the first size's checks.
+    """
+
+    measured_on: MeasuredOn
+    table: Table
+    steps: tuple[Step, ...]
+    remarks: tuple[str, ...]
+    rows: tuple[dict[str, Any], ...]
+    seconds: tuple[float, float]
+
+
+def text_of(calibration: Calibration) -> str:
+    """The file's text, as :func:`calibration_of` reads it."""
+    here = calibration.measured_on
+    values = {
+        "schema_version": SCHEMA_VERSION,
+        "measured_on": asdict(here),
+        "seconds": calibration.seconds,
+        "thresholds": table_text(calibration.table),
+        "kernels": selection.table_text(here.device_name, calibration.steps, ""),
+        "remarks": calibration.remarks,
+        "rows": calibration.rows,
+    }
+    return json.dumps(values, indent=1) + "\n"
+
+
+def calibration_of(text: str, source: str) -> Calibration:
+    """The calibration that ``text`` holds; ValueError names ``source``, what was expected and what came."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source}: expected JSON, got {error}") from error
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{source}: schema_version: expected {SCHEMA_VERSION}, got {version!r}")
+    for key in _KEYS:
+        if key not in values:
+            raise ValueError(f"{source}: expected the keys {', '.join(_KEYS)}, got no {key!r}")
+    for key, kind in (("thresholds", str), ("kernels", str), ("remarks", list), ("rows", list)):
+        if type(values[key]) is not kind:
+            raise ValueError(f"{source}: {key}: expected {kind.__name__}, got {values[key]!r}")
+    seconds = values["seconds"]
+    if not isinstance(seconds, list) or [type(value) for value in seconds] != [float, float]:
+        raise ValueError(f"{source}: seconds: expected two numbers, got {seconds!r}")
+    here = _measured_on(values["measured_on"], source)
+    # Whichever file it is in, the same thresholds are the same table: its name is part of the compile caches' key.
+    table = replace(read_table(values["thresholds"], source), file=LAYER)
+    _, steps = steps_of(values["kernels"], source)
+    return Calibration(here, table, steps, tuple(values["remarks"]), tuple(values["rows"]), (seconds[0], seconds[1]))
+
+
+def _measured_on(values: Any, source: str) -> MeasuredOn:
+    names, hints = [field.name for field in fields(MeasuredOn)], get_type_hints(MeasuredOn)
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ValueError(f"{source}: measured_on: expected the keys {', '.join(names)}, got {values!r}")
+    for name in names:
+        if type(values[name]) is not hints[name]:
+            raise ValueError(f"{source}: measured_on: {name}: expected {hints[name].__name__}, got {values[name]!r}")
+    return MeasuredOn(**values)
+
+
+def default_folder() -> Path | None:
+    """Where calibrations are kept; it need not exist. None without a home."""
+    folder = user_folder()
+    return None if folder is None else folder / LAYER
+
+
+def stored(folder: Path | None, here: MeasuredOn) -> Calibration | None:
+    """What is kept of a node like ``here``; None where there is nothing. A file that can't be used is named in one line."""
+    if folder is None:
+        return None
+    file = folder / here.file_name
+    calibration = _read(file)
+    if calibration is not None and calibration.measured_on != here:
+        logger.warning("tw_compile: %s is not used: it was measured on another node, %s", file, calibration.measured_on)
+        return None
+    return calibration
+
+
+def all_stored(folder: Path | None) -> list[Calibration]:
+    """Every calibration of ``folder`` that can be read, by the names of the files."""
+    files = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.json"))
+    return [calibration for calibration in map(_read, files) if calibration is not None]
+
+
+def _read(file: Path) -> Calibration | None:
+    try:
+        text = read_if_there(file, LAYER)
+        return None if text is None else calibration_of(text, str(file))
+    except ValueError as error:
+        logger.warning("tw_compile: a calibration is not used: %s", error)
+        return None
+
+
+def store(folder: Path | None, calibration: Calibration) -> Path | None:
+    """Write the file; None, and one line, where that is impossible: then it is measured again by the next process."""
+    if folder is None:
+        logger.warning("tw_compile: the calibration is not kept, as this user has no home")
+        return None
+    file = folder / calibration.measured_on.file_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, text_of(calibration))
+    except OSError as error:
+        logger.warning("tw_compile: the calibration is not kept: %s", error)
+        return None
+    return file
+
+
+def merged_table(calibrations: Iterable[Calibration], device_class: str) -> Table | None:
+    """The thresholds of all world sizes, of which each is in one of ``calibrations``; None where there are none."""
+    entries = [entry for calibration in calibrations for entry in calibration.table.entries]
+    return Table(LAYER, device_class, tuple(entries)) if entries else None
+
+
+_in_use: list[Calibration] = []
+
+
+def use(calibration: Calibration | None) -> None:
+    """Have graphs that this process compiles from now on, and groups that it then uses first, go by ``calibration``."""
+    _in_use[:] = [] if calibration is None else [calibration]
+    selection.use_measured({} if calibration is None else {calibration.measured_on.device_name: calibration.steps})
+
+
+def in_use() -> Calibration | None:
+    """What :func:`use` was given last."""
+    return _in_use[0] if _in_use else None

@@ -1,0 +1,275 @@
+"""Ranks on a node that nobody has measured measure it, before the first graph that needs all of them is compiled.
+
+All decide alike: what is on disk is for the rank to say that comes first, ranks begin only when all have come, and what they go
+by afterwards is what rank 0 made of the times.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.fx as fx
+
+from tw_compile import __version__, compat
+from tw_compile.agree import agreed, all_come, refuse
+from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.calibration import (
+    LAYER,
+    Calibration,
+    MeasuredOn,
+    calibration_of,
+    default_folder,
+    store,
+    stored,
+    text_of,
+    use,
+)
+from tw_compile.config import Config
+from tw_compile.current import current_node, measured_on, own_gate
+from tw_compile.gating.facts import Backend, Node
+from tw_compile.gating.table import Table
+from tw_compile.harness.launch import Progress
+from tw_compile.harness.problems import Context
+from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
+from tw_compile.harness.requests import UsageError
+from tw_compile.harness.versions import nccl_version
+from tw_compile.kernels.collective.transport import choose_transport, group_facts
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts
+from tw_compile.kernels.transports.selection import shipped_steps, user_steps
+from tw_compile.tuning.candidates import candidates
+from tw_compile.tuning.measured import run_made_with
+from tw_compile.tuning.short import HIDDEN, SECONDS, ShortRun, short_spec
+from tw_compile.tuning.tables import decide, shipped_gate
+
+logger = logging.getLogger("tw_compile")
+
+OPTION = "tw_compile.calibrate"
+COMING_SECONDS = 30.0
+"""Ranks begin to compile at different times. One that has not come by then may never do: it compiles something else."""
+ANSWER_SECONDS = 60.0
+"""After which a rank that does not answer has failed."""
+
+Answer = tuple[Literal["measured", "stored", "measure"], str]
+"""What there is: tables that were measured, a calibration and its text, or nothing."""
+
+_control_groups = itertools.count()
+"""As often as this process has made one, so have the others."""
+_asked_in: list[object] = []
+"""The default process group in which this process has asked already."""
+
+
+def before_compile(config: Config, graph: fx.GraphModule) -> None:
+    """Have this process go by a calibration of the node, which is measured if there is none, where ``graph`` needs all ranks.
+
+    Nothing is done while a CUDA graph is captured, for groups that kernels of ours can't serve, and twice in a group.
+
+    Raises:
+        RuntimeError: A rank died, or did not answer, while all measured.
+    """
+    world = dist.group.WORLD
+    if config.calibrate == "stored":
+        return use_stored(config)
+    if world in _asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
+        return None
+    _asked_in[:] = [world]
+    here, transports = this_node()
+    if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
+        use(measured_together(here, default_folder(), _device(), candidates(transports)))
+
+
+def use_stored(config: Config) -> None:
+    """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
+    world = dist.group.WORLD
+    if world in _asked_in or not _may_calibrate(config):
+        return
+    _asked_in[:] = [world]
+    here, transports = this_node()
+    if transports:
+        _use_stored(config, here, transports[0])
+
+
+def this_node() -> tuple[MeasuredOn, list[str]]:
+    """What all ranks of the default group run on, and the transports whose kernels can serve them."""
+    assert dist.group.WORLD is not None
+    facts, node = group_facts(compat.group_name(dist.group.WORLD), "cuda"), current_node()
+    here = measured_on(torch.cuda.get_device_name(), facts.world_size, node, facts.peer_access)
+    return here, transports_of(facts, node)
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
+    """What the rank that came first says that there is; a calibration is used."""
+    node = current_node()
+    found, text = agreed(LAYER, lambda: answer(config, node, here, transport, default_folder()))
+    use(calibration_of(text, LAYER) if found == "stored" else None)
+    return found
+
+
+def _may_calibrate(config: Config) -> bool:
+    if config.calibrate == "off" or not config.fuse or config.transport != "auto":
+        return False
+    return _over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
+
+
+def _over_nccl() -> bool:
+    """Whether all_reduces of GPUs' tensors are NCCL's: others are those of a test, or none."""
+    return "cuda:nccl" in dist.get_backend_config()
+
+
+def reduces_over_all_ranks(graph: fx.GraphModule) -> bool:
+    """Whether an all_reduce in it is one of every rank of the default group: then every rank compiles such a graph."""
+    ranks = dist.get_world_size()
+    groups = {name for name, size, _ in compat.process_group_facts() if size == ranks}
+    return any(
+        "all_reduce" in str(node.target) and not groups.isdisjoint(_texts((*node.args, *node.kwargs.values())))
+        for module in graph.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def _texts(arguments: Sequence[Any]) -> set[str]:
+    return {argument for argument in arguments if isinstance(argument, str)}
+
+
+def transports_of(facts: GroupFacts, node: Node) -> list[str]:
+    """Those whose kernels take part: what ``auto`` takes, and ``multimem`` where there is multicast. Empty without kernels."""
+    choice = choose_transport(facts, HIDDEN, torch.bfloat16)
+    if choice.name in (None, "nccl"):
+        return []
+    also = TRANSPORTS["multimem"]
+    multicast = node.multicast and also.obstacle(facts, HIDDEN, torch.bfloat16) is None
+    return [str(choice.name), *([also.name] if multicast else [])]
+
+
+def answer(config: Config, node: Node, here: MeasuredOn, transport: str, folder: Path | None) -> Answer:
+    """What this rank would do if it were alone."""
+    steps = [of(here.device_name, here.world_size, transport) for of in (user_steps, shipped_steps)]
+    entries = own_gate(config, node).entries(here.world_size, Backend.NCCL)
+    if any(steps) and any(entry.source.kind == "measured" for entry in entries):
+        return "measured", ""
+    calibration = stored(folder, here)
+    return ("measure", "") if calibration is None else ("stored", text_of(calibration))
+
+
+def _all_are_here(ranks: int) -> bool:
+    if all_come(compat.default_store(), f"{LAYER}/begin", ranks, COMING_SECONDS):
+        return True
+    logger.warning(
+        "tw_compile: this node is not measured: not all of %s ranks came to compile within %.0f s (%s=off does not wait)",
+        ranks,
+        COMING_SECONDS,
+        OPTION,
+    )
+    return False
+
+
+def measured_together(
+    here: MeasuredOn,
+    folder: Path | None,
+    device: torch.device,
+    everyone: Sequence[Contender],
+    run: Callable[..., ShortRun] = ShortRun,
+    answer_seconds: float = ANSWER_SECONDS,
+) -> Calibration | None:
+    """What all ranks of the default group measure now; kept in ``folder``. None where nothing could be timed. Collective.
+
+    Raises:
+        RuntimeError: A rank died, or did not answer in time.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    rank = dist.get_rank()
+    if rank == 0:
+        logger.info(
+            "tw_compile: measuring %s x %s, once, in %.0f s (%s)", here.world_size, here.device_name, SECONDS, OPTION
+        )
+    control = _control_group(here.world_size, answer_seconds)
+    if control is None:
+        return None
+    try:
+        ranks = Ranks(Context(rank, here.world_size, device, compat.group_name(world)), control)
+        if len(set(ranks.gather(here))) > 1:
+            logger.warning("tw_compile: this node is not measured: its ranks run on different devices")
+            return None
+        short = run(ranks, short_spec(here.world_size, device.type), everyone)
+        with torch.no_grad():
+            short.run()
+        text, file = ranks.gather(_kept(here, short, folder) if rank == 0 else None)[0]
+        dist.destroy_process_group(control)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{OPTION}: expected all {here.world_size} ranks to answer within {answer_seconds:.0f} s while they measure this "
+            f"node, got {error}; a rank died or hangs. 'off' leaves it out"
+        ) from error
+    if rank == 0:
+        logger.info("tw_compile: measured this node in %.1f + %.1f s, see %s", *short.took, file or "no file")
+    return None if text is None else calibration_of(text, LAYER)
+
+
+def _control_group(world_size: int, seconds: float) -> dist.ProcessGroup | None:
+    """All ranks by gloo, which works whatever state the GPUs are in; None, on all ranks, where one can't have it."""
+    key, store = f"{LAYER}/control/{next(_control_groups)}", compat.default_store()
+    obstacle = "a rank did not come"
+    try:
+        control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+        if all_come(store, key, world_size, seconds):
+            return control
+    except RuntimeError as error:  # of sockets, say, whose addresses nobody knows
+        obstacle = str(error)
+        refuse(store, key)
+    logger.warning("tw_compile: this node is not measured, as its ranks can't meet by gloo: %s", obstacle)
+    return None
+
+
+def _kept(here: MeasuredOn, short: ShortRun, folder: Path | None) -> tuple[str | None, str | None]:
+    """The text of the calibration, and where it is kept."""
+    if not short.rows:
+        logger.warning("tw_compile: this node is not measured: no candidate could be timed")
+        return None, None
+    calibration = decided(here, short)
+    return text_of(calibration), str(store(folder, calibration) or "") or None
+
+
+def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
+    """What follows from the times, as ``tw-compile tune`` decides it."""
+    made_with = {
+        "world_size": here.world_size,
+        "device_name": here.device_name,
+        "torch": here.torch,
+        "nccl": nccl_version(),
+        "commit": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
+    decided_by = decide(run_made_with(made_with, short.rows, OPTION), shipped_gate(here.device_class))
+    table = Table(LAYER, here.device_class, decided_by.entries)
+    rows = tuple(asdict(row) for row in short.rows)
+    return Calibration(here, table, decided_by.steps, tuple(short.remarks), rows, short.took)
+
+
+def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
+    """Entry point of a spawned rank of ``tw-compile tune --quick``."""
+    work_as_rank(spec, rank, scratch, messages, _as_rank)
+
+
+def _as_rank(ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
+    here, transports = this_node()
+    if not transports:
+        raise UsageError(f"--quick: expected ranks that kernels of ours can serve, got {here}")
+    progress(f"measuring {here.world_size} x {here.device_name}")
+    found = measured_together(here, default_folder(), ranks.ctx.device, candidates(transports))
+    return {"calibration": None if found is None else text_of(found)}
