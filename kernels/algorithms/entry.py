@@ -18,12 +18,14 @@ Options = tuple[tuple[str, Any], ...]
 class Checked:
     """One way in which checks on GPUs run an algorithm: made with ``options``, besides its own.
 
-    ``beside``: also beside other work, where it can be. Results in the slot's memory can't: a call inside may overwrite them.
+    ``beside``: also beside other work, where it can be. ``in_slot``: messages are made in the slot's memory, and results are
+    left there; that is not done beside other work, as a call inside may overwrite them.
     """
 
     name: str
     options: Options = ()
     beside: bool = True
+    in_slot: bool = False
 
 
 @dataclass(frozen=True)

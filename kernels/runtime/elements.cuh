@@ -61,6 +61,16 @@ template <typename T>
 DEVICE void load_strong(Eight<T>& eight, const T* address) {
   for_pieces(eight, [=](auto& words, int offset) { load_relaxed_sys(words, (const uint8_t*)address + offset); });
 }
+// The sums of all ranks' elements, in whole accesses of 16 bytes; `address` is a multicast one.
+template <typename T>
+DEVICE void load_multicast_sum(Eight<T>& eight, const T* address) {
+  for_pieces(eight, [=](auto& words, int offset) {
+    const uint8_t* const piece = (const uint8_t*)address + offset;
+    if constexpr (same<T, bf16>) load_multicast_sum_bf16(words, piece);
+    if constexpr (same<T, fp16>) load_multicast_sum_fp16(words, piece);
+    if constexpr (same<T, fp32>) load_multicast_sum_fp32(words, piece);
+  });
+}
 template <typename T>
 DEVICE void store(T* address, Eight<T> eight) {
   for_pieces(eight, [=](auto& words, int offset) { store_global((uint8_t*)address + offset, words); });

@@ -81,6 +81,36 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   return before;
 }
 
+// --- multicast addresses, which stand for the memory of all ranks at once; from sm_90 on ----------------------------
+
+// The sums of what the ranks have there, of 16-bit elements in float32. In which order they are added is the switch's affair.
+DEVICE void load_multicast_sum_bf16(uint32_t (&w)[4], const void* multicast) {
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(multicast)
+               : "memory");
+}
+DEVICE void load_multicast_sum_fp16(uint32_t (&w)[4], const void* multicast) {
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.f16x2 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(multicast)
+               : "memory");
+}
+DEVICE void load_multicast_sum_fp32(uint32_t (&w)[4], const void* multicast) {
+  asm volatile("multimem.ld_reduce.relaxed.sys.global.add.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(multicast)
+               : "memory");
+}
+// To all ranks, this one included. Bits are moved, whatever they mean: .f32 serves all types.
+DEVICE void store_multicast(void* multicast, const uint32_t (&w)[4]) {
+  asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(w[0]), "r"(w[1]),
+               "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+// Orders accesses through one address of a memory location before it and accesses through another one behind it.
+DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
+
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
 
 // Barrier number `id` (0..15) of `threads` threads, a multiple of 32.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.p2p_group import group_obstacle
 from tw_compile.kernels.collective.slot import SymmetricMemory
@@ -19,7 +19,10 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
 class P2PTransport(SlotTransport):
-    """Kernels over symmetric memory. With the name "multimem" two-shot, with multicast if all buffers of the group have it."""
+    """Kernels over symmetric memory.
+
+    With the name "multimem" the kernel of that name, if all buffers of the group have multicast, else what serves all messages.
+    """
 
     label = "P2P transport"
     kernels_of = "p2p"
@@ -28,7 +31,7 @@ class P2PTransport(SlotTransport):
 
     def __init__(self, name: str = "p2p", algorithm: Algorithm | None = None) -> None:
         self.multicast = name == "multimem"
-        super().__init__(name, TwoShot() if self.multicast else algorithm)
+        super().__init__(name, ALGORITHMS["multimem"].make() if self.multicast else algorithm)
 
     def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         """See :class:`SlotTransport`."""

@@ -78,9 +78,12 @@ class SlotTransport(Transport):
         state, algorithm = self._choose(request)
         if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
+        hoped_for_multimem = state.multimem
         slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
         if slot is None:
             return self._other(state).start(request)
+        if hoped_for_multimem and not state.multimem:
+            return self.start(request)  # now that the slot's memory is there, another kernel serves the call
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)

@@ -14,11 +14,13 @@ Modelled
     CTAs of a cluster start together. Copies of tiles are swizzled by 128 bytes, zero outside of the tensor, and move as bulk
     copies do, to each CTA on its own; an arrival at another CTA's mbarrier may take as long, but not beyond ``cluster_sync``. A
     warp's matmuls read shared memory and add to registers when they are issued or, if it can be, not before ``wgmma_wait``.
+    A sum by a multicast address reads the ranks one after the other, and a store there goes to each on its own.
     Shared memory starts as NaNs. Threads that poll sleep until something that they poll changes. What other kernels of a
     stream do between two launches is told by ``read_behind`` and ``write_behind``.
 Errors
     Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
-    wrote without a barrier or ``fence_proxy_async`` since; lanes of a warp that call different collectives; a CTA that ends
+    wrote without a barrier or ``fence_proxy_async`` since; words written to a multicast address and read at another, or the
+    other way round, without ``fence_proxy_alias`` since; lanes of a warp that call different collectives; a CTA that ends
     while bulk copies or arrivals of others use its shared memory; misuse of mbarriers; matmuls without ``wgmma_fence``, of what
     an ordinary store wrote, or that are never waited for; deadlock, with who waits where.
 Not modelled
@@ -37,7 +39,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -102,7 +104,7 @@ def _library(source: Path, entry: str, defines: tuple[tuple[str, str], ...], fla
     machine_text = "".join(path.read_text() for path in sorted(_HERE.iterdir()) if path.suffix in (".h", ".cpp"))
     machine = [
         _built(name, machine_text, *_COMPILER, *flags, "-c", str(_HERE / f"{name}.cpp"))
-        for name in ("machine", "driver", "tiles")
+        for name in ("machine", "driver", "multicast", "tiles")
     ]
     command = (*_COMPILER, "-shared", "-Wl,-Bsymbolic", "-x", "c++", "-", "-x", "none", *map(str, machine))
     without_paths = re.sub(r"(?m)^# .*\n", "", kernel)  # copies of a source in other folders are the same
@@ -175,6 +177,20 @@ class Emulator:
             raise ValueError(f"buffer: expected memory of its own, got one that overlaps another: {label.decode()}")
         self._buffers.append(buffer)
         return address
+
+    def multicast(self, parts: Sequence[torch.Tensor]) -> int:
+        """An address that stands for the memory of all ranks at once; ``parts``: by rank, of one size, given to ``alloc``."""
+        sizes = {part.nbytes for part in parts}
+        if len(parts) != self.world_size or len(sizes) != 1:
+            raise ValueError(
+                f"parts: expected {self.world_size} of one size, got {len(parts)} of {sorted(sizes)} bytes"
+            )
+        addresses = torch.empty(sizes.pop(), dtype=torch.uint8)  # nothing lies there: ordinary accesses are errors
+        pointers = (ctypes.c_void_p * len(parts))(*(part.data_ptr() for part in parts))
+        base, size = ctypes.c_void_p(addresses.data_ptr()), ctypes.c_size_t(addresses.nbytes)
+        self._library.emulator_multicast(self._machine, base, size, pointers)
+        self._buffers += [addresses, *parts]
+        return addresses.data_ptr()
 
     def launch(
         self,

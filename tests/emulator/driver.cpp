@@ -182,6 +182,7 @@ void emulated_load(const char* primitive, void* words, const void* address, uint
   Thread& thread = enter(primitive, address, polls);
   Allocation& allocation = machine->check(address, bytes, bytes);
   if (polls) park_until_changed(thread, address);
+  check_aliases(thread, allocation, address, bytes, false);
   machine->read(allocation, address, words, bytes, thread.cta->launch->rank);
   if (!polls) return;
   thread.polls.push_back({address, bytes, {}});

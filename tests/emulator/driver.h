@@ -8,6 +8,9 @@ Thread& enter(const char* primitive, const void* at = nullptr, bool polls = fals
 uint32_t check_shared(const void* pointer, uint32_t bytes, uint32_t alignment);
 // Words that an ordinary store of a running launch wrote need a proxy fence of the writer or of this side since.
 void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes);
+// Words that were written to a multicast address and are read at another one, or the other way round, need an alias fence of
+// the writer or of this side since.
+void check_aliases(const Thread& thread, const Allocation& allocation, const void* global, uint32_t bytes, bool multicast);
 // All that any of `warps` knows, all of them know from now on; wakes them.
 void synchronise(Cta& cta, const std::vector<Warp*>& warps);
 // Waits for the other lanes of the warp; the last one calls `complete`, which wakes them.

@@ -20,6 +20,10 @@ void emulated_store(const char* primitive, void* address, const void* words, uin
 void emulated_store_pairs(void* address, const void* words);
 void emulated_fence_sys();
 uint32_t emulated_fetch_add(void* address, uint32_t value);
+uint32_t emulated_world_size();
+void emulated_multicast_load(void* words, const void* address, uint32_t rank);
+void emulated_multicast_store(void* address, const void* words);
+void emulated_fence_proxy_alias();
 void emulated_barrier_sync(uint32_t id, uint32_t threads);
 uint32_t emulated_shuffle_xor(uint32_t value, uint32_t mask);
 uint32_t emulated_first_lanes(uint32_t value);
@@ -150,6 +154,40 @@ DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 DEVICE float exp2_near(float value) { return __builtin_exp2f(value); }
 DEVICE float reciprocal_near(float value) { return 1.0f / value; }
+
+// --- multicast addresses -------------------------------------------------------------------------------------------
+
+// Adds up what the ranks have, in rank order. add(sums, words) and pack(words, sums) know the type of the elements.
+template <int COUNT, typename Add, typename Pack>
+DEVICE void emulated_multicast_sum(uint32_t (&w)[4], const void* multicast, Add add, Pack pack) {
+  float sums[COUNT] = {};
+  for (uint32_t rank = 0; rank < emulated_world_size(); ++rank) {
+    uint32_t words[4];
+    emulated_multicast_load(words, multicast, rank);
+    for (int i = 0; i < 4; ++i) add(sums + i * COUNT / 4, words[i]);
+  }
+  for (int i = 0; i < 4; ++i) w[i] = pack(sums + i * COUNT / 4);
+}
+DEVICE void load_multicast_sum_bf16(uint32_t (&w)[4], const void* multicast) {
+  const auto add = [](float* sums, uint32_t word) {
+    sums[0] += as_float(word << 16);
+    sums[1] += as_float(word & 0xffff0000u);
+  };
+  emulated_multicast_sum<8>(w, multicast, add, [](const float* sums) { return pack_bf16(sums[0], sums[1]); });
+}
+DEVICE void load_multicast_sum_fp16(uint32_t (&w)[4], const void* multicast) {
+  const auto add = [](float* sums, uint32_t word) {
+    sums[0] += unpack_fp16(uint16_t(word));
+    sums[1] += unpack_fp16(uint16_t(word >> 16));
+  };
+  emulated_multicast_sum<8>(w, multicast, add, [](const float* sums) { return pack_fp16(sums[0], sums[1]); });
+}
+DEVICE void load_multicast_sum_fp32(uint32_t (&w)[4], const void* multicast) {
+  const auto add = [](float* sums, uint32_t word) { sums[0] += as_float(word); };
+  emulated_multicast_sum<4>(w, multicast, add, [](const float* sums) { return as_bits(sums[0]); });
+}
+DEVICE void store_multicast(void* multicast, const uint32_t (&w)[4]) { emulated_multicast_store(multicast, w); }
+DEVICE void fence_proxy_alias() { emulated_fence_proxy_alias(); }
 
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
 

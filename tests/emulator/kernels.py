@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 
 from emulator import Emulator
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem
+from tw_compile.kernels.algorithms.multimem.multimem import Shape as MultimemShape
 from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
-from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams
+from tw_compile.kernels.algorithms.stream.stream import Shape, Stream
 from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines
 from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.slot import NOT_ARRIVED
@@ -32,6 +35,8 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
 _MARGIN_BYTES = 128  # around what kernels write
 _SHARED_BYTES = 64 * 1024
 _STALL_LIMIT = 200_000
+SumOf = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""What all ranks' messages add up to, as float64."""
 
 
 def _source(name: str, folder: Path | None) -> Path:
@@ -109,7 +114,12 @@ def partial_sums(world_size: int, tokens: int, hidden_size: int, dtype: torch.dt
     return xs
 
 
-def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int) -> Call:
+def exact_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In float64."""
+    return torch.stack([x.double() for x in xs]).sum(0)
+
+
+def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int, sum_of: SumOf = exact_sum) -> Call:
     """A call with ``xs[rank] [tokens, hidden]``; everything else is random, and each rank's memory its own."""
     generator = torch.Generator().manual_seed(seed)
     world_size, (tokens, hidden_size) = len(xs), xs[0].shape
@@ -139,8 +149,7 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int) -> Call:
         ranks.append(made)
     # A cast before the weight is part of what is asked for, but no part of what is exact.
     exact = replace(norm, hidden_dtype=torch.float64, residual_dtype=torch.float64, cast_before_weight=None)
-    total = torch.stack([x.double() for x in xs]).sum(0)
-    want_hidden, want_h = load(EPILOGUES[norm.epilogue].reference)(total, residual, bias, weight, exact)
+    want_hidden, want_h = load(EPILOGUES[norm.epilogue].reference)(sum_of(xs), residual, bias, weight, exact)
     if hidden_scale is not None:
         want_hidden = (want_hidden / hidden_scale.double()).clamp(-448, 448)
     return Call(tokens, ranks, want_hidden, want_h)
@@ -170,6 +179,8 @@ def margins(tensor: torch.Tensor) -> torch.Tensor:
 
 class Machine:
     """One kernel variant on all ranks. Calls on one slot follow each other, calls on different slots may overlap."""
+
+    sum_of: SumOf = staticmethod(exact_sum)
 
     def __init__(
         self,
@@ -220,7 +231,7 @@ class Machine:
         return partial_sums(self.world_size, tokens, self.hidden_size, self.form.dtype, self.next_seed())
 
     def add_call(self, xs: Sequence[torch.Tensor]) -> Call:
-        call = make_call(self.form, xs, self.next_seed())
+        call = make_call(self.form, xs, self.next_seed(), self.sum_of)
         self.calls.append(call)
         self.written += [tensor for own in call.ranks for tensor in (own.hidden, own.residual_out)]
         return call
@@ -342,8 +353,8 @@ class PushMachine(Machine):
 
 
 @dataclass
-class StreamSlot:
-    """What a slot of ``stream.cu`` has; by rank. ``launches``: the latest one, if there is one."""
+class BarrierSlot:
+    """What a slot of a kernel with barriers has; by rank. ``launches``: the latest one, if there is one."""
 
     buffers: dict[str, list[torch.Tensor]]
     tables: dict[str, torch.Tensor]
@@ -352,43 +363,50 @@ class StreamSlot:
     launches: dict[int, int]
 
 
-class StreamMachine(Machine):
-    """``stream.cu`` with ``slots`` slots a rank; ``first_epoch`` barriers have gone before."""
+class BarrierMachine(Machine):
+    """The kernel of ``algorithm`` with ``slots`` slots a rank; ``first_epoch`` barriers have gone before."""
 
     def __init__(
         self,
+        algorithm: type[BarrierKernel],
         world_size: int,
         hidden_size: int,
         form: Form,
         *,
+        defines: dict[str, Any],
+        block: int,
+        shared_bytes: int,
         staged: bool,
         private_output: bool,
         most_tokens: int,
         seed: int,
-        shape: Shape,
         slots: int = 1,
         spin_limit: int = 0,
         first_epoch: int = 0,
         sources: Path | None = None,
         **options: Any,
     ) -> None:
-        self.staged, self.private_output, self.shape = staged, private_output, shape
+        self.algorithm, self.block, self.shared_bytes = algorithm, block, shared_bytes
+        self.staged, self.private_output = staged, private_output
         xs = partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0)
         example = make_call(form, xs, 0).ranks[0].request
-        defines = row_defines(example, world_size, spin_limit)
-        defines |= shape.defines()
-        defines |= {"STAGED": int(staged), "PULL": int(private_output), "SHARED_BYTES": _SHARED_BYTES}
-        super().__init__(_source("stream", sources), defines, form, hidden_size, world_size, seed, **options)
+        defines = row_defines(example, world_size, spin_limit) | defines
+        defines |= {"STAGED": int(staged), "PULL": int(private_output)}
+        super().__init__(_source(algorithm.name, sources), defines, form, hidden_size, world_size, seed, **options)
         self.slots = []
         for _ in range(slots):
-            needs = Stream(1).needs(example, world_size)
+            needs = algorithm(max_sms=1).needs(example, world_size)
             buffers = {name: self.symmetric(size, -1, name) for name, size in needs.items()}
             buffers["pads"] = self.symmetric(MAX_CTAS * MAX_WORLD_SIZE * 4, first_epoch, "pads")
-            tables = {name: table(tensors) for name, tensors in buffers.items()}
+            tables = {name: self.table_of(tensors) for name, tensors in buffers.items()}
             epochs = self.private(MAX_CTAS)
             for epoch in epochs:
                 epoch.fill_(first_epoch)
-            self.slots.append(StreamSlot(buffers, tables, epochs, self.status(), {}))
+            self.slots.append(BarrierSlot(buffers, tables, epochs, self.status(), {}))
+
+    def table_of(self, buffers: list[torch.Tensor]) -> torch.Tensor:
+        """The addresses by which kernels find the buffers of all ranks."""
+        return table(buffers)
 
     def run(self) -> None:
         super().run()
@@ -397,15 +415,25 @@ class StreamMachine(Machine):
                 "ranks counted different barriers"
             )
 
-    def call(self, tokens: int, max_sms: int, *, slot: int = 0, skip: Sequence[int] = ()) -> Call:
-        """Queues a call; ``skip``: ranks that do not launch it."""
-        mine, call = self.slots[slot], self.add_call(self.random_x(tokens))
+    def call(
+        self,
+        tokens: int,
+        max_sms: int,
+        *,
+        slot: int = 0,
+        skip: Sequence[int] = (),
+        xs: Sequence[torch.Tensor] | None = None,
+    ) -> Call:
+        """Queues a call; ``skip``: ranks that do not launch it; ``xs``: partial sums by rank, random ones if not given."""
+        mine = self.slots[slot]
+        call = self.add_call([x.clone() for x in xs] if xs else self.random_x(tokens))
         for rank, own in enumerate(call.ranks):
             if rank not in skip:
-                self.launch(mine, slot, rank, own, Stream(max_sms).sms(tokens, self.world_size))
+                grid = self.algorithm(max_sms=max_sms).sms(tokens, self.world_size)
+                self.launch(mine, slot, rank, own, grid)
         return call
 
-    def launch(self, slot: StreamSlot, stream: int, rank: int, own: Rank, grid: int) -> None:
+    def launch(self, slot: BarrierSlot, stream: int, rank: int, own: Rank, grid: int) -> None:
         shared = self.shared_parameters(rank, own)
         behind = {}
         if not self.staged:
@@ -424,7 +452,7 @@ class StreamMachine(Machine):
                 if name in slot.buffers:
                     shared[result] = slot.buffers[name][rank].data_ptr()
                     behind[shared[result]] = target
-        params = StreamParams(
+        params = self.algorithm.params(
             **{
                 f"{name}_table": slot.tables[name].data_ptr()
                 for name in ("x", "hidden", "residual")
@@ -435,10 +463,53 @@ class StreamMachine(Machine):
             status=slot.status[rank].data_ptr(),
             **shared,
         )
-        launch = self.emulator.launch(rank, stream, grid, self.shape.block, _SHARED_BYTES, params, programmatic=True)
+        launch = self.emulator.launch(rank, stream, grid, self.block, self.shared_bytes, params, programmatic=True)
         slot.launches[rank] = launch
         for address, target in behind.items():
             self.emulator.read_behind(launch, address, target)
+
+
+class StreamMachine(BarrierMachine):
+    """``stream.cu``."""
+
+    def __init__(self, world_size: int, hidden_size: int, form: Form, *, shape: Shape, **options: Any) -> None:
+        defines = shape.defines() | {"SHARED_BYTES": _SHARED_BYTES}
+        cta = {"defines": defines, "block": shape.block, "shared_bytes": _SHARED_BYTES}
+        super().__init__(Stream, world_size, hidden_size, form, **cta, **options)
+
+
+def rounded_sum(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As the switch adds: in float32, here in rank order, and rounded once to the dtype of the messages."""
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    return total.to(xs[0].dtype).double()
+
+
+class MultimemMachine(BarrierMachine):
+    """``multimem.cu`` with the switch's instructions, or ``by_peers``: with loads and stores of peers in their place."""
+
+    sum_of = staticmethod(rounded_sum)
+
+    def __init__(
+        self,
+        world_size: int,
+        hidden_size: int,
+        form: Form,
+        *,
+        shape: MultimemShape,
+        by_peers: bool = False,
+        **options: Any,
+    ) -> None:
+        self.by_peers = by_peers
+        defines = shape.defines() | {"EMULATED_MULTICAST": int(by_peers)}
+        shared_bytes = 2 * shape.block // 32 * EPILOGUES[form.epilogue].statistics_bytes
+        cta = {"defines": defines, "block": shape.block, "shared_bytes": shared_bytes}
+        super().__init__(Multimem, world_size, hidden_size, form, **cta, **options)
+
+    def table_of(self, buffers: list[torch.Tensor]) -> torch.Tensor:
+        addresses = table(buffers)
+        return addresses if self.by_peers else torch.cat([addresses, torch.tensor([self.emulator.multicast(buffers)])])
 
 
 def check(call: Call) -> None:

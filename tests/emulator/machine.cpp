@@ -152,6 +152,7 @@ void Machine::store(Allocation& allocation, void* address, const uint32_t* words
     word->pending = id;
     word->writer = cta.serial * 1024 + current->index;
     word->written = now;
+    word->multicast = false;
     cta.pending.push_back(id);
     ++pending;
   }

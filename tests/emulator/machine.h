@@ -58,6 +58,7 @@ struct Word {
   uint32_t pending;  // index of the first PendingStore, 0 for none
   uint32_t writer;   // serial of the CTA * 1024 + thread of the last ordinary store, 0 for none or a bulk copy
   uint32_t written;  // Machine::now then
+  bool multicast;    // that store went to a multicast address
 };
 struct Allocation {
   char* base;
@@ -69,6 +70,12 @@ struct Allocation {
   uint64_t first_key;  // of its bytes, see Machine::park
 
   uint64_t key(const void* address) const { return first_key + (static_cast<const char*>(address) - base); }
+};
+// A range of addresses that stands for an allocation of each rank.
+struct Multicast {
+  char* base;
+  size_t bytes;
+  std::vector<char*> parts;  // [rank]
 };
 struct PendingStore {
   uint32_t* address;
@@ -110,6 +117,7 @@ struct Thread {
   struct Cta* cta;
   struct Warp* warp;
   uint32_t index, result = 0, fence = 0;
+  uint32_t alias_fence = 0;  // Machine::now at the last one
   bool done = false;
   const char* primitive = "its start";
   const void* at = nullptr;      // what it accesses or waits for
@@ -217,6 +225,7 @@ struct Machine {
   std::vector<double> links;  // [rank of the thread, rank of the memory]: how likely a store goes when its turn comes
 
   std::vector<Allocation> allocations;  // by address
+  std::vector<Multicast> multicasts;
   std::deque<Launch> launches;
   std::deque<Cta> ctas;  // [serial - 1]
   std::vector<Cta*> dirty;

@@ -1,4 +1,4 @@
-"""Lines of the kernels that must be as they are: with another in its place, the tests of ``test_kernels.py`` fail."""
+"""Lines of the kernels that must be as they are: with another in its place, the tests of the kernels fail."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from emulator import EmulationError
-from emulator.kernels import ALGORITHMS, FP8, FP32, Form, PushMachine, StreamMachine
+from emulator.kernels import ALGORITHMS, FP8, FP32, Form, MultimemMachine, PushMachine, StreamMachine
 from emulator.test_kernels import MOST_TOKENS, WHOLE, random_calls
+from tw_compile.kernels.algorithms.multimem.multimem import Shape as MultimemShape
 from tw_compile.kernels.algorithms.stream.stream import Shape
 from tw_compile.kernels.runtime.program import HEADERS
 
 Run = Callable[[Path | None, int], None]
 SEEDS = range(40)
 TWO_GROUPS = Shape(64, 2, 2)
+GROUPS_WITH_ROWS_AHEAD = MultimemShape(64, 2, 2)
 STALL_LIMIT = 20_000  # enough for 400 rounds of all threads
 
 
@@ -39,10 +41,33 @@ def run_stream(
     machine.run()
 
 
+def run_multimem(
+    sources: Path | None,
+    seed: int,
+    *,
+    form: Form = WHOLE,
+    in_slot: bool = False,
+    by_peers: bool = False,
+    shape: MultimemShape = GROUPS_WITH_ROWS_AHEAD,
+) -> None:
+    options: dict[str, Any] = {
+        "staged": not in_slot,
+        "private_output": not in_slot,
+        "shape": shape,
+        "by_peers": by_peers,
+    }
+    options |= {"first_epoch": -3, "resident": 2 + seed % 5, "stall_limit": STALL_LIMIT, "sources": sources}
+    machine = MultimemMachine(3, 272, form, most_tokens=MOST_TOKENS, seed=seed, **options)
+    random_calls(machine, seed, 4)
+    machine.run()
+
+
 SHARDED = Form(residual="sharded", residual_out="sharded", residual_dtype=FP32)
 ONE_SHOT, TWO_SHOT = partial(run_push, one_shot=True), partial(run_push, one_shot=False)
 MEETING, NO_MEETING = "meet_peers(p.pads, p.status, epoch + {0}, p.rank, {0}, BLOCK)", "barrier_sync(0, BLOCK)"
 PRIVATE, IN_SLOT = run_stream, partial(run_stream, in_slot=True)
+BY_PEERS = partial(run_multimem, by_peers=True)
+MULTIMEM_IN_SLOT = partial(run_multimem, in_slot=True)
 
 PUSH: dict[str, tuple[Run, str, str]] = {
     "clears the part that comes next": (TWO_SHOT, "(call.part + 2) % 3", "(call.part + 1) % 3"),
@@ -162,6 +187,64 @@ STREAM: dict[str, tuple[Run, str, str]] = {
     "starts before the call before has ended": (PRIVATE, "grid_dependency_wait();", ""),
 }
 
+MULTIMEM: dict[str, tuple[Run, str, str]] = {
+    "no barrier before the sum": (run_multimem, MEETING.format(1), NO_MEETING),
+    "no barrier before the slot is written": (MULTIMEM_IN_SLOT, MEETING.format(1), NO_MEETING),
+    "no barrier after the results": (MULTIMEM_IN_SLOT, MEETING.format(2), NO_MEETING),
+    "no barrier before results are copied": (run_multimem, MEETING.format(2), NO_MEETING),
+    "counts one barrier": (run_multimem, "p.epochs[blockIdx.x] = epoch + 2", "p.epochs[blockIdx.x] = epoch + 1"),
+    "does not stage its own rows": (run_multimem, "copy_rows<0>", "copy_rows<1>"),
+    "no alias fence before the sum": (run_multimem, "fence_proxy_alias();\n  cta.compute", "cta.compute"),
+    "no alias fence before results are copied": (run_multimem, "fence_proxy_alias();\n  warp_sync", "warp_sync"),
+    "takes a peer's address for the multicast one": (
+        MULTIMEM_IN_SLOT,
+        "multicast(table[WORLD_SIZE])",
+        "multicast(table[0])",
+    ),
+    "a peer gets no result": (
+        partial(run_multimem, in_slot=True, by_peers=True),
+        "step < WORLD_SIZE; ++step)\n      store_relaxed_sys",
+        "step < WORLD_SIZE - 1; ++step)\n      store_relaxed_sys",
+    ),
+    "leaves out a rank's addend": (
+        BY_PEERS,
+        "source < WORLD_SIZE; ++source",
+        "source < WORLD_SIZE - 1; ++source",
+    ),
+    "has another row on its way": (
+        run_multimem,
+        "fetch(place, index + DEPTH * GROUPS)",
+        "fetch(place, index + GROUPS)",
+    ),
+    "has no row on its way": (MULTIMEM_IN_SLOT, "fetch(place, index + DEPTH * GROUPS);", ""),
+    "has rows of others on its way": (MULTIMEM_IN_SLOT, "if (index >= own_rows) return;", ""),
+    "rows share partial sums": (
+        partial(run_multimem, in_slot=True, shape=MultimemShape(64, 1, 2)),
+        "(group * 2 + parity) * WARPS",
+        "group * 2 * WARPS",
+    ),
+    "groups share partial sums": (MULTIMEM_IN_SLOT, "(group * 2 + parity) * WARPS", "parity * WARPS"),
+    "groups share a barrier": (MULTIMEM_IN_SLOT, "thread, 1 + group)", "thread, 1)"),
+    "neighbours put other halves together": (
+        partial(run_multimem, form=Form(hidden_dtype=FP8)),
+        "high = shuffle_xor(vectors[v].words[1], 1)",
+        "high = shuffle_xor(vectors[v].words[1], 3)",
+    ),
+    "copies rows that are not there": (run_multimem, "local < share_of(owner) ?", "local < per_cta ?"),
+    "copies one row of those that are at once": (
+        run_multimem,
+        "begin += AT_ONCE * GROUPS",
+        "begin += (AT_ONCE + 1) * GROUPS",
+    ),
+    "does not copy the residual": (run_multimem, "copy_rows<1>(p.residual_out", "copy_rows<2>(p.residual_out"),
+    "reads a sharded residual as a whole one": (
+        partial(run_multimem, form=SHARDED),
+        "(RESIDUAL_SHARDED ? local : row)",
+        "row",
+    ),
+    "starts before the call before has ended": (run_multimem, "grid_dependency_wait();", ""),
+}
+
 PADS: dict[str, tuple[Run, str, str]] = {
     "announces what others have not written yet": (PRIVATE, "  barrier_sync(0, threads);\n  if", "  if"),
     "others go on before the peers have come": (
@@ -188,6 +271,7 @@ BROKEN = {
     for file, changes in {
         "push.cu": PUSH,
         "stream.cu": STREAM,
+        "multimem.cu": MULTIMEM,
         "pads.cuh": PADS,
         "elements.cuh": ELEMENTS,
         "row.cuh": ROW,
@@ -210,7 +294,7 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
             run(tmp_path, seed)
 
 
-@pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT])
+@pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT, run_multimem, MULTIMEM_IN_SLOT, BY_PEERS])
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""
     for seed in SEEDS[:10]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from emulator.kernels import BF16, FP8, FP16, FP32, Form, PushMachine, StreamMachine, partial_sums
+from emulator.kernels import BF16, FP8, FP16, FP32, BarrierMachine, Form, PushMachine, StreamMachine, partial_sums
 from tw_compile.kernels.algorithms.push.push import threads_for
 from tw_compile.kernels.algorithms.stream.stream import Shape, shape_for
 
@@ -41,7 +41,7 @@ def stream(world_size: int, hidden_size: int, form: Form, seed: int, **options: 
     return StreamMachine(world_size, hidden_size, form, most_tokens=MOST_TOKENS, seed=seed, **chosen)
 
 
-def random_calls(machine: PushMachine | StreamMachine, seed: int, count: int, slots: int = 1) -> None:
+def random_calls(machine: PushMachine | BarrierMachine, seed: int, count: int, slots: int = 1) -> None:
     """Grids of all sizes after each other: one token, fewer than ranks, more rows than CTAs."""
     random = Random(seed)
     for _ in range(count):

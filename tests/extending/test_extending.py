@@ -14,12 +14,13 @@ import toy_algorithm
 import toy_epilogue
 import toy_store
 from emulator.kernels import ALGORITHMS as SOURCES
-from emulator.kernels import Form, PushMachine, StreamMachine
+from emulator.kernels import Form, MultimemMachine, PushMachine, StreamMachine
 from on_ranks import FP32, HIDDEN, RANKS, TOKENS, block, calls_of_the_toy, layer_norm, message
 
 from tw_compile import Config
 from tw_compile.benchmark.ours import variants
 from tw_compile.kernels.algorithms import ALGORITHMS
+from tw_compile.kernels.algorithms.multimem import multimem
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Shape
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
@@ -149,8 +150,15 @@ def run_stream(sources: Path, seed: int) -> None:
     machine.run()
 
 
+def run_multimem(sources: Path, seed: int) -> None:
+    options: dict[str, Any] = {"staged": True, "private_output": True, "sources": sources}
+    machine = MultimemMachine(2, 144, FORM, most_tokens=5, seed=seed, shape=multimem.Shape(64, 2, 2), **options)
+    machine.call(5, 2)
+    machine.run()
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("run", [run_push, run_stream])
+@pytest.mark.parametrize("run", [run_push, run_stream, run_multimem])
 def test_cuda_kernels_take_the_row_code_of_the_epilogue(sources: Path, run: Any) -> None:
     with EPILOGUES.registered(toy_epilogue.ENTRY):
         run(sources, 1)

@@ -14,13 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tw_compile.kernels.algorithms import row_kernel
+from tw_compile.kernels.algorithms import barrier_kernel, row_kernel
+from tw_compile.kernels.algorithms.multimem import multimem
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem, MultimemParams
 from tw_compile.kernels.algorithms.push import push
-from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push, PushParams, part_bytes, threads_for
-from tw_compile.kernels.algorithms.stream import stream
+from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push, PushParams, part_bytes
 from tw_compile.kernels.algorithms.stream.stream import Shape, Stream, StreamParams, shape_for
 from tw_compile.kernels.algorithms.two_shot import two_shot
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
+from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.cuda_variant import VECTOR, aligned
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, capacity_for
 from tw_compile.kernels.collective.spec import (
@@ -38,7 +40,8 @@ BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.floa
 WORLD_SIZE, RANK, HIDDEN = 4, 2, 64
 SHARED_BYTES = 227 * 1024
 
-BOTH = pytest.mark.parametrize("make", [partial(Push, False), Stream], ids=["push", "stream"])
+EACH = pytest.mark.parametrize("make", [partial(Push, False), Stream, Multimem], ids=["push", "stream", "multimem"])
+WITH_BARRIERS = pytest.mark.parametrize("make", [Stream, Multimem], ids=["stream", "multimem"])
 
 hidden_sizes = st.integers(1, 4096).map(lambda vectors: vectors * VECTOR)
 world_sizes = st.integers(2, 8)
@@ -65,7 +68,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeKernel]:
         made.append(FakeKernel(program))
         return made[-1]
 
-    for module in (row_kernel, stream):
+    for module in (row_kernel, barrier_kernel):
         monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -104,8 +107,9 @@ def norm_dtypes(dtype: torch.dtype, norm: dict[str, Any]) -> dict[str, Any]:
     return {"hidden_dtype": dtype, "residual_dtype": FP32} | norm
 
 
-def group() -> GroupState:
-    return GroupState("group", None, torch.device("cuda", 0), RANK, WORLD_SIZE, Selector())  # type: ignore[arg-type]
+def group(multimem: bool = True) -> GroupState:
+    device = torch.device("cuda", 0)
+    return GroupState("group", None, device, RANK, WORLD_SIZE, Selector(), multimem)  # type: ignore[arg-type]
 
 
 def slot_for(needs: dict[str, int]) -> Slot:
@@ -125,7 +129,7 @@ def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
 # --- what they refuse ------------------------------------------------------------------------------------------------
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     ("asked", "capability", "reason"),
     [
@@ -137,10 +141,10 @@ def addresses(*tensors: torch.Tensor | None) -> list[int | None]:
         (replace(request(), bias=torch.zeros(HIDDEN, dtype=FP8)), (9, 0), "dtype torch.float8_e4m3fn"),
     ],
 )
-def test_obstacles_of_both(
+def test_obstacles_of_each(
     kernels: list[FakeKernel],
     monkeypatch: pytest.MonkeyPatch,
-    make: Callable[..., Push | Stream],
+    make: Callable[..., Algorithm],
     asked: Request,
     capability: tuple[int, int],
     reason: str | None,
@@ -163,6 +167,14 @@ def test_obstacles_of_stream(kernels: list[FakeKernel], monkeypatch: pytest.Monk
     assert Push(False).obstacle(request(), state) is None
 
 
+def test_obstacles_of_multimem(kernels: list[FakeKernel]) -> None:
+    odd = request(hidden_size=72, hidden_dtype=FP8)
+    assert "72 bytes is not a multiple of 16" in str(Multimem().obstacle(odd, group()))
+    assert "no multicast addresses" in str(Multimem().obstacle(request(), group(multimem=False)))
+    assert Multimem(emulated=True).obstacle(request(), group(multimem=False)) is None
+    assert Multimem().obstacle(request(1, 32768, FP32), group()) is None
+
+
 def test_one_shot_needs_all_rows_of_the_residual(kernels: list[FakeKernel]) -> None:
     state, one_shot = group(), Push(True)
     assert "all rows" in str(one_shot.obstacle(request(), state))
@@ -173,9 +185,9 @@ def test_one_shot_needs_all_rows_of_the_residual(kernels: list[FakeKernel]) -> N
     )
 
 
-@pytest.mark.parametrize("make", [lambda n: Push(True, n), lambda n: Push(False, n), Stream])
+@pytest.mark.parametrize("make", [lambda n: Push(True, n), lambda n: Push(False, n), Stream, Multimem])
 def test_numbers_of_ctas_are_checked(make: Any) -> None:
-    most = MAX_CTAS if make is Stream else 128
+    most = MAX_CTAS if make in (Stream, Multimem) else 128
     for count in (0, most + 1):
         with pytest.raises(ValueError, match=rf"max_sms: expected 1 to {most}, got {count}"):
             make(count)
@@ -189,7 +201,8 @@ def test_numbers_of_ctas_are_checked(make: Any) -> None:
 def test_a_launch_has_a_cta_for_every_row_up_to_the_limit(tokens: int, world_size: int, limit: int) -> None:
     per_rank = rows_per_rank(tokens, world_size)
     assert Push(True, limit).sms(tokens, world_size) == min(tokens, limit)
-    assert Push(False, limit).sms(tokens, world_size) == Stream(limit).sms(tokens, world_size) == min(per_rank, limit)
+    for algorithm in (Push(False, limit), Stream(limit), Multimem(limit)):
+        assert algorithm.sms(tokens, world_size) == min(per_rank, limit)
 
 
 @given(
@@ -245,51 +258,12 @@ def test_large_messages_are_done_in_launches_of_about_equal_size(
     assert Push(True).rows_of_a_launch(asked, WORLD_SIZE) == 5, "not 9 and 1"
 
 
-def test_stream_needs_a_buffer_for_each_kind_of_row() -> None:
+@WITH_BARRIERS
+def test_kernels_with_barriers_need_a_buffer_for_each_kind_of_row(make: Callable[[], Algorithm]) -> None:
     asked = request(10, HIDDEN, hidden_dtype=FP8)
-    assert Stream().needs(asked, WORLD_SIZE) == {"x": 10 * HIDDEN * 2, "hidden": 10 * HIDDEN}
+    assert make().needs(asked, WORLD_SIZE) == {"x": 10 * HIDDEN * 2, "hidden": 10 * HIDDEN}
     replicated = replace(asked, residual_out="replicated")
-    assert Stream().needs(replicated, WORLD_SIZE)["residual"] == 10 * HIDDEN * 4
-
-
-@given(hidden_sizes, st.sampled_from([(2, 1024), (4, 1024), (8, 512)]))
-def test_threads_of_push_cover_a_row_with_as_few_vectors_each_as_can_be(
-    hidden_size: int, most_threads: tuple[int, int]
-) -> None:
-    world_size, most = most_threads
-    vectors, threads = hidden_size // VECTOR, threads_for(hidden_size, world_size)
-    each = -(-vectors // threads)
-    assert threads % 32 == 0 and 32 <= threads <= most
-    assert each == -(-vectors // most)
-    assert threads - 32 < -(-vectors // each), "a warp has nothing to do"
-
-
-sizes_or_none = st.sampled_from([0, 2, 4])
-
-
-@given(hidden_sizes, st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), sizes_or_none, sizes_or_none)
-def test_shapes_of_stream_fit(
-    hidden_size: int, x_itemsize: int, hidden_itemsize: int, kept: int, collected: int
-) -> None:
-    shape = shape_for(hidden_size, x_itemsize, hidden_itemsize, kept, collected)
-    threads, groups, stages, results = shape.threads, shape.groups, shape.stages, shape.results
-    each = -(-hidden_size // (threads * VECTOR))
-    assert threads % 32 == 0 and each <= 4, "registers hold no more of a row"
-    assert threads == 64 or threads - 32 < hidden_size / (each * VECTOR), "a warp has nothing to do"
-    assert 1 <= groups <= 8 and shape.block == groups * threads + 64
-    assert groups * results >= 2 or stages <= 8, "a row is computed while another is copied, unless rows are long"
-    assert groups == 1 or (stages >= 2 and groups * threads <= 512)
-    assert groups * stages <= 32
-
-    def align(nbytes: int) -> int:
-        return -(-nbytes // 128) * 128
-
-    # `Shared` of stream.cu, as its static_assert counts.
-    shared = 8 * 3 * groups * stages + 8 * 2 * groups * (results + 1) + 4 * 2 * groups * threads // 32 + 8 * 2 * 8
-    stage = align(hidden_size * max(x_itemsize, collected))
-    if stages > 0:
-        piece = align(hidden_size * hidden_itemsize) + align(hidden_size * kept)
-        assert align(shared) + groups * (results * piece + stages * stage) <= SHARED_BYTES
+    assert make().needs(replicated, WORLD_SIZE)["residual"] == 10 * HIDDEN * 4
 
 
 # --- residuals of which all rows are known ---------------------------------------------------------------------------
@@ -396,14 +370,41 @@ def test_stream_launches_what_it_was_asked_for(kernels: list[FakeKernel]) -> Non
     assert (defines["STAGED"], defines["PULL"], defines["SPIN_LIMIT"]) == (1, 1, 7)
 
 
-def test_stream_leaves_out_the_residuals_table_without_replicated_rows(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Stream(), request()
+@pytest.mark.parametrize("emulated", [False, True])
+def test_multimem_launches_what_it_was_asked_for(kernels: list[FakeKernel], emulated: bool) -> None:
+    algorithm, asked = Multimem(max_sms=2, emulated=emulated), request(residual_out="replicated")
+    slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
+    started = algorithm.launch(asked, group(), slot, 7)
+    ((params, keywords),) = kernels[0].launches
+    assert isinstance(params, MultimemParams)
+    names = [name for name, *_ in MultimemParams._fields_][:13]
+    buffers = [slot.buffers[name].table for name in ("x", "hidden", "residual")]
+    assert [getattr(params, name) for name in names] == [
+        *addresses(asked.x, asked.residual, asked.bias, asked.weight, None, started.hidden, started.residual),
+        *addresses(*buffers, slot.pads.table, slot.epochs, slot.status),
+    ]
+    assert (params.rank, params.tokens, params.weight_offset, params.scale) == (RANK, 10, 1.0, 0.5)
+    # Groups of one warp; each warp has a sum of squares of two rows.
+    expected = {"stream": 0xABC, "grid": 2, "block": 256, "shared_bytes": 2 * 8 * 4, "cluster": 1}
+    assert keywords == expected | {"programmatic": True, "beside": False}
+    defines = dict(kernels[0].program.defines)
+    assert multimem.Shape(*(defines[name] for name in ("THREADS", "GROUPS", "DEPTH"))) == multimem.shape_for(64, 2, 4)
+    assert (defines["STAGED"], defines["PULL"], defines["SPIN_LIMIT"]) == (1, 1, 7)
+    assert defines["EMULATED_MULTICAST"] == emulated
+
+
+@WITH_BARRIERS
+def test_the_residuals_table_is_left_out_without_replicated_rows(
+    kernels: list[FakeKernel], make: Callable[[], Algorithm]
+) -> None:
+    algorithm, asked = make(), request()
     algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 0)
     assert kernels[0].launches[0][0].residual_table is None
 
 
-def test_stream_does_not_stage_what_lies_in_the_slot(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Stream(), request()
+@WITH_BARRIERS
+def test_what_lies_in_the_slot_is_not_staged(kernels: list[FakeKernel], make: Callable[[], Algorithm]) -> None:
+    algorithm, asked = make(), request()
     slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
     in_slot = replace(asked, x=slot.buffers["x"].view((10, HIDDEN), BF16))
     for x_request, staged in ((in_slot, 0), (asked, 1)):
@@ -413,8 +414,9 @@ def test_stream_does_not_stage_what_lies_in_the_slot(kernels: list[FakeKernel]) 
     assert len(kernels) == 2
 
 
-def test_results_in_the_slot_are_the_slots_memory(kernels: list[FakeKernel]) -> None:
-    algorithm, asked = Stream(), replace(request(residual_out="replicated"), results_in_slot=True)
+@WITH_BARRIERS
+def test_results_in_the_slot_are_the_slots_memory(kernels: list[FakeKernel], make: Callable[[], Algorithm]) -> None:
+    algorithm, asked = make(), replace(request(residual_out="replicated"), results_in_slot=True)
     slot = slot_for(algorithm.needs(asked, WORLD_SIZE))
     started = algorithm.launch(asked, group(), slot, 0)
     assert started.hidden.data_ptr() == slot.buffers["hidden"].tensor.data_ptr()
@@ -426,8 +428,8 @@ def test_results_in_the_slot_are_the_slots_memory(kernels: list[FakeKernel]) -> 
     assert sharded.hidden.data_ptr() == slot.buffers["hidden"].tensor.data_ptr()
 
 
-@BOTH
-def test_kernels_are_kept_by_variant(kernels: list[FakeKernel], make: Callable[..., Push | Stream]) -> None:
+@EACH
+def test_kernels_are_kept_by_variant(kernels: list[FakeKernel], make: Callable[..., Algorithm]) -> None:
     algorithm, wide = make(), request(20, dtype=FP32, residual_out="replicated")
     slot = slot_for(algorithm.needs(wide, WORLD_SIZE))
     same = [request(), request(), request(3), request(eps=1e-3), request(scale=2.0)]
@@ -449,11 +451,13 @@ def test_kernels_are_kept_by_variant(kernels: list[FakeKernel], make: Callable[.
 @pytest.mark.parametrize("residual_sharded", [True, False])
 @pytest.mark.parametrize("residual_out", ["none", "sharded", "replicated"])
 @pytest.mark.parametrize(
-    ("make", "count"), [(partial(Push, True), 1), (partial(Push, False), 1), (Stream, 2)], ids=["one", "two", "stream"]
+    ("make", "count"),
+    [(partial(Push, True), 1), (partial(Push, False), 1), (Stream, 2), (Multimem, 2)],
+    ids=["one", "two", "stream", "multimem"],
 )
 def test_what_is_loaded_ahead_serves_all_messages_like_the_first(
     kernels: list[FakeKernel],
-    make: Callable[[], Push | Stream],
+    make: Callable[[], Algorithm],
     count: int,
     residual_out: ResidualOut,
     residual_sharded: bool,
@@ -475,9 +479,9 @@ def test_what_is_loaded_ahead_serves_all_messages_like_the_first(
     assert all(kernel.launches for kernel in kernels)
 
 
-@BOTH
+@EACH
 def test_nothing_is_loaded_ahead_of_what_cannot_be_served(
-    kernels: list[FakeKernel], make: Callable[..., Push | Stream]
+    kernels: list[FakeKernel], make: Callable[..., Algorithm]
 ) -> None:
     make().prepare(request(hidden_size=68), group(), 0)
     assert kernels == []
@@ -528,7 +532,6 @@ def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeTritonKernel]:
     return made
 
 
-@pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize(
     "first",
     [
@@ -539,10 +542,8 @@ def triton_kernels(monkeypatch: pytest.MonkeyPatch) -> list[FakeTritonKernel]:
         replace(request(dtype=FP32, residual_sharded=False), residual=None),
     ],
 )
-def test_two_shot_loads_what_its_launches_look_for(
-    triton_kernels: list[FakeTritonKernel], first: Request, emulated: bool
-) -> None:
-    algorithm, state = TwoShot(emulated), group()
+def test_two_shot_loads_what_its_launches_look_for(triton_kernels: list[FakeTritonKernel], first: Request) -> None:
+    algorithm, state = TwoShot(), group()
     algorithm.prepare(first, state, 7)
     assert [kernel.loaded for kernel in triton_kernels] == [True, True]
     for tokens in (10, 1):
@@ -560,14 +561,14 @@ def test_beside_other_work_all_have_the_sms_of_the_request(
 ) -> None:
     asked = replace(request(100), overlap_sms=overlap_sms)  # 25 rows a rank
     asked = replace(asked, outputs=asked.allocate(WORLD_SIZE))
-    for algorithm in (Push(False), Stream(32), TwoShot()):
+    for algorithm in (Push(False), Stream(32), Multimem(32), TwoShot()):
         started = algorithm.launch(asked, group(), slot_for(algorithm.needs(asked, WORLD_SIZE)), 0)
         assert (started.hidden, started.residual) == asked.outputs
     launches = [keywords for kernel in kernels for _, keywords in kernel.launches]
     two_an_sm = min(25, 2 * ctas)
-    assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas]
-    assert [(one["programmatic"], one["beside"]) for one in launches] == 2 * [(not overlap_sms, overlap_sms > 0)]
-    assert launches[1]["cluster"] == cluster
+    assert [keywords["grid"] for keywords in launches] == [two_an_sm, ctas, ctas]
+    assert [(one["programmatic"], one["beside"]) for one in launches] == 3 * [(not overlap_sms, overlap_sms > 0)]
+    assert [keywords["cluster"] for keywords in launches[1:]] == [cluster, cluster]
     assert [kernel.grids for kernel in triton_kernels] == [[ctas]]
 
 
@@ -577,9 +578,9 @@ def test_one_shot_is_not_for_calls_beside_other_work(kernels: list[FakeKernel]) 
 
 
 @pytest.mark.parametrize("name", ["x", "residual", "bias", "weight"])
-@BOTH
+@EACH
 def test_tensors_that_are_not_aligned_are_copied(
-    kernels: list[FakeKernel], make: Callable[..., Push | Stream], name: str
+    kernels: list[FakeKernel], make: Callable[..., Algorithm], name: str
 ) -> None:
     asked = request()
     assert aligned(asked) is asked

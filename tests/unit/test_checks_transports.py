@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from gpu.checks import transports
-from gpu.checks.transports import ALGORITHMS, TRANSPORT_OF, Factors, Subject
+from gpu.checks.transports import ALGORITHMS, IN_SLOT, TRANSPORT_OF, Factors, Subject
 
 from tw_compile.harness.problems import Context
 from tw_compile.kernels.algorithms.push.push import PushParams
@@ -183,8 +183,7 @@ def test_new_memory_is_nan_only_inside() -> None:
 
 
 def test_every_algorithm_of_the_registry_is_another_one() -> None:
-    # "stream_in_slot" is stream, asked otherwise.
-    others = [name for name in ALGORITHMS if name != "stream_in_slot"]
+    others = [name for name in ALGORITHMS if name not in IN_SLOT]  # those are others of them, asked otherwise
     made = [vars(ALGORITHMS[name]()) | {"class": type(ALGORITHMS[name]())} for name in others]
     assert len(made) == 8
     assert all(one != other for index, one in enumerate(made) for other in made[:index])

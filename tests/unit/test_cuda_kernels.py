@@ -1,9 +1,10 @@
-"""push.cu and stream.cu compiled as the operator asks for them: no GPU, but all that can be read from machine code."""
+"""CUDA kernels compiled as the operator asks for them: no GPU, but all that can be read from machine code."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,26 +13,24 @@ import pytest
 import torch
 from machine_code import dump
 
-from tw_compile.kernels.algorithms import row_kernel
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.push.push import Push
-from tw_compile.kernels.algorithms.stream import stream
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut
 from tw_compile.kernels.runtime.program import Program
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
-KINDS = ("one_shot", "two_shot", "stream", "stream_in_slot")
+MULTIMEM = ("multimem", "multimem_in_slot")
+WITH_BARRIERS: dict[str, Callable[[], BarrierKernel]] = {
+    "stream": Stream,
+    "multimem": Multimem,
+    "emulated_multimem": partial(Multimem, emulated=True),
+}
+KINDS = ("one_shot", "two_shot", "stream", "stream_in_slot", *MULTIMEM, "emulated_multimem")
 MOST_STACK_BYTES = 128
 """Of rows up to 8192: a few addresses, where a CTA of 1024 threads leaves 64 registers to each. Rows would need far more."""
-
-
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Programs are what the host modules would load, which is as far as it goes here."""
-    for module in (row_kernel, stream):
-        monkeypatch.setattr(module, "prepare", lambda program, device: program)
-    yield
 
 
 def request(
@@ -68,7 +67,7 @@ def program_of(
 ) -> Program:
     """What the algorithm loads for the request; an in-slot result is not copied back, nor is in-slot ``x`` staged."""
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (arch, 0))
-    state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0)
+    state: Any = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 0), rank=0, multimem=True)
     if kind == "one_shot":
         whole: dict[str, Any] = {"residual_sharded": False}
         if asked.residual_out == "sharded":
@@ -76,9 +75,10 @@ def program_of(
         return Push(True).program(replace_fields(asked, **whole), state, 0)
     if kind == "two_shot":
         return Push(False).program(asked, state, 0)
-    algorithm, asked = Stream(), replace_fields(asked, results_in_slot=kind == "stream_in_slot")
+    algorithm = WITH_BARRIERS[kind.removesuffix("_in_slot")]()
+    asked = replace_fields(asked, results_in_slot=kind.endswith("_in_slot"))
     assert algorithm.obstacle(asked, state) is None
-    return algorithm._prepare(asked, state, 0, staged)[0]  # type: ignore[return-value]
+    return algorithm.program(asked, state, 0, staged)
 
 
 def replace_fields(asked: Request, **fields: Any) -> Request:
@@ -104,7 +104,7 @@ def test_rows_stay_in_registers(
     for kind in KINDS:
         cubin = program_of(kind, request(hidden_size, cast=BF16), world_size, monkeypatch).cubin()
         if hidden_size <= 8192:
-            assert stack_bytes(cubin, tmp_path) <= MOST_STACK_BYTES, kind
+            assert stack_bytes(cubin, tmp_path) <= (0 if kind in MULTIMEM else MOST_STACK_BYTES), kind
 
 
 @pytest.mark.full
@@ -113,9 +113,10 @@ def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp
     for kind in KINDS:
         cubin = program_of(kind, request(hidden_size, cast=BF16), 8, monkeypatch, arch=10).cubin()
         if hidden_size <= 8192:
-            assert stack_bytes(cubin, tmp_path) <= MOST_STACK_BYTES, kind
+            assert stack_bytes(cubin, tmp_path) <= (0 if kind in MULTIMEM else MOST_STACK_BYTES), kind
 
 
+@pytest.mark.parametrize("arch", [9, pytest.param(10, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "form",
@@ -131,9 +132,13 @@ def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp
     ],
     ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
 )
-def test_every_form_compiles(monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], kind: str) -> None:
-    asked = request(4096, **form)
-    assert program_of(kind, asked, 4, monkeypatch, staged=False).cubin().startswith(b"\x7fELF")
+def test_every_form_compiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: dict[str, Any], kind: str, arch: int
+) -> None:
+    cubin = program_of(kind, request(4096, **form), 4, monkeypatch, arch=arch, staged=False).cubin()
+    assert cubin.startswith(b"\x7fELF")
+    if kind in MULTIMEM:
+        assert stack_bytes(cubin, tmp_path) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -178,7 +183,7 @@ def test_stream_moves_rows_in_bulk(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 def instructions(ptx: str) -> list[str]:
     """Memory instructions, fences and barriers in their order in the text, without operands and predicates."""
-    names = "ld|st|atom|fence|barrier|mbarrier|cp|griddepcontrol|bar"
+    names = "ld|st|atom|fence|barrier|mbarrier|cp|griddepcontrol|bar|multimem"
     return re.findall(rf"^\s*(?:@!?%\w+\s+)?((?:{names})\.[\w.:]+)", ptx, re.MULTILINE)
 
 
@@ -221,3 +226,84 @@ def test_stream_releases_acquires_and_fences(monkeypatch: pytest.MonkeyPatch, ki
     published = [BULK_STORE, BULK_COMMIT, BULK_WAIT_READ, BULK_WAIT, FENCE]
     whole = [*begin, BARRIER, *copied, FENCE, *MEETING, *summed, *published, *end]
     assert once == whole + ([] if kind == "stream_in_slot" else copied * 2)
+
+
+SUM = "multimem.ld_reduce.relaxed.sys.global.add."
+SUMS = {BF16: "acc::f32.v4.bf16x2", FP16: "acc::f32.v4.f16x2", FP32: "v4.f32"}
+PUBLISH, FENCE_ALIAS = "multimem.st.relaxed.sys.global.v4.f32", "fence.proxy.alias"
+LOADED_SUM = {BF16: "BF16x8", FP16: "F16x8", FP32: "F32x4"}
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("kind", MULTIMEM)
+@pytest.mark.parametrize("dtype", SUMS)
+@pytest.mark.parametrize("hidden_dtype", [None, FP8])
+def test_multimem_moves_rows_by_the_switch_in_16_byte_accesses(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: str,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype | None,
+    arch: int,
+) -> None:
+    asked = request(8192, dtype, residual_out="replicated", residual_dtype=BF16, hidden_dtype=hidden_dtype)
+    program = program_of(kind, asked, 8, monkeypatch, arch=arch, staged=False)
+    depth, vectors = int(dict(program.defines)["DEPTH"]), 2  # rows on their way, and parts of eight elements a thread
+    sums = 2 * depth * vectors * dtype.itemsize // 2  # before the loop, and in it
+    results = depth * vectors * (1 if hidden_dtype == FP8 else dtype.itemsize // 2)  # two threads put theirs together
+    found = [name for name in instructions(program.ptx()) if name.startswith("multimem")]
+    assert [name for name in found if name.startswith(SUM)] == [SUM + SUMS[dtype]] * sums
+    assert [name for name in found if not name.startswith(SUM)] == [PUBLISH] * (results + depth * vectors)
+
+    sass = dump(program.cubin(), tmp_path, "-sass")
+    loads = re.findall(r"\bLDGMC[\w.]*", sass)
+    assert len(loads) == sums
+    assert {LOADED_SUM[dtype] in load and load.endswith("RN.STRONG.SYS") for load in loads} == {True}
+    if dtype != FP32:  # 16-bit elements are added in float32, as the one compiler and the other calls it
+        assert {"F32ADD" in load or "HPADD" in load for load in loads} == {True}
+    accesses = sass_accesses(sass)
+    # Flags are the only strong accesses of 4 bytes, and what is published has 16.
+    strong = {"STG.E.128.STRONG.SYS", "STG.E.STRONG.SYS", "LDG.E.STRONG.SYS"}
+    assert {access for access in accesses if "STRONG" in access} == strong
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+
+
+@pytest.mark.parametrize("hidden_dtype", [None, FP8])
+@pytest.mark.parametrize("kind", MULTIMEM)
+def test_multimem_releases_acquires_and_fences_aliases(
+    monkeypatch: pytest.MonkeyPatch, kind: str, hidden_dtype: torch.dtype | None
+) -> None:
+    """The order of the text, which follows the source: the switch is used between the two fences alone."""
+    asked = request(8192, residual_out="replicated", residual_dtype=BF16, hidden_dtype=hidden_dtype)
+    program = program_of(kind, asked, 8, monkeypatch)
+    found = instructions(program.ptx())
+    ordering = [
+        name for name in found if name.startswith(("fence", "barrier", "griddepcontrol", "multimem")) or "sys" in name
+    ]
+    once = [name for name, before in zip(ordering, ["", *ordering], strict=False) if name != before]
+    # Sums of the next row are on their way before threads wait for each other, and for each other only.
+    row = [SUM + SUMS[BF16], BARRIER, PUBLISH]
+    rows = row * int(dict(program.defines)["DEPTH"])
+    end = [*MEETING, "griddepcontrol.launch_dependents"]
+    assert once == ["griddepcontrol.wait", *MEETING, FENCE_ALIAS, *rows, FENCE_ALIAS, *end]
+
+    first, last = (index for index, name in enumerate(found) if name == FENCE_ALIAS)
+    narrow = [name for name in found[first:last] if name.startswith(("ld.global", "st.global")) and ".v" not in name]
+    # Multicast addresses, and the scale; rows are touched in whole vectors, of local tensors alone.
+    assert set(narrow) <= {"ld.global.u64", "ld.global.f32"}
+    if kind == "multimem_in_slot":
+        assert not any(name.startswith("st.global") for name in found[first:last])
+
+
+def test_emulated_multimem_has_no_instruction_of_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = instructions(
+        program_of("emulated_multimem", request(4096, residual_out="replicated"), 4, monkeypatch).ptx()
+    )
+    assert not any(name.startswith("multimem") for name in found)
+    strong = {name for name in found if "relaxed.sys" in name}
+    assert strong == {"ld.relaxed.sys.global.v4.b32", "st.relaxed.sys.global.v4.b32"}
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "stream", "stream_in_slot"])
+def test_nothing_else_uses_multicast(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    assert "multimem" not in program_of(kind, request(4096), 4, monkeypatch).ptx().replace("multimem.cu", "")

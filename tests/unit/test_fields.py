@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile.kernels.algorithms.multimem.multimem import MultimemParams
 from tw_compile.kernels.algorithms.push.push import PushParams
 from tw_compile.kernels.algorithms.stream.stream import StreamParams
 from tw_compile.kernels.collective import ops
@@ -156,7 +157,7 @@ def test_no_weight_means_no_rounding_before_it() -> None:
     assert row_defines(replace(request, weight=torch.randn(16)), 2, 0)["CAST_TYPE"] == "bf16"
 
 
-@pytest.mark.parametrize("params", [PushParams, StreamParams])
+@pytest.mark.parametrize("params", [PushParams, StreamParams, MultimemParams])
 def test_parameters_begin_with_addresses_and_end_with_numbers(params: Any) -> None:
     names = [name for name, *_ in params._fields_]
     assert tuple(names[: len(POINTERS)]) == POINTERS == (

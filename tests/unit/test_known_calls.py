@@ -6,15 +6,17 @@ import gc
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tw_compile.kernels.algorithms import row_kernel
+from tw_compile.kernels.algorithms import barrier_kernel, row_kernel
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.push.push import Push
-from tw_compile.kernels.algorithms.stream import stream
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.known import MOST_FORMS
@@ -76,7 +78,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 
     side_stream.cache_clear()
     events_of.cache_clear()
-    for module in (row_kernel, stream):
+    for module in (row_kernel, barrier_kernel):
         monkeypatch.setattr(module, "prepare", lambda program, index: made)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -118,11 +120,13 @@ def buffer() -> SymmetricBuffer:
     return SymmetricBuffer(torch.zeros(2**16, dtype=torch.uint8), None, torch.zeros(3), 2**16, torch.zeros(5))
 
 
-@pytest.fixture(params=["push", "stream"])
+@pytest.fixture(
+    params=[partial(Push, False), Stream, partial(Multimem, emulated=True)], ids=["push", "stream", "multimem"]
+)
 def group(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
     with fake_process_group(RANKS):
         ops.in_flight.clear()
-        yield Group(device, Push(False) if request.param == "push" else Stream(), monkeypatch)
+        yield Group(device, request.param(), monkeypatch)
         ops.in_flight.clear()
 
 
@@ -194,7 +198,7 @@ def test_a_form_that_was_served_is_launched_again_with_other_tensors(
     assert before["hidden"] == first[0].data_ptr() != after["hidden"]
     assert [one.shape for one in first] == [one.shape for one in second]
     assert [one.dtype for one in first] == [one.dtype for one in second]
-    if product and isinstance(group.state.selector._candidates[0], Stream):
+    if product and isinstance(group.state.selector._candidates[0], BarrierKernel):
         assert after["x"] == group.state.slots[0].buffers["x"].tensor.data_ptr()
 
 

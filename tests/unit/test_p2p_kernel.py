@@ -40,7 +40,6 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments |= dict.fromkeys(("staging_table", "hidden_table", "residual_table", "pads"), "*i64")
     arguments |= {
         "hidden_scale": None,
-        "scratch": None,
         "epochs": "*i32",
         "status": "*i32",
         "rank": "i32",
@@ -49,9 +48,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments |= {"eps": "fp32", "weight_offset": "fp32", "scale": "fp32"}
     arguments |= {"HIDDEN": hidden_size, "BLOCK": block, "WORLD_SIZE": world_size}
     arguments |= {"RESIDUAL_SHARDED": False, "RESIDUAL_OUT": "replicated", "CAST_BEFORE_WEIGHT": None, "SPIN_LIMIT": 0}
-    arguments |= {"STAGED": True, "PRIMITIVES": "p2p", "NORMALISE": normalise_row} | overrides
-    if arguments["PRIMITIVES"] != "p2p":
-        arguments["scratch"] = arguments["x"]
+    arguments |= {"STAGED": True, "NORMALISE": normalise_row} | overrides
     types = {
         name: value if isinstance(value, str) and name.islower() else "constexpr" for name, value in arguments.items()
     }
@@ -124,10 +121,6 @@ def test_l1_is_invalidated_after_every_acquire(tmp_path: Any) -> None:
     assert "LDG.E.128" in sass and "STG.E.128" in sass
 
 
-ROW_TENSORS = ("x", "residual", "bias", "weight", "hidden", "residual_out")
-SUMS = {"bf16": "add.acc::f32.v4.bf16x2", "fp16": "add.acc::f32.v4.f16x2", "fp32": "add.v4.f32"}
-
-
 def disassemble(compiled: Any, folder: Any) -> str:
     import triton
 
@@ -147,87 +140,16 @@ def instructions(ptx: str, pattern: str) -> list[tuple[int, str]]:
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("dtype", SUMS)
-@pytest.mark.parametrize("hidden_size", [1024, 2880, 8192])
-def test_multicast_instructions(arch: int, dtype: str, hidden_size: int, tmp_path: Any) -> None:
-    from tw_compile.kernels.collective.row import launch_shape
-
-    overrides = dict.fromkeys(ROW_TENSORS, f"*{dtype}")
-    compiled = compile_all_reduce(arch, hidden_size, 8, PRIMITIVES="multimem", **overrides)
-    ptx = compiled.asm["ptx"]
-    assert f".target sm_{arch}a" in ptx
-    block, num_warps = launch_shape(hidden_size)
-    accesses = block * (4 if dtype == "fp32" else 2) // 16 // (32 * num_warps)  # of one thread and row
-    sums = instructions(ptx, r"multimem\.ld_reduce\S*")
-    stores = instructions(ptx, r"multimem\.st\S*")
-    assert [code for _, code in sums] == [f"multimem.ld_reduce.relaxed.sys.global.{SUMS[dtype]}"] * accesses
-    assert [code for _, code in stores] == ["multimem.st.relaxed.sys.global.v4.f32"] * (2 * accesses)
-    assert len(instructions(ptx, r"multimem\.\S*")) == 3 * accesses
-
-    # The alias fence: after barrier 1 and before all sums, after all stores and before the release of barrier 2.
-    fences = [number for number, _ in instructions(ptx, r"fence\.proxy\.alias")]
-    released = [number for number, _ in instructions(ptx, r"atom\.\S*release\S*exch\S*")]
-    acquired = [number for number, _ in instructions(ptx, r"atom\.\S*acquire\S*add\S*")]
-    assert len(fences) == len(released) == 2
-    assert max(number for number in acquired if number < released[1]) < fences[0] < sums[0][0]
-    assert stores[-1][0] < fences[1] < released[1]
-    meets = [number for number, _ in instructions(ptx, r"bar\.sync")]
-    assert any(fences[1] < number < released[1] for number in meets)
-
-    sass = disassemble(compiled, tmp_path)
-    width = "F32x4" if dtype == "fp32" else f"{dtype.upper().replace('FP', 'F')}x8"
-    assert {line.count(width) for line in sass.splitlines() if "LDGMC" in line} == {1}
-    assert {"SYS" in line for line in sass.splitlines() if "LDGMC" in line} == {True}
-    # ptxas may drop what is behind the row.
-    needed = -(-hidden_size // ((128 if dtype == "fp32" else 256) * num_warps))
-    assert 2 * needed <= sass.count("STG.E.128.STRONG.SYS") <= 2 * accesses
-
-
 @pytest.mark.parametrize("arch", [90, 100])
 def test_fp8_rows_are_published_in_half_as_many_accesses(arch: int) -> None:
     fp8 = {"hidden": "*fp8e4nv", "hidden_scale": "*fp32", "RESIDUAL_OUT": "none"}
     for hidden_size in (2880, 8192):  # of one thread: 16 elements, so one access of 16 bytes and not two
-        ptx = compile_all_reduce(arch, hidden_size, 8, PRIMITIVES="multimem", **fp8).asm["ptx"]
-        assert len(instructions(ptx, r"multimem\.ld_reduce\S*bf16x2")) == 2
-        assert [code for _, code in instructions(ptx, r"multimem\.st\S*")] == ["multimem.st.relaxed.sys.global.v4.f32"]
         p2p = compile_all_reduce(arch, hidden_size, 8, **fp8).asm["ptx"]
         released = [number for number, _ in instructions(p2p, r"atom\.\S*release\S*exch\S*")]
         stores = [code for number, code in instructions(p2p, r"\bst\.global\S*") if released[0] < number < released[1]]
         assert stores == ["st.global.v4.b32"] * 8  # the local row and 7 peers
         assert instructions(p2p, r"cvt\.rn\.satfinite\.e4m3x2\.f32")
         assert instructions(p2p, r"div\.rn\.f32")
-
-
-def test_with_multicast_rows_of_peers_are_touched_by_multicast_alone() -> None:
-    """Between the fences only local tensors are read and written one by one, and no peer's address is looked up."""
-    ptx = compile_all_reduce(90, 8192, 8, PRIMITIVES="multimem").asm["ptx"]
-    first, last = (number for number, _ in instructions(ptx, r"fence\.proxy\.alias"))
-    found = [code for number, code in instructions(ptx, r"\b(?:ld|st)\.global\S*") if first < number < last]
-    of_a_row = 8192 * 2 // 16 // (32 * 16)  # accesses of one thread
-    assert found.count("ld.global.v4.b32") == 6 * of_a_row  # sum, bias, residual, weight; hidden, residual to publish
-    assert found.count("st.global.v4.b32") == 3 * of_a_row  # sum, hidden, residual_out
-    assert found.count("ld.global.b64") <= 3  # the multicast addresses of x, hidden, residual_out
-    assert set(found) <= {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b64"}
-
-
-def test_rows_in_local_memory_are_complete_before_they_are_read() -> None:
-    """The sum before it is loaded, the result before it is published: other threads wrote parts of them."""
-    ptx = compile_all_reduce(90, 8192, 8, PRIMITIVES="multimem", RESIDUAL_OUT="none").asm["ptx"]
-    found = instructions(ptx, r"multimem\.\w+|bar\.sync|(?:ld|st)\.global\.v4\.b32")
-    codes = [code for _, code in found]
-    summed = len(codes) - 1 - codes[::-1].index("multimem.ld_reduce")
-    published = codes.index("multimem.st")
-    assert codes[summed + 1 : summed + 3] == ["st.global.v4.b32", "bar.sync"]
-    stored = published - 1 - codes[:published][::-1].index("st.global.v4.b32")
-    assert "bar.sync" in codes[stored:published]
-
-
-@pytest.mark.parametrize(("hidden_size", "dtype"), [(2880, "bf16"), (4096, "fp16"), (5120, "fp32")])
-def test_emulated_multicast_moves_rows_in_16_byte_accesses(hidden_size: int, dtype: str) -> None:
-    overrides = dict.fromkeys(ROW_TENSORS, f"*{dtype}")
-    test_rows_move_in_16_byte_accesses(90, hidden_size, 4, {"PRIMITIVES": "emulated", **overrides})
 
 
 def test_grid_and_capacity_depend_on_shapes_only() -> None:
@@ -253,7 +175,6 @@ class Case:
     out: str = "replicated"
     bias: bool = False
     weight: str = "plain"  # none, plain, offset or cast
-    primitives: str = "p2p"
     in_slot: bool = False  # x is this rank's staging buffer
     hidden: int = HIDDEN
     dtype: torch.dtype = torch.float32
@@ -261,7 +182,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        end = "" if self.primitives == "p2p" else f"-{self.primitives}-{self.hidden}-{str(self.dtype).split('.')[1]}"
+        of_rows = (self.hidden, self.dtype)
+        end = "" if of_rows == (HIDDEN, torch.float32) else f"-{self.hidden}-{str(self.dtype).split('.')[1]}"
         end += "-fp8" * self.fp8 + "-in-slot" * self.in_slot
         bias = "-bias" if self.bias else ""
         return f"t{self.tokens}-g{self.grid}-{self.residual}-{self.out}-{self.weight}{bias}{end}"
@@ -275,17 +197,12 @@ CASES = [
     for tokens, grid in ((1, 1), (3, 2), (7, 1), (7, 3))
 ] + [Case(5, 2, bias=True, weight=weight) for weight in ("none", "plain", "offset", "cast")]
 CASES += [
-    Case(tokens, grid, residual, out, residual == "none", primitives="emulated", hidden=hidden, dtype=dtype)
-    for hidden, dtype in ((HIDDEN, torch.float32), (20, torch.float32), (HIDDEN, torch.bfloat16), (40, torch.float16))
+    Case(tokens, grid, residual, out, residual == "none", hidden=hidden, dtype=dtype)
+    for hidden, dtype in ((20, torch.float32), (HIDDEN, torch.bfloat16), (40, torch.float16))
     for residual, out in (("none", "replicated"), ("full", "sharded"), ("sharded", "replicated"), ("full", "none"))
     for tokens, grid in ((1, 1), (7, 3))
 ]
-CASES += [
-    Case(7, 3, out=out, primitives=way, fp8=fp8, in_slot=not fp8)
-    for way in ("p2p", "emulated")
-    for out in ("none", "replicated")
-    for fp8 in (True, False)
-]
+CASES += [Case(7, 3, out=out, fp8=fp8, in_slot=not fp8) for out in ("none", "replicated") for fp8 in (True, False)]
 
 
 def expected(case: Case, inputs: list[torch.Tensor], extras: dict[str, torch.Tensor]) -> tuple[Any, Any]:
@@ -377,7 +294,6 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         hidden,
         residual_out,
         extras["scale"] if case.fp8 else None,
-        None if case.primitives == "p2p" else torch.full((case.grid, case.hidden), float("nan"), dtype=case.dtype),
         table(shared["staging"]),
         table(shared["hidden"]),
         table(shared["residual"]) if case.out == "replicated" else None,
@@ -398,7 +314,6 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
         NORMALISE=normalise_row,
         SPIN_LIMIT=0,
-        PRIMITIVES=case.primitives,
     )
     (want_hidden, want_h), (base_hidden, base_h) = expected(case, inputs, extras), unfused(case, inputs, extras)
     if case.fp8:
@@ -425,7 +340,7 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
         *(None, None, None),
         torch.empty(4, HIDDEN),
         torch.empty(0, HIDDEN),
-        *(None, None),
+        None,
         table(shared["staging"]),
         table(shared["hidden"]),
         None,
@@ -442,7 +357,6 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
         CAST_BEFORE_WEIGHT=None,
         NORMALISE=normalise_row,
         SPIN_LIMIT=20,
-        PRIMITIVES="p2p",
     )
 
 

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.push.push import MOST_INBOX_BYTES, PARTS, Push
-from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot, takes_multimem
+from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import slot
+from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import NormSpec, Request
-from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, get_transport
+from tw_compile.kernels.collective.transport import GroupFacts, Started, choose_transport, get_transport
 from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist, Selector, Step
@@ -375,6 +377,43 @@ def test_multicast_is_used_where_all_ranks_have_it(
 
 
 @pytest.mark.parametrize(
+    ("multicast", "hidden_size", "dtype", "served"),
+    [
+        (1 << 40, 1024, torch.bfloat16, "multimem"),
+        (1 << 40, 2884, torch.float32, "two_shot"),  # no whole vectors of eight elements
+        (0, 1024, torch.bfloat16, "two_shot"),
+    ],
+)
+def test_multimem_serves_what_it_can_and_another_kernel_the_rest(
+    host: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    multicast: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    served: str,
+) -> None:
+    """Whether there is multicast is known when the first call has made the slot's memory, and that call is served, too."""
+    calls: list[str] = []
+
+    def launch(self: Algorithm, request: Request, state: slot.GroupState, slot: slot.Slot, spin_limit: int) -> Started:
+        assert int(slot.buffers["x"].table[-1]) == multicast
+        calls.append(self.name)
+        return Started(*request.allocate(WORLD_SIZE))
+
+    for kind in (Multimem, TwoShot):
+        monkeypatch.setattr(kind, "launch", launch)
+    monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
+    monkeypatch.setattr(slot_transport.compat, "resolve_process_group", lambda name: host.state.group)
+    transport = p2p.P2PTransport("multimem")
+    host.multicast, host.state.multimem = multicast, True
+    host.state.selector = Insist(transport.algorithm)
+    transport._states["g", DEVICE] = host.state
+    for tokens in (7, 3):
+        transport.start(message_of(tokens, x=torch.empty(tokens, hidden_size, dtype=dtype)))
+    assert calls == [served, served]
+
+
+@pytest.mark.parametrize(
     ("transport", "ranks", "wanted"),
     [
         (p2p.P2PTransport(), 8, False),
@@ -413,22 +452,6 @@ def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, cap
         state = p2p.P2PTransport()._state("g", torch.device("cuda", 0))
     assert facts == [("GPU", steps)]
     assert state.obstacle == "ranks disagree" and "'g' uses host instead" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("hidden_size", "dtypes", "taken"),
-    [
-        (1024, [torch.bfloat16], True),
-        (2880, [torch.bfloat16, torch.float32], True),
-        (8192, [torch.float32, torch.float16], True),
-        (48, [torch.float8_e4m3fn, torch.bfloat16], True),
-        (40, [torch.float8_e4m3fn, torch.bfloat16], False),
-        (2884, [torch.float32], True),
-        (2884, [torch.float32, torch.bfloat16], False),  # 5768 bytes
-    ],
-)
-def test_rows_that_multicast_can_move(hidden_size: int, dtypes: list[torch.dtype], taken: bool) -> None:
-    assert takes_multimem(hidden_size, *dtypes) is taken
 
 
 def test_multimem_by_name() -> None:
@@ -495,11 +518,3 @@ def test_no_inbox_is_larger_than_it_may_be(hidden_size: int) -> None:
     tokens = MOST_INBOX_BYTES // PARTS // (hidden_size * torch.bfloat16.itemsize)
     (nbytes,) = Push(True).needs(message_of(tokens, hidden_size), 2).values()
     assert nbytes <= MOST_INBOX_BYTES
-
-
-def test_a_residual_whose_rows_multicast_cannot_move_goes_peer_to_peer(host: SimpleNamespace) -> None:
-    host.state.multimem = True
-    norm = NormSpec(1e-6, 0.0, None, torch.float32, torch.float32)
-    wide = dataclasses.replace(message_of(1), x=torch.empty(1, 2884), norm=norm)
-    narrow = dataclasses.replace(wide, norm=dataclasses.replace(norm, residual_dtype=torch.bfloat16))
-    assert [TwoShot()._primitives(one, host.state) for one in (wide, narrow)] == ["multimem", "p2p"]

@@ -91,6 +91,7 @@ def test_overlap_is_symmetric_and_no_more_than_either(one: list[Any], other: lis
     [
         ("push", True),
         ("stream", True),
+        ("multimem", True),
         ("all_reduce_rms_norm_kernel", True),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", True),
         ("ncclSymkDevKernel_AllReduce_RSxLD_AGxST_sum", True),

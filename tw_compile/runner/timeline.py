@@ -21,7 +21,7 @@ import torch
 Interval = tuple[float, float]
 
 _COMMUNICATION = re.compile(
-    r"^(push|stream)$|^all_reduce_rms_norm_kernel|^nccl|^gloo:|c10d.*(one_shot|two_shot|multimem)_all_reduce"
+    r"^(push|stream|multimem)$|^all_reduce_rms_norm_kernel|^nccl|^gloo:|c10d.*(one_shot|two_shot|multimem)_all_reduce"
 )
 _GPU, _CPU = "kernel", ("cpu_op", "user_annotation")
 _FORWARD = "tw_compile: forward"

@@ -16,5 +16,5 @@ STREAM = AlgorithmEntry(
         Benchmarked("tw-stream", sharded=True, narrow=True),
         Benchmarked("tw-stream-in-slot", sharded=True, narrow=True, in_slot=True),
     ),
-    checked=(Checked("stream"), Checked("stream_in_slot", beside=False)),
+    checked=(Checked("stream"), Checked("stream_in_slot", beside=False, in_slot=True)),
 )

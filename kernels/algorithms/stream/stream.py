@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from ctypes import Structure, c_int32, c_void_p
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.call import Call, allocators
-from tw_compile.kernels.collective.cuda_variant import (
-    NUMBER_FIELDS,
-    POINTER_FIELDS,
-    VECTOR,
-    address,
-    aligned,
-    headers_of,
-    numbers_of,
-    row_defines,
-    row_obstacle,
-    variant_of,
-)
-from tw_compile.kernels.collective.side_stream import cluster_size
-from tw_compile.kernels.collective.slot import GroupState, Slot
-from tw_compile.kernels.collective.spec import Request, operands_of, rows_per_rank
-from tw_compile.kernels.collective.transport import Started
-from tw_compile.kernels.runtime.barrier import MAX_CTAS
-from tw_compile.kernels.runtime.launch import Kernel, prepare
-from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, FULL_SHARED_MAJORS, Program, arch_of
+from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel, BarrierParams
+from tw_compile.kernels.collective.cuda_variant import VECTOR, row_obstacle
+from tw_compile.kernels.collective.slot import GroupState
+from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, FULL_SHARED_MAJORS
 
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
@@ -44,15 +25,8 @@ _ENOUGH_STAGES = {3: 8, 2: 2}  # by results
 _MAX_BLOCK = 1024
 
 
-class StreamParams(Structure):
+class StreamParams(BarrierParams):
     """``StreamParams`` of stream.cu."""
-
-    _fields_ = [
-        *POINTER_FIELDS,
-        *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
-        *((name, c_int32) for name in ("rank", "tokens")),
-        *NUMBER_FIELDS,
-    ]
 
 
 @dataclass(frozen=True)
@@ -115,22 +89,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
 
-class Stream(Algorithm):
-    """At most ``max_sms`` CTAs, one an SM.
-
-    Results are ordinary tensors, or the slot's own memory where the request lets them (``results_in_slot``): peers write there
-    directly, and nothing is copied afterwards.
-    """
+class Stream(BarrierKernel):
+    """At most ``max_sms`` CTAs, one an SM."""
 
     name = "stream"
+    source = Path(__file__).with_name("stream.cu")
+    params = StreamParams
 
     def __init__(self, max_sms: int = 16) -> None:
-        if not 1 <= max_sms <= MAX_CTAS:
-            raise ValueError(f"max_sms: expected 1 to {MAX_CTAS}, got {max_sms}")
-        self._max_sms = max_sms
-        self._kernels: dict[Hashable, tuple[Kernel, Shape]] = {}
+        super().__init__(max_sms)
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
+        """See :class:`Algorithm`."""
         obstacle = row_obstacle(request)
         if obstacle is not None:
             return obstacle
@@ -148,68 +118,13 @@ class Stream(Algorithm):
             return f"rows of {hidden_size} x {request.x.dtype} are too long for one CTA"
         return None
 
-    def sms(self, tokens: int, world_size: int) -> int:
-        return min(rows_per_rank(tokens, world_size), self._max_sms)
+    def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
+        """See :class:`BarrierKernel`."""
+        return self._shape(request).defines() | {"SHARED_BYTES": FULL_SHARED_BYTES}
 
-    def needs(self, request: Request, world_size: int) -> dict[str, int]:
-        norm, elements = request.norm, request.x.numel()
-        needs = {"x": request.x.nbytes, "hidden": elements * norm.hidden_dtype.itemsize}
-        if request.residual_out == "replicated":
-            needs["residual"] = elements * norm.residual_dtype.itemsize
-        return needs
-
-    def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
-        if self.obstacle(request, state) is None:
-            for staged in (False, True):
-                self._kernel(request, state, spin_limit, staged)
-
-    def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
-        request = aligned(request)
-        call = self._call(request, state, slot, spin_limit)
-        stream = torch.cuda.current_stream(state.device).cuda_stream
-        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
-
-    def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
-        x = request.x
-        staged = x.data_ptr() != slot.buffers["x"].tensor.data_ptr()
-        kernel, shape = self._kernel(request, state, spin_limit, staged)
-        params = StreamParams(
-            x_table=address(slot.buffers["x"].table),
-            hidden_table=address(slot.buffers["hidden"].table),
-            residual_table=address(slot.buffers["residual"].table) if request.residual_out == "replicated" else None,
-            pads=address(slot.pads.table),
-            epochs=address(slot.epochs),
-            status=address(slot.status),
-            rank=state.rank,
-            tokens=x.shape[0],
-            **numbers_of(request.norm),
-        )
-        ctas = request.limited(self.sms(x.shape[0], state.world_size))
-        options = {
-            "block": shape.block,
-            "shared_bytes": FULL_SHARED_BYTES,
-            "cluster": cluster_size(ctas, state.device) if request.overlap_sms else 1,
-            "programmatic": not request.overlap_sms,
-            "beside": request.overlap_sms > 0,
-        }
-        return Call(kernel, [(params, ctas)], options, *self._allocators(request, state, slot))
-
-    def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        if request.outputs is not None:
-            return request.outputs
-        hidden, residual_out = self._allocators(request, state, slot)
-        return hidden(), residual_out()
-
-    def _allocators(
-        self, request: Request, state: GroupState, slot: Slot
-    ) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-        hidden, residual_out = allocators(request, request.residual_rows(state.world_size))
-        if request.results_in_slot:
-            norm, shape = request.norm, tuple(request.x.shape)
-            hidden = partial(slot.buffers["hidden"].view(shape, norm.hidden_dtype).view, shape)
-            if request.residual_out == "replicated":
-                residual_out = partial(slot.buffers["residual"].view(shape, norm.residual_dtype).view, shape)
-        return hidden, residual_out
+    def cta(self, request: Request) -> dict[str, int]:
+        """See :class:`BarrierKernel`."""
+        return {"block": self._shape(request).block, "shared_bytes": FULL_SHARED_BYTES}
 
     def _shape(self, request: Request) -> Shape:
         hidden, collected = request.norm.hidden_dtype.itemsize, 0
@@ -217,22 +132,3 @@ class Stream(Algorithm):
         if not request.results_in_slot:
             collected = max(hidden, residual) if request.residual_out == "replicated" else hidden
         return shape_for(request.x.shape[1], request.x.element_size(), hidden, residual, collected)
-
-    def _kernel(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
-        key = (variant_of(request), staged, state.world_size, state.device)
-        if key not in self._kernels:
-            self._kernels[key] = self._prepare(request, state, spin_limit, staged)
-        return self._kernels[key]
-
-    def _prepare(self, request: Request, state: GroupState, spin_limit: int, staged: bool) -> tuple[Kernel, Shape]:
-        shape = self._shape(request)
-        defines = row_defines(request, state.world_size, spin_limit)
-        defines |= shape.defines() | {
-            "STAGED": int(staged),
-            "PULL": int(not request.results_in_slot),
-            "SHARED_BYTES": FULL_SHARED_BYTES,
-        }
-        arch = arch_of(torch.cuda.get_device_capability(state.device))
-        source = Path(__file__).with_name("stream.cu")
-        program = Program(source, StreamParams, arch, tuple(defines.items()), headers_of(request))
-        return prepare(program, state.device.index), shape

@@ -1,4 +1,4 @@
-"""all_reduce + bias + residual + RMSNorm in one kernel: two-shot, over peer loads and stores or over NVLink multicast.
+"""all_reduce + bias + residual + RMSNorm in one kernel: two-shot, over peer loads and stores.
 
 Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a grid of ``G`` handles, of every rank's
 rows, the local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the
@@ -11,10 +11,7 @@ peer's CTA of the same index, and the two barriers (``tw_compile.kernels.runtime
 
 A row is computed by one rank and copied by the others: all ranks get the same bits, and run after run the same bits.
 
-``PRIMITIVES`` says how a row is added up over the ranks and published to them, the rest is the same. "p2p": loops over the
-peers' addresses. "multimem": the switch does either (``multimem.py``); it adds up what lies in all
-staging buffers, so a rank stages its own rows too, and what it returns is rounded to x's dtype. "emulated": as "multimem",
-with loops in the place of its two instructions. ``NORMALISE`` is the epilogue's row code, as ``row.normalise_row``.
+``NORMALISE`` is the epilogue's row code, as ``row.normalise_row``.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tw_compile.kernels.algorithms.two_shot.multimem import fence_aliases, publish_row, reduce_row
 from tw_compile.kernels.collective.row import add_row, to_hidden
 from tw_compile.kernels.runtime.barrier import MAX_WORLD_SIZE, barrier, load_pointer
 
@@ -49,30 +45,14 @@ def _rows_of(tokens, per_rank, owner):
 
 
 @triton.jit
-def _sum_row(
-    x,
-    scratch,
-    staging_table,
-    rank,
-    begin,
-    columns,
-    mask,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    PRIMITIVES: tl.constexpr,
-):
+def _sum_row(x, staging_table, rank, begin, columns, mask, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
     """The partial sums of all ranks for the row from element ``begin`` on, added up; float32 ``[BLOCK]``."""
-    if PRIMITIVES == "p2p":
-        h = tl.zeros([BLOCK], tl.float32)
-        for source in tl.static_range(WORLD_SIZE):
-            # Own partial sums come straight from x: they were not staged.
-            addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
-            h = add_row(h, addend, begin, columns, mask)
-        return h
-    else:
-        reduce_row(staging_table, begin, scratch, HIDDEN, BLOCK, WORLD_SIZE, PRIMITIVES == "emulated")
-        return tl.load(scratch + columns, mask=mask, other=0.0).to(tl.float32)
+    h = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(WORLD_SIZE):
+        # Own partial sums come straight from x: they were not staged.
+        addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
+        h = add_row(h, addend, begin, columns, mask)
+    return h
 
 
 @triton.jit
@@ -87,29 +67,16 @@ def _publish_row(
     begin,
     columns,
     mask,
-    HIDDEN: tl.constexpr,
-    BLOCK: tl.constexpr,
     WORLD_SIZE: tl.constexpr,
     RESIDUAL_OUT: tl.constexpr,
-    PRIMITIVES: tl.constexpr,
 ):
-    """Write ``y`` and, when it is "replicated", ``h`` to every peer's output buffers, from element ``begin`` on.
-
-    ``hidden`` and ``residual_out`` hold them already.
-    """
-    if PRIMITIVES == "p2p":
-        for distance in tl.static_range(1, WORLD_SIZE):
-            # Every rank starts with another peer, so that no link gets all the stores at once.
-            peer = (rank + distance) % WORLD_SIZE
-            tl.store(load_pointer(hidden_table, peer, hidden) + begin + columns, y, mask=mask)
-            if RESIDUAL_OUT == "replicated":
-                tl.store(load_pointer(residual_table, peer, residual_out) + begin + columns, h, mask=mask)
-    else:
-        publish_row(hidden + begin, hidden_table, begin, HIDDEN, BLOCK, WORLD_SIZE, PRIMITIVES == "emulated")
+    """Write ``y`` and, when it is "replicated", ``h`` to every peer's output buffers, from element ``begin`` on."""
+    for distance in tl.static_range(1, WORLD_SIZE):
+        # Every rank starts with another peer, so that no link gets all the stores at once.
+        peer = (rank + distance) % WORLD_SIZE
+        tl.store(load_pointer(hidden_table, peer, hidden) + begin + columns, y, mask=mask)
         if RESIDUAL_OUT == "replicated":
-            publish_row(
-                residual_out + begin, residual_table, begin, HIDDEN, BLOCK, WORLD_SIZE, PRIMITIVES == "emulated"
-            )
+            tl.store(load_pointer(residual_table, peer, residual_out) + begin + columns, h, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rank", "tokens"])
@@ -121,7 +88,6 @@ def all_reduce_rms_norm_kernel(
     hidden,
     residual_out,
     hidden_scale,
-    scratch,
     staging_table,
     hidden_table,
     residual_table,
@@ -141,7 +107,6 @@ def all_reduce_rms_norm_kernel(
     RESIDUAL_OUT: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
     SPIN_LIMIT: tl.constexpr,
-    PRIMITIVES: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
     """See the module docstring. Launch with a grid that is the same on every rank, at most ``MAX_CTAS``.
@@ -149,9 +114,9 @@ def all_reduce_rms_norm_kernel(
     ``x``, ``hidden``: ``[tokens, HIDDEN]``. ``residual``: the same, or ``[per_rank, HIDDEN]`` with
     ``RESIDUAL_SHARDED``, or None. ``bias``, ``weight``: ``[HIDDEN]`` or None. ``residual_out``: ``[tokens | per_rank,
     HIDDEN]`` as ``RESIDUAL_OUT`` is "replicated" or "sharded"; not touched for "none". ``hidden_scale``: float32 ``[1]`` or
-    None. ``scratch``: ``[grid, HIDDEN]`` of x's dtype, None with "p2p". The tables are ``int64 [world]``: the addresses of
-    every rank's symmetric buffers with x's, hidden's and residual_out's dtype (``residual_table`` only for "replicated"),
-    and pads; with "multimem" a buffer's multicast address follows. ``STAGED``: x is not this rank's staging buffer itself.
+    None. The tables are ``int64 [world]``: the addresses of every rank's symmetric buffers with x's, hidden's and
+    residual_out's dtype (``residual_table`` only for "replicated"), and pads. ``STAGED``: x is not this rank's staging buffer
+    itself.
     """
     cta = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -160,24 +125,19 @@ def all_reduce_rms_norm_kernel(
     mask = columns < HIDDEN
     epoch = tl.load(epochs + cta)
 
-    if scratch is not None:
-        scratch += _offset(cta, HIDDEN)
-
     if STAGED:
         staging = load_pointer(staging_table, rank, x)
-        for step in range(1 if PRIMITIVES == "p2p" else 0, WORLD_SIZE):
+        for step in range(1, WORLD_SIZE):
             owner = (rank + step) % WORLD_SIZE
             for local in range(cta, _rows_of(tokens, per_rank, owner), grid):
                 row = owner * per_rank + local
                 _copy_row(x, row, staging, row, columns, mask, HIDDEN)
     barrier(pads, status, epoch + 1, cta, rank, WORLD_SIZE, 1, SPIN_LIMIT, _PAD_WIDTH)
-    if PRIMITIVES == "multimem":
-        fence_aliases()
 
     for local in range(cta, _rows_of(tokens, per_rank, rank), grid):
         begin = _offset(rank * per_rank + local, HIDDEN)
         own_begin = _offset(local, HIDDEN)
-        h = _sum_row(x, scratch, staging_table, rank, begin, columns, mask, HIDDEN, BLOCK, WORLD_SIZE, PRIMITIVES)
+        h = _sum_row(x, staging_table, rank, begin, columns, mask, BLOCK, WORLD_SIZE)
         h = add_row(h * scale, bias, 0, columns, mask)
         h = add_row(h, residual, own_begin if RESIDUAL_SHARDED else begin, columns, mask)
         y = NORMALISE(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
@@ -190,10 +150,8 @@ def all_reduce_rms_norm_kernel(
             tl.store(residual_out + begin + columns, h, mask=mask)
         _publish_row(
             y, h, hidden, residual_out, hidden_table, residual_table, rank, begin, columns, mask,
-            HIDDEN, BLOCK, WORLD_SIZE, RESIDUAL_OUT, PRIMITIVES,
+            WORLD_SIZE, RESIDUAL_OUT,
         )  # fmt: skip
-    if PRIMITIVES == "multimem":
-        fence_aliases()
     barrier(pads, status, epoch + 2, cta, rank, WORLD_SIZE, 2, SPIN_LIMIT, _PAD_WIDTH)
     tl.store(epochs + cta, epoch + 2)
 

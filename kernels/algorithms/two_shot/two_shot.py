@@ -1,4 +1,4 @@
-"""Launches of the two-shot Triton kernel (``kernel.py``): ordinary loads and stores, or NVLink multicast."""
+"""Launches of the two-shot Triton kernel (``kernel.py``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
-from tw_compile.kernels.algorithms.two_shot.multimem import ACCESS_BYTES
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.row import launch_shape, triton_dtype
 from tw_compile.kernels.collective.slot import GroupState, Slot
@@ -18,21 +17,10 @@ from tw_compile.kernels.registry import load
 from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
 
-def takes_multimem(hidden_size: int, *dtypes: torch.dtype) -> bool:
-    """Whether rows of ``hidden_size`` in all of ``dtypes`` can be moved by multicast, in whole accesses; else peers' do."""
-    return all(hidden_size * dtype.itemsize % ACCESS_BYTES == 0 for dtype in dtypes)
-
-
 class TwoShot(Algorithm):
-    """Serves everything that the transport does. Groups with multicast use it.
-
-    ``emulate_multimem``, for tests: all groups do as with multicast, with loops in the place of its instructions.
-    """
+    """Serves everything that the transport does."""
 
     name = "two_shot"
-
-    def __init__(self, emulate_multimem: bool = False) -> None:
-        self._emulate_multimem = emulate_multimem
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         return None
@@ -49,7 +37,7 @@ class TwoShot(Algorithm):
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         norm, x = request.norm, request.x
-        replicated, primitives = request.residual_out == "replicated", self._primitives(request, state)
+        replicated = request.residual_out == "replicated"
         for staged in (False, True):
             # In the place of tensors are their dtypes: Triton takes them for tensors at multiples of 16 bytes, as torch's are.
             kernel = all_reduce_rms_norm_kernel.warmup(
@@ -60,20 +48,18 @@ class TwoShot(Algorithm):
                 ),
                 *(norm.hidden_dtype, norm.residual_dtype),
                 None if request.hidden_scale is None else request.hidden_scale.dtype,
-                None if primitives == "p2p" else x.dtype,
                 *(torch.int64, torch.int64, torch.int64 if replicated else None, torch.int64),
                 *(torch.int32, torch.int32),
                 *(state.rank, x.shape[0], norm.eps, norm.weight_offset, norm.scale),
-                **_constants(request, state, spin_limit, primitives, staged),
+                **_constants(request, state, spin_limit, staged),
                 grid=(1,),
             )
             kernel._init_handles()  # loads it, as the first launch would
 
     def launch(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Started:
         x, norm = request.x, request.norm
-        tokens, hidden_size = x.shape
+        tokens = x.shape[0]
         hidden, residual = request.allocate(state.world_size)
-        primitives = self._primitives(request, state)
         staging = slot.buffers["x"]
         grid = request.limited(self.sms(tokens, state.world_size))
         all_reduce_rms_norm_kernel[(grid,)](
@@ -84,7 +70,6 @@ class TwoShot(Algorithm):
             hidden,
             residual,
             request.hidden_scale,
-            None if primitives == "p2p" else x.new_empty((grid, hidden_size)),
             staging.table,
             slot.buffers["hidden"].table,
             slot.buffers["residual"].table if request.residual_out == "replicated" else None,
@@ -96,17 +81,9 @@ class TwoShot(Algorithm):
             norm.eps,
             norm.weight_offset,
             norm.scale,
-            **_constants(request, state, spin_limit, primitives, x.data_ptr() != staging.tensor.data_ptr()),
+            **_constants(request, state, spin_limit, x.data_ptr() != staging.tensor.data_ptr()),
         )
         return Started(hidden, residual)
-
-    def _primitives(self, request: Request, state: GroupState) -> str:
-        if self._emulate_multimem:
-            return "emulated"
-        norm, x = request.norm, request.x
-        if state.multimem and takes_multimem(x.shape[1], x.dtype, norm.hidden_dtype, norm.residual_dtype):
-            return "multimem"
-        return "p2p"
 
 
 def _row_code(epilogue: str) -> Any:
@@ -115,7 +92,7 @@ def _row_code(epilogue: str) -> Any:
     return load(path)
 
 
-def _constants(request: Request, state: GroupState, spin_limit: int, primitives: str, staged: bool) -> dict[str, Any]:
+def _constants(request: Request, state: GroupState, spin_limit: int, staged: bool) -> dict[str, Any]:
     """The kernel's constants, and the launch options, by name."""
     hidden_size = request.x.shape[1]
     block, num_warps = launch_shape(hidden_size)
@@ -128,7 +105,6 @@ def _constants(request: Request, state: GroupState, spin_limit: int, primitives:
         "RESIDUAL_OUT": request.residual_out,
         "CAST_BEFORE_WEIGHT": triton_dtype(request.norm.cast_before_weight),
         "SPIN_LIMIT": spin_limit,
-        "PRIMITIVES": primitives,
         "NORMALISE": _row_code(request.norm.epilogue),
         "num_warps": num_warps,
     }

@@ -17,8 +17,8 @@ reports how many launches were made, and how many of them were found right::
     python tests/gpu/checks --world-size 4 --only million_launches_push --timeout 580 --json million.json
 
 ``sanitizer_small`` is a few small calls for compute-sanitizer, which slows kernels down a hundredfold. Memory of its own for
-each tensor shows the tool their bounds, and the kernel's name (``push``, ``stream``, ``all_reduce_rms_norm_kernel``) keeps it
-from instrumenting all of NCCL and torch::
+each tensor shows the tool their bounds, and the kernel's name (``push``, ``stream``, ``multimem``,
+``all_reduce_rms_norm_kernel``) keeps it from instrumenting all of NCCL and torch::
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --target-processes all --report-api-errors no \\
         --error-exitcode 1 --kernel-name kernel_substring=push \\
@@ -69,7 +69,6 @@ _GRACE_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 5.0
 """Before ranks are killed: when they say where they are."""
 HIDDEN_SIZES = (1024, 2880, 4096, 5120, 7168, 8192, 18432)
-EMULATED_HIDDEN_SIZES = (2880, 4096)
 NCCL_FORMS = ("first_norm", "sharded", "from_sharded", "last_norm", "no_weight", "fp16", "fp32", "fp8", "fp32_residual")
 OF_EVERY_ALGORITHM = (
     accuracy.chain_of_sharded_residuals,
@@ -92,7 +91,7 @@ OVERLAPPED = (
     *(checked.name for entry in REGISTRY for checked in entry.checked if checked.beside),
     *(entry.name for entry in TRANSPORTS if entry.checked_beside),
 )
-"""Transports whose calls may be beside other work; "stream_in_slot" may, too, but leaves results where the next call writes."""
+"""Transports whose calls may be beside other work; those in the slot may, too, but leave results where the next call writes."""
 OF_OVERLAPPED = (
     overlap.overlap_gives_the_same_bits,
     overlap.overlap_random_skew,
@@ -124,7 +123,7 @@ ALONE = (
 def default_checks() -> dict[str, Check]:
     checks: dict[str, Check] = {}
     for name in ALGORITHMS:
-        for size in EMULATED_HIDDEN_SIZES if name == "emulated_multicast" else HIDDEN_SIZES:
+        for size in HIDDEN_SIZES:
             checks[f"{name}_accuracy_{size}"] = partial(accuracy_of_hidden_size, transport=name, hidden_size=size)
         for form_name, form in FORMS.items():
             # Alone, a shard of the residual is nothing for one-shot: chain_of_sharded_residuals has that.

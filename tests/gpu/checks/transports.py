@@ -24,10 +24,11 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     checked.name: partial(entry.make, **dict(checked.options)) for entry in REGISTRY for checked in entry.checked
 }
-"""Kernels under check. "emulated_multicast" has loops in the place of the switch's instructions, and
-"stream_in_slot" gets messages that were made in the slot's memory and leaves its results there."""
+"""Kernels under check. "emulated_multimem" has loads and stores of peers in the place of the switch's instructions."""
 TRANSPORT_OF = {checked.name: entry.transport for entry in REGISTRY for checked in entry.checked}
 """Of an algorithm under check."""
+IN_SLOT = {checked.name for entry in REGISTRY for checked in entry.checked if checked.in_slot}
+"""Get messages that were made in the slot's memory, and leave their results there."""
 NEED_WHOLE_RESIDUALS = {checked.name for entry in REGISTRY if entry.needs_whole_residual for checked in entry.checked}
 
 
@@ -129,7 +130,7 @@ class Subject:
         if self._algorithm is None:
             return self._results(request, factors, beside)
         launches, in_slot = self._algorithm.launches, self._algorithm.launches_in_slot
-        if self.name == "stream_in_slot":
+        if self.name in IN_SLOT:
             assert beside is None, "calls inside of it may overwrite its results"
             results = self._start_in_slot(ctx, request, factors)
         elif beside is None:

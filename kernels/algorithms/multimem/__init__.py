@@ -1,0 +1,1 @@
+"""Multimem: the switch adds up rows and hands them to all ranks."""
