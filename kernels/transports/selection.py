@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 USER_FILE = "kernels.toml"
 P2P = "p2p"
+_WORDS_BYTES = 64 * 1024
+"""Up to so many bytes a message is fastest in words that say that they have arrived: what a fence takes is what they save."""
+_ONE_SHOT_BYTES = 2**20
+UNLIMITED = 2**62
 
 
 _measured: dict[str, tuple[Step, ...]] = {}
@@ -153,6 +157,20 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
     """
     layers = (user_table(), _measured, shipped_tables())
     return next((steps for layer in layers if (steps := _steps(layer, device_name, world_size, transport))), ())
+
+
+def default_host_steps(world_size: int) -> tuple[Step, ...]:
+    """Of the transport through host memory, for nodes that nobody has measured.
+
+    One-shot waits once where two-shot waits twice, but all ranks read and compute all rows: two ranks gain by that as long as
+    the message is short, more ranks never do.
+    """
+    one_shot = (Step(world_size, _ONE_SHOT_BYTES, "host_one_shot", 16),) if world_size == 2 else ()
+    return (
+        Step(world_size, _WORDS_BYTES, "host_words", 128),
+        *one_shot,
+        Step(world_size, UNLIMITED, "host_two_shot", 16),
+    )
 
 
 def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:

@@ -350,9 +350,10 @@ def test_doctor_says_which_kernel_serves_which_message(monkeypatch: pytest.Monke
     steps = (Step(4, 2**20, "push_two_shot", 64), Step(4, 2**24, "stream", 16))
     monkeypatch.setattr(selection, "shipped_tables", lambda: {"GPU": steps})
     assert (
-        machine.kernels_by_size("GPU", 4) == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
+        machine.kernels_by_size("GPU", 4, "p2p")
+        == "push_two_shot (64 CTAs) to 1 MiB, stream (16 CTAs) to 16 MiB and beyond"
     )
-    assert machine.kernels_by_size("GPU", 2) == "two_shot for all messages (none measured for GPU, 2 ranks)"
+    assert machine.kernels_by_size("GPU", 2, "p2p") == "two_shot for all messages (none measured for GPU, 2 ranks)"
 
 
 EXPLAIN = ["explain", "--device", "sm90", "--multicast", "--tp", "8", "--hidden", "2048"]

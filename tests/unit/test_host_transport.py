@@ -14,8 +14,8 @@ from tw_compile.kernels.algorithms.host.host_rows import HostRows, half_bytes
 from tw_compile.kernels.algorithms.host.host_words import HostWords
 from tw_compile.kernels.collective.slot import Slot, SymmetricBuffer, state_words
 from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
-from tw_compile.kernels.transports.host import HostTransport, default_steps
-from tw_compile.kernels.transports.selection import Selector
+from tw_compile.kernels.transports.host import HostTransport
+from tw_compile.kernels.transports.selection import Selector, default_host_steps
 
 __all__ = ["kernels"]
 BF16 = torch.bfloat16
@@ -77,7 +77,7 @@ def test_which_kernel_serves_a_message_that_nobody_measured(
         x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=overlap_sms
     )
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
-    chosen = Selector(default_steps(world_size), "host").choose(asked, state)
+    chosen = Selector(default_host_steps(world_size), "host").choose(asked, state)
     assert chosen.name == name and chosen.sms(10**6, world_size) == sms
 
 

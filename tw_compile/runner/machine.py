@@ -183,13 +183,13 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
     ]
     if transport == "p2p" and lacking:
         (a, b), *_ = lacking
-        transport = "nccl"
+        transport = "host"
         why = f"p2p turns to it at the first use: GPU {a} has no atomics on the memory of GPU {b}, over this link"
     return plan | {
         "device": "cuda",
         "transport": transport,
         "transport_why": why,
-        "kernels": kernels_by_size(gpus[0]["name"], world_size) if transport == "p2p" else None,
+        "kernels": kernels_by_size(gpus[0]["name"], world_size, transport) if transport in ("p2p", "host") else None,
         "all_reduce": "nccl" if dist.is_nccl_available() else None,
         "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
         "thresholds": [
@@ -200,13 +200,18 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
     }
 
 
-def kernels_by_size(device_name: str, world_size: int) -> str:
-    """Which kernel of the P2P transport serves messages up to which size."""
-    steps = selection.steps_for(device_name, world_size)
-    if not steps:
+def kernels_by_size(device_name: str, world_size: int, transport: str) -> str:
+    """Which kernel of ``p2p`` or ``host`` serves messages up to which size."""
+    steps = selection.steps_for(device_name, world_size, transport)
+    if not steps and transport == "p2p":
         return f"two_shot for all messages (none measured for {device_name}, {world_size} ranks)"
-    named = [f"{step.algorithm} ({step.sms} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in steps]
-    return ", ".join(named) + " and beyond"
+    *smaller, last = steps or selection.default_host_steps(world_size)
+    named = [f"{step.algorithm} ({step.sms} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in smaller]
+    if last.up_to_bytes < selection.UNLIMITED:
+        named.append(f"{last.algorithm} ({last.sms} CTAs) to {last.up_to_bytes / 2**20:g} MiB and beyond")
+    else:
+        named.append(f"{last.algorithm} ({last.sms} CTAs) beyond")
+    return ", ".join(named)
 
 
 def _gpus() -> list[Report]:
