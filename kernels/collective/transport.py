@@ -77,7 +77,7 @@ class Transport(ABC):
         return None
 
     def reserved_bytes(self) -> int:
-        """Memory that the transport keeps for its slots, beside torch's allocator, on this rank."""
+        """Memory of this rank's device that the transport keeps for its slots, beside torch's allocator."""
         return 0
 
 

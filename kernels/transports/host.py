@@ -32,3 +32,7 @@ class HostTransport(SlotTransport):
     def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
         """See :class:`SlotTransport`. What limits these kernels is the bus, so a device without a table has one, too."""
         return super().steps(device_name, world_size) or default_host_steps(world_size)
+
+    def reserved_bytes(self) -> int:
+        """See :class:`Transport`. Nothing of the device's memory."""
+        return 0

@@ -135,3 +135,10 @@ def test_one_shot_beside_other_work_has_room_for_all_rows(kernels: list[FakeKern
     started = algorithm.launch(replace(asked, outputs=(hidden, residual)), group(), slot, 0)
     assert residual.shape[0] == WORLD_SIZE * started.residual.shape[0] >= 10
     assert started.residual.untyped_storage().data_ptr() == residual.data_ptr()
+
+
+def test_host_memory_is_none_of_the_devices() -> None:
+    transport = HostTransport("host")
+    state = SimpleNamespace(slots={0: slot_for({"outbox": 1000})})
+    transport._states["g", torch.device("cuda", 0)] = state  # type: ignore[assignment]
+    assert transport.reserved_bytes() == 0
