@@ -329,6 +329,26 @@ def test_by_default_nothing_is_measured_and_what_was_is_used(monkeypatch: pytest
     assert used == [Config()]
 
 
+def test_a_node_that_cannot_be_described_is_compiled_for_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(calibrate, "_over_nccl", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(calibrate, "this_node", broken)
+    for config in (Config(), Config(strict=True)):
+        calibrate._asked_in.clear()
+        with fake_process_group(2), caplog.at_level("WARNING"):
+            if config.strict:
+                with pytest.raises(RuntimeError, match="no driver"):
+                    calibrate.before_compile(config, _graph(None))
+            else:
+                calibrate.before_compile(config, _graph(None))
+    assert caplog.text.count("no calibration is used: no driver") == 1
+
+
 @pytest.mark.parametrize(
     ("config", "nccl"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
 )

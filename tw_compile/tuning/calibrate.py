@@ -78,13 +78,23 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
     """
     world = dist.group.WORLD
     if config.calibrate == "stored":
-        return use_stored(config)
+        return _use_stored_if_possible(config)
     if world in _asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
         return None
     _asked_in[:] = [world]
     here, transports = this_node()
     if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
         use(measured_together(here, default_folder(), _device(), candidates(transports)))
+
+
+def _use_stored_if_possible(config: Config) -> None:
+    """As :func:`use_stored`; what goes wrong there is no reason not to compile."""
+    try:
+        use_stored(config)
+    except Exception as error:
+        if config.strict:
+            raise
+        logger.warning("tw_compile: no calibration is used: %s", error)
 
 
 def use_stored(config: Config) -> None:
