@@ -27,7 +27,7 @@ def multimem(world_size: int, hidden_size: int, form: Form, seed: int, **options
 @OUTPUTS
 @pytest.mark.parametrize("form", FORMS)
 def test_it_gives_what_the_operator_asks_for(form: str, private_output: bool, by_peers: bool) -> None:
-    for seed, world_size in enumerate((2, 3, 4, 8)):
+    for seed, world_size in enumerate((2, 3)):
         # 34 vectors of 8: two more than threads of one warp, where rows of float8 end with a pair; or two of two.
         shape = Shape(32 + seed % 2 * 32, 1 + seed % 2, 1 + seed % 3)
         options = {"staged": bool(seed % 2) or private_output, "private_output": private_output, "shape": shape}
