@@ -10,6 +10,7 @@ All of it is worked out when this module is imported: calls look nothing up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -17,6 +18,8 @@ from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
+
+from tw_compile.kernels.collective.wires import EXACT
 
 RMS_NORM = "rms_norm"
 """The epilogue of the operators that have none in their name's place, see ``kernels/epilogues``."""
@@ -31,8 +34,8 @@ class Role:
 
     Attributes:
         kind: ``operand``: a tensor that kernels read. ``norm``: of :class:`NormSpec`. ``layout``: which rows are given and
-            wanted, and where. ``routing``: who serves the call, and on what. ``stand_in``: takes another field's place before
-            anybody sees it.
+            wanted, where, and how they travel. ``routing``: who serves the call, and on what. ``stand_in``: takes another
+            field's place before anybody sees it.
         define: The definition under which sources of CUDA kernels get it; of an operand, its element type.
         variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
         rows: Of an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
@@ -73,6 +76,7 @@ class Arguments(NamedTuple):
     eps_tensor: Annotated[torch.Tensor | None, Role("stand_in")] = None
     overlap_sms: Annotated[int, Role("routing")] = 0
     results_in_slot: Annotated[bool, Role("layout", variant=True)] = False
+    wire: Annotated[str, Role("layout", "WIRE")] = EXACT
     epilogue: Annotated[str, Role("norm", "EPILOGUE", in_schema=False)] = RMS_NORM
 
 
@@ -92,7 +96,10 @@ class Field:
     def schema(self) -> str:
         """As torch's schemas have it."""
         text = f"{_SCHEMA_TYPES[self.type]}{'?' if self.optional else ''} {self.name}"
-        return f"{text}={Arguments._field_defaults[self.name]}" if self.has_default else text
+        if not self.has_default:
+            return text
+        default = Arguments._field_defaults[self.name]
+        return f"{text}={json.dumps(default) if self.type is str else default}"
 
 
 _SCHEMA_TYPES = {

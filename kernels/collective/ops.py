@@ -45,6 +45,7 @@ from tw_compile.kernels.collective.spec import (
     Request,
     check_hidden_scale,
     check_overlap_sms,
+    check_wire,
     operand_values,
     request_of,
     rows_per_rank,
@@ -161,6 +162,7 @@ def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
 def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
     check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
     check_overlap_sms(arguments.overlap_sms)
+    check_wire(arguments.wire, x.shape[1])
     _check_eps_tensor(arguments.eps_tensor)
     if arguments.eps_tensor is not None:
         arguments = arguments._replace(eps=float(arguments.eps_tensor))
@@ -221,6 +223,7 @@ def _start_fake(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor
     arguments = Arguments(*rest, **named)
     check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
     check_overlap_sms(arguments.overlap_sms)
+    check_wire(arguments.wire, x.shape[1])
     _check_eps_tensor(arguments.eps_tensor)
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(arguments.group_name).size()

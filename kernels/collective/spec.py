@@ -20,6 +20,7 @@ from tw_compile.kernels.collective.fields import (
     of_kind,
     values_of,
 )
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = torch.float8_e4m3fn
@@ -82,6 +83,18 @@ def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | N
         raise ValueError(f"hidden_scale: expected a float32 tensor [1], got {got}")
 
 
+def check_wire(wire: str, hidden_size: Any) -> None:
+    """ValueError unless there is such a wire, and rows of ``hidden_size`` are whole groups of its codes."""
+    if wire == EXACT:
+        return
+    if wire not in WIRES:
+        raise ValueError(f"wire: expected one of {', '.join(WIRES)}, got {wire!r}")
+    if hidden_size % WIRES[wire].group:
+        raise ValueError(
+            f"wire: expected a hidden size that is a multiple of {WIRES[wire].group} for {wire}, got {hidden_size}"
+        )
+
+
 def check_overlap_sms(overlap_sms: int) -> None:
     """ValueError unless it is 0 or a number of SMs that a call beside other work can have."""
     if not 0 <= overlap_sms <= MAX_OVERLAP_SMS:
@@ -99,7 +112,8 @@ class Request:
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
-    overwrites them. ``outputs``: where the results go, if that is settled before the launch.
+    overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``outputs``: where the results go, if that is settled
+    before the launch.
     ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
     remembered.
     """
@@ -116,6 +130,7 @@ class Request:
     hidden_scale: torch.Tensor | None = None
     overlap_sms: int = 0
     results_in_slot: bool = False
+    wire: str = EXACT
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     form: Hashable | None = None
 

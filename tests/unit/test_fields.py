@@ -21,7 +21,7 @@ FIELDS_OF_SCHEMA = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
-    "bool results_in_slot=False"
+    'bool results_in_slot=False, str wire="exact"'
 )
 
 
@@ -105,6 +105,7 @@ CHANGES: dict[str, Any] = {
     "hidden_scale": torch.ones(1),
     "overlap_sms": 0,
     "results_in_slot": False,
+    "wire": "int8",
     "epilogue": "another",
 }
 OF_VARIANTS = {
@@ -117,6 +118,7 @@ OF_VARIANTS = {
     "residual_sharded": "RESIDUAL_SHARDED",
     "residual_out": "RESIDUAL_OUT",
     "results_in_slot": None,
+    "wire": "WIRE",
     "epilogue": "EPILOGUE",
 }
 

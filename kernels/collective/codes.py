@@ -1,0 +1,93 @@
+"""The codes in which rows travel, in torch: the definition that every kernel matches bit for bit.
+
+A group of values ``x`` (float32) with the smallest ``low`` and the largest ``high`` becomes integers ``q`` from 0 to
+``levels``, a ``scale`` and an ``offset``, both bfloat16, so that ``x`` is about ``offset + q * scale``:
+
+- ``offset`` is ``low`` rounded down, ``scale`` is ``(high - offset) / levels`` rounded up, and at least 2**-126. So no value of
+  the group lies outside of what codes can say.
+- ``q = rint((x - offset) * (1 / scale))``, each operation rounded to float32, then clamped to 0 and ``levels``.
+- A group with a NaN, an infinity, or a range that float32 can't hold has the scale NaN, the offset 0 and codes 0. What comes
+  out is NaN in the whole group: nothing that is not finite is made finite.
+
+A row on its way is bytes: the codes in the order of the columns, each stored as ``q - (levels // 2)`` in two's complement
+(two codes of 4 bits to a byte, the earlier column in the lower half), then for each group a little-endian 32-bit word with the
+scale in its upper half and the offset in its lower half. No 32-bit word of it is 0x80000000: the pattern with only the highest
+bit set is no code, and scales are positive (or the positive NaN). Kernels whose receivers see by a word whether it has arrived
+need that.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tw_compile.kernels.collective.wires import Codes
+
+_SMALLEST_SCALE = 2.0**-126
+_NAN = 0x7FC0
+
+
+def encode(rows: torch.Tensor, codes: Codes) -> torch.Tensor:
+    """``rows [tokens, hidden]`` of any float dtype as uint8 ``[tokens, codes.row_bytes(hidden)]``.
+
+    Raises:
+        ValueError: ``hidden`` is not a multiple of ``codes.group``.
+    """
+    tokens, hidden_size = rows.shape
+    _check(hidden_size, codes)
+    groups = rows.float().reshape(tokens, hidden_size // codes.group, codes.group)
+    low, high = groups.amin(-1), groups.amax(-1)  # NaN if there is one
+    offset = _rounded(low, up=False)
+    width = high - offset
+    lost = ~(width.isfinite() & offset.isfinite())
+    scale = _rounded(width / codes.levels, up=True).clamp_min(_SMALLEST_SCALE)
+    scale, offset = scale.masked_fill(lost, 1.0), offset.masked_fill(lost, 0.0)
+    quotients = (groups - offset.unsqueeze(-1)) * scale.reciprocal().unsqueeze(-1)
+    q = quotients.round().clamp(0, codes.levels).masked_fill(lost.unsqueeze(-1), 0.0).to(torch.int32)
+    stored = (q - codes.levels // 2).reshape(tokens, hidden_size)
+    words = _bits(scale).masked_fill(lost, _NAN) << 16 | _bits(offset)
+    if codes.bits == 4:
+        stored = (stored[:, 0::2] & 15) | ((stored[:, 1::2] & 15) << 4)
+    tail = words.to(torch.int32).view(torch.uint8).reshape(tokens, -1)
+    return torch.cat((stored.to(torch.uint8), tail), 1)
+
+
+def decode(packed: torch.Tensor, codes: Codes, hidden_size: int) -> torch.Tensor:
+    """Float32 ``[tokens, hidden_size]`` of what :func:`encode` has made: ``offset + q * scale``, rounded once."""
+    _check(hidden_size, codes)
+    tokens, code_bytes = packed.shape[0], hidden_size * codes.bits // 8
+    stored = packed[:, :code_bytes].to(torch.int32)
+    if codes.bits == 4:
+        stored = torch.stack((stored & 15, stored >> 4), -1).reshape(tokens, hidden_size)
+    sign = 1 << (codes.bits - 1)
+    q = (stored ^ sign) - sign + codes.levels // 2
+    words = packed[:, code_bytes:].contiguous().view(torch.int32)
+    scale = (words & -0x10000).view(torch.float32).unsqueeze(-1)
+    offset = (words << 16).view(torch.float32).unsqueeze(-1)
+    # A product of two numbers of 8 bits is exact in float32, so the sum is the only rounding.
+    values = offset + q.reshape(tokens, -1, codes.group) * scale
+    return values.reshape(tokens, hidden_size)
+
+
+def round_trip(rows: torch.Tensor, codes: Codes | None) -> torch.Tensor:
+    """What a receiver makes of ``rows``, float32; None: as they are, in their dtype."""
+    return rows if codes is None else decode(encode(rows, codes), codes, rows.shape[1])
+
+
+def _check(hidden_size: int, codes: Codes) -> None:
+    if hidden_size % codes.group:
+        raise ValueError(f"rows: expected a hidden size that is a multiple of {codes.group}, got {hidden_size}")
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """The upper 16 bits of float32 ``values`` as int32 from 0 to 65535."""
+    return values.view(torch.int32) >> 16 & 0xFFFF
+
+
+def _rounded(values: torch.Tensor, up: bool) -> torch.Tensor:
+    """float32 ``values`` to the next float32 that bfloat16 holds too, upwards or downwards; NaN and infinities stay."""
+    bits = values.contiguous().view(torch.int32)
+    cut = bits & -0x10000
+    # The cut is towards zero. Away from zero, where the wanted direction is that one, is one step more.
+    away = (bits >= 0) if up else (bits < 0)
+    step = ((bits & 0xFFFF) != 0) & away & values.isfinite()
+    return torch.where(step, cut + 0x10000, cut).view(torch.float32)
