@@ -19,6 +19,8 @@ _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _CALIBRATE = ("stored", "auto", "off")
+JOIN_GEMMS = "join_gemms"
+"""The pass that computes GEMMs of one input as one."""
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
 
 
@@ -144,6 +146,11 @@ class Config:
             wording = "names of passes, as 'narrow_residuals,reserve_sms'"
             raise TypeError(f"{OPTION_PREFIX}disable_passes: expected {wording}, got {value!r}")
         object.__setattr__(self, "disable_passes", tuple(dict.fromkeys(value)))
+
+    @property
+    def joins_gemms(self) -> bool:
+        """Whether GEMMs of one input may be computed as one where nothing is split; planning must know."""
+        return JOIN_GEMMS not in self.disable_passes
 
     @property
     def split_tokens(self) -> int | None:

@@ -37,8 +37,9 @@ NAMES = (
     "leave_results_in_slots",
     "reserve_sms",
     "lock_order",
+    "join_gemms",
 )
-SPLIT_NAMES = NAMES[1:]
+SPLIT_NAMES = NAMES[1:-1]
 INDISPENSABLE = ("choose_split", "split_tokens", "mend_seams", "schedule", "lock_order")
 
 

@@ -119,7 +119,10 @@ def test_the_margin_follows_from_measured_layers_where_there_are_some() -> None:
 
 
 def test_a_sum_over_host_brings_its_norm_along_and_one_over_nccl_does_not() -> None:
-    nccl, host = (plan_layer(H200, LAYER, 4096, kernel=name, link=LINK, min_gain=0.0) for name in ("nccl", "host"))
+    nccl, host = (
+        plan_layer(H200, LAYER, 4096, kernel=name, link=LINK, joins_gemms=False, min_gain=0.0)
+        for name in ("nccl", "host")
+    )
     assert nccl.predicted.fused_us == pytest.approx(nccl.predicted.unfused_us)
     assert nccl.predicted.no_communication_us == pytest.approx(host.predicted.no_communication_us)
     norms = 2 * Costs(H200, LAYER, LINK.transport("host"), (4096,), link=LINK).norm_us(4096)

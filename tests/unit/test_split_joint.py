@@ -18,9 +18,9 @@ from tw_compile import Config, compat
 from tw_compile.autotune.measured_reserve import Operand, Reserve
 from tw_compile.graph.predicates import aten, value
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+from tw_compile.passes.joint import beside, join
 from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
-from tw_compile.passes.split.peephole.joint import beside, join
 from tw_compile.passes.split.rules import attention as rules_attention
 from tw_compile.passes.split.schedule import budgets as budgets_module
 from tw_compile.passes.split.schedule.budgets import Budgets, joint_mm_of, reserve_sms

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tw_compile.graph.predicates import aten
 from tw_compile.kernels.gemm.mm_leaving_sms import joint_mm_leaving_sms
-from tw_compile.passes.split.peephole.joint import beside, join
+from tw_compile.passes.joint import beside, join
 
 
 def with_biases(columns: tuple[int, ...] = (64, 128)) -> tuple[fx.Graph, FakeTensorMode, list[fx.Node]]:

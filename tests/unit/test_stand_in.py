@@ -62,7 +62,7 @@ def spec_of(sweep_split: bool) -> LayerSpec:
 
 
 def test_a_sweep_splits_at_other_places_too() -> None:
-    planned = ["no-communication", "fused", "fused+split"]
+    planned = ["no-communication", "fused", "fused-gemms-apart", "fused+split"]
     assert [*stand_in.variants(spec_of(False), 512)] == planned
     swept = stand_in.variants(spec_of(True), 512)
     assert [*swept] == planned + [f"fused+split@{first}" for first in (128, 256, 384)]

@@ -141,6 +141,7 @@ def plan_layer(
     cut_sequences: bool = True,
     first: int | None = None,
     gemms_leave_sms: bool = True,
+    joins_gemms: bool = True,
     row_multiple: int = ROW_MULTIPLE,
     min_gain: float | None = None,
     host_us: float = 0.0,
@@ -159,6 +160,7 @@ def plan_layer(
             half 1 is a multiple of ``row_multiple``.
         first: Tokens of half 1, where that is settled; default: compared.
         gemms_leave_sms: Whether GEMMs can be told to leave SMs to the kernel beside them.
+        joins_gemms: Whether an unsplit layer computes GEMMs of one input as one where that is faster.
         row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
             of :func:`evidence`.
@@ -172,7 +174,7 @@ def plan_layer(
     calls = profile.fused_kernel(kernel) if link is None else link.transport(transport)
     min_gain = evidence(profile, kernel, link).margin if min_gain is None else min_gain
     batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
-    costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link)
+    costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link, joins_gemms)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
     starts = _starts(batch)
     multiple = math.lcm(row_multiple, layer.world_size)
@@ -242,7 +244,16 @@ def _evidence(device_name: str, kernel: str, link_name: str) -> Evidence:
     link = shipped_link() if link_name == shipped_link().name else None
     errors = []
     for layer in measured_layers(device_name, kernel, link_name):
-        plan = plan_layer(profile, layer.shape, layer.tokens, kernel=kernel, first=layer.first, min_gain=0.0, link=link)
+        plan = plan_layer(
+            profile,
+            layer.shape,
+            layer.tokens,
+            kernel=kernel,
+            first=layer.first,
+            joins_gemms=False,  # no GEMM of an unsplit layer was joined when these were measured
+            min_gain=0.0,
+            link=link,
+        )
         predicted = vars(plan.predicted)
         ratio = layer.ratio * predicted[layer.unsplit] / predicted["split_us"] - 1.0
         errors.append(LayerError(layer, ratio, {name: us / predicted[name] - 1.0 for name, us in layer.times.items()}))
@@ -275,15 +286,19 @@ def _checked(
 
 
 def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
-    """Microseconds unfused, without communication and fused, and the CTAs of the latter."""
+    """Microseconds unfused, without communication and fused, and the CTAs of the latter.
+
+    Fused layers may have GEMMs of one input computed as one. The other two are what Inductor makes of them.
+    """
     layer = costs.layer
-    compute = costs.alone_us([*costs.attention_part(range(tokens)), *costs.mlp_part(tokens)])
+    steps = [*costs.attention_part(range(tokens)), *costs.mlp_part(tokens)]
+    compute, joined = costs.alone_us(steps), costs.alone_us(steps, costs.joins_gemms)
     sums = layer.attention_summed + layer.mlp_summed
     silent = compute if costs.norm_apart else compute + sums * costs.norm_us(tokens)
     if not sums:
-        return silent, silent, silent, costs.kernel.ctas[0]
+        return silent, silent, silent - compute + joined, costs.kernel.ctas[0]
     ctas, call = costs.call_alone(tokens)
-    return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, compute + sums * call, ctas
+    return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, joined + sums * call, ctas
 
 
 def _starts(sequences: Sequence[int]) -> frozenset[int]:

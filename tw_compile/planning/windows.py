@@ -80,11 +80,15 @@ class PlannedWindow:
 
 @dataclass(frozen=True)
 class Gemms:
-    """GEMMs of one input, of ``tokens`` tokens; ``joint`` is what they can be computed as beside a call, if they can."""
+    """GEMMs of one input, of ``tokens`` tokens; ``joint`` is what they can be computed as, if they can.
+
+    ``gated_us``: of the kernel behind them that a joint GEMM does, too, where nothing is split.
+    """
 
     gemms: tuple[Gemm, ...]
     tokens: int
     joint: Gemm | None = None
+    gated_us: float = 0.0
 
 
 Computation = Gemms | Callable[[int], float]
@@ -95,7 +99,8 @@ class Costs:
     """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs.
 
     ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`. ``link``:
-    what messages travel over, where that is no peer memory; ``kernel`` is then a transport of it.
+    what messages travel over, where that is no peer memory; ``kernel`` is then a transport of it. ``joins_gemms``: whether
+    GEMMs of one input are computed as one where nothing is split, if that is faster.
     """
 
     def __init__(
@@ -106,8 +111,10 @@ class Costs:
         sequences: Sequence[int],
         gemms_leave_sms: bool = True,
         link: Link | None = None,
+        joins_gemms: bool = True,
     ) -> None:
         self.link = link
+        self.joins_gemms = joins_gemms
         self.profile = profile
         self.layer = layer
         self.kernel = kernel
@@ -160,15 +167,15 @@ class Costs:
     def mlp_part(self, tokens: int, half: bool = False) -> list[Computation]:
         """``half``: as it is computed for halves.
 
-        A joint GEMM stores ``silu(gate) * up`` itself, and that is counted all the same: without it, splits that were measured
-        are 3% slower than predicted on average, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
+        A joint GEMM stores ``silu(gate) * up`` itself. Of halves that is counted all the same: without it, splits that were
+        measured are 3% slower than predicted on average, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
         """
         *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
-        us = elementwise_us(self.profile, float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
+        us = gated_us = elementwise_us(self.profile, float(rows * (sum(gemm.columns for gemm in gate_up) + down.depth)))
         if down.experts > 1:  # rows go to their experts and come back weighted
             us += 2.0 * elementwise_us(self.profile, float((tokens + rows) * self.layer.hidden_size))
-        first = Gemms(tuple(gate_up), tokens, self.joint_gate_up)
+        first = Gemms(tuple(gate_up), tokens, self.joint_gate_up, gated_us)
         return [first, lambda sms: us, Gemms((down,), tokens), *self._norm(tokens, self.layer.mlp_summed)]
 
     def join(self, tokens: int) -> list[Computation]:
@@ -176,13 +183,18 @@ class Costs:
         us = elementwise_us(self.profile, 2.0 * tokens * sum(gemm.columns for gemm in self.layer.qkv))
         return [lambda sms: us]
 
-    def alone_us(self, steps: Sequence[Computation]) -> float:
-        """Steps on all SMs with nothing beside them."""
+    def alone_us(self, steps: Sequence[Computation], joined: bool = False) -> float:
+        """Steps on all SMs with nothing beside them; ``joined``: GEMMs of one input as one where that is faster."""
         sms = self.profile.sms
-        return sum(
-            sum(self.gemm(gemm, step.tokens, sms).us for gemm in step.gemms) if isinstance(step, Gemms) else step(sms)
-            for step in steps
-        )
+        return sum(self._gemms_us(step, joined) if isinstance(step, Gemms) else step(sms) for step in steps)
+
+    def _gemms_us(self, step: Gemms, joined: bool) -> float:
+        """Several are joined, and one that is gated."""
+        sms = self.profile.sms
+        each = sum(self.gemm(gemm, step.tokens, sms).us for gemm in step.gemms)
+        if step.joint is None or not joined or (len(step.gemms) == 1 and not step.gated_us):
+            return each
+        return min(each, self.gemm(step.joint, step.tokens, sms).us - step.gated_us)
 
     def window(
         self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int = 0, in_slot: bool = False

@@ -94,6 +94,7 @@ class _Planner:
     gemms_leave_sms: bool
     host: HostGraph | None = None
     link: Link | None = None
+    joins_gemms: bool = True
 
     def plan(self, tokens: int, first: int | None = None) -> Plan:
         return plan_layer(
@@ -106,6 +107,7 @@ class _Planner:
             cut_sequences=self.axis.unit == "token",
             first=first,
             gemms_leave_sms=self.gemms_leave_sms,
+            joins_gemms=self.joins_gemms,
             host_us=0.0 if self.host is None else self.host.launch_us(tokens),
             link=self.link,
         )
@@ -241,8 +243,9 @@ def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | No
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()
+    joins = config.joins_gemms and not compat.tunes_gemms()
     return [
-        _Planner(each, axis.batch, profile, layer, kernel, _attention(question, each), leave, host, link)
+        _Planner(each, axis.batch, profile, layer, kernel, _attention(question, each), leave, host, link, joins)
         for each in axes
     ]
 

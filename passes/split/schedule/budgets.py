@@ -25,8 +25,8 @@ from tw_compile.kernels.gemm.mm_leaving_sms import (
     joint_mm_leaving_sms,
     mm_leaving_sms,
 )
+from tw_compile.passes import joint
 from tw_compile.passes.nodes import annotation
-from tw_compile.passes.split.peephole import joint
 from tw_compile.passes.split.schedule.windows import DEFAULT_OVERLAP_SMS, Schedule, ScheduledWindow
 from tw_compile.planning import DeviceProfile, Plan, PlannedWindow
 from tw_compile.planning.communication import elementwise_us

@@ -102,7 +102,7 @@ def grouped_mm_leaving_sms_gives_the_same_bits(ctx: Context) -> None:
 def joint_mm_leaving_sms_is_as_near_as_matmuls(ctx: Context) -> None:
     """Of one to three matrices, with and without biases, and the same bits whatever it leaves."""
     for rows, columns in ((1, (256,)), (300, (2048, 256, 256)), (1000, (7168, 7168)), (1152, (520, 8))):
-        a, matrices = _joint_product(ctx, rows, columns)
+        a, matrices = joint_product(ctx, rows, columns)
         generator = ctx.generator(rows, ctx.rank + 1)
         vectors = [torch.randn(one, generator=generator, device=ctx.device).bfloat16() for one in columns]
         for biases in ([], vectors):
@@ -122,7 +122,7 @@ def joint_mm_leaving_sms_is_as_near_as_matmuls(ctx: Context) -> None:
 def gated_mm_leaving_sms_is_silu_times_a_product(ctx: Context) -> None:
     """Nearer to float64 than what is rounded on the way, and the same bits whatever it leaves."""
     for rows, columns in ((1, 8), (300, 520), (1000, 7168)):
-        a, (gate, up) = _joint_product(ctx, rows, (columns, columns))
+        a, (gate, up) = joint_product(ctx, rows, (columns, columns))
         rounded = F.silu(a @ gate) * (a @ up)
         exact = F.silu(a.double() @ gate.double()) * (a.double() @ up.double())
         whole = gated_mm_leaving_sms(a, gate, up, 0)
@@ -132,7 +132,7 @@ def gated_mm_leaving_sms_is_silu_times_a_product(ctx: Context) -> None:
             ctx.expect(torch.equal(left, whole), f"[{rows}, {columns}], {reserved_sms} SMs left: other bits")
 
 
-def _joint_product(ctx: Context, rows: int, columns: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def joint_product(ctx: Context, rows: int, columns: Sequence[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     own = ctx.generator(rows, ctx.rank + 1)
     a = torch.randn(rows, 1024, generator=own, device=ctx.device).bfloat16()
     matrices = [torch.randn(one, 1024, generator=own, device=ctx.device).bfloat16().t() * 0.05 for one in columns]

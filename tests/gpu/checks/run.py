@@ -53,7 +53,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 
-from gpu.checks import accuracy, overlap, producer, split_attention, split_steps, stress
+from gpu.checks import accuracy, joint_gemms, overlap, producer, split_attention, split_steps, stress
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
 from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
@@ -115,6 +115,9 @@ ALONE = (
     producer.gated_mm_leaving_sms_is_silu_times_a_product,
     producer.grouped_mm_leaving_sms_gives_the_same_bits,
     producer.mm_reserve_is_measured,
+    joint_gemms.gemms_by_rows_are_as_near_as_matmuls,
+    joint_gemms.turns_are_measured,
+    joint_gemms.compiled_gemms_are_joined,
     split_steps.thousand_split_steps,
     split_steps.thousand_split_steps_of_experts,
 )

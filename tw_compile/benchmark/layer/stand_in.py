@@ -30,7 +30,15 @@ from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import CompiledRun, Subject, build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
-from tw_compile.benchmark.layer.variants import FUSED, HALF_MULTIPLE, NO_COMMUNICATION, PLANNED, SWEPT, swept
+from tw_compile.benchmark.layer.variants import (
+    FUSED,
+    GEMMS_APART,
+    HALF_MULTIPLE,
+    NO_COMMUNICATION,
+    PLANNED,
+    SWEPT,
+    swept,
+)
 from tw_compile.harness.measure import HEAD_START_CYCLES, WARM_UP_ROUNDS, capture, gpu_us
 from tw_compile.harness.problems import Context
 from tw_compile.harness.start import all_versions
@@ -44,7 +52,7 @@ from tw_compile.testing import fake_process_group
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     NO_COMMUNICATION: None,
-    **{variant.label: variant.config for variant in (FUSED, PLANNED)},
+    **{variant.label: variant.config for variant in (FUSED, GEMMS_APART, PLANNED)},
 }
 """Options of ours; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6

@@ -66,6 +66,7 @@ FUSED = LayerVariant("fused", "ours", config={"split": "off"})
 PLANNED = LayerVariant("fused+split", "ours")
 """What a user gets by default."""
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
+GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config={"split": "off", "disable_passes": "join_gemms"})
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
@@ -94,7 +95,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    known = [FUSED, *SPLIT, *([ALL_SMS] if spec.scope == "layer" else [])]
+    known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
     if spec.device == "cuda":
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC]
     else:

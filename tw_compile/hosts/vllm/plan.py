@@ -139,7 +139,14 @@ def split_planner(
         host_us = 0.0 if tokens <= engine.captured_tokens else SPLIT_HOST_US
         leave = config.split_gemm_sms == "auto"
         return plan_layer(
-            profile, layer, tokens, first=first, attention=attention, gemms_leave_sms=leave, host_us=host_us
+            profile,
+            layer,
+            tokens,
+            first=first,
+            attention=attention,
+            gemms_leave_sms=leave,
+            joins_gemms=config.joins_gemms,
+            host_us=host_us,
         )
 
     def plan(tokens: int, first: int | None, least: int) -> Plan:

@@ -38,9 +38,9 @@ def _can_join(node: fx.Node, first: fx.Node) -> bool:
     """
     if not is_call(node, aten.mm.default, aten.addmm.default) or node.target is not first.target or node.kwargs:
         return False
-    if not _is_same(_rows(node), _rows(first)) or not all(map(_is_given, (_matrix(node), *_biases(node)))):
+    if not _is_same(rows_of(node), rows_of(first)) or not all(map(_is_given, (matrix_of(node), *_biases(node)))):
         return False
-    a, matrix, biases = value(_rows(node)), value(_matrix(node)), [value(one) for one in _biases(node)]
+    a, matrix, biases = value(rows_of(node)), value(matrix_of(node)), [value(one) for one in _biases(node)]
     if a is None or matrix is None or not can_multiply(a, matrix):
         return False
     return all(bias is not None and can_add(bias, matrix) for bias in biases)
@@ -51,11 +51,13 @@ def _biases(matmul: fx.Node) -> tuple[fx.Node, ...]:
     return matmul.args[:-2]  # type: ignore[return-value]
 
 
-def _rows(matmul: fx.Node) -> fx.Node:
+def rows_of(matmul: fx.Node) -> fx.Node:
+    """The first factor of an ``mm`` or ``addmm``."""
     return matmul.args[-2]  # type: ignore[return-value]
 
 
-def _matrix(matmul: fx.Node) -> fx.Node:
+def matrix_of(matmul: fx.Node) -> fx.Node:
+    """The second factor of an ``mm`` or ``addmm``."""
     return matmul.args[-1]  # type: ignore[return-value]
 
 
@@ -119,19 +121,24 @@ def join(nodes: Sequence[fx.Node]) -> Joint:
     ``nodes`` are a result of :func:`beside`, in the graph's order.
     """
     first, graph = nodes[0], nodes[0].graph
-    matrices, biases = [_matrix(node) for node in nodes], [one for node in nodes for one in _biases(node)]
+    matrices, biases = [matrix_of(node) for node in nodes], [one for node in nodes for one in _biases(node)]
     for given in (*matrices, *biases):
         _hoist(given, first)
     gated = None if biases else _gated(nodes)
     with graph.inserting_before(first):
         if gated is None:
-            joint = graph.call_function(joint_mm_leaving_sms, (_rows(first), matrices, biases, 0))
+            joint = graph.call_function(joint_mm_leaving_sms, (rows_of(first), matrices, biases, 0))
             joint.meta = {**first.meta, "val": [node.meta["val"] for node in nodes]}
             return Joint(joint, tuple(nodes))
         gate, up, product = gated
-        joint = graph.call_function(gated_mm_leaving_sms, (_rows(first), _factor(gate), _factor(up), 0))
+        joint = graph.call_function(gated_mm_leaving_sms, (rows_of(first), _factor(gate), _factor(up), 0))
         joint.meta = {**first.meta, "val": product.meta["val"]}
         return Joint(joint, (product,))
+
+
+def is_gated(nodes: Sequence[fx.Node]) -> bool:
+    """Whether :func:`join` stores ``silu(gate) * up`` of ``nodes``."""
+    return not _biases(nodes[0]) and _gated(nodes) is not None
 
 
 def _hoist(given: fx.Node, before: fx.Node) -> None:
@@ -147,10 +154,10 @@ def _hoist(given: fx.Node, before: fx.Node) -> None:
 def _factor(product: fx.Node) -> fx.Node:
     """The second factor of a matmul. If ``product`` is a slice of the matmul's columns: the same slice of the factor."""
     if is_call(product, aten.mm.default):
-        return _matrix(product)
+        return matrix_of(product)
     matmul: Any
     matmul, *where = product.args
-    matrix, graph = _matrix(matmul), product.graph
+    matrix, graph = matrix_of(matmul), product.graph
     return Inserter(graph).call(aten.slice.Tensor, (matrix, *where), like=matmul, noted=annotation(matmul))
 
 

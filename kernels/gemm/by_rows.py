@@ -1,0 +1,91 @@
+"""GEMMs of one input, computed by our kernel for the numbers of rows at which it is faster.
+
+    joint_mm_by_rows(a, matrices, biases, turns) -> [a @ one for one in matrices], each with its bias if there are any
+    gated_mm_by_rows(a, gate, up, turns) -> silu(a @ gate) * (a @ up)
+
+``a`` [rows, depth], matrices [depth, columns], biases [columns]. A compiled graph may serve any number of rows, and which
+kernel is faster changes with it more than once, as waves of tiles are full at other numbers of rows. ``turns`` are the
+ascending numbers of rows at which the choice changes, from the library's GEMMs to our kernel first: ``[0]`` is our kernel
+always, ``[64, 2048]`` is our kernel from 64 to 2047 rows. They are measured (``autotune/turns.py``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from tw_compile.kernels.gemm import joint_mm
+from tw_compile.kernels.runtime.operator import define
+
+
+def is_ours(rows: int, turns: Sequence[int]) -> bool:
+    """Whether ``turns`` gives ``rows`` rows to our kernel."""
+    return bool(bisect_right(turns, rows) % 2)
+
+
+def joint_mm_on_cuda(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], turns: Sequence[int]
+) -> list[torch.Tensor]:
+    if is_ours(len(a), turns) and joint_mm.multiplies(a, matrices, biases):
+        return joint_mm.joint_mm(a, matrices, biases, 0)
+    return one_by_one(a, matrices, biases)
+
+
+def one_by_one(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The library's GEMMs."""
+    if not biases:
+        return [torch.mm(a, one) for one in matrices]
+    if len(biases) != len(matrices):
+        raise ValueError(f"biases: expected none or one for each of {len(matrices)} matrices, got {len(biases)}")
+    return [torch.addmm(bias, a, one) for bias, one in zip(biases, matrices, strict=True)]
+
+
+def gated_mm_on_cuda(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:
+    if is_ours(len(a), turns) and gate.shape == up.shape and joint_mm.multiplies(a, (gate, up)):
+        return joint_mm.gated_mm(a, gate, up, 0)
+    return gated_one_by_one(a, gate, up)
+
+
+def gated_one_by_one(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The library's GEMMs, of both matrices as one where they are halves of one, and a kernel for the rest."""
+    from tw_compile.kernels.gemm.silu_mul import silu_mul
+
+    both = _as_one(gate, up)
+    if both is None:
+        return silu_mul(torch.mm(a, gate), torch.mm(a, up))
+    product = torch.mm(a, both)
+    return silu_mul(product[:, : gate.shape[1]], product[:, gate.shape[1] :])
+
+
+def _as_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
+    """``[gate, up]`` side by side, if that is how they lie in one tensor's memory."""
+    depth, columns = gate.shape
+    if gate.stride() != (1, depth) or up.stride() != (1, depth) or up.shape != gate.shape:
+        return None
+    if up.untyped_storage().data_ptr() != gate.untyped_storage().data_ptr():
+        return None
+    if up.storage_offset() != gate.storage_offset() + depth * columns:
+        return None
+    return gate.as_strided((depth, 2 * columns), (1, depth))
+
+
+def _joint_fake(
+    a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], turns: Sequence[int]
+) -> list[torch.Tensor]:
+    return [a.new_empty((a.shape[0], one.shape[1])) for one in matrices]
+
+
+def _gated_fake(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:
+    return a.new_empty((a.shape[0], gate.shape[1]))
+
+
+joint_mm_by_rows = define(
+    "joint_mm_by_rows(Tensor a, Tensor[] matrices, Tensor[] biases, int[] turns) -> Tensor[]",
+    joint_mm_on_cuda,
+    _joint_fake,
+)
+gated_mm_by_rows = define(
+    "gated_mm_by_rows(Tensor a, Tensor gate, Tensor up, int[] turns) -> Tensor", gated_mm_on_cuda, _gated_fake
+)

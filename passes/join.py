@@ -1,0 +1,107 @@
+"""Let our kernel compute GEMMs of one input in graphs that are not split, where that is measured to be faster.
+
+    before:  q = mm(x, wq); k = mm(x, wk); v = mm(x, wv)        after:  q, k, v = joint_mm_by_rows(x, [wq, wk, wv], [], turns)
+    before:  silu(mm(x, gate)) * mm(x, up)                      after:  gated_mm_by_rows(x, gate, up, turns)
+
+As one sequence of tiles they have one partial wave instead of two or three, and the gated product is stored at once instead of
+by a kernel of its own. ``turns`` are the numbers of rows where our kernel is faster, see ``kernels/gemm/by_rows.py``; where
+there are none the graph stays as it is. In split graphs ``reserve_sms`` does the same for GEMMs beside communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.autotune.turns import Gemms, Turns, measured_turns, rows_to_measure
+from tw_compile.config import JOIN_GEMMS
+from tw_compile.graph.predicates import aten, is_call, peel_views, value
+from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, joint_mm_by_rows
+from tw_compile.passes import joint
+from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
+from tw_compile.passes.split.rewrite.duplicate import SplitReport
+
+Measure = Callable[[Gemms, Sequence[int], torch.device], Turns | None]
+
+
+@dataclass(frozen=True)
+class JoinedGemms:
+    """What was joined, each with the numbers of rows where our kernel computes it."""
+
+    turns: tuple[tuple[Gemms, Turns], ...]
+
+
+def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure = measured_turns) -> JoinedGemms:
+    """Join what ``measure`` finds faster; ``tokens`` are the token counts that the graph serves, None: any."""
+    joined: list[tuple[Gemms, Turns]] = []
+    by_input: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if is_call(node, aten.mm.default, aten.addmm.default):
+            by_input.setdefault(peel_views(joint.rows_of(node)), []).append(node)
+    for waiting in by_input.values():
+        while waiting:
+            nodes = joint.beside(waiting[0], waiting[1:]) or waiting[:1]
+            waiting = [node for node in waiting if node not in nodes]
+            gemms = _gemms(nodes)
+            rows = None if gemms is None else _rows(nodes[0], tokens)
+            if gemms is None or rows is None:
+                continue
+            turns = measure(gemms, rows, nodes[0].meta["val"].device)
+            if turns:
+                _join(nodes, turns)
+                joined.append((gemms, turns))
+    return JoinedGemms(tuple(joined))
+
+
+def _gemms(nodes: Sequence[fx.Node]) -> Gemms | None:
+    """What ``nodes`` are to be measured as; None for a GEMM alone, and for those that our kernel can't compute."""
+    if not joint.beside(nodes[0], nodes[1:]):
+        return None
+    gated = joint.is_gated(nodes)
+    if len(nodes) == 1 and not gated:
+        return None
+    matrices = [value(joint.matrix_of(node)) for node in nodes]
+    depth, columns = matrices[0].shape[0], tuple(matrix.shape[1] for matrix in matrices)  # type: ignore[union-attr]
+    if not all(isinstance(size, int) for size in (depth, *columns)):
+        return None
+    halves = gated and len(nodes) == 1
+    if halves:
+        columns = (columns[0] // 2,) * 2
+    return Gemms(depth, columns, biased=len(nodes[0].args) == 3, gated=gated, halves=halves)
+
+
+def _rows(node: fx.Node, tokens: TokenRange | None) -> tuple[int, ...] | None:
+    """The numbers of rows to measure; None where there are none."""
+    rows: Any = node.meta["val"].shape[0]
+    if isinstance(rows, int):
+        return (rows,) if rows else None
+    least, most = (1, None) if tokens is None else tokens
+    factor = compat.known_factor(rows)
+    return rows_to_measure(max(least, 1) * factor, None if most is None else most * factor)
+
+
+def _join(nodes: Sequence[fx.Node], turns: Turns) -> None:
+    together = joint.join(nodes)
+    node = together.adopt()
+    gated = len(node.args) == 4 and isinstance(node.args[1], fx.Node)
+    node.target = gated_mm_by_rows if gated else joint_mm_by_rows
+    node.args = (*node.args[:-1], list(turns))
+
+
+def _run(graph: fx.Graph, context: Context) -> Outcome:
+    if context.kept(SplitReport) is not None:
+        return Outcome(False, refused="the graph is split, and GEMMs are planned beside its communication")
+    if compat.tunes_gemms():
+        return Outcome(False, refused="Inductor tunes GEMMs (max_autotune)")
+    done = join_gemms(graph, context.tokens)
+    context.keep(done)
+    gated = sum(gemms.gated for gemms, _ in done.turns)
+    return Outcome(bool(done.turns), {"gated": gated, "joint": len(done.turns) - gated})
+
+
+JOIN = Pass(JOIN_GEMMS, _run)

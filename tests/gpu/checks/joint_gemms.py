@@ -1,0 +1,80 @@
+"""Checks of GEMMs of one input that our kernel computes for some numbers of rows, and the library for the others."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from gpu.checks.producer import joint_product
+from tw_compile import collect_reports
+from tw_compile.autotune.turns import Gemms, measured_turns, rows_to_measure
+from tw_compile.harness.problems import Context, expect_within_budget
+from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, is_ours, joint_mm_by_rows
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
+
+_TURNS = [100, 700]
+
+
+def gemms_by_rows_are_as_near_as_matmuls(ctx: Context) -> None:
+    """On both sides of each turn; matrices apart, and as halves of one."""
+    for rows in (1, 99, 100, 699, 700, 1025):
+        ours = is_ours(rows, _TURNS)
+        a, (gate, up) = joint_product(ctx, rows, (520, 520))
+        halves = torch.cat((gate.t(), up.t())).split(520)
+        for first, second in ((gate, up), (halves[0].t(), halves[1].t())):
+            exact = F.silu(a.double() @ first.double()) * (a.double() @ second.double())
+            found = gated_mm_by_rows(a, first, second, _TURNS)
+            expect_within_budget(ctx, f"gated, {rows} rows", found, F.silu(a @ first) * (a @ second), exact)
+            if ours:
+                same = torch.equal(found, gated_mm_leaving_sms(a, first, second, 0))
+                ctx.expect(same, f"gated, {rows} rows: not our kernel's bits")
+        found = joint_mm_by_rows(a, [gate, up], [], _TURNS)
+        expected = joint_mm_leaving_sms(a, [gate, up], [], 0) if ours else [a @ gate, a @ up]
+        ctx.expect(all(map(torch.equal, found, expected)), f"joint, {rows} rows: other bits")
+
+
+def turns_are_measured(ctx: Context) -> None:
+    """Ranks take turns: on one GPU the trials of two would not be repeatable."""
+    for rank in range(ctx.world_size):
+        if rank == ctx.rank:
+            rows = rows_to_measure(1, 1024)
+            for gemms in (
+                Gemms(4096, (7168, 7168), gated=True, halves=True),
+                Gemms(4096, (2048, 512, 512), biased=True),
+            ):
+                turns = measured_turns(gemms, rows, ctx.device)
+                ctx.expect(turns is not None, f"{gemms}: not measured")
+                ctx.expect(list(turns or ()) == sorted(set(turns or ())), f"{gemms}: turns {turns} don't ascend")
+            torch.cuda.synchronize(ctx.device)
+        dist.barrier()
+
+
+class _Mlp(torch.nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        made = {"bias": False, "device": device, "dtype": torch.bfloat16}
+        self.gate, self.up = (torch.nn.Linear(4096, 7168, **made) for _ in range(2))  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(self.gate(x)) * self.up(x)
+
+
+def compiled_gemms_are_joined(ctx: Context) -> None:
+    """One graph for any number of rows: it has our kernel, and its results are as near as Inductor's."""
+    torch.manual_seed(ctx.rank)
+    for rank in range(ctx.world_size):
+        if rank == ctx.rank:
+            model = _Mlp(ctx.device).requires_grad_(False)
+            with collect_reports() as reports:
+                ours = torch.compile(model, backend="tw_compile", dynamic=True)
+                theirs = torch.compile(model, dynamic=True)
+                for rows in (640, 1, 17, 1024, 4096):
+                    a = torch.randn(rows, 4096, generator=ctx.generator(rows, rank), device=ctx.device).bfloat16()
+                    gate, up = (linear.weight.double().t() for linear in (model.gate, model.up))
+                    exact = F.silu(a.double() @ gate) * (a.double() @ up)
+                    expect_within_budget(ctx, f"{rows} rows", ours(a), theirs(a), exact)
+            joined = [each.counts["gated"] for report in reports for each in report.passes if each.name == "join_gemms"]
+            ctx.expect(1 in joined, f"expected a graph with a gated GEMM, got {joined}")
+            torch.cuda.synchronize(ctx.device)
+        dist.barrier()
