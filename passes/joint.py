@@ -16,11 +16,20 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, peel_views, same_shape, same_size, value
+from tw_compile.graph.predicates import (
+    aten,
+    is_call,
+    is_cast,
+    is_view,
+    makes_view,
+    peel_views,
+    same_shape,
+    same_size,
+    value,
+)
 from tw_compile.kernels.gemm.joint_mm import can_add, can_multiply
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes.nodes import Inserter, annotation
-from tw_compile.passes.split.schedule.dependences import makes_view
 from tw_compile.planning.joint_tiles import MOST_JOINT
 
 

@@ -162,3 +162,10 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
             return False
         expected = expected * size
     return True
+
+
+def makes_view(node: fx.Node) -> bool:
+    """Whether the operator's results are its operands' memory, by its schema."""
+    if not isinstance(node.target, compat.OpOverload) or node.target._schema.is_mutable:
+        return False
+    return any(one.alias_info is not None for one in node.target._schema.returns)

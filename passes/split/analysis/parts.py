@@ -15,12 +15,12 @@ from typing import Literal
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, operator_name, value
+from tw_compile.graph.predicates import aten, is_call, makes_view, operator_name, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.gemm.mm_leaving_sms import grouped_mm_leaving_sms
 from tw_compile.passes.nodes import Part, annotation
 from tw_compile.passes.split.rules.registry import is_attention
-from tw_compile.passes.split.schedule.dependences import CommunicationCall, makes_view
+from tw_compile.passes.split.schedule.dependences import CommunicationCall
 
 Kind = Literal["prologue", "attention", "qkv", "join", "o_proj", "mlp", "epilogue"]
 """As the planner's windows: ``attention`` is all of an attention part; ``join`` attention of all tokens and what runs with it,

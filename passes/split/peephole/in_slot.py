@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import is_call, value
+from tw_compile.graph.predicates import is_call, makes_view, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.nodes import Inserter
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split.analysis.parts import half_of
-from tw_compile.passes.split.schedule.dependences import CommunicationCall, argument, find_calls, makes_view
+from tw_compile.passes.split.schedule.dependences import CommunicationCall, argument, find_calls
 from tw_compile.passes.split.schedule.lock import has_own_kernel
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import draws_random_numbers, is_call, value
+from tw_compile.graph.predicates import draws_random_numbers, is_call, makes_view, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves
 from tw_compile.passes.fusion.forms import functionalised
@@ -155,13 +155,6 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if functionalised(node) is not None:  # it returns what the operator behind it would have written
         return []
     return node.all_input_nodes if compat.is_higher_order(node.target) else mutated(node)
-
-
-def makes_view(node: fx.Node) -> bool:
-    """Whether the operator's results are its operands' memory, by its schema."""
-    if not isinstance(node.target, compat.OpOverload) or node.target._schema.is_mutable:
-        return False
-    return any(one.alias_info is not None for one in node.target._schema.returns)
 
 
 class _Aliases:

@@ -26,7 +26,7 @@ import torch.fx as fx
 from torch.utils.flop_counter import flop_registry
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, has_default_strides, is_call, operator_name, value
+from tw_compile.graph.predicates import aten, has_default_strides, is_call, makes_view, operator_name, value
 from tw_compile.kernels.attention.suffix import attention_suffix
 from tw_compile.kernels.gemm.mm_leaving_sms import (
     addmm_leaving_sms,
@@ -44,7 +44,6 @@ from tw_compile.passes.split.schedule.dependences import (
     CommunicationCall,
     argument,
     find_calls,
-    makes_view,
     predecessors,
 )
 
