@@ -19,14 +19,12 @@ struct Exact {
   using Piece = Eight<T>;  // of eight columns
 
   static DEVICE uint8_t* row(uint8_t* rows, uint64_t index) { return (uint8_t*)((T*)rows + index * HIDDEN); }
-  static DEVICE void encode(Piece& piece, Eight<T>& eight) {
-    drop_negative_zeros(eight);
-    piece = eight;
-  }
+  static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
   static DEVICE void load(Piece& piece, const uint8_t* row, uint32_t column) {
     load_strong(piece, (const T*)row + column);
   }
   static DEVICE void push(uint8_t* row, uint32_t column, const Piece& piece) { store_strong((T*)row + column, piece); }
+  static DEVICE void write(uint8_t* row, uint32_t column, const Piece& piece) { store((T*)row + column, piece); }
 };
 
 // Eight columns in codes, and the word of their group.
@@ -71,6 +69,26 @@ DEVICE Eight<T> received(const InCodes<BITS>& piece) {
   return eight;
 }
 
+// Adds up one vector of all ranks in rank order, `own` as it is in its place. got[i] has come from rank_of(i).
+template <int PEERS, typename T, int BITS, typename RankOf>
+DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank,
+                              RankOf rank_of) {
+  float exact[8];
+  unpack(own, exact);
+  for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+#pragma unroll
+  for (int source = 0; source <= PEERS; ++source) {
+    // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
+    InCodes<BITS> piece = got[0];
+#pragma unroll
+    for (int i = 1; i < PEERS; ++i)
+      if (rank_of(i) == source) piece = got[i];
+    float values[8];
+    decode(values, piece);
+    for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
+  }
+}
+
 // Codes of BITS bits with a scale and an offset for each COLUMNS columns.
 template <int BITS, int COLUMNS>
 struct Codes {
@@ -78,14 +96,14 @@ struct Codes {
   static constexpr int LANES = COLUMNS / 8;  // that hold a group
   static constexpr int LEVELS = (1 << BITS) - 2;
   static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
-  // Rounded up, so that accesses are aligned and no two rows share what a cache loads at a time.
+  // Rounded up, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
   static constexpr uint64_t ROW_BYTES = (WORDS_OFFSET + HIDDEN / COLUMNS * 4 + 31) / 32 * 32;
   using Piece = InCodes<BITS>;
 
   static DEVICE uint8_t* row(uint8_t* rows, uint64_t index) { return rows + index * ROW_BYTES; }
   // All lanes of a warp call this. Lanes beyond the row may have anything: they are whole groups.
   template <typename T>
-  static DEVICE void encode(Piece& piece, const Eight<T>& eight) {
+  static DEVICE Piece encoded(const Eight<T>& eight) {
     const float infinite = as_float(0x7f800000u);
     float x[8];
     unpack(eight, x);
@@ -113,7 +131,7 @@ struct Codes {
     // Every step rounds monotonically, so a quotient is from 0 to LEVELS and less than half: no clamp is needed. Added to this
     // number, its integer to nearest even is in the last bits.
     const float integers = 12582912.0f;
-    for (uint32_t& word : piece.codes) word = 0;
+    Piece piece{};
     for (int i = 0; i < 8; ++i) {
       const uint32_t q = as_bits(multiply_rounded(x[i] - offset, inverse) + integers) & Piece::MASK;
       piece.codes[i / Piece::COUNT] |= q << i % Piece::COUNT * BITS;
@@ -121,6 +139,7 @@ struct Codes {
     // q - LEVELS / 2 is q + 1, which has no carry, with the highest bit turned.
     for (uint32_t& word : piece.codes) word = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
     piece.word[0] = lost ? 0x7fc00000u : as_bits(scale) | offset_bits >> 16;
+    return piece;
   }
 
   static DEVICE const uint8_t* codes_of(const uint8_t* row, uint32_t column) {

@@ -16,8 +16,7 @@ KERNEL(THREADS, 1) codes(GRID_CONSTANT CodesParams p) {
     const bool in_row = column < HIDDEN;
     Eight<X_TYPE> eight;
     if (in_row) load(eight, p.x + first + column);
-    SumRow::Piece piece;
-    SumRow::encode(piece, eight);
+    const auto& piece = SumRow::encoded(eight);
     if (in_row) SumRow::push(row, column, piece);
   }
   warp_sync();

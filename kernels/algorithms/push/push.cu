@@ -152,22 +152,9 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const Eight<T> (&got)[PEE
     add(h, eight);
   }
 }
-// The same where the peers' parts have come in codes; `own` is exact.
 template <typename T, int BITS>
 DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank) {
-  float exact[8];
-  unpack(own, exact);
-  for (int i = 0; i < 8; ++i) h[i] = 0.0f;
-#pragma unroll
-  for (int source = 0; source < WORLD_SIZE; ++source) {
-    InCodes<BITS> piece = got[0];
-#pragma unroll
-    for (int section = 1; section < PEERS; ++section)
-      if (peer_after(rank, section) == source) piece = got[section];
-    float values[8];
-    decode(values, piece);
-    for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
-  }
+  add_in_rank_order(h, own, got, rank, [=](int section) { return peer_after(rank, section); });
 }
 
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
@@ -197,8 +184,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       Eight<X_TYPE> own[VECTORS];
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
       Row::each_with<SumRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
-        SumRow::Piece piece;
-        SumRow::encode(piece, own[v]);
+        if constexpr (!SumRow::CODED) drop_negative_zeros(own[v]);
+        const auto& piece = SumRow::encoded(own[v]);
         if (in_row) call.push(sums, step, local - p.begin, column, piece);
       });
     }
@@ -273,8 +260,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         }
         Eight<HIDDEN_TYPE> result;
         normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
-        ResultRow::Piece piece;
-        ResultRow::encode(piece, result);
+        if constexpr (!ResultRow::CODED) drop_negative_zeros(result);
+        const auto& piece = ResultRow::encoded(result);
         if (!in_row) return;
         store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
         if constexpr (!ONE_SHOT)
