@@ -74,8 +74,8 @@ def travelling_bytes(hidden_size: int, dtype: torch.dtype, codes: Codes | None) 
 
 
 def vector_bytes(dtype: torch.dtype, codes: Codes | None) -> int:
-    """What a thread has of such a row at a time (``Piece`` of wire.cuh)."""
-    return VECTOR * dtype.itemsize if codes is None or dtype == FP8 else VECTOR * codes.bits // 8 + 4
+    """What a thread's part of such a row takes in shared memory (``STAGED_BYTES`` of wire.cuh)."""
+    return VECTOR * dtype.itemsize if codes is None or dtype == FP8 else 2 * codes.bits
 
 
 def aligned(request: Request) -> Request:

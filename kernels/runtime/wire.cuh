@@ -11,20 +11,19 @@
 // Set by definitions: WIRE, a name of the namespace `wires`, and those of row.cuh, which is included before this.
 #pragma once
 
-// A row of T as it is. Accesses are by the eight columns from `column` of a row that begins at `row`.
+// A row of T as it is.
 template <typename T>
 struct Exact {
   static constexpr bool CODED = false;
+  static constexpr int ROW = HIDDEN;  // elements
   static constexpr uint64_t ROW_BYTES = HIDDEN * sizeof(T);
-  using Piece = Eight<T>;  // of eight columns
+  static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // in shared memory, of eight columns
+  using Element = T;
+  using Piece = Eight<T>;  // what a thread has of it
 
-  static DEVICE uint8_t* row(uint8_t* rows, uint64_t index) { return (uint8_t*)((T*)rows + index * HIDDEN); }
+  static DEVICE T* at(T* row, uint32_t column) { return row + column; }
+  static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
   static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
-  static DEVICE void load(Piece& piece, const uint8_t* row, uint32_t column) {
-    load_strong(piece, (const T*)row + column);
-  }
-  static DEVICE void push(uint8_t* row, uint32_t column, const Piece& piece) { store_strong((T*)row + column, piece); }
-  static DEVICE void write(uint8_t* row, uint32_t column, const Piece& piece) { store((T*)row + column, piece); }
 };
 
 // Eight columns in codes, and the word of their group.
@@ -89,18 +88,28 @@ DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<
   }
 }
 
+// Where a thread's eight columns of a row in codes lie.
+template <typename Row>
+struct InRow {
+  uint8_t* codes;
+  uint8_t* word;
+  bool first_of_group;
+};
+
 // Codes of BITS bits with a scale and an offset for each COLUMNS columns.
-template <int BITS, int COLUMNS>
+template <int BITS_, int COLUMNS>
 struct Codes {
+  static constexpr int BITS = BITS_;
   static constexpr bool CODED = true;
   static constexpr int LANES = COLUMNS / 8;  // that hold a group
   static constexpr int LEVELS = (1 << BITS) - 2;
   static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
   // Rounded up, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
   static constexpr uint64_t ROW_BYTES = (WORDS_OFFSET + HIDDEN / COLUMNS * 4 + 31) / 32 * 32;
+  static constexpr uint64_t ROW = ROW_BYTES;
+  static constexpr int STAGED_BYTES = 2 * BITS;  // rounded up from those of the codes and of the word
+  using Element = uint8_t;
   using Piece = InCodes<BITS>;
-
-  static DEVICE uint8_t* row(uint8_t* rows, uint64_t index) { return rows + index * ROW_BYTES; }
   // All lanes of a warp call this. Lanes beyond the row may have anything: they are whole groups.
   template <typename T>
   static DEVICE Piece encoded(const Eight<T>& eight) {
@@ -142,28 +151,28 @@ struct Codes {
     return piece;
   }
 
-  static DEVICE const uint8_t* codes_of(const uint8_t* row, uint32_t column) {
+  static DEVICE InRow<Codes> at(const uint8_t* row, uint32_t column) {
     static_assert(HIDDEN % COLUMNS == 0, "rows are whole groups");
-    return row + column * BITS / 8;
-  }
-  static DEVICE const uint8_t* word_of(const uint8_t* row, uint32_t column) {
-    return row + WORDS_OFFSET + column / COLUMNS * 4;
-  }
-  static DEVICE bool first_of_group(uint32_t column) { return column % COLUMNS == 0; }
-
-  static DEVICE void load(Piece& piece, const uint8_t* row, uint32_t column) {
-    load_relaxed_sys(piece.codes, codes_of(row, column));
-    load_relaxed_sys(piece.word, word_of(row, column));
-  }
-  static DEVICE void push(uint8_t* row, uint32_t column, const Piece& piece) {
-    store_relaxed_sys((uint8_t*)codes_of(row, column), piece.codes);
-    if (first_of_group(column)) store_relaxed_sys((uint8_t*)word_of(row, column), piece.word);
-  }
-  static DEVICE void write(uint8_t* row, uint32_t column, const Piece& piece) {
-    store_global((uint8_t*)codes_of(row, column), piece.codes);
-    if (first_of_group(column)) store_global((uint8_t*)word_of(row, column), piece.word);
+    return {(uint8_t*)row + column * BITS / 8, (uint8_t*)row + WORDS_OFFSET + column / COLUMNS * 4, column % COLUMNS == 0};
   }
 };
+
+// The accesses that elements.cuh has for rows as they are.
+template <typename Row>
+DEVICE void load_strong(typename Row::Piece& piece, InRow<Row> place) {
+  load_relaxed_sys(piece.codes, place.codes);
+  load_relaxed_sys(piece.word, place.word);
+}
+template <typename Row>
+DEVICE void store_strong(InRow<Row> place, const typename Row::Piece& piece) {
+  store_relaxed_sys(place.codes, piece.codes);
+  if (place.first_of_group) store_relaxed_sys(place.word, piece.word);
+}
+template <typename Row>
+DEVICE void store(InRow<Row> place, const typename Row::Piece& piece) {
+  store_global(place.codes, piece.codes);
+  if (place.first_of_group) store_global(place.word, piece.word);
+}
 
 namespace wires {
 struct exact {

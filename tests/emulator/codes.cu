@@ -17,13 +17,13 @@ KERNEL(THREADS, 1) codes(GRID_CONSTANT CodesParams p) {
     Eight<X_TYPE> eight;
     if (in_row) load(eight, p.x + first + column);
     const auto& piece = SumRow::encoded(eight);
-    if (in_row) SumRow::push(row, column, piece);
+    if (in_row) store_strong(SumRow::at(row, column), piece);
   }
   warp_sync();
   barrier_sync(0, THREADS);
   for (uint32_t column = threadIdx.x * 8; column < HIDDEN; column += THREADS * 8) {
     SumRow::Piece piece;
-    SumRow::load(piece, row, column);
+    load_strong(piece, SumRow::at(row, column));
     store(p.decoded + first + column, received<fp32>(piece));
   }
 }

@@ -95,8 +95,8 @@ inline constexpr uint64_t COMPUTED_OFFSET = RING * SENT_TURN;
 enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // A turn of what comes from the peers: partial sums, and results of an earlier turn. A thread has bytes of its own.
-inline constexpr int SUM_BYTES = sizeof(SumRow::Piece);
-inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : sizeof(ResultRow::Piece);
+inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES;
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES;
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
 inline constexpr int STAGE_BYTES = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 
@@ -201,8 +201,9 @@ struct Worker {
   DEVICE Worker(const Cta& cta, uint32_t worker)
       : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
 
-  DEVICE uint8_t* sent_row(int owner, int section, int turn) const {
-    return SumRow::row(cta.shared.halves[owner] + (turn % RING) * SENT_TURN, section * GROUPS + group);
+  DEVICE SumRow::Element* sent_row(int owner, int section, int turn) const {
+    return (SumRow::Element*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) +
+           (section * GROUPS + group) * (uint64_t)SumRow::ROW;
   }
   DEVICE uint8_t* computed_row(int owner, int turn) const {
     return cta.shared.halves[owner] + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
@@ -215,18 +216,21 @@ struct Worker {
       const int owner = peer_after(p.rank, step);
       if (local >= (ONE_SHOT ? p.tokens : cta.rows_of(owner))) continue;
       const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
-      uint8_t* const to = sent_row(p.rank, step, turn);
+      SumRow::Element* const to = sent_row(p.rank, step, turn);
       Loaded<THREADS, X_TYPE> own;
       own.fetch(from, thread);
-      Row::each_with<SumRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
-        const auto& piece = SumRow::encoded(own.vectors[v]);
-        if (in_row) SumRow::write(to, column, piece);
-      });
+      if constexpr (SumRow::CODED)
+        Row::each_with<true>(thread, [&](int v, uint32_t column, bool in_row) {
+          const auto& piece = SumRow::encoded(own.vectors[v]);
+          if (in_row) store(SumRow::at(to, column), piece);
+        });
+      else
+        Row::each(thread, [&](int v, uint32_t column) { store((X_TYPE*)to + column, own.vectors[v]); });
     }
   }
 
   // Where this rank's rows of a turn lie in the outbox of a peer.
-  DEVICE const uint8_t* row_from(int step, int turn) const {
+  DEVICE const SumRow::Element* row_from(int step, int turn) const {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
@@ -246,25 +250,15 @@ struct Worker {
     for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset / 16 * WORKERS * 16); });
   }
 
-  // Asks for eight columns of a row, and gets what has come of them, behind `before` bytes as above.
-  template <typename T>
-  DEVICE void ask_piece(Exact<T>, const uint8_t* row, uint32_t column, int turn, int step, int v, int before) const {
-    ask_vector((const T*)row + column, staged(turn, step, v, before, sizeof(Eight<T>)));
-  }
-  template <int BITS, int COLUMNS>
-  DEVICE void ask_piece(Codes<BITS, COLUMNS> row_type, const uint8_t* row, uint32_t column, int turn, int step, int v,
-                        int before) const {
-    copy_to_shared<BITS>(staged(turn, step, v, before, BITS), row_type.codes_of(row, column));
-    copy_to_shared<4>(staged(turn, step, v, before + BITS, 4), row_type.word_of(row, column));
-  }
-  template <typename T>
-  DEVICE void get_piece(Eight<T>& piece, int turn, int step, int v, int before) const {
-    get_vector(piece, staged(turn, step, v, before, sizeof(Eight<T>)));
+  template <typename Travelling>
+  DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
+    copy_to_shared<Travelling::BITS>(to, from.codes);
+    copy_to_shared<4>(to + Travelling::BITS, from.word);
   }
   template <int BITS>
-  DEVICE void get_piece(InCodes<BITS>& piece, int turn, int step, int v, int before) const {
-    load_shared(piece.codes, staged(turn, step, v, before, BITS));
-    load_shared(piece.word, staged(turn, step, v, before + BITS, 4));
+  DEVICE void get_vector(InCodes<BITS>& piece, const uint8_t* from) const {
+    load_shared(piece.codes, from);
+    load_shared(piece.word, from + BITS);
   }
 
   // Asks for the peers' partial sums of a turn, and for their results of the turn that is taken with it.
@@ -274,8 +268,8 @@ struct Worker {
         cta.await(SENT, turn + 1, known[SENT]);
         if (computes(turn))
           for (int step = 0; step < PEERS; ++step) {
-            const uint8_t* const from = row_from(step, turn);
-            Row::each(thread, [&](int v, uint32_t column) { ask_piece(SumRow{}, from, column, turn, step, v, 0); });
+            const SumRow::Element* const from = row_from(step, turn);
+            Row::each(thread, [&](int v, uint32_t column) { ask_vector(SumRow::at(from, column), staged(turn, step, v, 0, SUM_BYTES)); });
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -284,7 +278,10 @@ struct Worker {
           cta.await(COMPUTED, taken + 1, known[COMPUTED]);
           each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
             Row::each(thread, [&](int v, uint32_t column) {
-              ask_piece(ResultRow{}, from, column, turn, step, v, SUM_BYTES);
+              if constexpr (ResultRow::CODED)
+                ask_vector(ResultRow::at((const ResultRow::Element*)from, column), staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+              else
+                ask_vector((const HIDDEN_TYPE*)from + column, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
               if constexpr (RESIDUAL_OUT == ALL_ROWS)
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
                            staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
@@ -318,9 +315,9 @@ struct Worker {
 #pragma unroll
     for (int step = 0; step < PEERS; ++step) {
       if constexpr (DEPTH > 0)
-        get_piece(got[step], turn, step, v, 0);
+        get_vector(got[step], staged(turn, step, v, 0, SUM_BYTES));
       else
-        SumRow::load(got[step], row_from(step, turn), column);
+        load_strong(got[step], SumRow::at(row_from(step, turn), column));
     }
     add_up(h, own, got);
   }
@@ -351,9 +348,11 @@ struct Worker {
       Row::each(thread, [&](int v, uint32_t column) {
         ResultRow::Piece result;
         if constexpr (DEPTH > 0)
-          get_piece(result, turn, step, v, SUM_BYTES);
+          get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+        else if constexpr (ResultRow::CODED)
+          load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
         else
-          ResultRow::load(result, from, column);
+          load_strong(result, (const HIDDEN_TYPE*)from + column);
         store(p.hidden + element + column, received<HIDDEN_TYPE>(result));
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept;
@@ -423,7 +422,8 @@ struct Worker {
           const auto& piece = ResultRow::encoded(result);
           if (!in_row) return;
           store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
-          if constexpr (!ONE_SHOT) ResultRow::write(to, column, piece);
+          if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), piece);
+          if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, result);
         });
       }
       if constexpr (LATER == 1)

@@ -88,8 +88,8 @@ struct Sections {
   uint64_t offset;  // bytes from the begin of the part
   int rows;
 
-  DEVICE uint8_t* row(uint8_t* part, int section, int row) const {
-    return Travelling::row(part + offset, (uint64_t)section * rows + row);
+  DEVICE typename Travelling::Element* row(uint8_t* part, int section, int row) const {
+    return (typename Travelling::Element*)(part + offset) + ((uint64_t)section * rows + row) * Travelling::ROW;
   }
   // Rounded up to what is cleared at a time, and to the alignment of what lies behind: e4m3 rows may end 8 bytes off.
   DEVICE uint64_t end() const { return offset + ((uint64_t)PEERS * rows * Travelling::ROW_BYTES + 15) / 16 * 16; }
@@ -108,7 +108,7 @@ struct Call {
   template <typename Travelling>
   DEVICE void push(const Sections<Travelling>& sections, int step, int row, uint32_t column,
                    const typename Travelling::Piece& piece) const {
-    Travelling::push(sections.row(peer_inbox[step], PEERS - 1 - step, row), column, piece);
+    store_strong(Travelling::at(sections.row(peer_inbox[step], PEERS - 1 - step, row), column), piece);
   }
 
   // Polls until one vector of row `row` has arrived in all sections for which wanted(section) holds.
@@ -121,7 +121,7 @@ struct Call {
       missing = 0;
 #pragma unroll
       for (int section = 0; section < PEERS; ++section)
-        if (wanted(section)) Travelling::load(got[section], sections.row(inbox, section, row), column);
+        if (wanted(section)) load_strong(got[section], Travelling::at(sections.row(inbox, section, row), column));
 #pragma unroll
       for (int section = 0; section < PEERS; ++section)
         if (wanted(section) && !arrived(got[section])) missing |= 1u << section;
