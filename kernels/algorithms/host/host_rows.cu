@@ -340,6 +340,14 @@ struct Worker {
     }
   }
 
+  template <typename Travelling>
+  DEVICE void load_result(typename Travelling::Piece& result, const uint8_t* from, uint32_t column) const {
+    if constexpr (Travelling::CODED)
+      load_strong(result, Travelling::at(from, column));
+    else
+      load_strong(result, (const typename Travelling::Element*)from + column);
+  }
+
   // Takes the rows that the peers computed in a turn; `turn` is that of the partial sums that came with them.
   DEVICE void take(int turn) {
     const int taken = turn - BEHIND;
@@ -349,10 +357,8 @@ struct Worker {
         ResultRow::Piece result;
         if constexpr (DEPTH > 0)
           get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
-        else if constexpr (ResultRow::CODED)
-          load_strong(result, ResultRow::at((const ResultRow::Element*)from, column));
         else
-          load_strong(result, (const HIDDEN_TYPE*)from + column);
+          load_result<ResultRow>(result, from, column);
         store(p.hidden + element + column, received<HIDDEN_TYPE>(result));
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept;
