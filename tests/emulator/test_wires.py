@@ -191,7 +191,7 @@ def test_what_is_not_finite_stays_so(make: Make, wire: str) -> None:
 @KERNELS
 @pytest.mark.parametrize("silent", [0, 2])
 def test_a_rank_that_does_not_launch_is_reported(make: Make, silent: int) -> None:
-    machine = make(3, 256, LLAMA.on("int6"), 0, spin_limit=20)
+    machine = make(3, 256, LLAMA.on("int6"), 0, spin_limit=200)
     machine.call(MOST_TOKENS, 2)
     machine.call(MOST_TOKENS, 2, skip=[silent])
     machine.emulator.run()
