@@ -15,8 +15,8 @@ The steps of a world size go up in bytes, those of each transport's kernels on t
 messages. Without a table, or where its algorithm cannot serve a message, there is the one that serves all of the transport's.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
-calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none can,
-their rows travel as they are.
+calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none
+can, their rows travel as they are.
 """
 
 from __future__ import annotations
