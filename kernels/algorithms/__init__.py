@@ -18,6 +18,11 @@ ALGORITHMS: Registry[AlgorithmEntry] = Registry(
 )
 
 
+def with_wires(transport: str) -> list[AlgorithmEntry]:
+    """Those of a transport that let rows travel in codes, in the order in which they are asked."""
+    return [entry for entry in ALGORITHMS if entry.wires and entry.transport == transport]
+
+
 def beside_work(transport: str) -> list[AlgorithmEntry]:
     """Those of a transport that serve calls beside other work, in the order in which they are asked."""
     ranked = [

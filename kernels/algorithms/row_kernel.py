@@ -41,13 +41,14 @@ from tw_compile.kernels.runtime.program import Program, arch_of
 class RowKernel(Algorithm):
     """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` of ``most_sms`` SMs.
 
-    ``min_capability``: of the devices that its instructions need.
+    ``min_capability``: of the devices that its instructions need. ``wires``: whether its two-shot rows can travel in codes.
     """
 
     source: Path
     params: type[Structure]
     most_sms: int
     min_capability: tuple[int, int]
+    wires = False
 
     def __init__(self, name: str, one_shot: bool, max_sms: int) -> None:
         if not 1 <= max_sms <= self.most_sms:
@@ -83,7 +84,10 @@ class RowKernel(Algorithm):
         """See :class:`Algorithm`."""
         if self._one_shot and request.residual_sharded and _whole_residual(request, state) is None:
             return "one-shot needs all rows of the residual"
-        return row_obstacle(request, self.min_capability)
+        return self._row_obstacle(request)
+
+    def _row_obstacle(self, request: Request) -> str | None:
+        return row_obstacle(request, self.min_capability, wires=self.wires and not self._one_shot)
 
     def sms(self, tokens: int, world_size: int) -> int:
         """See :class:`Algorithm`."""
@@ -95,7 +99,7 @@ class RowKernel(Algorithm):
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
         """See :class:`Algorithm`."""
-        if row_obstacle(request, self.min_capability) is not None:
+        if self._row_obstacle(request) is not None:
             return
         if self._one_shot:
             residual_out = "replicated" if request.residual_out == "sharded" else request.residual_out

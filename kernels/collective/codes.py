@@ -35,11 +35,12 @@ def encode(rows: torch.Tensor, codes: Codes) -> torch.Tensor:
     tokens, hidden_size = rows.shape
     _check(hidden_size, codes)
     groups = rows.float().reshape(tokens, hidden_size // codes.group, codes.group)
-    low, high = groups.amin(-1), groups.amax(-1)  # NaN if there is one
+    low, high = groups.amin(-1) + 0.0, groups.amax(-1)  # NaN if there is one; of zeros the positive one
     offset = _rounded(low, up=False)
     width = high - offset
     lost = ~(width.isfinite() & offset.isfinite())
-    scale = _rounded(width / codes.levels, up=True).clamp_min(_SMALLEST_SCALE)
+    # By a tensor: GPUs multiply by the reciprocal of a number, which rounds twice.
+    scale = _rounded(width / torch.full_like(width, codes.levels), up=True).clamp_min(_SMALLEST_SCALE)
     scale, offset = scale.masked_fill(lost, 1.0), offset.masked_fill(lost, 0.0)
     quotients = (groups - offset.unsqueeze(-1)) * scale.reciprocal().unsqueeze(-1)
     q = quotients.round().clamp(0, codes.levels).masked_fill(lost.unsqueeze(-1), 0.0).to(torch.int32)

@@ -13,6 +13,7 @@ import torch
 
 from tw_compile.kernels.collective.fields import MESSAGE, PARAMETERS, POINTERS, ROWS, VARIANT, Field
 from tw_compile.kernels.collective.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, NormSpec, Request
+from tw_compile.kernels.collective.wires import EXACT, Codes
 from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
@@ -21,6 +22,8 @@ PEER_KERNELS = (9, 0)
 """The least compute capability of the kernels over peer memory: griddepcontrol and bulk copies."""
 HOST_KERNELS = (7, 5)
 """The same of those over host memory: what PyTorch runs on."""
+CODED_ROW_ALIGNMENT = 32
+"""Of rows in codes, in bytes, as wire.cuh has it."""
 _FP8_CAPABILITY = (8, 9)
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
@@ -38,8 +41,15 @@ def numbers_of(norm: NormSpec) -> dict[str, float]:
     return dict(zip(PARAMETERS, _numbers(norm), strict=True))
 
 
-def row_obstacle(request: Request, min_capability: tuple[int, int] = PEER_KERNELS) -> str | None:
-    """Why a kernel of at least ``min_capability`` cannot serve the request; None when it can. The same on all ranks."""
+def row_obstacle(
+    request: Request, min_capability: tuple[int, int] = PEER_KERNELS, *, wires: bool = False
+) -> str | None:
+    """Why a kernel of at least ``min_capability`` cannot serve the request; None when it can. The same on all ranks.
+
+    ``wires``: whether it can let rows travel in codes.
+    """
+    if request.wire != EXACT and not wires:
+        return f"rows travel as they are, not as {request.wire}"
     hidden_size = request.x.shape[1]
     capability = torch.cuda.get_device_capability(request.x.device)
     needed = max(min_capability, _FP8_CAPABILITY) if request.norm.hidden_dtype == FP8 else min_capability
@@ -54,6 +64,18 @@ def row_obstacle(request: Request, min_capability: tuple[int, int] = PEER_KERNEL
         if tensor is not None and tensor.dtype not in SUPPORTED_DTYPES:
             return f"dtype {tensor.dtype} is not supported"
     return None
+
+
+def travelling_bytes(hidden_size: int, dtype: torch.dtype, codes: Codes | None) -> int:
+    """What a row takes in memory that peers write or read (``ROW_BYTES`` of wire.cuh); those of float8 have no codes."""
+    if codes is None or dtype == FP8:
+        return hidden_size * dtype.itemsize
+    return -(-codes.row_bytes(hidden_size) // CODED_ROW_ALIGNMENT) * CODED_ROW_ALIGNMENT
+
+
+def vector_bytes(dtype: torch.dtype, codes: Codes | None) -> int:
+    """What a thread's part of such a row takes in shared memory (``STAGED_BYTES`` of wire.cuh)."""
+    return VECTOR * dtype.itemsize if codes is None or dtype == FP8 else 2 * codes.bits
 
 
 def aligned(request: Request) -> Request:

@@ -38,6 +38,9 @@ DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
 DEVICE void store_global(void* address, const uint32_t (&w)[2]) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(w[0]), "r"(w[1]) : "memory");
 }
+DEVICE void store_global(void* address, const uint32_t (&w)[1]) {
+  asm volatile("st.global.b32 [%0], %1;" ::"l"(address), "r"(w[0]) : "memory");
+}
 
 // --- global memory that peers access at the same time: each 32-bit word is read and written whole ------------------
 
@@ -50,6 +53,9 @@ DEVICE void load_relaxed_sys(uint32_t (&w)[4], const void* address) {
 DEVICE void load_relaxed_sys(uint32_t (&w)[2], const void* address) {
   asm volatile("ld.relaxed.sys.global.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(address) : "memory");
 }
+DEVICE void load_relaxed_sys(uint32_t (&w)[1], const void* address) {
+  asm volatile("ld.relaxed.sys.global.b32 %0, [%1];" : "=r"(w[0]) : "l"(address) : "memory");
+}
 DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[4]) {
   asm volatile("st.relaxed.sys.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]),
                "r"(w[3])
@@ -57,6 +63,9 @@ DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[4]) {
 }
 DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[2]) {
   asm volatile("st.relaxed.sys.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(w[0]), "r"(w[1]) : "memory");
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[1]) {
+  asm volatile("st.relaxed.sys.global.b32 [%0], %1;" ::"l"(address), "r"(w[0]) : "memory");
 }
 DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
   uint32_t value;
@@ -149,6 +158,9 @@ DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) {
 DEVICE void load_shared(uint32_t (&w)[2], const void* pointer) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared_address(pointer)) : "memory");
 }
+DEVICE void load_shared(uint32_t (&w)[1], const void* pointer) {
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(w[0]) : "r"(shared_address(pointer)) : "memory");
+}
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(pointer)), "r"(w[0]), "r"(w[1]),
                "r"(w[2]), "r"(w[3])
@@ -166,14 +178,15 @@ DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) {
 DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) {
   asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(pointer)), "r"(value) : "memory");
 }
-// 16 or 8 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
+// 16, 8 or 4 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
 template <int BYTES>
 DEVICE void copy_to_shared(void* shared, const void* global) {
-  static_assert(BYTES == 16 || BYTES == 8, "what a copy can have");
+  static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4, "what a copy can have");
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global) : "memory");
   else
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(shared)), "l"(global) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(shared)), "l"(global), "n"(BYTES)
+                 : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // At most PENDING of this thread's groups are on their way still.
@@ -280,6 +293,11 @@ DEVICE uint16_t pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
   return bits;
 }
+// Of a NaN and a number the number.
+DEVICE float least(float a, float b) { return fminf(a, b); }
+DEVICE float greatest(float a, float b) { return fmaxf(a, b); }
+// A product that is rounded, whatever it is added to.
+DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
 // Within 2 units in the last place, as the next one; what is smaller than normal numbers is 0.
 DEVICE float exp2_near(float value) {

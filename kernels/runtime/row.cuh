@@ -30,6 +30,17 @@ struct RowPart {
       if (EXACT || vector < ROW_VECTORS) body(v, vector * 8);
     }
   }
+
+  // Calls body(index, first column, whether it is in the row). TOGETHER: for all lanes of a warp, as they do something together.
+  template <bool TOGETHER, typename Body>
+  static DEVICE void each_with(uint32_t thread, Body body) {
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      const uint32_t vector = v * GROUP + thread;
+      const bool in_row = EXACT || vector < ROW_VECTORS;
+      if (TOGETHER || in_row) body(v, vector * 8, in_row);
+    }
+  }
 };
 
 template <int GROUP, typename T>

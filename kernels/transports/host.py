@@ -27,7 +27,7 @@ class HostTransport(SlotTransport):
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`."""
-        return row_obstacle(request, HOST_KERNELS) is None
+        return row_obstacle(request, HOST_KERNELS, wires=True) is None
 
     def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
         """See :class:`SlotTransport`. What limits these kernels is the bus, so a device without a table has one, too."""

@@ -14,25 +14,29 @@ measured themselves (``tw_compile/calibration.py``):
 The steps of a world size go up in bytes, those of each transport's kernels on their own; the last one also serves all larger
 messages. Without a table, or where its algorithm cannot serve a message, there is the one that serves all of the transport's.
 
-Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
+Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
+calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none
+can, their rows travel as they are.
 """
 
 from __future__ import annotations
 
 import itertools
 import tomllib
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
-from tw_compile.kernels.algorithms import ALGORITHMS, beside_work
+from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, with_wires
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
+from tw_compile.kernels.collective.wires import EXACT
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.slot import GroupState
@@ -68,10 +72,42 @@ def _at_most(entry: AlgorithmEntry, sms: int) -> Algorithm:
     return entry.make(min(sms, entry.most_sms) if entry.most_sms else sms)
 
 
-class Selector:
-    """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
+class Chooser(ABC):
+    """Chooses the kernel of a request; a function of what all ranks share."""
+
+    def __init__(self, transport: str) -> None:
+        self._with_wires = tuple(entry.make() for entry in with_wires(transport))
+
+    def settled(self, request: Request, state: GroupState) -> Request:
+        """The request itself, or where no kernel has its wire the same with rows that travel as they are."""
+        if request.wire == EXACT or self._serving(request, state) is not None:
+            return request
+        return replace(request, wire=EXACT)
+
+    def choose(self, request: Request, state: GroupState) -> Algorithm:
+        """What serves a :meth:`settled` request."""
+        chosen = self._serving(request, state)
+        assert chosen is not None, "nothing serves the request"
+        return chosen
+
+    def _serving(self, request: Request, state: GroupState) -> Algorithm | None:
+        candidates = self.candidates(request)
+        return next((algorithm for algorithm in candidates if algorithm.obstacle(request, state) is None), None)
+
+    @abstractmethod
+    def candidates(self, request: Request) -> Sequence[Algorithm]:
+        """What is asked for the request, in this order."""
+
+    @abstractmethod
+    def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
+        """All that may serve a message like the request, of any size, not beside other work."""
+
+
+class Selector(Chooser):
+    """Chooses by bytes, and beside other work by the form of the request alone."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
+        super().__init__(transport)
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
@@ -83,14 +119,18 @@ class Selector:
         if not steps:
             self._candidates.append((last,))
 
-    def choose(self, request: Request, state: GroupState) -> Algorithm:
-        candidates = self._beside
-        if not request.overlap_sms:
-            candidates = self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
-        return next(algorithm for algorithm in candidates if algorithm.obstacle(request, state) is None)
+    def candidates(self, request: Request) -> Sequence[Algorithm]:
+        """See :class:`Chooser`."""
+        if request.wire != EXACT:
+            return self._with_wires
+        if request.overlap_sms:
+            return self._beside
+        return self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """All of a table that may serve a message like the request, of any size, not beside other work."""
+        """See :class:`Chooser`. Those of a table; one kernel serves all sizes of a wire."""
+        if request.wire != EXACT:
+            return (self.choose(request, state),)
         alternatives: list[Algorithm] = []
         for *preferred, last in self._candidates:
             if preferred:
@@ -100,17 +140,19 @@ class Selector:
         return tuple(dict.fromkeys(alternatives))
 
 
-class Insist:
+class Insist(Chooser):
     """One algorithm for everything that it can serve; for benchmarks and tests."""
 
     def __init__(self, algorithm: Algorithm, transport: str = P2P) -> None:
-        self._candidates = (algorithm, serves_all(transport))
+        super().__init__(transport)
+        self._algorithm, self._serves_all = algorithm, serves_all(transport)
 
-    def choose(self, request: Request, state: GroupState) -> Algorithm:
-        return next(algorithm for algorithm in self._candidates if algorithm.obstacle(request, state) is None)
+    def candidates(self, request: Request) -> Sequence[Algorithm]:
+        """See :class:`Chooser`."""
+        return (self._algorithm, *((self._serves_all,) if request.wire == EXACT else self._with_wires))
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """See :class:`Selector`."""
+        """See :class:`Chooser`. None: what is insisted on is loaded by its first call."""
         return ()
 
 

@@ -75,7 +75,7 @@ class SlotTransport(Transport):
     def start(self, request: Request) -> Started:
         if not self.serves(request):
             return get_transport("nccl").start(request)
-        state, algorithm = self._choose(request)
+        request, state, algorithm = self._choose(request)
         if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
         hoped_for_multimem = state.multimem
@@ -99,7 +99,7 @@ class SlotTransport(Transport):
 
     def load(self, request: Request) -> None:
         """Compile and load the kernel that will serve the request, and launch nothing. Collective at a group's first use."""
-        state, algorithm = self._choose(request)
+        request, state, algorithm = self._choose(request)
         if state.obstacle is None:
             with torch.cuda.device(state.device):
                 algorithm.prepare(request, state, self._spin_limit)
@@ -136,7 +136,7 @@ class SlotTransport(Transport):
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
         if not self.serves(request):
             return None
-        state, algorithm = self._choose(request)
+        request, state, algorithm = self._choose(request)
         if request.x.shape[0] == 0:
             return None
         # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
@@ -150,16 +150,18 @@ class SlotTransport(Transport):
         """See :class:`Transport`."""
         return sum(slot.nbytes for state in self._states.values() for slot in state.slots.values())
 
-    def _choose(self, request: Request) -> tuple[GroupState, Algorithm]:
-        """What serves the request; the same on all ranks."""
+    def _choose(self, request: Request) -> tuple[Request, GroupState, Algorithm]:
+        """The request as it is served (:meth:`Chooser.settled`), and by what; the same on all ranks."""
         norm, x = request.norm, request.x
         # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
         hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
         _require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
         state = self._state(request.group_name, x.device)
-        chosen = state.selector.choose(request, state)
-        self._prepare(request, state, chosen)
-        return state, chosen
+        settled = state.selector.settled(request, state)
+        chosen = state.selector.choose(settled, state)
+        self._prepare(settled, state, chosen)
+        # Another transport, which serves all of a group without this one's memory, may have the wire.
+        return settled if state.obstacle is None else request, state, chosen
 
     def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
         """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.

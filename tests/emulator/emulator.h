@@ -70,17 +70,26 @@ DEVICE void store_global(void* address, const uint32_t (&w)[4]) {
 DEVICE void store_global(void* address, const uint32_t (&w)[2]) {
   emulated_store("store_global", address, w, 8, false);
 }
+DEVICE void store_global(void* address, const uint32_t (&w)[1]) {
+  emulated_store("store_global", address, w, 4, false);
+}
 DEVICE void load_relaxed_sys(uint32_t (&w)[4], const void* address) {
   emulated_load("load_relaxed_sys", w, address, 16, true);
 }
 DEVICE void load_relaxed_sys(uint32_t (&w)[2], const void* address) {
   emulated_load("load_relaxed_sys", w, address, 8, true);
 }
+DEVICE void load_relaxed_sys(uint32_t (&w)[1], const void* address) {
+  emulated_load("load_relaxed_sys", w, address, 4, true);
+}
 DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[4]) {
   emulated_store("store_relaxed_sys", address, w, 16, false);
 }
 DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[2]) {
   emulated_store("store_relaxed_sys", address, w, 8, false);
+}
+DEVICE void store_relaxed_sys(void* address, const uint32_t (&w)[1]) {
+  emulated_store("store_relaxed_sys", address, w, 4, false);
 }
 DEVICE uint32_t load_acquire_sys(const uint32_t* address) {
   uint32_t value;
@@ -151,6 +160,9 @@ DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
   return pack_fp16(unpack_fp16(uint16_t(a)) * unpack_fp16(uint16_t(b)),
                    unpack_fp16(uint16_t(a >> 16)) * unpack_fp16(uint16_t(b >> 16)));
 }
+DEVICE float least(float a, float b) { return __builtin_fminf(a, b); }
+DEVICE float greatest(float a, float b) { return __builtin_fmaxf(a, b); }
+DEVICE float multiply_rounded(float a, float b) { return a * b; }
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 DEVICE float exp2_near(float value) { return __builtin_exp2f(value); }
 DEVICE float reciprocal_near(float value) { return 1.0f / value; }
@@ -205,6 +217,7 @@ DEVICE uint8_t* dynamic_shared() { return static_cast<uint8_t*>(emulated_dynamic
 DEVICE uint32_t shared_address(const void* pointer) { return emulated_shared_address(pointer); }
 DEVICE void load_shared(uint32_t (&w)[4], const void* pointer) { emulated_load_shared(w, pointer, 16); }
 DEVICE void load_shared(uint32_t (&w)[2], const void* pointer) { emulated_load_shared(w, pointer, 8); }
+DEVICE void load_shared(uint32_t (&w)[1], const void* pointer) { emulated_load_shared(w, pointer, 4); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[4]) { emulated_store_shared(pointer, w, 16); }
 DEVICE void store_shared(void* pointer, const uint32_t (&w)[2]) { emulated_store_shared(pointer, w, 8); }
 DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) { return emulated_load_acquire_cta(pointer); }

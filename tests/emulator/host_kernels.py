@@ -126,7 +126,7 @@ class RowsMachine(HostMachine):
         first_turn: int = 0,
         **options: Any,
     ) -> None:
-        self.one_shot, self.shape = one_shot, shape
+        self.one_shot, self.shape, self.threads = one_shot, shape, shape.threads
         self.capacity = outbox_bytes(shape)
         defines = {"ONE_SHOT": int(one_shot), **shape.defines()}
         described = {"defines": defines, "capacity": self.capacity, "state_words": 2 * HOST_MAX_CTAS}
@@ -136,9 +136,17 @@ class RowsMachine(HostMachine):
                 state[::2] = first_turn
                 buffer[: COUNTERS_BYTES // 4] = first_turn
 
-    def call(self, tokens: int, max_sms: int, *, slot: int = 0, skip: Sequence[int] = ()) -> Call:
-        """Queues a call; ``skip``: ranks that do not launch it."""
-        call, mine = self.add_call(self.random_x(tokens)), self.slots[slot]
+    def call(
+        self,
+        tokens: int,
+        max_sms: int,
+        *,
+        slot: int = 0,
+        skip: Sequence[int] = (),
+        xs: Sequence[torch.Tensor] | None = None,
+    ) -> Call:
+        """Queues a call; ``skip``: ranks that do not launch it; ``xs``: partial sums by rank, random ones if not given."""
+        call, mine = self.add_call([x.clone() for x in xs] if xs else self.random_x(tokens)), self.slots[slot]
         rows = tokens if self.one_shot else rows_per_rank(tokens, self.world_size)
         grid = min(-(-rows // self.shape.groups), max_sms)
         for rank, own in enumerate(call.ranks):

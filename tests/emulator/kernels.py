@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from emulator import Emulator
+from emulator.wires import expected_bits
 from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
 from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.multimem.multimem import Shape as MultimemShape
@@ -26,6 +27,7 @@ from tw_compile.kernels.collective.spec import (
     row_range,
     rows_per_rank,
 )
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
@@ -59,6 +61,11 @@ class Form:
     hidden_dtype: torch.dtype | None = None
     scale: float = 1.0
     epilogue: str = RMS_NORM
+    wire: str = EXACT
+
+    def on(self, wire: str) -> Form:
+        """The same with rows that travel so."""
+        return replace(self, wire=wire)
 
     def for_one_shot(self) -> Form:
         """The same with all rows of the residual, which is what a one-shot kernel takes and gives."""
@@ -142,7 +149,9 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int, sum_of: SumOf =
             own = torch.full((rows_per_rank(tokens, world_size), hidden_size), float("nan"), dtype=residual.dtype)
             own[: end - begin] = residual[begin:end]
         sharded, wanted = form.residual == "sharded", form.residual_out
-        request = Request(x, own, copy(bias), copy(weight), norm, sharded, wanted, "", 0, copy(hidden_scale))
+        request = Request(
+            x, own, copy(bias), copy(weight), norm, sharded, wanted, "", 0, copy(hidden_scale), wire=form.wire
+        )
         hidden, residual_out = request.allocate(world_size)
         made = Rank(request, guarded(hidden), guarded(residual_out), [])
         made.given = [tensor.clone() for tensor in made.inputs().values() if tensor is not None]
@@ -178,8 +187,12 @@ def margins(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Machine:
-    """One kernel variant on all ranks. Calls on one slot follow each other, calls on different slots may overlap."""
+    """One kernel variant on all ranks. Calls on one slot follow each other, calls on different slots may overlap.
 
+    ``threads``: those of a row.
+    """
+
+    threads: int
     sum_of: SumOf = staticmethod(exact_sum)
 
     def __init__(
@@ -232,6 +245,9 @@ class Machine:
 
     def add_call(self, xs: Sequence[torch.Tensor]) -> Call:
         call = make_call(self.form, xs, self.next_seed(), self.sum_of)
+        if self.form.wire != EXACT:
+            hidden, h = expected_bits([own.request for own in call.ranks], self.threads)
+            call.hidden, call.h = hidden.double(), h.double()
         self.calls.append(call)
         self.written += [tensor for own in call.ranks for tensor in (own.hidden, own.residual_out)]
         return call
@@ -513,9 +529,13 @@ class MultimemMachine(BarrierMachine):
 
 
 def check(call: Call) -> None:
-    """All ranks have equal bits, every element was written, and is what float64 says but for the roundings of the types."""
+    """All ranks have equal bits, every element was written, and is what float64 says but for the roundings of the types.
+
+    With a wire it is what was expected to the bit.
+    """
     world_size, first = len(call.ranks), call.ranks[0]
     norm = first.request.norm
+    compare = close if first.request.wire == EXACT else equal
     for rank, own in enumerate(call.ranks):
         given = [tensor for tensor in own.inputs().values() if tensor is not None]
         for now, before in zip(given, own.given, strict=True):
@@ -526,9 +546,15 @@ def check(call: Call) -> None:
         if own.request.residual_out != "none":
             begin, end = row_range(call.tokens, world_size, rank)
             rows = slice(begin, end) if own.request.residual_out == "sharded" else slice(0, call.tokens)
-            close(own.residual_out[: rows.stop - rows.start].double(), call.h[rows], norm.residual_dtype)
+            compare(own.residual_out[: rows.stop - rows.start].double(), call.h[rows], norm.residual_dtype)
     rounded = norm.hidden_dtype if norm.hidden_dtype == FP8 else norm.cast_before_weight or norm.hidden_dtype
-    close(first.hidden.double(), call.hidden, rounded)
+    compare(first.hidden.double(), call.hidden, rounded)
+
+
+def equal(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """The same numbers, whatever the signs of zeros. NaN is NaN."""
+    wrong = ~((got == want) | (got.isnan() & want.isnan()))
+    assert not wrong.any(), f"{int(wrong.sum())} elements of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 
 
 def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:

@@ -74,7 +74,14 @@ def test_which_kernel_serves_a_message_that_nobody_measured(
     x = SimpleNamespace(nbytes=nbytes, shape=(nbytes // 8192, 4096), dtype=BF16, device="cuda:0")
     norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=BF16)
     asked: Any = SimpleNamespace(
-        x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=overlap_sms
+        x=x,
+        residual=None,
+        bias=None,
+        weight=None,
+        norm=norm,
+        residual_sharded=False,
+        overlap_sms=overlap_sms,
+        wire="exact",
     )
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
     chosen = Selector(default_host_steps(world_size), "host").choose(asked, state)

@@ -262,7 +262,11 @@ def prepared(
             calls.append((request, spin_limit))
 
     alternatives = (Noting(), Noting())
-    host.state.selector = SimpleNamespace(alternatives=lambda *_: alternatives, choose=lambda *_: alternatives[0])
+    host.state.selector = SimpleNamespace(
+        settled=lambda request, _: request,
+        alternatives=lambda *_: alternatives,
+        choose=lambda *_: alternatives[0],
+    )
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
     transport._spin_limit = 5
     return calls

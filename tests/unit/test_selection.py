@@ -23,7 +23,7 @@ STATE: Any = SimpleNamespace(world_size=4, rank=1)
 
 
 def message(nbytes: int, overlap_sms: int = 0) -> Any:
-    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes), overlap_sms=overlap_sms)
+    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes), overlap_sms=overlap_sms, wire="exact")
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
     x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16, device="cuda:0")
     norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=torch.bfloat16)
     request: Any = SimpleNamespace(
-        x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=0
+        x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=0, wire="exact"
     )
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1

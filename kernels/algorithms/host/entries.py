@@ -39,6 +39,7 @@ TWO_SHOT = AlgorithmEntry(
     most_sms=16,
     beside=0,
     serves_all=True,
+    wires=True,
     benchmarked=(Benchmarked("tw-host-two-shot", sharded=True),),
     checked=(Checked("host_two_shot"),),
 )

@@ -42,10 +42,13 @@
 //   results to load then:             peers compute them in t - BEHIND + DEPTH, and count them a turn later <= t: BEHIND > DEPTH
 // CTA b waits for CTAs b alone. So a call ends if on every rank one of its CTAs at a time can run.
 //
-// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD, BEHIND,
+// With a wire (wire.cuh) rows that peers own travel in codes, and the normalised rows of their owners, too; see push.cu.
+//
+// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD, BEHIND,
 // RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "epilogue.cuh"
+#include "wire.cuh"
 
 struct HostRowsParams {
   const X_TYPE* x;                  // [tokens, HIDDEN], this rank's partial sums
@@ -67,6 +70,7 @@ struct HostRowsParams {
 };
 
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
+static_assert(!ONE_SHOT || !(SumRow::CODED || ResultRow::CODED), "only owners of rows read codes");
 
 inline constexpr int COUNTERS_WIDTH = 16;  // those of a CTA have a line of the CPU's caches to themselves
 inline constexpr int HALVES_OFFSET = MAX_CTAS * COUNTERS_WIDTH * sizeof(uint32_t);
@@ -81,8 +85,8 @@ inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
 
 // Of a half, in bytes. Two-shot keeps a section for each peer: rows that it owns.
-inline constexpr uint64_t X_ROW = HIDDEN * sizeof(X_TYPE);
-inline constexpr uint64_t HIDDEN_ROW = (HIDDEN * sizeof(HIDDEN_TYPE) + 15) / 16 * 16;  // e4m3 rows may end 8 bytes off
+inline constexpr uint64_t X_ROW = SumRow::ROW_BYTES;
+inline constexpr uint64_t HIDDEN_ROW = (ResultRow::ROW_BYTES + 15) / 16 * 16;  // e4m3 rows may end 8 bytes off
 inline constexpr uint64_t KEPT_ROW = RESIDUAL_OUT == ALL_ROWS ? HIDDEN * sizeof(RESIDUAL_OUT_TYPE) : 0;
 inline constexpr uint64_t SENT_TURN = (ONE_SHOT ? 1 : PEERS) * GROUPS * X_ROW;
 inline constexpr uint64_t COMPUTED_TURN = ONE_SHOT ? 0 : GROUPS * (HIDDEN_ROW + KEPT_ROW);
@@ -91,8 +95,8 @@ inline constexpr uint64_t COMPUTED_OFFSET = RING * SENT_TURN;
 enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
 // A turn of what comes from the peers: partial sums, and results of an earlier turn. A thread has bytes of its own.
-inline constexpr int SUM_BYTES = sizeof(Eight<X_TYPE>);
-inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : sizeof(Eight<HIDDEN_TYPE>);
+inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES;
+inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES;
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
 inline constexpr int STAGE_BYTES = PEERS * VECTORS * (SUM_BYTES + RESULT_BYTES + KEPT_BYTES) * WORKERS;
 
@@ -197,8 +201,9 @@ struct Worker {
   DEVICE Worker(const Cta& cta, uint32_t worker)
       : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
 
-  DEVICE const X_TYPE* sent_row(int owner, int section, int turn) const {
-    return (const X_TYPE*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) + (section * GROUPS + group) * (uint64_t)HIDDEN;
+  DEVICE SumRow::Element* sent_row(int owner, int section, int turn) const {
+    return (SumRow::Element*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) +
+           (section * GROUPS + group) * (uint64_t)SumRow::ROW;
   }
   DEVICE uint8_t* computed_row(int owner, int turn) const {
     return cta.shared.halves[owner] + COMPUTED_OFFSET + (turn % RESULT_RING) * COMPUTED_TURN + group * (HIDDEN_ROW + KEPT_ROW);
@@ -211,15 +216,21 @@ struct Worker {
       const int owner = peer_after(p.rank, step);
       if (local >= (ONE_SHOT ? p.tokens : cta.rows_of(owner))) continue;
       const X_TYPE* const from = p.x + (uint64_t)(ONE_SHOT ? local : owner * cta.per_rank + local) * HIDDEN;
-      X_TYPE* const to = (X_TYPE*)sent_row(p.rank, step, turn);
+      SumRow::Element* const to = sent_row(p.rank, step, turn);
       Loaded<THREADS, X_TYPE> own;
       own.fetch(from, thread);
-      Row::each(thread, [&](int v, uint32_t column) { store(to + column, own.vectors[v]); });
+      if constexpr (SumRow::CODED)
+        Row::each_with<true>(thread, [&](int v, uint32_t column, bool in_row) {
+          const auto& piece = SumRow::encoded(own.vectors[v]);
+          if (in_row) store(SumRow::at(to, column), piece);
+        });
+      else
+        Row::each(thread, [&](int v, uint32_t column) { store((X_TYPE*)to + column, own.vectors[v]); });
     }
   }
 
   // Where this rank's rows of a turn lie in the outbox of a peer.
-  DEVICE const X_TYPE* row_from(int step, int turn) const {
+  DEVICE const SumRow::Element* row_from(int step, int turn) const {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
@@ -239,6 +250,17 @@ struct Worker {
     for_pieces(eight, [&](auto& words, int offset) { load_shared(words, from + offset / 16 * WORKERS * 16); });
   }
 
+  template <typename Travelling>
+  DEVICE void ask_vector(InRow<Travelling> from, uint8_t* to) const {
+    copy_to_shared<Travelling::BITS>(to, from.codes);
+    copy_to_shared<4>(to + Travelling::BITS, from.word);
+  }
+  template <int BITS>
+  DEVICE void get_vector(InCodes<BITS>& piece, const uint8_t* from) const {
+    load_shared(piece.codes, from);
+    load_shared(piece.word, from + BITS);
+  }
+
   // Asks for the peers' partial sums of a turn, and for their results of the turn that is taken with it.
   DEVICE void ask(int turn) {
     if constexpr (DEPTH > 0) {
@@ -246,9 +268,8 @@ struct Worker {
         cta.await(SENT, turn + 1, known[SENT]);
         if (computes(turn))
           for (int step = 0; step < PEERS; ++step) {
-            const X_TYPE* const from = row_from(step, turn);
-            Row::each(thread,
-                      [&](int v, uint32_t column) { ask_vector(from + column, staged(turn, step, v, 0, SUM_BYTES)); });
+            const SumRow::Element* const from = row_from(step, turn);
+            Row::each(thread, [&](int v, uint32_t column) { ask_vector(SumRow::at(from, column), staged(turn, step, v, 0, SUM_BYTES)); });
           }
       }
       if constexpr (!ONE_SHOT) {
@@ -257,7 +278,10 @@ struct Worker {
           cta.await(COMPUTED, taken + 1, known[COMPUTED]);
           each_owner(taken, [&](int step, const uint8_t* from, uint64_t) {
             Row::each(thread, [&](int v, uint32_t column) {
-              ask_vector((const HIDDEN_TYPE*)from + column, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+              if constexpr (ResultRow::CODED)
+                ask_vector(ResultRow::at((const ResultRow::Element*)from, column), staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
+              else
+                ask_vector((const HIDDEN_TYPE*)from + column, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
               if constexpr (RESIDUAL_OUT == ALL_ROWS)
                 ask_vector((const RESIDUAL_OUT_TYPE*)(from + HIDDEN_ROW) + column,
                            staged(turn, step, v, SUM_BYTES + RESULT_BYTES, KEPT_BYTES));
@@ -287,24 +311,41 @@ struct Worker {
 
   // Adds up one vector of all ranks in rank order. Starting from 0, signs of zeros make no difference.
   DEVICE void add_up(float (&h)[8], int turn, int v, uint32_t column, const Eight<X_TYPE>& own) const {
-    Eight<X_TYPE> got[PEERS];
+    SumRow::Piece got[PEERS];
 #pragma unroll
     for (int step = 0; step < PEERS; ++step) {
       if constexpr (DEPTH > 0)
         get_vector(got[step], staged(turn, step, v, 0, SUM_BYTES));
       else
-        load_strong(got[step], row_from(step, turn) + column);
+        load_strong(got[step], SumRow::at(row_from(step, turn), column));
     }
+    add_up(h, own, got);
+  }
+  template <typename T, int BITS>
+  DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS]) const {
+    const int rank = p.rank;
+    add_in_rank_order(h, own, got, rank, [=](int step) { return peer_after(rank, step); });
+  }
+  template <typename T>
+  DEVICE void add_up(float (&h)[8], const Eight<T>& own, const Eight<T> (&got)[PEERS]) const {
     for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
     for (int source = 0; source < WORLD_SIZE; ++source) {
       // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
-      Eight<X_TYPE> eight = own;
+      Eight<T> eight = own;
 #pragma unroll
       for (int step = 0; step < PEERS; ++step)
         if (peer_after(p.rank, step) == source) eight = got[step];
       add(h, eight);
     }
+  }
+
+  template <typename Travelling>
+  DEVICE void load_result(typename Travelling::Piece& result, const uint8_t* from, uint32_t column) const {
+    if constexpr (Travelling::CODED)
+      load_strong(result, Travelling::at(from, column));
+    else
+      load_strong(result, (const typename Travelling::Element*)from + column);
   }
 
   // Takes the rows that the peers computed in a turn; `turn` is that of the partial sums that came with them.
@@ -313,12 +354,12 @@ struct Worker {
     if constexpr (DEPTH == 0) cta.await(COMPUTED, taken + 1, known[COMPUTED]);
     each_owner(taken, [&](int step, const uint8_t* from, uint64_t element) {
       Row::each(thread, [&](int v, uint32_t column) {
-        Eight<HIDDEN_TYPE> result;
+        ResultRow::Piece result;
         if constexpr (DEPTH > 0)
           get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
         else
-          load_strong(result, (const HIDDEN_TYPE*)from + column);
-        store(p.hidden + element + column, result);
+          load_result<ResultRow>(result, from, column);
+        store(p.hidden + element + column, received<HIDDEN_TYPE>(result));
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept;
           if constexpr (DEPTH > 0)
@@ -374,8 +415,8 @@ struct Worker {
           if (computing >= RESULT_RING) cta.await(TAKEN, computing - RESULT_RING + 1, known[TAKEN]);
         const auto factor = row_factor(total<WARPS>(partials), p.eps);
         uint8_t* const to = computed_row(p.rank, computing);
-        Row::each(thread, [&](int v, uint32_t column) {
-          if constexpr (RESIDUAL_OUT != NO_ROWS) {
+        Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
+          if (RESIDUAL_OUT != NO_ROWS && in_row) {
             Eight<RESIDUAL_OUT_TYPE> kept;
             pack(kept, h[v]);
             if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
@@ -384,8 +425,11 @@ struct Worker {
           }
           Eight<HIDDEN_TYPE> result;
           normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
-          store(p.hidden + row * HIDDEN + column, result);
-          if constexpr (!ONE_SHOT) store((HIDDEN_TYPE*)to + column, result);
+          const auto& piece = ResultRow::encoded(result);
+          if (!in_row) return;
+          store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
+          if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), piece);
+          if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, result);
         });
       }
       if constexpr (LATER == 1)

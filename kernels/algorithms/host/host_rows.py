@@ -18,11 +18,14 @@ from tw_compile.kernels.collective.cuda_variant import (
     VECTOR,
     address,
     numbers_of,
+    travelling_bytes,
+    vector_bytes,
 )
 from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.wires import WIRES
 from tw_compile.kernels.epilogues import EPILOGUES
 
 WORKERS = 512
@@ -107,7 +110,8 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
         each = 2  # more bytes of a thread under way
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
-    turn_bytes = (1 if one_shot else world_size - 1) * groups * hidden_size * request.x.element_size()
+    row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
+    turn_bytes = (1 if one_shot else world_size - 1) * groups * row_bytes
     ring = min(max(MOST_RING_BYTES // turn_bytes, 2), MOST_RING)
     ahead = max(1, ring * 7 // 12)
     depth = MOST_DEPTH
@@ -132,17 +136,18 @@ def shape_of(
     result_ring: int,
 ) -> Shape:
     """The shape with these numbers, and what it takes of memory."""
-    hidden_size, norm, element_size = request.x.shape[1], request.norm, request.x.element_size()
+    hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
-    turn_bytes = (1 if one_shot else peers) * groups * hidden_size * element_size
-    result_bytes, staged = 0, element_size
+    row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
+    turn_bytes = (1 if one_shot else peers) * groups * row_bytes
+    result_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums)
     if not one_shot:
-        result_bytes = _aligned(hidden_size * norm.hidden_dtype.itemsize, 16)
-        staged += norm.hidden_dtype.itemsize
+        result_bytes = _aligned(travelling_bytes(hidden_size, norm.hidden_dtype, wire.results), 16)
+        staged += vector_bytes(norm.hidden_dtype, wire.results)
         if request.residual_out == "replicated":
             result_bytes += hidden_size * norm.residual_dtype.itemsize
-            staged += norm.residual_dtype.itemsize
-    stage_bytes = peers * each * groups * threads * VECTOR * staged
+            staged += vector_bytes(norm.residual_dtype, None)
+    stage_bytes = peers * each * groups * threads * staged
     statistics = 2 * groups * (threads // 32) * EPILOGUES[norm.epilogue].statistics_bytes
     shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
     half_bytes = _aligned(ring * turn_bytes + result_ring * groups * result_bytes, _ALIGNMENT)
@@ -160,6 +165,7 @@ class HostRows(RowKernel):
     params = HostRowsParams
     most_sms = MAX_CTAS
     min_capability = HOST_KERNELS
+    wires = True
 
     def __init__(self, one_shot: bool, max_sms: int = 16) -> None:
         super().__init__("host_one_shot" if one_shot else "host_two_shot", one_shot, max_sms)

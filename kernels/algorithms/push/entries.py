@@ -25,6 +25,7 @@ TWO_SHOT = AlgorithmEntry(
     sms=128,
     most_sms=128,
     beside=1,
+    wires=True,
     profile="push",
     benchmarked=(
         Benchmarked("tw-push-two-shot", sharded=True),

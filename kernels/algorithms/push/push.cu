@@ -23,11 +23,16 @@
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
 // that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
 //
-// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
+// With a wire (wire.cuh) rows that peers own travel in codes, and the normalised rows of their owners, too. The owner adds its
+// own part as it is, and keeps of its result what the others make of the codes: all ranks have the same bits. Rows of the new
+// residual travel as they are.
+//
+// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
 // ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank
 // computes all rows: its residual is not sharded.
 
 #include "epilogue.cuh"
+#include "wire.cuh"
 
 struct PushState {
   uint32_t part;      // that the next call receives in
@@ -57,6 +62,7 @@ struct PushParams {
 };
 
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
+static_assert(!ONE_SHOT || !(SumRow::CODED || ResultRow::CODED), "only owners of rows read codes");
 
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
@@ -66,26 +72,27 @@ inline constexpr int AHEAD = 1;                 // turns from sending a row unti
 inline constexpr int BEHIND = ONE_SHOT ? 0 : 1;  // turns from there until the peers' rows of that number are taken
 
 // Of an inbox, for each turn of a CTA.
+using KeptRow = Exact<RESIDUAL_OUT_TYPE>;
 inline constexpr uint32_t TURN_BYTES =
-    PEERS * HIDDEN *
-    (sizeof(X_TYPE) + (ONE_SHOT ? 0 : sizeof(HIDDEN_TYPE) + (RESIDUAL_OUT == ALL_ROWS ? sizeof(RESIDUAL_OUT_TYPE) : 0)));
+    PEERS *
+    (SumRow::ROW_BYTES + (ONE_SHOT ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
 inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // vectors a thread
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
 DEVICE int peer_after(int rank, int step) { return (rank + 1 + step) % WORLD_SIZE; }
 
-// The rows that one launch exchanges in a part of an inbox: sections of `rows` rows of T by sender.
-template <typename T>
+// The rows that one launch exchanges in a part of an inbox: sections of `rows` rows by sender.
+template <typename Travelling>
 struct Sections {
   uint64_t offset;  // bytes from the begin of the part
   int rows;
 
-  DEVICE T* row(uint8_t* part, int section, int row) const {
-    return (T*)(part + offset) + ((uint64_t)section * rows + row) * HIDDEN;
+  DEVICE typename Travelling::Element* row(uint8_t* part, int section, int row) const {
+    return (typename Travelling::Element*)(part + offset) + ((uint64_t)section * rows + row) * Travelling::ROW;
   }
   // Rounded up to what is cleared at a time, and to the alignment of what lies behind: e4m3 rows may end 8 bytes off.
-  DEVICE uint64_t end() const { return offset + ((uint64_t)PEERS * rows * HIDDEN * sizeof(T) + 15) / 16 * 16; }
+  DEVICE uint64_t end() const { return offset + ((uint64_t)PEERS * rows * Travelling::ROW_BYTES + 15) / 16 * 16; }
 };
 
 struct Call {
@@ -98,22 +105,23 @@ struct Call {
 
   DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
 
-  template <typename T>
-  DEVICE void push(const Sections<T>& sections, int step, int row, uint32_t column, const Eight<T>& eight) const {
-    store_strong(sections.row(peer_inbox[step], PEERS - 1 - step, row) + column, eight);
+  template <typename Travelling>
+  DEVICE void push(const Sections<Travelling>& sections, int step, int row, uint32_t column,
+                   const typename Travelling::Piece& piece) const {
+    store_strong(Travelling::at(sections.row(peer_inbox[step], PEERS - 1 - step, row), column), piece);
   }
 
   // Polls until one vector of row `row` has arrived in all sections for which wanted(section) holds.
-  template <typename T, typename Wanted>
-  DEVICE void receive(Eight<T> (&got)[PEERS], const Sections<T>& sections, int row, uint32_t column, int phase,
-                      Wanted wanted) const {
+  template <typename Travelling, typename Wanted>
+  DEVICE void receive(typename Travelling::Piece (&got)[PEERS], const Sections<Travelling>& sections, int row,
+                      uint32_t column, int phase, Wanted wanted) const {
     [[maybe_unused]] uint32_t polls = 0;
     uint32_t missing;
     do {
       missing = 0;
 #pragma unroll
       for (int section = 0; section < PEERS; ++section)
-        if (wanted(section)) load_strong(got[section], sections.row(inbox, section, row) + column);
+        if (wanted(section)) load_strong(got[section], Travelling::at(sections.row(inbox, section, row), column));
 #pragma unroll
       for (int section = 0; section < PEERS; ++section)
         if (wanted(section) && !arrived(got[section])) missing |= 1u << section;
@@ -131,17 +139,22 @@ struct Call {
 };
 
 // Adds up one vector of all ranks in rank order, `own` in its place. Starting from 0, signs of zeros make no difference.
-DEVICE void add_up(float (&h)[8], const Eight<X_TYPE>& own, const Eight<X_TYPE> (&got)[PEERS], int rank) {
+template <typename T>
+DEVICE void add_up(float (&h)[8], const Eight<T>& own, const Eight<T> (&got)[PEERS], int rank) {
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
   for (int source = 0; source < WORLD_SIZE; ++source) {
     // Registers can't be indexed by a number that only the launch knows, so the section is selected.
-    Eight<X_TYPE> eight = own;
+    Eight<T> eight = own;
 #pragma unroll
     for (int section = 0; section < PEERS; ++section)
       if (peer_after(rank, section) == source) eight = got[section];
     add(h, eight);
   }
+}
+template <typename T, int BITS>
+DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank) {
+  add_in_rank_order(h, own, got, rank, [=](int section) { return peer_after(rank, section); });
 }
 
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
@@ -158,9 +171,9 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     call.peer_inbox[step] = p.inboxes[peer_after(rank, step)] + call.part * p.part_bytes;
 
   const int rows = p.end - p.begin;
-  const Sections<X_TYPE> sums{0, rows};
-  const Sections<HIDDEN_TYPE> normalised{sums.end(), ONE_SHOT ? 0 : rows};
-  const Sections<RESIDUAL_OUT_TYPE> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
+  const Sections<SumRow> sums{0, rows};
+  const Sections<ResultRow> normalised{sums.end(), ONE_SHOT ? 0 : rows};
+  const Sections<KeptRow> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
   // Sends partial sums: a row to all, or the peers' rows of this number to their owners.
   const auto send = [&](int local) {
@@ -170,9 +183,10 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       const uint64_t row = ONE_SHOT ? local : owner * per_rank + local;
       Eight<X_TYPE> own[VECTORS];
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
-      Row::each(thread, [&](int v, uint32_t column) {
-        drop_negative_zeros(own[v]);
-        call.push(sums, step, local - p.begin, column, own[v]);
+      Row::each_with<SumRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
+        if constexpr (!SumRow::CODED) drop_negative_zeros(own[v]);
+        const auto& piece = SumRow::encoded(own[v]);
+        if (in_row) call.push(sums, step, local - p.begin, column, piece);
       });
     }
   };
@@ -182,10 +196,10 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
     const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
     Row::each(thread, [&](int v, uint32_t column) {
-      Eight<HIDDEN_TYPE> got[PEERS];
+      ResultRow::Piece got[PEERS];
       call.receive(got, normalised, local - p.begin, column, 2, computed);
       for (int section = 0; section < PEERS; ++section)
-        if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, got[section]);
+        if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, received<HIDDEN_TYPE>(got[section]));
       if constexpr (RESIDUAL_OUT == ALL_ROWS) {
         Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
         call.receive(kept, residuals, local - p.begin, column, 3, computed);
@@ -226,7 +240,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       clear(CLEARED_A_TURN);  // while sums are under way
       float h[VECTORS][8];
       Row::each(thread, [&](int v, uint32_t column) {
-        Eight<X_TYPE> got[PEERS];
+        SumRow::Piece got[PEERS];
         call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
         add_up(h[v], own[v], got, rank);
       });
@@ -234,8 +248,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
       parity ^= 1;
 
-      Row::each(thread, [&](int v, uint32_t column) {
-        if constexpr (RESIDUAL_OUT != NO_ROWS) {
+      Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
+        if (RESIDUAL_OUT != NO_ROWS && in_row) {
           Eight<RESIDUAL_OUT_TYPE> kept;
           pack(kept, h[v]);
           drop_negative_zeros(kept);
@@ -246,10 +260,12 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         }
         Eight<HIDDEN_TYPE> result;
         normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
-        drop_negative_zeros(result);
-        store(p.hidden + row * HIDDEN + column, result);
+        if constexpr (!ResultRow::CODED) drop_negative_zeros(result);
+        const auto& piece = ResultRow::encoded(result);
+        if (!in_row) return;
+        store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
         if constexpr (!ONE_SHOT)
-          for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, result);
+          for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, piece);
       });
     }
     if constexpr (!ONE_SHOT) {

@@ -14,9 +14,11 @@ from tw_compile.kernels.collective.cuda_variant import (
     VECTOR,
     address,
     numbers_of,
+    travelling_bytes,
 )
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
+from tw_compile.kernels.collective.wires import WIRES
 from tw_compile.kernels.epilogues import EPILOGUES
 
 PARTS = 3
@@ -72,6 +74,7 @@ class Push(RowKernel):
     params = PushParams
     most_sms = 128
     min_capability = PEER_KERNELS
+    wires = True
 
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
         super().__init__("push_one_shot" if one_shot else "push_two_shot", one_shot, max_sms)
@@ -95,12 +98,13 @@ class Push(RowKernel):
 
     def _row_bytes(self, request: Request, world_size: int) -> int:
         """Bytes that each local row takes in a part of an inbox."""
-        element = request.x.element_size()
+        hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
+        row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
         if not self._one_shot:
-            element += request.norm.hidden_dtype.itemsize
+            row_bytes += travelling_bytes(hidden_size, norm.hidden_dtype, wire.results)
             if request.residual_out == "replicated":
-                element += request.norm.residual_dtype.itemsize
-        return (world_size - 1) * request.x.shape[1] * element
+                row_bytes += hidden_size * norm.residual_dtype.itemsize
+        return (world_size - 1) * row_bytes
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""

@@ -12,18 +12,19 @@ from tw_compile.kernels.collective.row import launch_shape, triton_dtype
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, rows_per_rank
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
 from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
 
 class TwoShot(Algorithm):
-    """Serves everything that the transport does."""
+    """Serves everything that the transport does whose rows travel as they are."""
 
     name = "two_shot"
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
-        return None
+        return None if request.wire == EXACT else f"rows travel as they are, not as {request.wire}"
 
     def sms(self, tokens: int, world_size: int) -> int:
         return min(rows_per_rank(tokens, world_size), MAX_CTAS)

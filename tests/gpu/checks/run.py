@@ -53,7 +53,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 
-from gpu.checks import accuracy, joint_gemms, overlap, producer, split_attention, split_steps, stress
+from gpu.checks import accuracy, joint_gemms, overlap, producer, split_attention, split_steps, stress, wires
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
 from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
@@ -145,6 +145,14 @@ def default_checks() -> dict[str, Check]:
     for name in OVERLAPPED:
         for overlap_check in OF_OVERLAPPED:
             checks[f"{name}_{overlap_check.__name__}"] = partial(overlap_check, transport=name)
+    for name in wires.KERNELS:
+        for wire in wires.IN_CODES:
+            for size in wires.HIDDEN_SIZES:
+                checks[f"wire_{name}_{wire}_forms_{size}"] = partial(
+                    wires.wire_forms, kernel=name, wire=wire, hidden_size=size
+                )
+            for wire_check in wires.OF_EVERY_WIRE:
+                checks[f"{wire_check.__name__}_{name}_{wire}"] = partial(wire_check, kernel=name, wire=wire)
     for name in split_attention.KERNELS:
         checks[f"split_attention_{name}"] = partial(split_attention.split_attention, kernel=name)
     return checks | {check.__name__: check for check in ALONE}

@@ -173,6 +173,7 @@ class Subject:
             hidden_scale=request.hidden_scale,
             overlap_sms=request.overlap_sms,
             results_in_slot=request.results_in_slot,
+            wire=request.wire,
         )
         if beside is not None:
             beside()

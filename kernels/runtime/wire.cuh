@@ -1,0 +1,214 @@
+// How rows travel to other ranks: as they are, or in codes of few bits. The codes are those of collective/codes.py, bit for bit.
+//
+// A row on its way is its codes in the order of the columns, then a 32-bit word for each group of columns: the scale (bf16) in
+// the upper half, the offset (bf16) in the lower one. A thread has eight columns. A group's neighbouring lanes of a warp agree
+// on scale and offset, and the first of them stores the group's word.
+//
+// No word of a row in codes is NOT_ARRIVED (elements.cuh). A code q from 0 to LEVELS is stored as q - LEVELS / 2, so the pattern
+// with only the highest bit set does not occur, and it would have to in the highest byte or half of one. A group's word has its
+// highest bit clear, as scales are positive, or the positive NaN.
+//
+// Set by definitions: WIRE, a name of the namespace `wires`, and those of row.cuh, which is included before this.
+#pragma once
+
+// A row of T as it is.
+template <typename T>
+struct Exact {
+  static constexpr bool CODED = false;
+  static constexpr int ROW = HIDDEN;  // elements
+  static constexpr uint64_t ROW_BYTES = HIDDEN * sizeof(T);
+  static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // in shared memory, of eight columns
+  using Element = T;
+  using Piece = Eight<T>;  // what a thread has of it
+
+  static DEVICE T* at(T* row, uint32_t column) { return row + column; }
+  static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
+  static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
+};
+
+// Eight columns in codes, and the word of their group.
+template <int BITS>
+struct InCodes {
+  static constexpr int COUNT = 32 / BITS;  // codes of a word
+  static constexpr uint32_t MASK = (1u << BITS) - 1;
+  static constexpr uint32_t ONES = BITS == 8 ? 0x01010101u : 0x11111111u;  // of each code
+  static constexpr uint32_t HIGHEST = ONES << (BITS - 1);
+
+  uint32_t codes[8 / COUNT];
+  uint32_t word[1];
+};
+template <int BITS>
+DEVICE bool arrived(const InCodes<BITS>& piece) {
+  bool all = piece.word[0] != NOT_ARRIVED;
+  for (uint32_t word : piece.codes) all = all && word != NOT_ARRIVED;
+  return all;
+}
+template <int BITS>
+DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
+  using In = InCodes<BITS>;
+  const float scale = as_float(piece.word[0] & 0xffff0000u), offset = as_float(piece.word[0] << 16);
+  for (int i = 0; i < 8; ++i) {
+    const uint32_t above = (piece.codes[i / In::COUNT] ^ In::HIGHEST) >> i % In::COUNT * BITS & In::MASK;  // q + 1
+    const float q = as_float(0x4b000000u | above) - 8388609.0f;  // 2^23 + q + 1, less 2^23 + 1
+    values[i] = offset + multiply_rounded(q, scale);
+  }
+}
+
+// What is kept of a row that has travelled.
+template <typename T>
+DEVICE const Eight<T>& received(const Eight<T>& piece) {
+  return piece;
+}
+template <typename T, int BITS>
+DEVICE Eight<T> received(const InCodes<BITS>& piece) {
+  float values[8];
+  decode(values, piece);
+  Eight<T> eight;
+  pack(eight, values);
+  return eight;
+}
+
+// Adds up one vector of all ranks in rank order, `own` as it is in its place. got[i] has come from rank_of(i).
+template <int PEERS, typename T, int BITS, typename RankOf>
+DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank,
+                              RankOf rank_of) {
+  float exact[8];
+  unpack(own, exact);
+  for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+#pragma unroll
+  for (int source = 0; source <= PEERS; ++source) {
+    // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
+    InCodes<BITS> piece = got[0];
+#pragma unroll
+    for (int i = 1; i < PEERS; ++i)
+      if (rank_of(i) == source) piece = got[i];
+    float values[8];
+    decode(values, piece);
+    for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
+  }
+}
+
+// Where a thread's eight columns of a row in codes lie.
+template <typename Row>
+struct InRow {
+  uint8_t* codes;
+  uint8_t* word;
+  bool first_of_group;
+};
+
+// Codes of BITS bits with a scale and an offset for each COLUMNS columns.
+template <int BITS_, int COLUMNS>
+struct Codes {
+  static constexpr int BITS = BITS_;
+  static constexpr bool CODED = true;
+  static constexpr int LANES = COLUMNS / 8;  // that hold a group
+  static constexpr int LEVELS = (1 << BITS) - 2;
+  static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
+  // Rounded up, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
+  static constexpr uint64_t ROW_BYTES = (WORDS_OFFSET + HIDDEN / COLUMNS * 4 + 31) / 32 * 32;
+  static constexpr uint64_t ROW = ROW_BYTES;
+  static constexpr int STAGED_BYTES = 2 * BITS;  // rounded up from those of the codes and of the word
+  using Element = uint8_t;
+  using Piece = InCodes<BITS>;
+  // All lanes of a warp call this. Lanes beyond the row may have anything: they are whole groups.
+  template <typename T>
+  static DEVICE Piece encoded(const Eight<T>& eight) {
+    const float infinite = as_float(0x7f800000u);
+    float x[8];
+    unpack(eight, x);
+    float low = x[0], high = x[0];
+    bool has_nan = false;
+    for (float value : x) {
+      low = least(low, value);
+      high = greatest(high, value);
+      has_nan = has_nan || value != value;
+    }
+    if (has_nan) high = infinite;  // so that the group's range is
+#pragma unroll
+    for (int mask = LANES / 2; mask > 0; mask /= 2) {
+      low = least(low, shuffle_xor(low, mask));
+      high = greatest(high, shuffle_xor(high, mask));
+    }
+    // The offset is rounded downwards, which is away from zero if it is negative. Of zeros it is the positive one.
+    const uint32_t low_bits = as_bits(low + 0.0f);
+    const uint32_t offset_bits = ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;
+    const float offset = as_float(offset_bits), width = high - offset;
+    const bool lost = !(width < infinite);
+    // The scale is rounded upwards, away from zero.
+    const uint32_t scale_bits = (as_bits(width / LEVELS) + 0xffffu) & 0xffff0000u;
+    const float scale = greatest(as_float(scale_bits), as_float(0x00800000u)), inverse = 1.0f / scale;
+    // Every step rounds monotonically, so a quotient is from 0 to LEVELS and less than half: no clamp is needed. Added to this
+    // number, its integer to nearest even is in the last bits.
+    const float integers = 12582912.0f;
+    Piece piece{};
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t q = as_bits(multiply_rounded(x[i] - offset, inverse) + integers) & Piece::MASK;
+      piece.codes[i / Piece::COUNT] |= q << i % Piece::COUNT * BITS;
+    }
+    // q - LEVELS / 2 is q + 1, which has no carry, with the highest bit turned.
+    for (uint32_t& word : piece.codes) word = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
+    piece.word[0] = lost ? 0x7fc00000u : as_bits(scale) | offset_bits >> 16;
+    return piece;
+  }
+
+  static DEVICE InRow<Codes> at(const uint8_t* row, uint32_t column) {
+    static_assert(HIDDEN % COLUMNS == 0, "rows are whole groups");
+    return {(uint8_t*)row + column * BITS / 8, (uint8_t*)row + WORDS_OFFSET + column / COLUMNS * 4, column % COLUMNS == 0};
+  }
+};
+
+// The accesses that elements.cuh has for rows as they are.
+template <typename Row>
+DEVICE void load_strong(typename Row::Piece& piece, InRow<Row> place) {
+  load_relaxed_sys(piece.codes, place.codes);
+  load_relaxed_sys(piece.word, place.word);
+}
+template <typename Row>
+DEVICE void store_strong(InRow<Row> place, const typename Row::Piece& piece) {
+  store_relaxed_sys(place.codes, piece.codes);
+  if (place.first_of_group) store_relaxed_sys(place.word, piece.word);
+}
+template <typename Row>
+DEVICE void store(InRow<Row> place, const typename Row::Piece& piece) {
+  store_global(place.codes, piece.codes);
+  if (place.first_of_group) store_global(place.word, piece.word);
+}
+
+namespace wires {
+struct exact {
+  using Sums = none;
+  using Results = none;
+};
+struct int8 {
+  using Sums = Codes<8, 128>;
+  using Results = Codes<8, 128>;
+};
+struct int6 {
+  using Sums = Codes<4, 32>;
+  using Results = Codes<8, 128>;
+};
+struct int4 {
+  using Sums = Codes<4, 32>;
+  using Results = Codes<4, 32>;
+};
+}  // namespace wires
+
+// How rows of T travel: in codes if there are some. Rows of e4m3 have 8 bits as they are.
+template <typename T, typename Coding>
+struct Travels {
+  using Row = Coding;
+};
+template <typename T>
+struct Travels<T, none> {
+  using Row = Exact<T>;
+};
+template <typename Coding>
+struct Travels<e4m3, Coding> {
+  using Row = Exact<e4m3>;
+};
+template <>
+struct Travels<e4m3, none> {
+  using Row = Exact<e4m3>;
+};
+using SumRow = typename Travels<X_TYPE, wires::WIRE::Sums>::Row;
+using ResultRow = typename Travels<HIDDEN_TYPE, wires::WIRE::Results>::Row;
