@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import assert_keys_are_listed
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -443,9 +444,11 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
 
 
 def test_bench_passes_writes_one_row_per_depth(tmp_path: Path) -> None:
-    file = tmp_path / "passes.csv"
-    result = invoke("bench", "passes", "--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file))
+    file, report = tmp_path / "passes.csv", tmp_path / "passes.json"
+    args = ["--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file), "--json", str(report)]
+    result = invoke("bench", "passes", *args)
     assert result.exit_code == 0, result.output
+    assert_keys_are_listed("bench passes", json.loads(report.read_text()))
     header, *rows = file.read_text().splitlines()
     assert header.startswith("model,world_size,layers,")
     assert [row.split(",")[:5] for row in rows] == [
