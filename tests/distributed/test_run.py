@@ -26,6 +26,7 @@ from tw_compile.runner.spec import RunSpec
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"

@@ -305,9 +305,9 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_inspect_splits_all_layers_as_planned() -> None:
-    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--all-layers"]
-    (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]
-    planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
+    args = ["--model", "llama-3.1-8b", "--tp", "4", "--tokens", "4096", "--device-profile", "H200", "--json", "-"]
+    (split,) = json.loads(invoke("inspect", *args, "--all-layers").stdout)["splits"]
+    planned = json.loads(invoke("plan", *args).stdout)["plans"][0]
     assert split["plan"] == planned and split["sizes"] == planned["sizes"]
     assert (split["mode"], split["joins"]) == ("split", {})
 
