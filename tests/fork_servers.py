@@ -63,7 +63,8 @@ def run_in_environment(variables: dict[str, str], target: Callable[..., None], a
 def run_script(folder: Path, script: Path, *arguments: str, ranks: int = 1, seconds: float = 300.0) -> str:
     """What a script prints that runs in ``folder``: by itself, or on several ranks with the variables of torchrun.
 
-    Each is a process of its own, forked from a server. Both streams of all ranks, which must end with 0.
+    Each is a process of its own, forked from a server, so torch and tw_compile are imported already. Returns both streams of
+    all ranks, which must end with 0.
     """
     from tw_compile.child import Child, end
 
