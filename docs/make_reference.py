@@ -37,14 +37,14 @@ QUICK = {
 }
 """Reports that take seconds."""
 SLOW = {
-    "run": ["run"],
+    "run": ["run", "--device", "cpu", "--tp", "2", "--layers", "1", "--tokens", "8,3", "--trace", "trace.json"],
     "inspect": ["inspect", "--model", "tiny-llama", "--tp", "2", "--tokens", "64"],
     "bench passes": ["bench", "passes", "--model", "tiny-llama", "--tp", "2", "--layers", "1,2"],
     "bench kernel": ["bench", "kernel", "--device", "cpu", "--repeats", "20"],
-    "bench layer": ["bench", "layer", "--device", "cpu", "--repeats", "20"],
+    "bench layer": ["bench", "layer", "--device", "cpu", "--repeats", "20", "--only", "fused,fused+split"],
     "tune": ["tune", "--device", "cpu", "--fresh"],
 }
-"""Reports that take about a minute each."""
+"""Reports that take up to a minute each. The tests that make such reports compare their keys."""
 ELSEWHERE = {
     "bench model": "The keys are those of `bench layer`.",
     "bench vllm": "Without `--dry-run` the report needs GPUs and vLLM. A committed one: "

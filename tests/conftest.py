@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fork_servers import children_are_forked
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 
@@ -48,6 +49,12 @@ def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
         patch.delenv("TW_COMPILE_THRESHOLDS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_children(own_code_cache: None) -> Iterator[None]:
+    with children_are_forked():
         yield
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from reference import assert_keys_are_listed
 from typer.testing import CliRunner
 
 from tw_compile import compat
@@ -43,6 +44,7 @@ def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
     assert "say nothing about speed" in result.output and "PASSED" in result.output
     assert "[5, 64] checking gloo+norm" in result.output
     report = json.loads(files["json"].read_text())
+    assert_keys_are_listed("bench kernel", report)
     assert (report["schema_version"], report["world_size"], report["tokens"]) == (1, 2, [1, 5])
     rows = report["rows"]
     assert [(row["label"], row["tokens"]) for row in rows] == [

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from reference import assert_keys_are_listed
 from typer.testing import CliRunner
 
 from tw_compile import compat
@@ -43,6 +44,7 @@ def test_smoke_test_on_gloo_ranks(scope: str, all_reduces: int, tmp_path: Path) 
     assert "say nothing about speed" in result.output and "PASSED" in result.output
     assert "7/7 8 tokens: timing" in result.output
     report = json.loads(files["json"].read_text())
+    assert_keys_are_listed("bench layer", report)
     assert (report["command"], report["world_size"], report["layers"]) == (f"bench {scope}", 2, 1)
     assert (report["tokens"], report["hidden_size"]) == ([8], 512)
     fused, alone = report["rows"]

@@ -15,6 +15,7 @@ from tw_compile import Config, TWCompilePass, collect_reports
 from tw_compile.testing import GlooRanks, count_ops, snapshot
 
 GRAPHS = 2000
+FEW = 100
 ABSORBED = "mm_all_reduce_rms_norm_start"
 _SECOND: dict[int, Groups] = {}
 
@@ -93,18 +94,34 @@ def outcomes(gloo_ranks: GlooRanks) -> list[Outcome]:
     return [outcome for per_rank in gloo_ranks.run(check_seeds, 0, GRAPHS) for outcome in per_rank]
 
 
-@pytest.mark.full
-def test_rewritten_graph_computes_the_same_or_is_untouched(outcomes: list[Outcome]) -> None:
+def assert_all_good(outcomes: list[Outcome]) -> None:
     failures = [outcome for outcome in outcomes if outcome.failure]
     assert not failures, f"seeds {sorted({one.seed for one in failures})}\n{failures[0].failure}"
 
 
-def test_ranks_decide_alike(outcomes: list[Outcome]) -> None:
-    first, second = outcomes[:GRAPHS], outcomes[GRAPHS:]
+def assert_alike(first: list[Outcome], second: list[Outcome]) -> None:
     for one, other in zip(first, second, strict=True):
         assert (one.fused, one.absorbed, one.reasons) == (other.fused, other.absorbed, other.reasons)
 
 
+def test_the_first_of_them(gloo_ranks: GlooRanks) -> None:
+    first, second = gloo_ranks.run(check_seeds, 0, FEW)
+    assert_all_good([*first, *second])
+    assert_alike(first, second)
+    assert sum(one.fused > 0 for one in first) > 0.3 * FEW and sum(one.absorbed > 0 for one in first) > 0.1 * FEW
+
+
+@pytest.mark.full
+def test_rewritten_graph_computes_the_same_or_is_untouched(outcomes: list[Outcome]) -> None:
+    assert_all_good(outcomes)
+
+
+@pytest.mark.full
+def test_ranks_decide_alike(outcomes: list[Outcome]) -> None:
+    assert_alike(outcomes[:GRAPHS], outcomes[GRAPHS:])
+
+
+@pytest.mark.full
 def test_graphs_have_teeth(outcomes: list[Outcome]) -> None:
     graphs = outcomes[:GRAPHS]
     reasons = Counter(reason for one in graphs for reason in one.reasons)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from reference import assert_keys_are_listed
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
@@ -25,6 +26,7 @@ from tw_compile.runner.spec import RunSpec
 SPEC = RunSpec(model="tiny-llama", world_size=2, device="cpu", tokens=(8,), dtype="bfloat16", layers=1, timeout=300)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
@@ -34,6 +36,7 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.output.rstrip().splitlines()[-1].startswith("PASSED  3 of 3 all_reduces fused")
     report = json.loads(file.read_text())
+    assert_keys_are_listed("run", report)
     assert report["schema_version"] == 1
     assert (report["world_size"], report["device"], report["tokens"]) == (2, "cpu", [8, 3])
     assert report["counts"] == {"all_reduce": 3, "fused": 3, "refused": 0, "gated": 0}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from reference import assert_keys_are_listed
 from typer.testing import CliRunner
 
 from tw_compile import compat
@@ -34,6 +35,7 @@ def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["tune-cpu.json"]
     report = json.loads(result.stdout)
     assert report == json.loads((tmp_path / "tune-cpu.json").read_text())
+    assert_keys_are_listed("tune", report)
     assert (report["device"], sorted(report["stages"])) == ("cpu", ["beside tp2", "kernel tp2"])
     for stage in report["stages"].values():
         assert stage["rows"] and all(row["outcome"] == "timed" for row in stage["rows"])

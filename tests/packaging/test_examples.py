@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fork_servers import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
@@ -34,12 +35,16 @@ def test_generate_fuses_every_all_reduce_of_a_checkpoint(tmp_path: Path) -> None
 
 @pytest.mark.full
 def test_a_host_with_a_pipeline_of_its_own_gets_the_fused_operator(tmp_path: Path) -> None:
-    output = run(tmp_path, *TWO_RANKS, str(EXAMPLES / "own_pipeline.py"))
+    output = run_script(tmp_path, EXAMPLES / "own_pipeline.py", ranks=2)
     assert output.count("'all_reduce': 1, 'fused': 1") == 2 and output.count("nodes before the passes") == 2, output
 
 
 def test_the_graph_test_passes(tmp_path: Path) -> None:
-    assert "1 passed" in run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "test_graph.py"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import pytest\nexit(pytest.main({['-q', '-p', 'no:cacheprovider', str(EXAMPLES / 'test_graph.py')]}))"
+    )
+    assert "1 passed" in run_script(tmp_path, script)
 
 
 def test_the_example_of_vllm_gives_options_that_there_are() -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from fork_servers import run_script
 
 from tw_compile.cli.app import app
 from tw_compile.hosts.vllm import reasons as vllm
@@ -69,25 +67,14 @@ COMMANDS = [
 ]
 
 
-def run(folder: Path, code: str, *launcher: str) -> str:
+def run(folder: Path, code: str, ranks: int = 1) -> str:
     """Run ``code`` as a script in ``folder``; the output, both streams."""
     script = folder / "script.py"
     script.write_text(code)
-    result = subprocess.run(
-        [sys.executable, *launcher, str(script)],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=400,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "cache"))
+        return run_script(folder, script, ranks=ranks)
 
-
-TWO_RANKS = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 WITH_CHECKPOINT = """
 import torch
@@ -131,7 +118,7 @@ def test_test_passes(block: Block, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("block", [block for block in RUN if block.how == "torchrun, all fused"], ids=str)
 def test_example_fuses_every_all_reduce(block: Block, tmp_path: Path) -> None:
-    output = run(tmp_path, block.code, *TWO_RANKS)
+    output = run(tmp_path, block.code, ranks=2)
     found = re.search(r"'all_reduce': (\d+), 'fused': (\d+).*\n?.*uncompiled model ([\d.]+)%", output)
     assert found is not None, output
     all_reduces, fused, percent = found.groups()
@@ -144,7 +131,7 @@ def test_example_fuses_every_all_reduce(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [block for block in RUN if block.how == "torchrun with a checkpoint"], ids=str)
 def test_five_lines_fuse_every_all_reduce_of_a_checkpoint(block: Block, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "CHECKPOINT")
-    output = run(tmp_path, WITH_CHECKPOINT.format(code=block.code), *TWO_RANKS)
+    output = run(tmp_path, WITH_CHECKPOINT.format(code=block.code), ranks=2)
     counts = re.findall(r"'all_reduce': (\d+), 'fused': (\d+)", output)
     assert counts and all(all_reduces == fused and int(fused) >= 4 for all_reduces, fused in counts), output
 

@@ -15,6 +15,7 @@ from tw_compile.planning.suffix import pays
 aten = torch.ops.aten
 ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 SIZES = (16, 4, 32)  # so many numbers a token that the errors of one token are no matter of chance
+FEW = (4, 1, 32)  # enough for halves of 100 tokens and more
 
 
 def causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -33,9 +34,10 @@ def context() -> Context:
 @pytest.mark.parametrize(("first", "tokens"), CUTS[:-1])
 def test_prefix_and_suffix_are_within_the_budget(first: int, tokens: int) -> None:
     ctx = context()
+    sizes = FEW if min(first, tokens - first) >= 100 else SIZES
     for dtype in (torch.bfloat16, torch.float32):
-        compare(ctx, Kernel(causal), dtype, SIZES, first, tokens)
-        compare(ctx, Kernel(windowed, window=100), dtype, SIZES, first, tokens)
+        compare(ctx, Kernel(causal), dtype, sizes, first, tokens)
+        compare(ctx, Kernel(windowed, window=100), dtype, sizes, first, tokens)
     assert ctx.failures == [] and ctx.counts == {"cuts": 4}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import assert_keys_are_listed
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -304,9 +305,9 @@ def test_inspect_tells_the_split_and_its_plan(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_inspect_splits_all_layers_as_planned() -> None:
-    args = ["inspect", "--model", "llama-3.3-70b", "--tp", "4", "--tokens", "4096", "--all-layers"]
-    (split,) = json.loads(invoke(*args, "--device-profile", "H200", "--json", "-").stdout)["splits"]
-    planned = json.loads(invoke(*PLAN_70B, "--json", "-").stdout)["plans"][0]
+    args = ["--model", "llama-3.1-8b", "--tp", "4", "--tokens", "4096", "--device-profile", "H200", "--json", "-"]
+    (split,) = json.loads(invoke("inspect", *args, "--all-layers").stdout)["splits"]
+    planned = json.loads(invoke("plan", *args).stdout)["plans"][0]
     assert split["plan"] == planned and split["sizes"] == planned["sizes"]
     assert (split["mode"], split["joins"]) == ("split", {})
 
@@ -443,9 +444,11 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
 
 
 def test_bench_passes_writes_one_row_per_depth(tmp_path: Path) -> None:
-    file = tmp_path / "passes.csv"
-    result = invoke("bench", "passes", "--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file))
+    file, report = tmp_path / "passes.csv", tmp_path / "passes.json"
+    args = ["--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file), "--json", str(report)]
+    result = invoke("bench", "passes", *args)
     assert result.exit_code == 0, result.output
+    assert_keys_are_listed("bench passes", json.loads(report.read_text()))
     header, *rows = file.read_text().splitlines()
     assert header.startswith("model,world_size,layers,")
     assert [row.split(",")[:5] for row in rows] == [

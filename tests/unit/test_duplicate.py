@@ -93,7 +93,7 @@ def test_one_long_request(family: str, seq: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", SPLIT_FAMILIES)
 def test_symbolic_token_count(family: str) -> None:
-    graph = copy_of(captured(family, 1, 63, dynamic=True))
+    graph = copy_of(captured(family, 1, 63, dynamic=True, narrow=True))
     seq = next(node for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
@@ -112,7 +112,7 @@ def test_symbolic_token_count(family: str) -> None:
 @pytest.mark.parametrize("family", FEW)
 def test_halves_that_are_computed_when_the_graph_runs(family: str) -> None:
     """The compiler knows nothing of them but bounds, so nothing becomes a guard."""
-    graph = copy_of(captured(family, 1, 63, dynamic=True))
+    graph = copy_of(captured(family, 1, 63, dynamic=True, narrow=True))
     seq = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
     before, guards = copy_of(graph), len(seq.node.shape_env.guards)
     with fake_process_group(WORLD_SIZE):

@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from families import FAMILIES
 from transformers import AutoModel, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from tw_compile.leave import leave
 from tw_compile.models import Decoder, build_decoder, load_config, preset_names, reference_forward, to_double
 from tw_compile.models.attention import attention_implementation
 from tw_compile.models.config import config_from_dict, truncate_layers
+from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 
 
@@ -212,30 +211,24 @@ def _unshard(name: str, shards: list[torch.Tensor], full: torch.Size) -> torch.T
 
 
 def _run_sharded(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        for family in SHARDED_FAMILIES:
-            decoder = build_decoder(tiny(family), device="cpu", dtype=torch.float32, num_layers=1)
-            with torch.no_grad():
-                hidden, _ = decoder(token_ids())
-            doubled, _ = reference_forward(to_double(decoder), token_ids())
-            parameters = {**dict(decoder.model.named_parameters()), f"{decoder.norm_name}.weight": decoder.norm.weight}
-            if getattr(decoder.norm, "bias", None) is not None:
-                parameters[f"{decoder.norm_name}.bias"] = decoder.norm.bias
-            torch.save(
-                {"hidden": hidden, "doubled": doubled, "parameters": parameters, "sharded": decoder.sharded},
-                folder / f"{family}-{rank}.pt",
-            )
-    finally:
-        torch.distributed.destroy_process_group()
-    leave(0)
+    for family in SHARDED_FAMILIES:
+        decoder = build_decoder(tiny(family), device="cpu", dtype=torch.float32, num_layers=1)
+        with torch.no_grad():
+            hidden, _ = decoder(token_ids())
+        doubled, _ = reference_forward(to_double(decoder), token_ids())
+        parameters = {**dict(decoder.model.named_parameters()), f"{decoder.norm_name}.weight": decoder.norm.weight}
+        if getattr(decoder.norm, "bias", None) is not None:
+            parameters[f"{decoder.norm_name}.bias"] = decoder.norm.bias
+        torch.save(
+            {"hidden": hidden, "doubled": doubled, "parameters": parameters, "sharded": decoder.sharded},
+            folder / f"{family}-{rank}.pt",
+        )
 
 
 @pytest.mark.full
-def test_two_ranks_compute_what_one_unsharded_model_computes(tmp_path: Path) -> None:
+def test_two_ranks_compute_what_one_unsharded_model_computes(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     """A wrong slice, a missing sum or a bias added twice changes the hidden state."""
-    mp.spawn(_run_sharded, (tmp_path,), nprocs=2)
+    gloo_ranks.run(_run_sharded, tmp_path)
     for family in SHARDED_FAMILIES:
         first, second = (torch.load(tmp_path / f"{family}-{rank}.pt", weights_only=False) for rank in range(2))
         model = AutoModel.from_config(truncate_layers(tiny(family), 1), dtype=torch.float32).eval()
@@ -271,20 +264,14 @@ def test_checkpoint_on_one_rank(family: str, tmp_path: Path) -> None:
 
 
 def _run_checkpoint(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    try:
-        decoder = build_decoder(load_config(str(folder)), device="cpu", dtype=torch.float32, checkpoint=folder)
-        with torch.no_grad():
-            hidden, _ = decoder(token_ids())
-        torch.testing.assert_close(hidden, torch.load(folder / "expected.pt"), rtol=1e-4, atol=1e-4)
-    finally:
-        torch.distributed.destroy_process_group()
-    leave(0)
+    decoder = build_decoder(load_config(str(folder)), device="cpu", dtype=torch.float32, checkpoint=folder)
+    with torch.no_grad():
+        hidden, _ = decoder(token_ids())
+    torch.testing.assert_close(hidden, torch.load(folder / "expected.pt"), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full
-def test_checkpoint_on_two_ranks(tmp_path: Path) -> None:
+def test_checkpoint_on_two_ranks(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
     pytest.importorskip("accelerate", reason="transformers loads a sharded checkpoint only with accelerate installed")
     torch.save(_save_checkpoint("mixtral", tmp_path), tmp_path / "expected.pt")
-    mp.spawn(_run_checkpoint, (tmp_path,), nprocs=2)
+    gloo_ranks.run(_run_checkpoint, tmp_path)
