@@ -1,11 +1,11 @@
 """Kernels over host memory where there is one GPU: two ranks of one process share it, and its one link to the host.
 
-    python -m tw_compile.benchmark.host_memory [--hidden 4096,8192] [--tokens 1,16,64,256,1024,4096] \
-        [--wire exact,int8,int6] [--csv FILE]
+    python -m tw_compile.benchmark.host_memory [--hidden 4096,8192] [--tokens 1,16,256,4096] [--wire exact,int8] [--csv FILE]
 
 Each rank has streams and an outbox of its own, so both send and read as two GPUs would, but all of it crosses one link. A call
 moves twice the bytes that a link carries where each rank has its own GPU. The bound is the time of bare copies of so many bytes
-by the copy engines, both ways at once. With wires it is that of exact rows, too. Calls are captured in a CUDA graph, ``CALLS`` of each rank, and compared with float64.
+by the copy engines, both ways at once; of exact rows, whatever the wire. Calls are captured in a CUDA graph, ``CALLS`` of each
+rank, and compared with float64.
 """
 
 from __future__ import annotations
@@ -189,12 +189,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--wire", default=EXACT, help=f"how rows travel: {', '.join(WIRES)} (default: {EXACT})")
     parser.add_argument("--csv", type=Path)
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        parser.error("expected a CUDA GPU, got none")
     wires = options.wire.split(",")
     unknown = [wire for wire in wires if wire not in WIRES]
     if unknown:
         parser.error(f"--wire: expected some of {', '.join(WIRES)}, got {unknown[0]!r}")
+    if not torch.cuda.is_available():
+        parser.error("expected a CUDA GPU, got none")
     device = torch.device("cuda", torch.cuda.current_device())
     about = {"device": torch.cuda.get_device_name(), "machine": machine(), **versions()}
     written = []
