@@ -62,7 +62,7 @@ def wire_captured(ctx: Context, kernel: str, wire: str) -> None:
     for iteration in range(12):
         problem, wanted = problems[iteration % 3], want[iteration % 3]
         for to, values in zip(
-            (static.x, static.residual, static.weight), (problem.x, problem.residual, problem.weight)
+            (static.x, static.residual, static.weight), (problem.x, problem.residual, problem.weight), strict=True
         ):
             to.copy_(values)
         graph.replay()
@@ -136,7 +136,7 @@ def wire_lost_peer(ctx: Context, kernel: str, wire: str) -> None:
     dist.barrier()  # no rank frees its buffers while another still writes to them
 
 
-OF_EVERY_WIRE: tuple[Callable[[Context, str, str], None], ...] = (
+OF_EVERY_WIRE: tuple[Callable[..., None], ...] = (
     wire_captured,
     wire_beside,
     wire_not_finite,
