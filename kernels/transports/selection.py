@@ -15,6 +15,8 @@ The steps of a world size go up in bytes, those of each transport's kernels on t
 messages. Without a table, or where its algorithm cannot serve a message, there is the one that serves all of the transport's.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those.
+
+Reading tables imports no torch: only choosing for a request makes the kernels.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ from typing import TYPE_CHECKING, Any
 from tw_compile.files import read_if_there, user_file
 from tw_compile.kernels.algorithms import ALGORITHMS, beside_work
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
-from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
 
 if TYPE_CHECKING:
+    from tw_compile.kernels.collective.algorithm import Algorithm
     from tw_compile.kernels.collective.slot import GroupState
+    from tw_compile.kernels.collective.spec import Request
 
 USER_FILE = "kernels.toml"
 P2P = "p2p"
@@ -72,6 +74,8 @@ class Selector:
     """Chooses by bytes, and beside other work by the form of the request alone; a function of what all ranks share."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
+        from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
+
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
@@ -250,7 +254,7 @@ def _step(entry: Any, where: str) -> Step:
         if getattr(step, name) < 1:
             raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
     try:
-        ALGORITHMS[step.algorithm].make(step.sms)
+        ALGORITHMS[step.algorithm].check_sms(step.sms)
     except ValueError as error:
         raise ValueError(f"{where}: sms: {error}") from error
     return step

@@ -20,8 +20,8 @@ from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import NormSpec, Request
-from tw_compile.kernels.collective.transport import GroupFacts, Started, choose_transport, get_transport
-from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
+from tw_compile.kernels.collective.transport import Started, get_transport
+from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN, GroupFacts, choose_transport
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist, Selector, Step
 
@@ -470,9 +470,9 @@ def test_multimem_by_name() -> None:
     ],
 )
 def test_multimem_is_chosen_on_request_only(facts: GroupFacts, hidden_size: int, name: str | None) -> None:
-    assert choose_transport(facts, hidden_size, torch.bfloat16, "multimem").name == name
+    assert choose_transport(facts, hidden_size, torch.bfloat16.itemsize, "multimem").name == name
     for world_size in range(2, 9):
-        assert choose_transport(GroupFacts("cuda", world_size, 1), 4096, torch.bfloat16).name == "p2p"
+        assert choose_transport(GroupFacts("cuda", world_size, 1), 4096, torch.bfloat16.itemsize).name == "p2p"
 
 
 def request_on(device: str, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 64) -> Request:
@@ -506,10 +506,10 @@ def test_first_use_is_refused(
     [(P2P_MAX_HIDDEN, "p2p"), (P2P_MAX_HIDDEN + 8, "nccl"), (NCCL_MAX_HIDDEN, "nccl"), (NCCL_MAX_HIDDEN + 8, None)],
 )
 def test_the_longest_rows_of_each_transport(hidden_size: int, name: str | None) -> None:
-    assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16).name == name
+    assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16.itemsize).name == name
     refused = nullcontext() if name == "p2p" else pytest.raises(RuntimeError, match=f"at most {P2P_MAX_HIDDEN}")
     with refused:
-        slot_transport._require_supported("P2P transport", hidden_size, torch.bfloat16)
+        slot_transport._require_supported("P2P transport", hidden_size, torch.bfloat16.itemsize)
 
 
 @pytest.mark.parametrize("hidden_size", [8, 16, 24])

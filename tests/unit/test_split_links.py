@@ -16,7 +16,8 @@ from tw_compile.cli.render_split import split_lines
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.transport import registered
 from tw_compile.kernels.collective.transports import TRANSPORTS, TransportEntry
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split.analysis import layer
 from tw_compile.passes.split.schedule.windows import schedule

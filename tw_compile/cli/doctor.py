@@ -36,7 +36,6 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
 
     Exit code: 0 done, 1 what was to be measured is incomplete, 2 bad input.
     """
-    from tw_compile.hosts.vllm import doctor as of_vllm
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
@@ -45,6 +44,8 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
     try:
         report = examine()
         if vllm:
+            from tw_compile.hosts.vllm import doctor as of_vllm
+
             reachable = all(map(all, report["peer_access"]))
             report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong

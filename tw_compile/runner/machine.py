@@ -23,7 +23,8 @@ from tw_compile.gating.layers import Layer, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.versions import installed_version, nccl_version, versions
 from tw_compile.kernels.collective.peer_access import reach_each_other
-from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, node_facts
+from tw_compile.kernels.collective.transport import node_facts
+from tw_compile.kernels.collective.transports import GroupFacts, choose_transport
 from tw_compile.kernels.transports import selection
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
@@ -34,6 +35,7 @@ Report = dict[str, Any]
 WORLD_SIZES = (2, 4, 8)
 # What the choice of the transport is told for: any Llama-like model.
 _HIDDEN_SIZE = 8192
+_ELEMENT_BYTES = 2
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -166,7 +168,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
     if len(gpus) < world_size:
-        choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
+        choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, _ELEMENT_BYTES)
         why = "no GPU" if not gpus else f"{world_size} ranks need as many GPUs, here are {len(gpus)}"
         backend = "gloo" if dist.is_available() and dist.is_gloo_available() else None
         return plan | {
@@ -176,7 +178,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
             "all_reduce": backend,
             "all_reduce_why": "the backend of CPU tensors",
         }
-    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, torch.bfloat16)
+    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, _ELEMENT_BYTES)
     transport, why = choice.name, choice.reason
     lacking = [
         pair for pair in permutations(range(world_size), 2) if atomics is not None and not atomics[pair[0]][pair[1]]
@@ -195,7 +197,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
         "thresholds": [
             f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'gated'}, unfused {crossover.backend} "
             f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
-            for crossover in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
+            for crossover in gate.crossovers(_ELEMENT_BYTES * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
     }
 

@@ -43,8 +43,8 @@ from tw_compile.harness.problems import Context
 from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import nccl_version
-from tw_compile.kernels.collective.transport import choose_transport, group_facts
-from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts
+from tw_compile.kernels.collective.transport import group_facts
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport
 from tw_compile.kernels.transports.selection import shipped_steps, user_steps
 from tw_compile.tuning.candidates import candidates
 from tw_compile.tuning.measured import run_made_with
@@ -158,11 +158,11 @@ def _texts(arguments: Sequence[Any]) -> set[str]:
 
 def transports_of(facts: GroupFacts, node: Node) -> list[str]:
     """Those whose kernels take part: what ``auto`` takes, and ``multimem`` where there is multicast. Empty without kernels."""
-    choice = choose_transport(facts, HIDDEN, torch.bfloat16)
+    choice = choose_transport(facts, HIDDEN, torch.bfloat16.itemsize)
     if choice.name in (None, "nccl"):
         return []
     also = TRANSPORTS["multimem"]
-    multicast = node.multicast and also.obstacle(facts, HIDDEN, torch.bfloat16) is None
+    multicast = node.multicast and also.obstacle(facts, HIDDEN, torch.bfloat16.itemsize) is None
     return [str(choice.name), *([also.name] if multicast else [])]
 
 

@@ -20,9 +20,9 @@ from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
-from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
+from tw_compile.tuning.pairs import PairCost, contentions, pair_costs
 from tw_compile.tuning.profile import fitted, profile_text
 from tw_compile.tuning.spec import TuneSpec
 

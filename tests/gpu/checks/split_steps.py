@@ -13,8 +13,9 @@ from tw_compile import Config, collect_reports, compat
 from tw_compile.harness.problems import BF16, Context, expect_same_on_all_ranks
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.p2p import P2PTransport
-from tw_compile.models import build_decoder, reference_forward, to_double
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
+from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.report import GraphReport
 from tw_compile.testing.error_budget import budget, relative_error
 
