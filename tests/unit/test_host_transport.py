@@ -140,5 +140,5 @@ def test_one_shot_beside_other_work_has_room_for_all_rows(kernels: list[FakeKern
 def test_host_memory_is_none_of_the_devices() -> None:
     transport = HostTransport("host")
     state = SimpleNamespace(slots={0: slot_for({"outbox": 1000})})
-    transport._states["g", torch.device("cuda", 0)] = state  # type: ignore[assignment]
+    transport.states["g", torch.device("cuda", 0)] = state  # type: ignore[assignment]
     assert transport.reserved_bytes() == 0

@@ -20,6 +20,7 @@ from tw_compile.kernels.collective.transports import (
     NO_PEER_ACCESS,
     TRANSPORTS,
     GroupFacts,
+    Obstacle,
     TransportEntry,
     choose_transport,
     prefer_transport,
@@ -89,8 +90,8 @@ def test_without_peer_access_the_next_by_preference_is_taken() -> None:
 def test_a_transport_that_cannot_serve_the_message_is_passed_over_too() -> None:
     short = dataclasses.replace(
         HOST,
-        obstacle=lambda facts, hidden_size, dtype: (
-            transport.Obstacle("too long", "hidden_size") if hidden_size > 4096 else None
+        obstacle=lambda facts, hidden_size, element_bytes: (
+            Obstacle("too long", "hidden_size") if hidden_size > 4096 else None
         ),
     )
     with transport.registered(short):

@@ -131,7 +131,7 @@ def test_a_transport_of_a_users_own_has_no_rates(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("no_peer_access")
 def test_a_maximum_over_ranks_is_no_sum_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = layer._arguments
-    monkeypatch.setattr(layer, "_arguments", lambda node: {**read(node), "reduce_op": "max"})
+    read = layer.arguments_of
+    monkeypatch.setattr(layer, "arguments_of", lambda node: {**read(node), "reduce_op": "max"})
     split, _ = inspected(fuse=False)
     assert split.reason == SplitRefusal.LAYER_NOT_RECOGNISED and split.detail.endswith("reduces by max")

@@ -95,7 +95,7 @@ class Operator(Contender):
         if obstacle is not None:
             return obstacle
         assert self._request is not None
-        state = transport._states[ranks.ctx.group_name, ranks.ctx.device]
+        state = transport.states[ranks.ctx.group_name, ranks.ctx.device]
         self._algorithm = state.selector.choose(self._request, state)
         if transport.algorithm is None or transport.algorithm is self._algorithm:
             return None
@@ -108,5 +108,5 @@ def fallback(ranks: Ranks, transport: Transport) -> str | None:
 
     if not isinstance(transport, SlotTransport):
         return None
-    obstacle = transport._states[ranks.ctx.group_name, ranks.ctx.device].obstacle
+    obstacle = transport.states[ranks.ctx.group_name, ranks.ctx.device].obstacle
     return None if obstacle is None else f"fell back to {transport.instead}: {obstacle}"

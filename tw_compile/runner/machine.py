@@ -47,8 +47,8 @@ def examine() -> Report:
     atomics = topology.atomics(peers)
     multicast = compat.multicast_support(0) if gpus else None
     node = _node(peers, bool(multicast))
-    calibrations = _calibrations(gpus, node)
-    calibrated = _calibrated_layer(calibrations, node) if gpus else None
+    calibrations = calibrations_of(gpus, node)
+    calibrated = calibrated_layer(calibrations, node) if gpus else None
     gate = own_gate(Config(), node, calibrated)
     return {
         "schema_version": 1,
@@ -74,8 +74,8 @@ def examine() -> Report:
             "multicast_supported": multicast,
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
-        "thresholds": _thresholds(gate, calibrated),
-        "kernel_tables": _kernel_tables(gpus, calibrations),
+        "thresholds": thresholds_report(gate, calibrated),
+        "kernel_tables": kernel_tables_report(gpus, calibrations),
         "device_profile": _device_profile(gpus),
         "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
     }
@@ -88,7 +88,7 @@ def _node(peers: list[list[bool]], multicast: bool) -> Node:
     return Node(torch.cuda.get_device_capability(0), multicast, reachable)
 
 
-def _calibrations(gpus: list[Report], node: Node) -> list[Calibration]:
+def calibrations_of(gpus: list[Report], node: Node) -> list[Calibration]:
     """What groups of this host's first GPUs have measured by themselves; from here on they choose kernels in this process."""
     folder = default_folder()
     found = [
@@ -104,11 +104,12 @@ def _calibrations(gpus: list[Report], node: Node) -> list[Calibration]:
     return found
 
 
-def _calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
+def calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
+    """The thresholds that ``calibrations`` hold, as a layer of tables; an empty one where there are none."""
     return Layer(LAYER, str(default_folder() or "-"), merged_table(calibrations, node.device_class))
 
 
-def _thresholds(gate: Gate, calibrated: Layer | None) -> Report:
+def thresholds_report(gate: Gate, calibrated: Layer | None) -> Report:
     """Where the tables come from, the lowest layer first; a higher one wins."""
     device_class = gate.node.device_class
     layers = []
@@ -123,7 +124,7 @@ def _thresholds(gate: Gate, calibrated: Layer | None) -> Report:
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
 
 
-def _kernel_tables(gpus: list[Report], calibrations: list[Calibration]) -> Report:
+def kernel_tables_report(gpus: list[Report], calibrations: list[Calibration]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
     file, table = user_file(selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None

@@ -64,7 +64,7 @@ Answer = tuple[Literal["measured", "stored", "measure"], str]
 
 _control_groups = itertools.count()
 """As often as this process has made one, so have the others."""
-_asked_in: list[object] = []
+asked_in: list[object] = []
 """The default process group in which this process has asked already."""
 
 
@@ -79,9 +79,9 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
     world = dist.group.WORLD
     if config.calibrate == "stored":
         return _use_stored_if_possible(config)
-    if world in _asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
+    if world in asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
         return None
-    _asked_in[:] = [world]
+    asked_in[:] = [world]
     here, transports = this_node()
     if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
         use(measured_together(here, default_folder(), _device(), candidates(transports)))
@@ -100,9 +100,9 @@ def _use_stored_if_possible(config: Config) -> None:
 def use_stored(config: Config) -> None:
     """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
     world = dist.group.WORLD
-    if world in _asked_in or not _may_calibrate(config):
+    if world in asked_in or not _may_calibrate(config):
         return
-    _asked_in[:] = [world]
+    asked_in[:] = [world]
     here, transports = this_node()
     if transports:
         _use_stored(config, here, transports[0])
@@ -131,10 +131,10 @@ def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
 def _may_calibrate(config: Config) -> bool:
     if config.calibrate == "off" or not config.fuse or config.transport != "auto":
         return False
-    return _over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
+    return over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
 
 
-def _over_nccl() -> bool:
+def over_nccl() -> bool:
     """Whether all_reduces of GPUs' tensors are NCCL's: others are those of a test, or none."""
     return "cuda:nccl" in dist.get_backend_config()
 

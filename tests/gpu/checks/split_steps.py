@@ -91,7 +91,7 @@ def expect_split(ctx: Context, reports: list[GraphReport]) -> None:
         for name in {site.transport for site in report.sites if site.transport is not None}:
             transport = get_transport(name)
             if isinstance(transport, P2PTransport):
-                obstacle = transport._states[ctx.group_name, ctx.device].obstacle
+                obstacle = transport.states[ctx.group_name, ctx.device].obstacle
                 ctx.expect(obstacle is None, f"fell back to NCCL: {obstacle}")
             else:
                 ctx.expect(ctx.device.type == "cpu", f"served by {name}")
