@@ -34,7 +34,7 @@ class GroupFacts:
 
     Attributes:
         peer_access: Whether its GPUs may work on each other's memory; also True where only the first use can tell.
-        peer_obstacle: What is said where they may not.
+        peer_obstacle: The reason that is reported where they may not.
     """
 
     device_type: str
@@ -61,7 +61,7 @@ class TransportEntry:
     """One transport.
 
     Attributes:
-        device_types: Of the tensors that it moves.
+        device_types: The device types of the tensors that it moves.
         factory: ``module:attribute``; called with the name, once in a process, at the first call.
         why: Why it is chosen where it can serve the message, for reports.
         obstacle: Called with the group's facts, the hidden size and the bytes of an element. Why the transport can't serve
@@ -98,7 +98,7 @@ def _nccl_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> O
 
 
 def _node_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
-    """What keeps the message from kernels over memory of one node; NCCL's limits too, as it takes over if that can't be had."""
+    """Why kernels over memory of one node can't serve the message. NCCL's limits count: it takes over without that memory."""
     if obstacle := _nccl_obstacle(facts, hidden_size, element_bytes):
         return obstacle
     if facts.hosts > 1:

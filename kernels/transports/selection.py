@@ -61,7 +61,7 @@ class Step:
 
 
 def serves_all(transport: str = P2P) -> Algorithm:
-    """What serves the messages that nothing else of a transport does."""
+    """The algorithm of a transport that serves every message, also those that no other one does."""
     return next(entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport).make()
 
 
@@ -164,7 +164,7 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
 
 
 def default_host_steps(world_size: int) -> tuple[Step, ...]:
-    """Of the transport through host memory, for nodes that nobody has measured.
+    """Steps of the transport through host memory, for nodes that nobody has measured.
 
     One-shot waits once where two-shot waits twice, but all ranks read and compute all rows: two ranks gain by that as long as
     the message is short, more ranks never do.
@@ -187,7 +187,7 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
 
 
 def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    """What the user's own table says."""
+    """The steps of the user's own table."""
     return _steps(user_table(), device_name, world_size, transport)
 
 
@@ -210,7 +210,7 @@ def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: in
 
 
 def steps_over(steps: Iterable[Step], transport: str) -> tuple[Step, ...]:
-    """Those whose kernels work on the memory of ``transport``."""
+    """The steps whose kernels work on the memory of ``transport``."""
     return tuple(step for step in steps if transport_of(step.algorithm) == transport)
 
 

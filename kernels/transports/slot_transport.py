@@ -116,7 +116,7 @@ class SlotTransport(Transport):
         return state.known.get(form)
 
     def _other(self, state: GroupState) -> Transport:
-        """What serves calls that this transport does not: of a group without its memory, or for want of room in a capture."""
+        """The transport that serves calls of a group without this memory, and calls in a capture that find no room."""
         return get_transport("nccl" if state.obstacle is None else self.instead)
 
     def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:

@@ -101,7 +101,7 @@ def unfused_way(verdict: Verdict) -> Contender | str:
 
 
 def set_regret(rows: Iterable[Row]) -> None:
-    """Of one size: the gated row's time by that of the best of all who do the same work, less 1; in place."""
+    """Write into the gated row of one size by which share it took longer than the fastest row that does the same work."""
     timed = [
         row
         for row in rows

@@ -41,7 +41,7 @@ class Operator(Contender):
         return self._variant.transport(self._sms)
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        """What the registry has against its transport where GPUs can't reach each other; the rest is for the first call."""
+        """Why the transport can't serve this size where GPUs can't reach each other. Other obstacles show at the first call."""
         facts = node_facts(TRANSPORTS[self._variant.over].device_types[0], world_size)
         if facts.peer_access:
             return None
@@ -103,7 +103,7 @@ class Operator(Contender):
 
 
 def fallback(ranks: Ranks, transport: Transport) -> str | None:
-    """That the transport has given up and another one runs instead; None when that is not so."""
+    """Says that the transport has given up, and which one runs instead. None when it has not."""
     from tw_compile.kernels.transports.slot_transport import SlotTransport
 
     if not isinstance(transport, SlotTransport):

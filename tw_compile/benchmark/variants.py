@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tw_compile.kernels.collective.transport import Transport
 
 FP8_SCALE = 0.02
-"""Few of the products of normal numbers that the norm gives here are beyond 448 times this."""
+"""With this scale few of the norm's results are clamped: normal inputs rarely give more than 448 times it."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Variant:
 
     Attributes:
         transport: Makes it for a number of CTAs.
-        over: What the registry calls that transport.
+        over: The name of that transport in the registry.
         sharded, narrow: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
         sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
         most_sms: How many it can have.
-        algorithm: What a table of ``configs/kernels`` calls it; None for what no table can ask for.
+        algorithm: Its name in tables of ``configs/kernels``; None where no table can ask for it.
         hidden_scale: See :attr:`Contender.hidden_scale`.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
             stay there.
@@ -69,7 +69,7 @@ def _only(entry: AlgorithmEntry) -> Callable[[int | None], Transport]:
 
 
 def variants(device_type: str) -> tuple[Variant, ...]:
-    """Those of all transports of such tensors, and behind those of each the algorithms that it has."""
+    """The variants of all transports that move such tensors. Behind those of a transport follow those of its algorithms."""
     listed = []
     for transport in TRANSPORTS:
         if device_type in transport.device_types:
@@ -79,7 +79,7 @@ def variants(device_type: str) -> tuple[Variant, ...]:
 
 
 def _of_algorithms(transport: str) -> list[Variant]:
-    """All that is float8 is behind the rest, with which it can't be compared."""
+    """Variants with float8 results come last, as their times can't be compared with the others'."""
     pairs = [(entry, line) for entry in ALGORITHMS if entry.transport == transport for line in entry.benchmarked]
     pairs.sort(key=lambda pair: pair[1].quantises)
     return [

@@ -19,7 +19,7 @@ from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.tuning.pairs import LayerMatmul, Trial, trials
 
 _TOLERANCE = 2**-6
-"""Of a product's root mean square: cuBLAS may add up in another order when it plans for fewer SMs."""
+"""The product may differ by this share of its root mean square: cuBLAS adds in another order when it plans for fewer SMs."""
 
 
 @functools.lru_cache(maxsize=4)

@@ -60,10 +60,10 @@ ANSWER_SECONDS = 60.0
 """After which a rank that does not answer has failed."""
 
 Answer = tuple[Literal["measured", "stored", "measure"], str]
-"""What there is: tables that were measured, a calibration and its text, or nothing."""
+"""The state of a rank: it has measured tables, or a stored calibration with its text, or it would have to measure."""
 
 _control_groups = itertools.count()
-"""As often as this process has made one, so have the others."""
+"""Numbers the control groups. All ranks make them together, so they agree on the numbers."""
 asked_in: list[object] = []
 """The default process group in which this process has asked already."""
 
@@ -88,7 +88,7 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
 
 
 def _use_stored_if_possible(config: Config) -> None:
-    """As :func:`use_stored`; what goes wrong there is no reason not to compile."""
+    """Like :func:`use_stored`, but an error there does not stop the compile unless ``strict`` is set."""
     try:
         use_stored(config)
     except Exception as error:
@@ -121,7 +121,7 @@ def _device() -> torch.device:
 
 
 def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
-    """What the rank that came first says that there is; a calibration is used."""
+    """Ask the rank that came first what there is, and use a calibration if it has one."""
     node = current_node()
     found, text = agreed(LAYER, lambda: answer(config, node, here, transport, default_folder()))
     use(calibration_of(text, LAYER) if found == "stored" else None)
@@ -157,7 +157,7 @@ def _texts(arguments: Sequence[Any]) -> set[str]:
 
 
 def transports_of(facts: GroupFacts, node: Node) -> list[str]:
-    """Those whose kernels take part: what ``auto`` takes, and ``multimem`` where there is multicast. Empty without kernels."""
+    """The transports whose kernels are timed: what ``auto`` takes, and ``multimem`` with multicast. Empty if that is NCCL."""
     choice = choose_transport(facts, HIDDEN, torch.bfloat16.itemsize)
     if choice.name in (None, "nccl"):
         return []
@@ -256,7 +256,7 @@ def _kept(here: MeasuredOn, short: ShortRun, folder: Path | None) -> tuple[str |
 
 
 def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
-    """What follows from the times, as ``tw-compile tune`` decides it."""
+    """The tables that follow from the times, by the rules of ``tw-compile tune``."""
     made_with = {
         "world_size": here.world_size,
         "device_name": here.device_name,

@@ -80,12 +80,12 @@ class PairCost:
     """What a kernel beside a GEMM costs at one size; microseconds.
 
     Attributes:
-        alone_us: One after the other.
-        best_us: The longer of the two, the GEMM as fast as on all SMs.
-        plain_us, leaving_us: Both at once, the GEMM planned for all SMs, and for fewer, as few as is best of those tried.
-        left: SMs that it then leaves.
-        longer: Which of the two takes longer alone, the GEMM planned as in the pair.
-        contention: By what factor the longer one was slower while the shorter one ran.
+        alone_us: The time of one after the other.
+        best_us: The time of the longer one, with the GEMM as fast as on all SMs. No pair can be faster.
+        plain_us, leaving_us: The time of both at once: with the GEMM planned for all SMs, and for the best number of fewer SMs.
+        left: The SMs that the GEMM leaves free in ``leaving_us``.
+        longer: The one that takes longer alone, with the GEMM planned as in the pair.
+        contention: The factor by which the longer one was slowed down while the shorter one ran.
     """
 
     world_size: int

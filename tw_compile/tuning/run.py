@@ -32,7 +32,7 @@ def steps(stage: Stage) -> int:
 
 
 def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
-    """What must not change between two parts of one tuning."""
+    """Everything that must be the same when an interrupted tuning goes on."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
     here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices, "peer_access": peer_access_word()}
     switches = {name: os.environ.get(name) for name in (*MULTICAST_OFF, *PEERS_UNUSED)}

@@ -80,7 +80,7 @@ class TuneSpec:
             yield Stage("beside", self._beside(world_size))
 
     def options(self) -> dict[str, Any]:
-        """What decides what is measured, as plain values; part of the key of partial results."""
+        """The options on which the measurements depend, as plain values. They are part of the key of partial results."""
         stages = {stage.name: asdict(stage.bench) for stage in self.stages()}
         for bench in stages.values():
             del bench["timeout"]

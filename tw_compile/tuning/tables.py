@@ -114,7 +114,7 @@ def decide(run: KernelRun, shipped: Gate) -> Decided:
 
 
 def shipped_gate(device_class: str) -> Gate:
-    """Of what is shipped alone."""
+    """The gate that the shipped tables alone make."""
     shipped = shipped_tables()
     tables = [shipped[name] for name in dict.fromkeys((device_class, "generic"))]
     return Gate(Node(None, False), Settings(), tuple(tables))
@@ -193,7 +193,7 @@ def check_folder(folder: Path, device_class: str | None = None, device_name: str
 
 
 def _read_back(name: str, text: str) -> None:
-    """What is written can be read: a wrong file would stop every compile."""
+    """Check that the text can be read before it is written: a wrong file would stop every compile."""
     if name == THRESHOLDS_FILE:
         read_table(text, name)
     elif name == KERNELS_FILE:
