@@ -194,7 +194,7 @@ def message_of(tokens: int, hidden_size: int = 1024, **changed: Any) -> Request:
 @pytest.fixture
 def transport(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> p2p.P2PTransport:
     """That of ``host``, which finds the state of ``host`` for every group."""
-    monkeypatch.setattr(host.transport, "_state", lambda name, device: host.state)
+    monkeypatch.setattr(host.transport, "group_state", lambda name, device: host.state)
     return host.transport
 
 
