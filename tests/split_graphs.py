@@ -15,8 +15,8 @@ from tw_compile.current import current_gate
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import NormSpec
-from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import manager
 from tw_compile.passes.contract import Context, HostGraph
 from tw_compile.passes.split import SPLIT, SplitChoice, SplitReport, choose_split, split_tokens, summarise

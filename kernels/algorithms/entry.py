@@ -39,7 +39,7 @@ class AlgorithmEntry:
         options: Keyword arguments for the class.
         transport: The transport whose memory it works on.
         sms: The SMs that the algorithm gets where no table says otherwise. None: it chooses by itself, whatever a table says.
-        most_sms: The most SMs that it can use.
+        most_sms: The most SMs that it can use; 0 where that is not known before it is made.
         beside: For calls beside other work algorithms are asked in ascending order of this number. None: it is not asked.
         instead: The name of the algorithm that is asked next if this one can't serve a message.
         needs_whole_residual: Whether every rank must have all rows of the residual.
@@ -65,6 +65,12 @@ class AlgorithmEntry:
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()
+
+    def check_sms(self, sms: int) -> None:
+        """ValueError for a number of SMs that the algorithm can't have; imports nothing."""
+        most = self.most_sms or sms
+        if self.sms is not None and not 1 <= sms <= most:
+            raise ValueError(f"max_sms: expected 1 to {most}, got {sms}")
 
     def make(self, sms: int | None = None, **options: Any) -> Algorithm:
         """The algorithm with at most ``sms`` SMs; imports its module. ValueError for a number that it can't have."""

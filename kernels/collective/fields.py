@@ -38,8 +38,8 @@ class Role:
             field's place before anybody sees it.
         define: The definition under which sources of CUDA kernels get it; of an operand, its element type.
         variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
-        rows: Of an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
-        own_rows_if: Of an operand: where this field is true, each rank has other rows of it.
+        rows: For an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
+        own_rows_if: For an operand: where this field is true, each rank has other rows of it.
         parameter: A number that is passed to each launch as float32.
         in_schema: Whether callers of the operator give it; if not, it is the operator's own.
     """
@@ -94,7 +94,7 @@ class Field:
         return self.name in Arguments._field_defaults
 
     def schema(self) -> str:
-        """As torch's schemas have it."""
+        """The field as torch's schemas write it."""
         text = f"{_SCHEMA_TYPES[self.type]}{'?' if self.optional else ''} {self.name}"
         if not self.has_default:
             return text

@@ -44,7 +44,7 @@ def unregister(address: int) -> None:
 
 
 class _Mapping(mmap.mmap):
-    """Of a file. Before it goes, CUDA forgets it: another mapping may get the same addresses."""
+    """The mapping of a file. CUDA forgets it before it is unmapped, as another mapping may get the same addresses."""
 
     registered: int | None = None
     unregister: Callable[[int], None]
@@ -156,7 +156,7 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def _room(folder: Path, nbytes: int) -> str:
-    """What is wrong with the folder, for a person who can make it larger."""
+    """Says what is wrong with the folder, for a person who can make it larger."""
     try:
         status = os.statvfs(folder)
     except OSError:

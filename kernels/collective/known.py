@@ -13,7 +13,7 @@ from tw_compile.kernels.collective.spec import Operands
 from tw_compile.kernels.collective.transport import Started
 
 MOST_FORMS = 4096
-"""That a group remembers. Every number of tokens is another form."""
+"""The most forms that a group remembers. Every number of tokens is another form."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The interface every transport implements, and the choice between the entries of ``transports.py``.
+"""The interface every transport implements, what a process knows of its groups, and its transports themselves.
 
 A transport owns everything between ``start`` and ``wait_`` of one call: how partial sums reach the rank that adds them
 and how the normalised rows get back. What is computed (:class:`NormSpec`) and the row layout
@@ -20,15 +20,7 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels.collective.peer_access import local_world_size, peer_access_obstacle
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.collective.transports import (
-    AUTO,
-    TRANSPORTS,
-    GroupFacts,
-    LimitedBy,
-    Obstacle,
-    TransportEntry,
-    preferred_names,
-)
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, TransportEntry
 
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.call import Call
@@ -81,18 +73,6 @@ class Transport(ABC):
         return 0
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The transport that will be used, and why; ``name`` is None when none can serve the message.
-
-    ``limited_by`` names what ruled the transport (or a better one) out.
-    """
-
-    name: str | None
-    reason: str
-    limited_by: LimitedBy = "nothing"
-
-
 def group_facts(group_name: str, device_type: str) -> GroupFacts:
     """Facts about a group without waiting for other ranks.
 
@@ -115,49 +95,6 @@ def _facts(device_type: str, world_size: int, hosts: int, local_ranks: Sequence[
     facts = GroupFacts(device_type, world_size, hosts)
     obstacle = peer_access_obstacle(local_ranks) if device_type == "cuda" else None
     return facts if obstacle is None else replace(facts, peer_access=False, peer_obstacle=obstacle)
-
-
-def choose_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, requested: str = AUTO) -> Choice:
-    """The transport for messages ``[*, hidden_size]`` of ``dtype``; a pure function of its arguments and the registry.
-
-    Of what ``auto`` passes over the first one's obstacle is reported, that of the best transport.
-
-    Raises:
-        ValueError: No transport is called ``requested``.
-    """
-    if requested != AUTO:
-        entry = TRANSPORTS[requested]
-        obstacle = _device_obstacle(entry, facts) or entry.obstacle(facts, hidden_size, dtype)
-        return Choice(entry.name, entry.why) if obstacle is None else Choice(None, obstacle.reason, obstacle.limited_by)
-    passed_over: list[Obstacle] = []
-    for entry in (TRANSPORTS[name] for name in preferred_names(_moved_as(facts.device_type))):
-        obstacle = entry.obstacle(facts, hidden_size, dtype)
-        if obstacle is not None:
-            passed_over.append(obstacle)
-        elif passed_over:
-            return Choice(entry.name, passed_over[0].reason, passed_over[0].limited_by)
-        else:
-            return Choice(entry.name, entry.why)
-    return Choice(None, passed_over[-1].reason, passed_over[-1].limited_by)
-
-
-def _moved_as(device_type: str) -> str:
-    """The device type whose transports serve such tensors. CPU's serve those that have none, such as meta tensors."""
-    return device_type if any(device_type in entry.device_types for entry in TRANSPORTS) else "cpu"
-
-
-def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | None:
-    if _moved_as(facts.device_type) in entry.device_types:
-        return None
-    needed = " or ".join(name.upper() for name in entry.device_types)
-    reason = f"transport {entry.name!r} needs {needed} tensors, the graph has {facts.device_type} tensors"
-    return Obstacle(reason, "device")
-
-
-def prefer_transport(facts: GroupFacts, hidden_size: int, dtype: torch.dtype, preferred: str) -> Choice:
-    """``preferred`` where it can serve such messages, else what ``auto`` takes."""
-    choice = choose_transport(facts, hidden_size, dtype, preferred)
-    return choice if choice.name is not None else choose_transport(facts, hidden_size, dtype)
 
 
 instances: dict[str, Transport] = {}

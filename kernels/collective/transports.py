@@ -3,18 +3,17 @@
 A new one is a module in ``kernels/transports`` with a subclass of ``Transport`` (``transport.py``), and an entry here. Users
 give theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the
 names from here. All transports leave identical bits on all ranks.
+
+Which one serves a message is chosen here, too: by numbers alone, so the command line explains it without importing torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tw_compile.kernels.registry import Benchmarked, Registry, load
-
-if TYPE_CHECKING:
-    import torch
 
 AUTO = "auto"
 """The option's value for the first transport by :attr:`TransportEntry.preference` that can serve a message."""
@@ -35,7 +34,7 @@ class GroupFacts:
 
     Attributes:
         peer_access: Whether its GPUs may work on each other's memory; also True where only the first use can tell.
-        peer_obstacle: What is said where they may not.
+        peer_obstacle: The reason that is reported where they may not.
     """
 
     device_type: str
@@ -53,7 +52,7 @@ class Obstacle:
     limited_by: LimitedBy
 
 
-def no_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+def no_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
     return None
 
 
@@ -62,10 +61,11 @@ class TransportEntry:
     """One transport.
 
     Attributes:
-        device_types: Of the tensors that it moves.
+        device_types: The device types of the tensors that it moves.
         factory: ``module:attribute``; called with the name, once in a process, at the first call.
         why: Why it is chosen where it can serve the message, for reports.
-        obstacle: Why it can't serve messages ``[*, hidden_size]`` of a dtype on a group; None where it can. A pure function.
+        obstacle: Called with the group's facts, the hidden size and the bytes of an element. Why the transport can't serve
+            messages ``[*, hidden_size]`` of such elements; None where it can. A pure function.
         preference: Where ``auto`` asks it among those of its device type, lowest first; None: by name alone.
         message_buffers: Whether it has memory where a producer may write messages (:meth:`Transport.message_buffer`).
         keeps_shards: Whether a residual may stay with the ranks that own its rows; if not, all rows are on all ranks anyway.
@@ -78,7 +78,7 @@ class TransportEntry:
     device_types: tuple[str, ...]
     factory: str
     why: str
-    obstacle: Callable[[GroupFacts, int, torch.dtype], Obstacle | None] = no_obstacle
+    obstacle: Callable[[GroupFacts, int, int], Obstacle | None] = no_obstacle
     preference: int | None = None
     message_buffers: bool = False
     keeps_shards: bool = True
@@ -91,15 +91,15 @@ class TransportEntry:
         return load(self.factory)(self.name, *arguments)
 
 
-def _nccl_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+def _nccl_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
     if hidden_size > NCCL_MAX_HIDDEN:
         return Obstacle(f"hidden_size {hidden_size} exceeds {NCCL_MAX_HIDDEN}", "hidden_size")
     return None
 
 
-def _node_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
-    """What keeps the message from kernels over memory of one node; NCCL's limits too, as it takes over if that can't be had."""
-    if obstacle := _nccl_obstacle(facts, hidden_size, dtype):
+def _node_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
+    """Why kernels over memory of one node can't serve the message. NCCL's limits count: it takes over without that memory."""
+    if obstacle := _nccl_obstacle(facts, hidden_size, element_bytes):
         return obstacle
     if facts.hosts > 1:
         return Obstacle(f"the group spans {facts.hosts} hosts", "group")
@@ -108,21 +108,21 @@ def _node_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> O
         return Obstacle(f"world_size {facts.world_size} is not in {span}", "group")
     if hidden_size > P2P_MAX_HIDDEN:
         return Obstacle(f"hidden_size {hidden_size} exceeds {P2P_MAX_HIDDEN}", "hidden_size")
-    if hidden_size * dtype.itemsize % P2P_ROW_ALIGNMENT_BYTES:
-        reason = f"a row of {hidden_size} x {dtype} is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
+    if hidden_size * element_bytes % P2P_ROW_ALIGNMENT_BYTES:
+        reason = f"a row of {hidden_size} x {element_bytes} bytes is not a multiple of {P2P_ROW_ALIGNMENT_BYTES} bytes"
         return Obstacle(reason, "hidden_size")
     return None
 
 
-def _p2p_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
-    obstacle = _node_obstacle(facts, hidden_size, dtype)
+def _p2p_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
+    obstacle = _node_obstacle(facts, hidden_size, element_bytes)
     if obstacle is None and not facts.peer_access:
         return Obstacle(facts.peer_obstacle, "device")
     return obstacle
 
 
-def _host_obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
-    obstacle = _node_obstacle(facts, hidden_size, dtype)
+def _host_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
+    obstacle = _node_obstacle(facts, hidden_size, element_bytes)
     if obstacle is None and hidden_size % HOST_HIDDEN_MULTIPLE:
         return Obstacle(f"hidden_size {hidden_size} is not a multiple of {HOST_HIDDEN_MULTIPLE}", "hidden_size")
     return obstacle
@@ -200,3 +200,59 @@ def preferred_names(device_type: str) -> list[str]:
 def names_for(device_type: str) -> tuple[str, ...]:
     """The names of the transports that move tensors of this device type."""
     return tuple(entry.name for entry in TRANSPORTS if device_type in entry.device_types)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The transport that will be used, and why; ``name`` is None when none can serve the message.
+
+    ``limited_by`` names what ruled the transport (or a better one) out.
+    """
+
+    name: str | None
+    reason: str
+    limited_by: LimitedBy = "nothing"
+
+
+def choose_transport(facts: GroupFacts, hidden_size: int, element_bytes: int, requested: str = AUTO) -> Choice:
+    """The transport for messages ``[*, hidden_size]`` whose elements have ``element_bytes`` bytes.
+
+    A pure function of its arguments and the registry.
+    Of what ``auto`` passes over the first one's obstacle is reported, that of the best transport.
+
+    Raises:
+        ValueError: No transport is called ``requested``.
+    """
+    if requested != AUTO:
+        entry = TRANSPORTS[requested]
+        obstacle = _device_obstacle(entry, facts) or entry.obstacle(facts, hidden_size, element_bytes)
+        return Choice(entry.name, entry.why) if obstacle is None else Choice(None, obstacle.reason, obstacle.limited_by)
+    passed_over: list[Obstacle] = []
+    for entry in (TRANSPORTS[name] for name in preferred_names(_moved_as(facts.device_type))):
+        obstacle = entry.obstacle(facts, hidden_size, element_bytes)
+        if obstacle is not None:
+            passed_over.append(obstacle)
+        elif passed_over:
+            return Choice(entry.name, passed_over[0].reason, passed_over[0].limited_by)
+        else:
+            return Choice(entry.name, entry.why)
+    return Choice(None, passed_over[-1].reason, passed_over[-1].limited_by)
+
+
+def _moved_as(device_type: str) -> str:
+    """The device type whose transports serve such tensors. CPU's serve those that have none, such as meta tensors."""
+    return device_type if any(device_type in entry.device_types for entry in TRANSPORTS) else "cpu"
+
+
+def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | None:
+    if _moved_as(facts.device_type) in entry.device_types:
+        return None
+    needed = " or ".join(name.upper() for name in entry.device_types)
+    reason = f"transport {entry.name!r} needs {needed} tensors, the graph has {facts.device_type} tensors"
+    return Obstacle(reason, "device")
+
+
+def prefer_transport(facts: GroupFacts, hidden_size: int, element_bytes: int, preferred: str) -> Choice:
+    """``preferred`` where it can serve such messages, else what ``auto`` takes."""
+    choice = choose_transport(facts, hidden_size, element_bytes, preferred)
+    return choice if choice.name is not None else choose_transport(facts, hidden_size, element_bytes)

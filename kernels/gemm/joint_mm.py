@@ -27,7 +27,7 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
 Form = Literal["plain", "biased", "gated"]
-"""What becomes of sums before they are stored."""
+"""The operations on sums before they are stored."""
 
 
 class JointMmParams(ctypes.Structure):

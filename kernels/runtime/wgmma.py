@@ -21,7 +21,7 @@ def has_instructions(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1024)
 def tensor_map(pointer: int, rows: int, columns: int, box_rows: int) -> TensorMap:  # type: ignore[valid-type]
-    """Of a matrix of 16-bit elements in rows: boxes of so many rows and 128 bytes of each, swizzled as ``wgmma`` reads them."""
+    """Map of a matrix of 16-bit elements in rows: boxes of so many rows and 128 bytes of each, swizzled for ``wgmma``."""
     driver = bindings.load("driver")
     code = bindings.call(
         driver.cuTensorMapEncodeTiled,

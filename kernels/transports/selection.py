@@ -17,6 +17,8 @@ messages. Without a table, or where its algorithm cannot serve a message, there 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
 calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none
 can, their rows travel as they are.
+
+Reading tables imports no torch: only choosing for a request makes the kernels.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from typing import TYPE_CHECKING, Any
 from tw_compile.files import read_if_there, user_file
 from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, with_wires
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
-from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS, Request
 from tw_compile.kernels.collective.wires import EXACT
 
 if TYPE_CHECKING:
+    from tw_compile.kernels.collective.algorithm import Algorithm
     from tw_compile.kernels.collective.slot import GroupState
+    from tw_compile.kernels.collective.spec import Request
 
 USER_FILE = "kernels.toml"
 P2P = "p2p"
@@ -63,7 +65,7 @@ class Step:
 
 
 def serves_all(transport: str = P2P) -> Algorithm:
-    """What serves the messages that nothing else of a transport does."""
+    """The algorithm of a transport that serves every message, also those that no other one does."""
     return next(entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport).make()
 
 
@@ -107,6 +109,8 @@ class Selector(Chooser):
     """Chooses by bytes, and beside other work by the form of the request alone."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
+        from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
+
         super().__init__(transport)
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
@@ -202,7 +206,7 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
 
 
 def default_host_steps(world_size: int) -> tuple[Step, ...]:
-    """Of the transport through host memory, for nodes that nobody has measured.
+    """Steps of the transport through host memory, for nodes that nobody has measured.
 
     One-shot waits once where two-shot waits twice, but all ranks read and compute all rows: two ranks gain by that as long as
     the message is short, more ranks never do.
@@ -225,7 +229,7 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
 
 
 def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    """What the user's own table says."""
+    """The steps of the user's own table."""
     return _steps(user_table(), device_name, world_size, transport)
 
 
@@ -248,7 +252,7 @@ def _steps(tables: dict[str, tuple[Step, ...]], device_name: str, world_size: in
 
 
 def steps_over(steps: Iterable[Step], transport: str) -> tuple[Step, ...]:
-    """Those whose kernels work on the memory of ``transport``."""
+    """The steps whose kernels work on the memory of ``transport``."""
     return tuple(step for step in steps if transport_of(step.algorithm) == transport)
 
 
@@ -292,7 +296,7 @@ def _step(entry: Any, where: str) -> Step:
         if getattr(step, name) < 1:
             raise ValueError(f"{where}: {name}: expected a positive number, got {getattr(step, name)}")
     try:
-        ALGORITHMS[step.algorithm].make(step.sms)
+        ALGORITHMS[step.algorithm].check_sms(step.sms)
     except ValueError as error:
         raise ValueError(f"{where}: sms: {error}") from error
     return step

@@ -47,6 +47,8 @@ class SlotTransport(Transport):
         kernels_of: The transport whose kernels it has, as their registry says.
         memory: What slots are made of.
         instead: The transport of groups that can't have this one.
+        states: What is known of each group and device that has been used.
+        spin_limit: A barrier gives up after so many polls; 0: it never does. See :meth:`limit_spins`.
     """
 
     label: str
@@ -57,8 +59,8 @@ class SlotTransport(Transport):
 
     def __init__(self, name: str, algorithm: Algorithm | None = None) -> None:
         self.name, self.algorithm = name, algorithm
-        self._states: dict[tuple[str, torch.device], GroupState] = {}
-        self._spin_limit = spin_limit()
+        self.states: dict[tuple[str, torch.device], GroupState] = {}
+        self.spin_limit = spin_limit()
 
     @abstractmethod
     def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
@@ -75,38 +77,38 @@ class SlotTransport(Transport):
     def start(self, request: Request) -> Started:
         if not self.serves(request):
             return get_transport("nccl").start(request)
-        request, state, algorithm = self._choose(request)
+        request, state, algorithm = self.choose(request)
         if request.x.shape[0] == 0:
             return Started(*request.allocate(state.world_size))
         hoped_for_multimem = state.multimem
-        slot = self._slot(state, request.slot, algorithm.needs(request, state.world_size))
+        slot = self.slot_for(state, request.slot, algorithm.needs(request, state.world_size))
         if slot is None:
             return self._other(state).start(request)
         if hoped_for_multimem and not state.multimem:
             return self.start(request)  # now that the slot's memory is there, another kernel serves the call
         with torch.cuda.device(state.device):
             if request.overlap_sms:
-                launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self._spin_limit)
+                launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self.spin_limit)
                 started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
             else:
-                started = algorithm.launch(request, state, slot, self._spin_limit)
+                started = algorithm.launch(request, state, slot, self.spin_limit)
         self._remember(request, state, slot, started)
         return started
 
     def limit_spins(self, polls: int) -> None:
         """Have waits give up after so many polls, whatever TW_COMPILE_SPIN_LIMIT says. Before the first call."""
-        self._spin_limit = polls
+        self.spin_limit = polls
 
     def load(self, request: Request) -> None:
         """Compile and load the kernel that will serve the request, and launch nothing. Collective at a group's first use."""
-        request, state, algorithm = self._choose(request)
+        request, state, algorithm = self.choose(request)
         if state.obstacle is None:
             with torch.cuda.device(state.device):
-                algorithm.prepare(request, state, self._spin_limit)
+                algorithm.prepare(request, state, self.spin_limit)
 
     def known(self, group_name: str, device: torch.device, form: Hashable) -> Known | None:
         """See :class:`Transport`."""
-        state = self._states.get((group_name, device))
+        state = self.states.get((group_name, device))
         if state is None or state.group is not compat.resolve_process_group(group_name):
             return None
         if state.obstacle is not None:
@@ -114,7 +116,7 @@ class SlotTransport(Transport):
         return state.known.get(form)
 
     def _other(self, state: GroupState) -> Transport:
-        """What serves calls that this transport does not: of a group without its memory, or for want of room in a capture."""
+        """The transport that serves calls of a group without this memory, and calls in a capture that find no room."""
         return get_transport("nccl" if state.obstacle is None else self.instead)
 
     def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
@@ -122,7 +124,7 @@ class SlotTransport(Transport):
 
         Not in debug mode (``TW_COMPILE_SPIN_LIMIT``), which looks at the slot before each call.
         """
-        if request.form is None or started.call is None or self._spin_limit:
+        if request.form is None or started.call is None or self.spin_limit:
             return
         x, staging = request.x, slot.buffers.get("x")
         in_slot = staging is not None and x.data_ptr() == staging.tensor.data_ptr()
@@ -136,27 +138,33 @@ class SlotTransport(Transport):
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
         if not self.serves(request):
             return None
-        request, state, algorithm = self._choose(request)
+        request, state, algorithm = self.choose(request)
         if request.x.shape[0] == 0:
             return None
         # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
         needs = algorithm.needs(request, state.world_size)
         if "x" not in needs:
             return None
-        slot = self._slot(state, request.slot, needs)
+        slot = self.slot_for(state, request.slot, needs)
         return None if slot is None else slot.buffers["x"].view(tuple(request.x.shape), request.x.dtype)
 
     def reserved_bytes(self) -> int:
         """See :class:`Transport`."""
-        return sum(slot.nbytes for state in self._states.values() for slot in state.slots.values())
+        return sum(slot.nbytes for state in self.states.values() for slot in state.slots.values())
 
-    def _choose(self, request: Request) -> tuple[Request, GroupState, Algorithm]:
-        """The request as it is served (:meth:`Chooser.settled`), and by what; the same on all ranks."""
+    def choose(self, request: Request) -> tuple[Request, GroupState, Algorithm]:
+        """The request as it is served (:meth:`Chooser.settled`), the group's state, and the algorithm, loaded.
+
+        All three are the same on all ranks.
+
+        Raises:
+            RuntimeError: The kernels do not take such rows, or see :meth:`group_state`.
+        """
         norm, x = request.norm, request.x
         # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
         hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
-        _require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
-        state = self._state(request.group_name, x.device)
+        require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
+        state = self.group_state(request.group_name, x.device)
         settled = state.selector.settled(request, state)
         chosen = state.selector.choose(settled, state)
         self._prepare(settled, state, chosen)
@@ -178,19 +186,24 @@ class SlotTransport(Transport):
         if state.obstacle is None:
             with torch.cuda.device(state.device):
                 for algorithm in alternatives:
-                    algorithm.prepare(request, state, self._spin_limit)
+                    algorithm.prepare(request, state, self.spin_limit)
         state.prepared.add(variant)
 
     def check(self) -> None:
         """RuntimeError when a barrier of any slot gave up (TW_COMPILE_SPIN_LIMIT). Waits for the device; not in capture."""
-        for state in self._states.values():
+        for state in self.states.values():
             torch.cuda.synchronize(state.device)  # calls beside other work are on streams of their own
             for index, slot in state.slots.items():
                 raise_if_peer_missing(slot.status, state.rank, _where(state, index))
 
-    def _state(self, group_name: str, device: torch.device) -> GroupState:
+    def group_state(self, group_name: str, device: torch.device) -> GroupState:
+        """What is known of a group on a device; collective at the first use of the group.
+
+        Raises:
+            RuntimeError: The device is no GPU, the group has too many ranks, or it is first used in a CUDA-graph capture.
+        """
         group = compat.resolve_process_group(group_name)
-        state = self._states.get((group_name, device))
+        state = self.states.get((group_name, device))
         # A group may be destroyed and another made under the same name; its ranks and addresses are others.
         if state is None or state.group is not group:
             if device.type != "cuda":
@@ -224,17 +237,17 @@ class SlotTransport(Transport):
             obstacle = obstacle or outside_pools(device, lambda: common_obstacle(group, None, (device_name, steps)))
             if obstacle is not None:
                 state.give_up(obstacle)
-            self._states[group_name, device] = state
+            self.states[group_name, device] = state
         return state
 
-    def _slot(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
+    def slot_for(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
         """The slot with buffers for ``needs`` (name -> bytes), or None: this call goes through NCCL. Collective if it grows."""
         if state.obstacle is not None:
             return None
         slot = state.slots.get(index)
         lacking = needs if slot is None else slot.lacks(needs)
         capturing = torch.cuda.is_current_stream_capturing()
-        if slot is not None and self._spin_limit and not capturing:
+        if slot is not None and self.spin_limit and not capturing:
             raise_if_peer_missing(slot.status, state.rank, _where(state, index))
         if lacking and capturing:
             if not state.warned:
@@ -264,7 +277,7 @@ def _where(state: GroupState, index: int) -> str:
     return f"group {state.name!r}, slot {index}, {state.device}"
 
 
-def _require_supported(label: str, hidden_size: int, *dtypes: torch.dtype) -> None:
+def require_supported(label: str, hidden_size: int, *dtypes: torch.dtype) -> None:
     """RuntimeError for rows the kernels do not take; ``choose_transport`` never sends such rows here."""
     for dtype in dtypes:
         if dtype not in SUPPORTED_DTYPES:

@@ -14,14 +14,14 @@ from tw_compile.config import Config
 from tw_compile.gating import Gate, Verdict
 from tw_compile.graph.layer import layer_of
 from tw_compile.graph.predicates import value
-from tw_compile.kernels.collective.transport import (
+from tw_compile.kernels.collective.transport import group_facts
+from tw_compile.kernels.collective.transports import (
+    TRANSPORTS,
     Choice,
     GroupFacts,
     choose_transport,
-    group_facts,
     prefer_transport,
 )
-from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.fusion.forms import read_all_reduce
@@ -207,7 +207,7 @@ def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate, rows: TokenRa
 
 def _transport(partial: torch.Tensor, facts: GroupFacts, config: Config, verdict: Verdict | None) -> Choice:
     """What the table says, if it was asked and that can serve the message; else what the option says."""
-    hidden_size = int(partial.shape[-1])
+    hidden_size, element_bytes = int(partial.shape[-1]), partial.dtype.itemsize
     if verdict is not None and verdict.transport is not None:
-        return prefer_transport(facts, hidden_size, partial.dtype, verdict.transport)
-    return choose_transport(facts, hidden_size, partial.dtype, config.transport)
+        return prefer_transport(facts, hidden_size, element_bytes, verdict.transport)
+    return choose_transport(facts, hidden_size, element_bytes, config.transport)

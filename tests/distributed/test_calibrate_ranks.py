@@ -223,7 +223,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         patch.setattr(torch.cuda, "get_device_name", lambda: "A GPU")
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(calibrate, "COMING_SECONDS", 0.5)
-        patch.setattr(calibrate, "_over_nccl", lambda: True)
+        patch.setattr(calibrate, "over_nccl", lambda: True)
         patch.setattr(calibrate, "current_node", lambda: Node((9, 0), False))
         patch.setattr(calibrate, "group_facts", lambda name, device: GroupFacts(device, 2, 1))
         patch.setattr(calibrate, "candidates", lambda transports: good())
@@ -234,7 +234,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
                 here, folder, torch.device("cpu"), everyone, short
             ),
         )
-        calibrate._asked_in.clear()
+        calibrate.asked_in.clear()
         names: list[str | None] = []
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

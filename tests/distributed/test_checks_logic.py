@@ -250,8 +250,8 @@ def run_check_of_other_steps(rank: int, prepared: tuple[str, ...]) -> Context:
         for kind in (Push, Stream, TwoShot):
             stack.enter_context(mock.patch.object(kind, "prepare", prepare))
             stack.enter_context(mock.patch.object(kind, "launch", start))
-        stack.enter_context(mock.patch.object(P2PTransport, "_state", lambda *_: state))
-        stack.enter_context(mock.patch.object(P2PTransport, "_slot", lambda *_: slot))
+        stack.enter_context(mock.patch.object(P2PTransport, "group_state", lambda *_: state))
+        stack.enter_context(mock.patch.object(P2PTransport, "slot_for", lambda *_: slot))
         stack.enter_context(mock.patch.object(launch, "loaded", loaded))
         stack.enter_context(mock.patch.object(stress, "capture", capture))
         stack.enter_context(mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: capturing))

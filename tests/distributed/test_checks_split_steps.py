@@ -15,7 +15,7 @@ from torch._inductor.fx_passes.control_dependencies import ControlDeps
 
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.harness.problems import Context
-from tw_compile.models import Decoder
+from tw_compile.models.decoder import Decoder
 from tw_compile.report import GraphReport, Split
 from tw_compile.testing import GlooRanks
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from families import FAMILIES
 
-from tw_compile.models import Decoder, build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import Decoder, build_decoder
 from tw_compile.testing import GlooRanks, compare_on_gloo
 
 

@@ -14,13 +14,14 @@ from reference import assert_keys_are_listed
 from typer.testing import CliRunner
 
 from tw_compile import compat
-from tw_compile.benchmark.ours import OURS_ON_CPU
+from tw_compile.benchmark.variants import OURS_ON_CPU
 from tw_compile.benchmark.worker import bench_size
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context, Problem
 from tw_compile.harness.ranks import Ranks
 from tw_compile.testing import GlooRanks
-from tw_compile.tuning.beside import Beside, beside_contenders, gemms, pair_costs
+from tw_compile.tuning.beside import Beside, beside_contenders
+from tw_compile.tuning.pairs import gemms, pair_costs
 from tw_compile.tuning.spec import TuneSpec
 
 

@@ -18,15 +18,15 @@ from emulator.kernels import Form, MultimemMachine, PushMachine, StreamMachine
 from on_ranks import FP32, HIDDEN, RANKS, TOKENS, block, calls_of_the_toy, layer_norm, message
 
 from tw_compile import Config
-from tw_compile.benchmark.ours import variants
+from tw_compile.benchmark.variants import variants
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.multimem import multimem
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Shape
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.transport import choose_transport, get_transport, registered
-from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, names_for
+from tw_compile.kernels.collective.transport import get_transport, registered
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport, names_for
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.transports.selection import Selector, Step, steps_of, table_text
 from tw_compile.testing import GlooRanks, compare_on_gloo, fake_process_group
@@ -60,10 +60,10 @@ def test_names_choice_and_benchmark_come_from_the_entry() -> None:
         assert Config(transport=name).transport == name
         assert name in names_for("cpu") and name not in names_for("cuda")
         cpu, cuda = (GroupFacts(device, RANKS, 1) for device in ("cpu", "cuda"))
-        assert choose_transport(cpu, HIDDEN, FP32, name).name == name
-        assert choose_transport(cpu, HIDDEN, FP32).name == "gloo", "auto does not ask it"
-        assert choose_transport(cpu, 5000, FP32, name).limited_by == "hidden_size"
-        assert choose_transport(cuda, HIDDEN, FP32, name).limited_by == "device"
+        assert choose_transport(cpu, HIDDEN, FP32.itemsize, name).name == name
+        assert choose_transport(cpu, HIDDEN, FP32.itemsize).name == "gloo", "auto does not ask it"
+        assert choose_transport(cpu, 5000, FP32.itemsize, name).limited_by == "hidden_size"
+        assert choose_transport(cuda, HIDDEN, FP32.itemsize, name).limited_by == "device"
         assert [variant.label for variant in variants("cpu")] == ["tw-gloo", "tw-toy-store"]
         assert isinstance(get_transport(name), toy_store.ToyStore)
         with pytest.raises(ValueError, match="transport: expected a name that is not taken, got 'toy_store'"):

@@ -40,7 +40,7 @@ class ToyStore(Transport):
         return Started(hidden, residual_out)
 
 
-def obstacle(facts: GroupFacts, hidden_size: int, dtype: torch.dtype) -> Obstacle | None:
+def obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
     if hidden_size > MAX_HIDDEN:
         return Obstacle(f"hidden_size {hidden_size} exceeds {MAX_HIDDEN}", "hidden_size")
     return None

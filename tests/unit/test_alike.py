@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from tw_compile.cli import render
 from tw_compile.cli.app import app
-from tw_compile.models import load_config
 from tw_compile.models.alike import Alike, alike_layers, choose
-from tw_compile.models.config import config_from_dict, keep_layers
+from tw_compile.models.config import config_from_dict, keep_layers, load_config
 
 SMALL = {
     "hidden_size": 64,

@@ -26,12 +26,13 @@ from tw_compile.benchmark import run as bench_run
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
-from tw_compile.benchmark.ours import Operator, Variant
+from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import add_rms_norm_
 from tw_compile.benchmark.plot import plot
 from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import print_report
+from tw_compile.benchmark.variants import Variant
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.harness import measure, start

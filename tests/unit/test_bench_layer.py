@@ -38,7 +38,8 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
-from tw_compile.models import reference, reference_forward
+from tw_compile.models import reference
+from tw_compile.models.reference import reference_forward
 from tw_compile.testing import fake_process_group
 from tw_compile.testing.capture import capture_graphs
 

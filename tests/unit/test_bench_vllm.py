@@ -44,7 +44,7 @@ from tw_compile.benchmark.vllm.traces import (
 from tw_compile.cli import common
 from tw_compile.cli.app import app
 from tw_compile.harness.requests import UsageError
-from tw_compile.models import preset_names
+from tw_compile.model_file import preset_names
 
 SPEC = VllmSpec(
     "tiny-llama", 2, "bfloat16", (64, 128), (1, 4), prompts=3, prompt_tokens=20, requests=5, decode_tokens=6

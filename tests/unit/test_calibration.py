@@ -241,7 +241,7 @@ def test_every_kernel_of_the_registry_takes_part_and_can_give_up() -> None:
     assert all(one.hidden_scale is None for one in everyone)
     for one in everyone[1:]:
         transport = one.transport  # type: ignore[attr-defined]
-        assert isinstance(transport, SlotTransport) and transport._spin_limit == SPIN_LIMIT
+        assert isinstance(transport, SlotTransport) and transport.spin_limit == SPIN_LIMIT
         assert transport.algorithm is not None
     assert {one.algorithm for one in candidates(["host"])[1:]} >= {"host_words", "host_one_shot", "host_two_shot"}
 
@@ -313,7 +313,7 @@ def test_nothing_is_asked_where_nothing_may_be_measured(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(calibrate, "_over_nccl", lambda: nccl)
+    monkeypatch.setattr(calibrate, "over_nccl", lambda: nccl)
     monkeypatch.setattr(calibrate, "reduces_over_all_ranks", lambda graph: bool(asked.append(graph)))
     with fake_process_group(2):
         calibrate.before_compile(config, _graph(None))
@@ -335,11 +335,11 @@ def test_a_node_that_cannot_be_described_is_compiled_for_all_the_same(
     def broken() -> None:
         raise RuntimeError("no driver")
 
-    monkeypatch.setattr(calibrate, "_over_nccl", lambda: True)
+    monkeypatch.setattr(calibrate, "over_nccl", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(calibrate, "this_node", broken)
     for config in (Config(), Config(strict=True)):
-        calibrate._asked_in.clear()
+        calibrate.asked_in.clear()
         with fake_process_group(2), caplog.at_level("WARNING"):
             if config.strict:
                 with pytest.raises(RuntimeError, match="no driver"):
@@ -354,7 +354,7 @@ def test_a_node_that_cannot_be_described_is_compiled_for_all_the_same(
 )
 def test_only_groups_of_nccl_are_measured(config: str, nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert calibrate._over_nccl() is nccl
+    assert calibrate.over_nccl() is nccl
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -403,24 +403,24 @@ def test_agreement_goes_on_where_a_store_has_been_told_already() -> None:
 def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "node_facts", lambda device, ranks: GroupFacts(device, ranks, 1))
     gpus = [{"name": "A GPU"}] * 8
-    assert machine._calibrations(gpus, SM90) == []
-    layer = machine._calibrated_layer([], SM90)
-    report = machine._thresholds(own_gate(Config(), SM90, layer), layer)
+    assert machine.calibrations_of(gpus, SM90) == []
+    layer = machine.calibrated_layer([], SM90)
+    report = machine.thresholds_report(own_gate(Config(), SM90, layer), layer)
     assert [row["layer"] for row in report["layers"]][2:4] == ["calibration", "user file"]
     assert report["layers"][2]["state"] == "absent"
-    assert [row["state"] for row in machine._kernel_tables(gpus, [])["layers"]][1] == "absent"
+    assert [row["state"] for row in machine.kernel_tables_report(gpus, [])["layers"]][1] == "absent"
 
     here = current.measured_on("A GPU", 8, SM90, True)
     folder = calibration.default_folder()
     store(folder, replace(FOUND, measured_on=here))
-    found = machine._calibrations(gpus, SM90)
+    found = machine.calibrations_of(gpus, SM90)
     assert [one.measured_on for one in found] == [here] and steps_for("A GPU", 8) == STEPS
-    layer = machine._calibrated_layer(found, SM90)
-    report = machine._thresholds(own_gate(Config(), SM90, layer), layer)
+    layer = machine.calibrated_layer(found, SM90)
+    report = machine.thresholds_report(own_gate(Config(), SM90, layer), layer)
     assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 ranges"}
-    (row,) = (row for row in machine._kernel_tables(gpus, found)["layers"] if row["layer"] == "calibration")
+    (row,) = (row for row in machine.kernel_tables_report(gpus, found)["layers"] if row["layer"] == "calibration")
     assert row["state"] == "8 ranks"
-    assert machine._calibrations(gpus[:4], SM90) == []
+    assert machine.calibrations_of(gpus[:4], SM90) == []
 
 
 def test_explain_goes_by_what_ranks_of_such_a_node_measured() -> None:

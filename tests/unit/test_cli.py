@@ -436,7 +436,7 @@ def test_doctor_prints_the_layers_of_thresholds(tmp_path: Path, monkeypatch: pyt
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], option: str, file: str
 ) -> None:
-    monkeypatch.setattr("tw_compile.models.load_config", None)
+    monkeypatch.setattr("tw_compile.models.config.load_config", None)
     monkeypatch.setattr("tw_compile.runner.model.load_config", None)
     result = invoke(*command, option, str(tmp_path / file))
     assert result.exit_code == 2 and f"error: {option}: expected a file in a folder that exists" in result.output

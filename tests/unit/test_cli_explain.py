@@ -13,7 +13,8 @@ from typer.testing import CliRunner, Result
 from tw_compile import Config
 from tw_compile.cli import explain
 from tw_compile.cli.app import app
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.split.analysis.choose import NotSplit, SplitChoice, choose_split
 from tw_compile.planning import load_profile
 from tw_compile.testing import fake_cuda, fake_process_group, rewrite

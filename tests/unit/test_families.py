@@ -11,8 +11,8 @@ from families import FAMILIES
 
 from tw_compile.config import Config
 from tw_compile.kernels.collective import ops
-from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.reasons import Refusal
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.report import collect_reports

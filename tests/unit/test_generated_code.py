@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tw_compile import Config, TWCompilePass, compat
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.testing import calls_of, fake_cuda, fake_process_group, generated_code
 
 START, WAIT = "all_reduce_rms_norm_start", "all_reduce_rms_norm_wait_"

@@ -13,7 +13,7 @@ from test_algorithms import HIDDEN, RANK, WORLD_SIZE, FakeKernel, group, kernels
 from tw_compile.kernels.algorithms.host.host_rows import HostRows, half_bytes
 from tw_compile.kernels.algorithms.host.host_words import HostWords
 from tw_compile.kernels.collective.slot import Slot, SymmetricBuffer, state_words
-from tw_compile.kernels.collective.transport import GroupFacts, choose_transport
+from tw_compile.kernels.collective.transports import GroupFacts, choose_transport
 from tw_compile.kernels.transports.host import HostTransport
 from tw_compile.kernels.transports.selection import Selector, default_host_steps
 
@@ -47,12 +47,12 @@ def slot_for(needs: dict[str, int]) -> Slot:
     ],
 )
 def test_chosen_where_gpus_cannot_reach_each_other(facts: GroupFacts, hidden_size: int, name: str, why: str) -> None:
-    choice = choose_transport(facts, hidden_size, BF16)
+    choice = choose_transport(facts, hidden_size, BF16.itemsize)
     assert choice.name == name and why in choice.reason
 
 
 def test_rows_of_half_vectors_are_refused_by_name() -> None:
-    choice = choose_transport(GroupFacts("cuda", 2, 1), 4100, torch.float32, "host")
+    choice = choose_transport(GroupFacts("cuda", 2, 1), 4100, torch.float32.itemsize, "host")
     assert choice.name is None and choice.reason == "hidden_size 4100 is not a multiple of 8"
 
 
@@ -147,5 +147,5 @@ def test_one_shot_beside_other_work_has_room_for_all_rows(kernels: list[FakeKern
 def test_host_memory_is_none_of_the_devices() -> None:
     transport = HostTransport("host")
     state = SimpleNamespace(slots={0: slot_for({"outbox": 1000})})
-    transport._states["g", torch.device("cuda", 0)] = state  # type: ignore[assignment]
+    transport.states["g", torch.device("cuda", 0)] = state  # type: ignore[assignment]
     assert transport.reserved_bytes() == 0

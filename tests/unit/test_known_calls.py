@@ -105,14 +105,14 @@ class Group:
         for index in range(2):
             buffers = {name: buffer() for name in ("x", "hidden", "residual", "inbox")}
             self.state.slots[index] = Slot(buffer(), torch.zeros(32), torch.zeros(4, 8), buffers)
-        self.transport._states["0", DEVICE] = self.state
-        choose = self.transport._choose
+        self.transport.states["0", DEVICE] = self.state
+        choose = self.transport.choose
 
         def counted(request: Any) -> Any:
             device.choices += 1
             return choose(request)
 
-        monkeypatch.setattr(self.transport, "_choose", counted)
+        monkeypatch.setattr(self.transport, "choose", counted)
         monkeypatch.setitem(instances, "p2p", self.transport)
 
 
@@ -198,7 +198,7 @@ def test_a_form_that_was_served_is_launched_again_with_other_tensors(
     assert before["hidden"] == first[0].data_ptr() != after["hidden"]
     assert [one.shape for one in first] == [one.shape for one in second]
     assert [one.dtype for one in first] == [one.dtype for one in second]
-    if product and isinstance(group.state.selector._candidates[0], BarrierKernel):
+    if product and isinstance(group.transport.algorithm, BarrierKernel):
         assert after["x"] == group.state.slots[0].buffers["x"].tensor.data_ptr()
 
 
@@ -364,7 +364,7 @@ def test_in_debug_mode_slots_are_looked_at_before_each_call(
     device: Device, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked: list[str] = []
-    monkeypatch.setattr(group.transport, "_spin_limit", 7)
+    monkeypatch.setattr(group.transport, "spin_limit", 7)
     monkeypatch.setattr(slot_transport, "raise_if_peer_missing", lambda *_: looked.append("looked"))
     call()
     before = len(looked)

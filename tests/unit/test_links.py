@@ -181,7 +181,7 @@ def test_the_table_has_a_line_for_each_way() -> None:
         row | {"way": "pull", "reason": "no peer access between the GPUs"},
     ]
     text = io.StringIO()
-    doctor._print_links(Console(file=text, width=200), {"rows": rows, "incomplete": "no result after 90 s"})
+    doctor.print_links(Console(file=text, width=200), {"rows": rows, "incomplete": "no result after 90 s"})
     assert text.getvalue().splitlines()[1:] == [
         "link between GPU 0 and GPU 1, measured",
         "push       GPU 0: 24.1 GB/s; GPU 1: 3.0 GB/s",

@@ -11,9 +11,11 @@ from families import FAMILIES
 from transformers import AutoModel, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from tw_compile.models import Decoder, build_decoder, load_config, preset_names, reference_forward, to_double
+from tw_compile.model_file import preset_names
 from tw_compile.models.attention import attention_implementation
-from tw_compile.models.config import config_from_dict, truncate_layers
+from tw_compile.models.config import config_from_dict, load_config, truncate_layers
+from tw_compile.models.decoder import Decoder, build_decoder
+from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 

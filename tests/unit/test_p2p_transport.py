@@ -20,8 +20,8 @@ from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.p2p_group import RankFacts, outside_pools, peer_obstacle
 from tw_compile.kernels.collective.slot import GroupState
 from tw_compile.kernels.collective.spec import NormSpec, Request
-from tw_compile.kernels.collective.transport import GroupFacts, Started, choose_transport, get_transport
-from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN
+from tw_compile.kernels.collective.transport import Started, get_transport
+from tw_compile.kernels.collective.transports import NCCL_MAX_HIDDEN, P2P_MAX_HIDDEN, GroupFacts, choose_transport
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist, Selector, Step
 
@@ -108,21 +108,21 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_slot_starts_with_zeroed_pads_and_grows_on_demand(host: SimpleNamespace) -> None:
-    slot = host.transport._slot(host.state, 0, {"x": 10, "hidden": 20})
+    slot = host.transport.slot_for(host.state, 0, {"x": 10, "hidden": 20})
     assert slot.pads.tensor.count_nonzero() == 0
     assert {name: buffer.capacity for name, buffer in slot.buffers.items()} == {"x": 32 * MIB, "hidden": 32 * MIB}
     small = slot.buffers["x"]
     pads = slot.pads
-    assert host.transport._slot(host.state, 0, {"x": 32 * MIB, "hidden": 20}) is slot
+    assert host.transport.slot_for(host.state, 0, {"x": 32 * MIB, "hidden": 20}) is slot
     assert slot.buffers["x"] is small
-    assert host.transport._slot(host.state, 0, {"x": 33 * MIB, "hidden": 20}) is slot
+    assert host.transport.slot_for(host.state, 0, {"x": 33 * MIB, "hidden": 20}) is slot
     assert slot.buffers["x"].capacity == 64 * MIB
     assert slot.retired == [small]
     assert slot.nbytes == (64 + 32 + 32) * MIB + slot.pads.capacity, "retired buffers are still there"
     assert slot.pads is pads  # flags and epochs go on: the other ranks' do too
-    other = host.transport._slot(host.state, 1, {"x": 10})
+    other = host.transport.slot_for(host.state, 1, {"x": 10})
     assert other is not slot
-    host.transport._states["group", DEVICE] = host.state
+    host.transport.states["group", DEVICE] = host.state
     assert host.transport.reserved_bytes() == slot.nbytes + other.nbytes
     assert get_transport("gloo").reserved_bytes() == 0
 
@@ -133,7 +133,7 @@ def test_ranks_agree_on_sizes_and_then_on_offsets_when_all_that_was_filled_in_is
     log: list[Any] = []
     monkeypatch.setattr(slot, "common_obstacle", lambda group, obstacle, fact=None: log.append(fact))
     monkeypatch.setattr("torch.cuda.synchronize", lambda device: log.append("synchronize"))
-    pads = host.transport._slot(host.state, 0, {"x": 10}).pads
+    pads = host.transport.slot_for(host.state, 0, {"x": 10}).pads
     assert log == [{"x": 32 * MIB, "pads": pads.capacity}, "synchronize", {"x": 0, "pads": 0}]
 
 
@@ -154,7 +154,7 @@ def test_a_slots_memory_is_made_outside_of_the_pools_of_graphs(
     monkeypatch.setattr(
         slot_transport.compat, "symm_mem_empty", lambda *given: made.append(list(outside)) or empty(*given)
     )
-    assert host.transport._slot(host.state, 0, {"x": 10}) is not None
+    assert host.transport.slot_for(host.state, 0, {"x": 10}) is not None
     assert made == [[DEVICE]] * 2
 
 
@@ -164,8 +164,8 @@ def test_a_failure_of_any_rank_sends_the_group_to_nccl(
 ) -> None:
     host.agreement = agreement
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
-        assert host.transport._slot(host.state, 0, {"x": 10}) is None
-        assert host.transport._slot(host.state, 1, {"x": 10}) is None
+        assert host.transport.slot_for(host.state, 0, {"x": 10}) is None
+        assert host.transport.slot_for(host.state, 1, {"x": 10}) is None
     assert host.state.slots == {}
     assert len(caplog.records) == 1
     assert "rank 2" in caplog.text and "'g' uses host instead" in caplog.text
@@ -174,15 +174,15 @@ def test_a_failure_of_any_rank_sends_the_group_to_nccl(
 def test_in_capture_a_message_without_room_goes_through_nccl(
     host: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    slot = host.transport._slot(host.state, 0, {"x": 10})
+    slot = host.transport.slot_for(host.state, 0, {"x": 10})
     host.capturing = True
-    assert host.transport._slot(host.state, 0, {"x": 20}) is slot
+    assert host.transport.slot_for(host.state, 0, {"x": 20}) is slot
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         for _ in range(2):
-            assert host.transport._slot(host.state, 0, {"x": 33 * MIB}) is None
+            assert host.transport.slot_for(host.state, 0, {"x": 33 * MIB}) is None
     assert len(caplog.records) == 1
     host.capturing = False
-    assert host.transport._slot(host.state, 0, {"x": 33 * MIB}) is slot  # the group did not give up
+    assert host.transport.slot_for(host.state, 0, {"x": 33 * MIB}) is slot  # the group did not give up
 
 
 def message_of(tokens: int, hidden_size: int = 1024, **changed: Any) -> Request:
@@ -194,7 +194,7 @@ def message_of(tokens: int, hidden_size: int = 1024, **changed: Any) -> Request:
 @pytest.fixture
 def transport(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> p2p.P2PTransport:
     """That of ``host``, which finds the state of ``host`` for every group."""
-    monkeypatch.setattr(host.transport, "_state", lambda name, device: host.state)
+    monkeypatch.setattr(host.transport, "group_state", lambda name, device: host.state)
     return host.transport
 
 
@@ -268,7 +268,7 @@ def prepared(
         choose=lambda *_: alternatives[0],
     )
     monkeypatch.setattr("torch.cuda.device", lambda device: nullcontext())
-    transport._spin_limit = 5
+    transport.limit_spins(5)
     return calls
 
 
@@ -276,7 +276,7 @@ def test_all_kernels_are_loaded_when_a_variant_is_first_seen(
     transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
 ) -> None:
     first = message_of(7)
-    transport._choose(first)
+    transport.choose(first)
     assert prepared == [(first, 5), (first, 5)]
     for tokens in (7, 1, 3000):
         transport.message_buffer(message_of(tokens))
@@ -290,18 +290,18 @@ def test_all_kernels_are_loaded_when_a_variant_is_first_seen(
 def test_the_kernel_for_calls_beside_other_work_is_loaded_at_the_first_of_them(
     transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
 ) -> None:
-    transport._choose(message_of(7))
+    transport.choose(message_of(7))
     first = message_of(7, overlap_sms=4)
     for request in (first, message_of(3000, overlap_sms=8), message_of(7)):
-        transport._choose(request)
+        transport.choose(request)
     assert prepared[2:] == [(first, 5)]
 
 
 def test_a_check_waits_for_all_streams_before_it_looks(
     host: SimpleNamespace, transport: p2p.P2PTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot = transport._slot(host.state, 0, {"x": 10})
-    transport._states["g", DEVICE] = host.state
+    slot = transport.slot_for(host.state, 0, {"x": 10})
+    transport.states["g", DEVICE] = host.state
     assert slot is not None
 
     def give_up(device: torch.device) -> None:
@@ -316,10 +316,10 @@ def test_in_capture_nothing_is_loaded_that_is_not_needed(
     host: SimpleNamespace, transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
 ) -> None:
     host.capturing = True
-    transport._choose(message_of(7))
+    transport.choose(message_of(7))
     assert prepared == []
     host.capturing = False
-    transport._choose(message_of(7))
+    transport.choose(message_of(7))
     assert len(prepared) == 2
 
 
@@ -327,29 +327,29 @@ def test_a_group_that_uses_nccl_loads_nothing(
     host: SimpleNamespace, transport: p2p.P2PTransport, prepared: list[tuple[Request, int]]
 ) -> None:
     host.state.give_up("no peer access")
-    transport._choose(message_of(7))
+    transport.choose(message_of(7))
     assert prepared == []
 
 
 def test_without_a_choice_nothing_is_loaded_ahead(host: SimpleNamespace, transport: p2p.P2PTransport) -> None:
-    transport._choose(message_of(7))
+    transport.choose(message_of(7))
     assert host.state.prepared == set()
 
 
 def test_a_lost_peer_is_reported_at_the_next_call_but_not_in_capture(host: SimpleNamespace) -> None:
-    host.transport._spin_limit = 100
-    slot = host.transport._slot(host.state, 0, {"x": 10})
+    host.transport.limit_spins(100)
+    slot = host.transport.slot_for(host.state, 0, {"x": 10})
     slot.status[3, 2] = 1
     host.capturing = True
-    assert host.transport._slot(host.state, 0, {"x": 10}) is slot
+    assert host.transport.slot_for(host.state, 0, {"x": 10}) is slot
     host.capturing = False
     with pytest.raises(RuntimeError, match=r"slot 0, cpu: rank 1, CTA 3 gave up waiting for rank 2 at barrier 1"):
-        host.transport._slot(host.state, 0, {"x": 10})
+        host.transport.slot_for(host.state, 0, {"x": 10})
 
 
 def test_a_table_ends_with_the_multicast_address(host: SimpleNamespace) -> None:
     host.multicast = 1 << 40
-    table = host.transport._slot(host.state, 0, {"x": 10}).buffers["x"].table
+    table = host.transport.slot_for(host.state, 0, {"x": 10}).buffers["x"].table
     assert len(table) == WORLD_SIZE + 1
     assert int(table[-1]) == 1 << 40
 
@@ -369,7 +369,7 @@ def test_multicast_is_used_where_all_ranks_have_it(
     transport = p2p.P2PTransport("multimem")
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
         for index in range(2):
-            assert transport._slot(host.state, index, {"x": 10}) is not None
+            assert transport.slot_for(host.state, index, {"x": 10}) is not None
     assert host.state.multimem is used
     assert host.state.obstacle is None  # without multicast the group still works peer to peer
     lines = [record.getMessage() for record in caplog.records]
@@ -411,7 +411,7 @@ def test_multimem_serves_what_it_can_and_another_kernel_the_rest(
     transport = p2p.P2PTransport("multimem")
     host.multicast, host.state.multimem = multicast, True
     host.state.selector = Insist(transport.algorithm)
-    transport._states["g", DEVICE] = host.state
+    transport.states["g", DEVICE] = host.state
     for tokens in (7, 3):
         transport.start(message_of(tokens, x=torch.empty(tokens, hidden_size, dtype=dtype)))
     assert calls == [served, served]
@@ -436,7 +436,7 @@ def test_which_groups_want_multicast(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "GPU")
     monkeypatch.setattr(slot_transport, "common_obstacle", lambda group, obstacle, fact: None)
     monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: None)
-    assert transport._state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
+    assert transport.group_state(f"of {ranks}", torch.device("cuda", 0)).multimem is wanted
 
 
 def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -453,7 +453,7 @@ def test_ranks_whose_tables_differ_use_nccl(monkeypatch: pytest.MonkeyPatch, cap
     )
     monkeypatch.setattr(slot_transport, "outside_pools", lambda device, function: function())
     with caplog.at_level(logging.WARNING, logger="tw_compile"):
-        state = p2p.P2PTransport()._state("g", torch.device("cuda", 0))
+        state = p2p.P2PTransport().group_state("g", torch.device("cuda", 0))
     assert facts == [("GPU", steps)]
     assert state.obstacle == "ranks disagree" and "'g' uses host instead" in caplog.text
 
@@ -474,9 +474,9 @@ def test_multimem_by_name() -> None:
     ],
 )
 def test_multimem_is_chosen_on_request_only(facts: GroupFacts, hidden_size: int, name: str | None) -> None:
-    assert choose_transport(facts, hidden_size, torch.bfloat16, "multimem").name == name
+    assert choose_transport(facts, hidden_size, torch.bfloat16.itemsize, "multimem").name == name
     for world_size in range(2, 9):
-        assert choose_transport(GroupFacts("cuda", world_size, 1), 4096, torch.bfloat16).name == "p2p"
+        assert choose_transport(GroupFacts("cuda", world_size, 1), 4096, torch.bfloat16.itemsize).name == "p2p"
 
 
 def request_on(device: str, dtype: torch.dtype = torch.bfloat16, hidden_size: int = 64) -> Request:
@@ -502,7 +502,7 @@ def test_first_use_is_refused(
     )
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
     with pytest.raises(RuntimeError, match=match):
-        p2p.P2PTransport()._state("g", torch.device(device))
+        p2p.P2PTransport().group_state("g", torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -510,10 +510,10 @@ def test_first_use_is_refused(
     [(P2P_MAX_HIDDEN, "p2p"), (P2P_MAX_HIDDEN + 8, "nccl"), (NCCL_MAX_HIDDEN, "nccl"), (NCCL_MAX_HIDDEN + 8, None)],
 )
 def test_the_longest_rows_of_each_transport(hidden_size: int, name: str | None) -> None:
-    assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16).name == name
+    assert choose_transport(GroupFacts("cuda", 2, 1), hidden_size, torch.bfloat16.itemsize).name == name
     refused = nullcontext() if name == "p2p" else pytest.raises(RuntimeError, match=f"at most {P2P_MAX_HIDDEN}")
     with refused:
-        slot_transport._require_supported("P2P transport", hidden_size, torch.bfloat16)
+        slot_transport.require_supported("P2P transport", hidden_size, torch.bfloat16)
 
 
 @pytest.mark.parametrize("hidden_size", [8, 16, 24])

@@ -15,8 +15,16 @@ from tw_compile import Config, TWCompilePass, compat, current
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective import p2p_group, transport
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF, peer_access_obstacle, reach_each_other
-from tw_compile.kernels.collective.transport import choose_transport, group_facts, node_facts, prefer_transport
-from tw_compile.kernels.collective.transports import NO_PEER_ACCESS, TRANSPORTS, GroupFacts, TransportEntry
+from tw_compile.kernels.collective.transport import group_facts, node_facts
+from tw_compile.kernels.collective.transports import (
+    NO_PEER_ACCESS,
+    TRANSPORTS,
+    GroupFacts,
+    Obstacle,
+    TransportEntry,
+    choose_transport,
+    prefer_transport,
+)
 from tw_compile.testing import fake_process_group
 
 CUT_OFF = GroupFacts("cuda", 2, 1, peer_access=False)
@@ -61,18 +69,18 @@ def group() -> Iterator[str]:
 
 @pytest.mark.parametrize("name", ["p2p", "multimem"])
 def test_peer_memory_needs_peer_access(name: str) -> None:
-    choice = choose_transport(CUT_OFF, 4096, torch.bfloat16, name)
+    choice = choose_transport(CUT_OFF, 4096, torch.bfloat16.itemsize, name)
     assert (choice.name, choice.reason, choice.limited_by) == (None, NO_PEER_ACCESS, "device")
     off = dataclasses.replace(CUT_OFF, peer_obstacle=SWITCHED_OFF)
-    assert choose_transport(off, 4096, torch.bfloat16, name).reason == SWITCHED_OFF
+    assert choose_transport(off, 4096, torch.bfloat16.itemsize, name).reason == SWITCHED_OFF
 
 
 def test_without_peer_access_the_next_by_preference_is_taken() -> None:
-    choice = choose_transport(CUT_OFF, 4096, torch.bfloat16)
+    choice = choose_transport(CUT_OFF, 4096, torch.bfloat16.itemsize)
     with transport.registered(HOST):
-        between = choose_transport(CUT_OFF, 4096, torch.bfloat16)
-        assert choose_transport(GroupFacts("cuda", 2, 1), 4096, torch.bfloat16).name == "p2p"
-        assert prefer_transport(CUT_OFF, 4096, torch.bfloat16, "p2p") == between
+        between = choose_transport(CUT_OFF, 4096, torch.bfloat16.itemsize)
+        assert choose_transport(GroupFacts("cuda", 2, 1), 4096, torch.bfloat16.itemsize).name == "p2p"
+        assert prefer_transport(CUT_OFF, 4096, torch.bfloat16.itemsize, "p2p") == between
     assert (between.name, between.reason, between.limited_by) == ("toy-host", NO_PEER_ACCESS, "device")
     assert dataclasses.replace(choice, name="toy-host") == between
     ranked = sorted((entry.preference, entry.name) for entry in TRANSPORTS if entry.preference is not None)
@@ -82,13 +90,13 @@ def test_without_peer_access_the_next_by_preference_is_taken() -> None:
 def test_a_transport_that_cannot_serve_the_message_is_passed_over_too() -> None:
     short = dataclasses.replace(
         HOST,
-        obstacle=lambda facts, hidden_size, dtype: (
-            transport.Obstacle("too long", "hidden_size") if hidden_size > 4096 else None
+        obstacle=lambda facts, hidden_size, element_bytes: (
+            Obstacle("too long", "hidden_size") if hidden_size > 4096 else None
         ),
     )
     with transport.registered(short):
-        names = [choose_transport(CUT_OFF, size, torch.bfloat16).name for size in (4096, 8192)]
-    assert names[0] == "toy-host" and names[1] == choose_transport(CUT_OFF, 8192, torch.bfloat16).name
+        names = [choose_transport(CUT_OFF, size, torch.bfloat16.itemsize).name for size in (4096, 8192)]
+    assert names[0] == "toy-host" and names[1] == choose_transport(CUT_OFF, 8192, torch.bfloat16.itemsize).name
 
 
 def test_each_direction_counts() -> None:
@@ -109,7 +117,7 @@ def test_the_group_is_asked_for_its_own_gpus(node: Any, monkeypatch: pytest.Monk
         assert group_facts(groups[0, 2], "cpu").peer_access, "it is about GPUs alone"
     assert [facts.peer_access for facts in of.values()] == [True, False, True]
     assert (everyone.peer_access, everyone.peer_obstacle, everyone.hosts) == (False, NO_PEER_ACCESS, 2)
-    assert choose_transport(everyone, 4096, torch.bfloat16).limited_by == "group"
+    assert choose_transport(everyone, 4096, torch.bfloat16.itemsize).limited_by == "group"
     assert node_facts("cuda", 2).peer_access and not node_facts("cuda", 3).peer_access
 
 

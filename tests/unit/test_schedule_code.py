@@ -14,7 +14,8 @@ import torch
 import torch.fx as fx
 
 from tw_compile import Config, TWCompilePass, compat
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.split import SplitChoice, SplitReport, choose_split, split_tokens
 from tw_compile.passes.split.analysis.token_axis import Unit
 from tw_compile.passes.split.schedule.budgets import Budgets, reserve_sms

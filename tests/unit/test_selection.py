@@ -85,9 +85,9 @@ def test_beside_other_work_the_first_that_can_serves_all_sizes(
 
 
 def test_small_messages_without_the_whole_residual_are_pushed_two_shot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Push, "obstacle", lambda self, request, state: "no" if self._one_shot else None)
+    monkeypatch.setattr(Push, "obstacle", lambda self, request, state: "no" if self.name == "push_one_shot" else None)
     chosen = Selector(STEPS).choose(message(1), STATE)
-    assert isinstance(chosen, Push) and not chosen._one_shot and chosen.sms(10**6, 4) == 8
+    assert isinstance(chosen, Push) and chosen.name == "push_two_shot" and chosen.sms(10**6, 4) == 8
 
 
 def test_unmeasured_devices_take_the_two_shot_kernel() -> None:

@@ -258,7 +258,7 @@ def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fak
     with fake_process_group(RANKS):
         state = GroupState("0", None, DEVICE, 0, RANKS, Insist(algorithm))  # type: ignore[arg-type]
         state.slots = {index: slot() for index in range(2)}
-        monkeypatch.setattr(transport, "_state", lambda name, device: state)
+        monkeypatch.setattr(transport, "group_state", lambda name, device: state)
         monkeypatch.setattr(slot_transport, "variant_of", lambda request: "variant")
         monkeypatch.setitem(instances, "p2p", transport)
         mm = torch.mm
@@ -384,7 +384,7 @@ def test_empty_messages_and_those_without_room_are_not_beside_other_work(
     taken: list[Request] = []
     nccl = SimpleNamespace(start=lambda request: taken.append(request) or Started(*request.allocate(RANKS)))
     monkeypatch.setattr(slot_transport, "get_transport", lambda name: nccl)
-    monkeypatch.setattr(transport, "_slot", lambda *_: None)
+    monkeypatch.setattr(transport, "slot_for", lambda *_: None)
     transport.start(asked)
     assert taken == [asked] and machine.made == []
 

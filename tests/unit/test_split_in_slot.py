@@ -15,8 +15,8 @@ from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, spl
 from tw_compile import Config, TWCompilePass, compat
 from tw_compile.graph.copy import copy_of
 from tw_compile.kernels.collective import ops
-from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.split.peephole import in_slot
 from tw_compile.passes.split.peephole.in_slot import leave_results_in_slots
 from tw_compile.passes.split.rewrite.duplicate import split_tokens

@@ -16,7 +16,8 @@ from tw_compile.cli.render_split import split_lines
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.transport import registered
 from tw_compile.kernels.collective.transports import TRANSPORTS, TransportEntry
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split.analysis import layer
 from tw_compile.passes.split.schedule.windows import schedule
@@ -130,7 +131,7 @@ def test_a_transport_of_a_users_own_has_no_rates(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("no_peer_access")
 def test_a_maximum_over_ranks_is_no_sum_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = layer._arguments
-    monkeypatch.setattr(layer, "_arguments", lambda node: {**read(node), "reduce_op": "max"})
+    read = layer.arguments_of
+    monkeypatch.setattr(layer, "arguments_of", lambda node: {**read(node), "reduce_op": "max"})
     split, _ = inspected(fuse=False)
     assert split.reason == SplitRefusal.LAYER_NOT_RECOGNISED and split.detail.endswith("reduces by max")

@@ -24,8 +24,8 @@ from torch._inductor.virtualized import V
 from tw_compile import Config, TWCompilePass, agree, collect_reports, compat, current
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.collective import ops
-from tw_compile.models import build_decoder, load_config
-from tw_compile.models.config import config_from_dict, tensor_parallel_plan
+from tw_compile.models.config import config_from_dict, load_config, tensor_parallel_plan
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.reasons import SplitRefusal
 from tw_compile.passes.split import HostGraph, layer_of_graph
 from tw_compile.passes.split.analysis import choose

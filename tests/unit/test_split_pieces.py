@@ -23,8 +23,8 @@ from tw_compile.graph.copy import copy_of
 from tw_compile.graph.predicates import value
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.runtime.tokens_of_half import arguments_of, tokens_of_half
-from tw_compile.models import build_decoder
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import manager
 from tw_compile.passes.contract import Context, HostGraph
 from tw_compile.passes.fusion import FusionDecisions

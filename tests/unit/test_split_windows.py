@@ -18,7 +18,8 @@ from tw_compile.autotune.measured_reserve import Operand, Reserve
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, grouped_mm_leaving_sms, mm_leaving_sms
-from tw_compile.models import build_decoder, load_config
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.split import ScheduledWindow, SplitReport, find_token_axis, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.peephole.grouped import use_small_groups

@@ -181,7 +181,7 @@ def test_atomics_are_unknown_without_a_driver(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_lanes_that_the_slot_lacks_are_told(figures: dict[str, int | None] | None, text: str) -> None:
-    assert doctor._pcie(figures) == text
+    assert doctor.pcie_text(figures) == text
 
 
 def test_the_shared_memory_of_the_host_has_a_size(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from tw_compile.kernels.transports.selection import shipped_steps, steps_for, st
 from tw_compile.planning.communication import fused_us, traffic_bytes
 from tw_compile.planning.device import parse_profile, profile_of_device, shipped_profile
 from tw_compile.tuning import busy, run, show
-from tw_compile.tuning.beside import beside_contenders, contentions, pair_costs
+from tw_compile.tuning.beside import beside_contenders
 from tw_compile.tuning.busy import Usage, obstacles
+from tw_compile.tuning.pairs import contentions, pair_costs
 from tw_compile.tuning.run import key_of
 from tw_compile.tuning.spec import TuneSpec
 from tw_compile.tuning.tables import changes, derive, write

@@ -19,8 +19,7 @@ from one_rank import be_one_rank, one_rank  # noqa: F401
 from tw_compile import collect_reports
 from tw_compile.graph.predicates import operator_name
 from tw_compile.hosts.vllm import plan
-from tw_compile.models import load_config
-from tw_compile.models.config import tensor_parallel_plan
+from tw_compile.models.config import load_config, tensor_parallel_plan
 from tw_compile.passes.reasons import SplitRefused
 from tw_compile.passes.split import GraphLayer, TokenAxis
 from tw_compile.passes.split.analysis import choose

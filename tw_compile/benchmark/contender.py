@@ -27,11 +27,11 @@ class Contender(ABC):
     """One way to do the work.
 
     Attributes:
-        kind: "ours", "peer", or "bound" for what is no way to do it but a limit.
+        kind: "ours", "peer", or "bound". A bound is a limit on the time, not a way to do the work.
         residual_sharded: Residual in and out are this rank's rows; else all rows.
         residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
-        hidden_scale: Of float8 results; None where they have the message's dtype.
-        reduces: False for a bound that leaves the communication out, whose result is no result.
+        hidden_scale: The scale of float8 results; None where results have the message's dtype.
+        reduces: False for a bound that leaves the communication out, so that its results are wrong.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
     """
 

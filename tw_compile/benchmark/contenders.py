@@ -8,9 +8,10 @@ from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.copy_engines import CopyEngines
 from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
-from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
+from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.benchmark.variants import OURS, OURS_ON_CPU, Variant
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
 

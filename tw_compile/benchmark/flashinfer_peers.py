@@ -23,8 +23,8 @@ from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 
 WORLD_SIZES = (2, 4, 8)
 MAX_ONE_SHOT_BYTES = 2**25
-"""Of all ranks' messages. Larger ones have been seen to come out wrong (4 ranks, 1024 tokens x 8192), and 4 ranks with
-16384 x 8192 to end in an illegal memory access, in a workspace for as many tokens."""
+"""The most bytes that the messages of all ranks may have together. With more, results have been seen to be wrong (4 ranks,
+1024 tokens x 8192), and 4 ranks with 16384 x 8192 ended in an illegal memory access, though the workspace was made for them."""
 VECTOR_BYTES = 16
 
 

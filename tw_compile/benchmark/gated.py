@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
-from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator
+from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.variants import OURS, OURS_ON_CPU
 from tw_compile.config import Config
 from tw_compile.current import current_gate
 from tw_compile.gating.facts import Backend
@@ -21,7 +22,8 @@ from tw_compile.gating.gate import Verdict
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
 from tw_compile.harness.rows import csv_of
-from tw_compile.kernels.collective.transport import node_facts, prefer_transport
+from tw_compile.kernels.collective.transport import node_facts
+from tw_compile.kernels.collective.transports import prefer_transport
 from tw_compile.kernels.transports.selection import step_for, steps_for
 
 LABEL = "gated"
@@ -77,7 +79,7 @@ class Gated(Contender):
 def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:
     """The operator by the transport that the verdict asks for, or why it is not here."""
     facts = node_facts("cuda" if cuda else "cpu", world_size)
-    choice = prefer_transport(facts, size.hidden, getattr(torch, size.dtype), verdict.transport or "auto")
+    choice = prefer_transport(facts, size.hidden, size.element_bytes, verdict.transport or "auto")
     known = {variant.label: variant for variant in (OURS if cuda else OURS_ON_CPU)}
     label = f"tw-{choice.name}"
     if choice.name == "p2p":
@@ -99,7 +101,7 @@ def unfused_way(verdict: Verdict) -> Contender | str:
 
 
 def set_regret(rows: Iterable[Row]) -> None:
-    """Of one size: the gated row's time by that of the best of all who do the same work, less 1; in place."""
+    """Write into the gated row of one size by which share it took longer than the fastest row that does the same work."""
     timed = [
         row
         for row in rows

@@ -15,7 +15,7 @@ class Row:
 
     Attributes:
         kind: "ours", "peer" or "bound".
-        nbytes: Of one rank's message.
+        nbytes: Bytes of one rank's message.
         sets: Input sets over which the calls rotate.
         num_sms: SMs of the communication, where it is known.
         reason: Why there is no time.

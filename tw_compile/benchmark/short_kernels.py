@@ -1,4 +1,4 @@
-"""What a short kernel takes in this process, which tells whether its kernels end late.
+"""Times a short kernel in this process. A longer time than at first means that kernels of the process end late.
 
 After a few launches on a second stream all kernels of a process end later (``kernels/runtime/own_graph.py``). All variants that
 share the process pay for it then, by their number of kernels.
@@ -15,7 +15,7 @@ _REPLAYS = 20
 
 
 class ShortKernels:
-    """A CUDA graph of kernels of one CTA, captured once; ``us`` has what one of them took, first when this was made."""
+    """A CUDA graph of kernels of one CTA, captured once. ``us`` has the microseconds of one kernel, first those at creation."""
 
     def __init__(self, device: torch.device) -> None:
         self._value = torch.ones(32, device=device)
@@ -24,7 +24,7 @@ class ShortKernels:
         self.us = [self._now()]
 
     def again(self) -> list[float]:
-        """What one takes now, behind what it took at first."""
+        """Time the kernel again; returns the microseconds at creation and now."""
         self.us = [self.us[0], self._now()]
         return self.us
 

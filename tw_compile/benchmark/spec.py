@@ -21,8 +21,12 @@ class MessageSize:
     dtype: str
 
     @property
+    def element_bytes(self) -> int:
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
     def nbytes(self) -> int:
-        return self.tokens * self.hidden * ELEMENT_BYTES[self.dtype]
+        return self.tokens * self.hidden * self.element_bytes
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
 
     Exit code: 0 done, 1 what was to be measured is incomplete, 2 bad input.
     """
-    from tw_compile.hosts.vllm import doctor as of_vllm
     from tw_compile.runner.machine import examine
 
     console = common.make_console(json_file)
@@ -45,6 +44,8 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
     try:
         report = examine()
         if vllm:
+            from tw_compile.hosts.vllm import doctor as of_vllm
+
             reachable = all(map(all, report["peer_access"]))
             report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong
@@ -103,7 +104,7 @@ def _print(console: Console, report: Report) -> None:
         console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
     for gpu, pcie in zip(gpus, report["pcie"] or [None] * len(gpus), strict=True):
         text = f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}"
-        console.print(text + _pcie(pcie), markup=False)
+        console.print(text + pcie_text(pcie), markup=False)
     if len(gpus) > 1:
         _matrix(console, report)
     if not report["peer_access_used"]:
@@ -113,7 +114,7 @@ def _print(console: Console, report: Report) -> None:
         free, size = (f"{space[key] / 2**20:.0f} MiB" for key in ("free_bytes", "bytes"))
         console.print(f"\n[bold]shared memory of the host[/bold]\n{space['path']}: {free} of {size} free")
     if report["measured_links"]:
-        _print_links(console, report["measured_links"])
+        print_links(console, report["measured_links"])
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
     console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
@@ -137,7 +138,7 @@ def _print(console: Console, report: Report) -> None:
             console.print(f"{'':<{len(ranks)}}  bf16 {line}", markup=False, soft_wrap=True)
 
 
-def _print_links(console: Console, measured: dict[str, Any]) -> None:
+def print_links(console: Console, measured: dict[str, Any]) -> None:
     """A line for each way: what each of the two GPUs moves alone, or why that is not known."""
     console.print("\n[bold]link between GPU 0 and GPU 1, measured[/bold]")
     rows = measured["rows"]
@@ -188,7 +189,7 @@ def _link(report: Report, row: int, column: int) -> str:
     return " ".join(words)
 
 
-def _pcie(figures: dict[str, int | None] | None) -> str:
+def pcie_text(figures: dict[str, int | None] | None) -> str:
     """Generation and width at most, and the width now where the slot has fewer lanes."""
     if figures is None or figures["max_generation"] is None:
         return ""

@@ -22,8 +22,9 @@ from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
+from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
 from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
-from tw_compile.sources import source_digest
+from tw_compile.sources import source_digest, torch_version
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
@@ -130,11 +131,9 @@ def explain(
 
 def _calibrated(node: Node, world_size: int) -> Layer | None:
     """What ranks of such a node have measured with this torch and these kernels; the GPU and its driver need not be here."""
-    import torch
-
     from tw_compile.calibration import LAYER, all_stored, default_folder
 
-    made_with = (node.device_class, world_size, node.multicast, True, torch.__version__, source_digest()[:12])
+    made_with = (node.device_class, world_size, node.multicast, True, torch_version(), source_digest()[:12])
     for calibration in all_stored(default_folder()):
         here = calibration.measured_on
         theirs = (here.device_class, here.world_size, here.multicast, here.peer_access, here.torch, here.source)
@@ -156,15 +155,12 @@ def _profile(device_profile: str, device_class: str) -> DeviceProfile | None:
 
 def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype: str) -> dict[str, Any]:
     """What is decided about one message, as JSON."""
-    import torch
-
-    from tw_compile.kernels.collective.transport import GroupFacts, prefer_transport
-
-    verdict = gate.decide(tokens * hidden_size * DTYPE_BYTES[dtype], world_size=world_size, dtype=dtype)
+    element_bytes = DTYPE_BYTES[dtype]
+    verdict = gate.decide(tokens * hidden_size * element_bytes, world_size=world_size, dtype=dtype)
     transport = None
     if verdict.transport is not None:
         facts = GroupFacts("cuda", world_size, hosts=1)
-        transport = prefer_transport(facts, hidden_size, getattr(torch, dtype), verdict.transport).name
+        transport = prefer_transport(facts, hidden_size, element_bytes, verdict.transport).name
     return {
         "bytes": verdict.nbytes,
         "backend": str(verdict.backend),

@@ -29,7 +29,7 @@ def gpu_us(work: Callable[[], object]) -> float:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """What ``work`` allocates at its peak beyond what is there."""
+    """The most bytes that ``work`` has allocated at once, beyond what was allocated before."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
@@ -118,7 +118,7 @@ def round_robin(labels: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    """Of every repeat the time of the slowest rank: a call is done when the last rank has its rows."""
+    """The time of the slowest rank in every repeat: a call is done when the last rank has its rows."""
     return [max(repeat) for repeat in zip(*by_rank, strict=True)]
 
 

@@ -139,7 +139,7 @@ def _numbers(rows: Sequence[Point], field: str) -> list[float]:
 
 
 def _styles(rows: Sequence[Point]) -> dict[str, dict[str, Any]]:
-    """By label: ours thick and solid, peers thinner and dashed, bounds grey."""
+    """The style of each label's line: ours thick and solid, peers thinner and dashed, bounds grey."""
     styles: dict[str, dict[str, Any]] = {}
     number = 0
     for row in rows:

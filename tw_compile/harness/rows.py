@@ -37,7 +37,7 @@ def best_peer(rows: Iterable[AnyRow]) -> AnyRow | None:
 
 
 def failures(rows: Iterable[AnyRow]) -> list[AnyRow]:
-    """Those of ours that should have run and did not, or were wrong."""
+    """The rows of ours that should have run and did not, or whose results were wrong."""
     return [row for row in rows if row.kind == "ours" and row.outcome in ("error", "numerics failed")]
 
 

@@ -59,8 +59,8 @@ class ReportTable(ABC, Generic[AnyRow]):
 
     Attributes:
         own_columns: Between times and verdict; :meth:`own_cells` fills them.
-        baseline: What a speed-up is against.
-        promise: What holds of ours where nothing failed.
+        baseline: The name of what speed-ups are relative to.
+        promise: The sentence about our kernels that is printed where nothing failed.
     """
 
     own_columns: tuple[str, ...]

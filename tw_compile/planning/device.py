@@ -35,24 +35,25 @@ class Tile:
 
 @dataclass(frozen=True)
 class GemmRates:
-    """Of 16-bit matmuls.
+    """The rates of 16-bit matmuls.
 
     Attributes:
         tflops_per_sm: What one SM does while all of them are busy, were its tiles endless.
-        edge: What loading its operands costs a tile, as rows and columns by which it is larger.
-        tile_us: Of a tile, whatever its depth: it fills its pipeline and stores its output.
-        split_us: What it takes to add up the parts of tiles whose depth several CTAs share.
-        most_parts: Of one tile's depth; 1 where none is shared.
-        long_us: From then on clocks fall to what the power limit allows.
-        long_factor: On the time of a GEMM after that.
+        edge: Loading operands costs a tile as much time as if it had so many rows and columns more.
+        tile_us: Microseconds of a tile that do not depend on its depth: it fills its pipeline and stores its output.
+        split_us: Microseconds to add up the parts of tiles whose depth several CTAs share.
+        most_parts: The most CTAs that share one tile's depth; 1 where no tile is shared.
+        long_us: A GEMM that runs longer than this reaches the power limit, and clocks fall.
+        long_factor: Factor on the time of a GEMM beyond ``long_us``.
         grouped_efficiency: Rate of grouped GEMMs (mixture of experts) as a share of plain ones.
         grouped_short_efficiency: The same of their short tiles, where experts have few rows or columns.
         grouped_tile_us: ``tile_us`` of a grouped GEMM's tile, half of it for a short one.
-        grouped_us: Of a grouped GEMM before its first tile: another kernel finds where its groups are.
+        grouped_us: Microseconds before the first tile of a grouped GEMM: another kernel finds where the groups are.
         own_gemms: Whether halves may have those of ``kernels/gemm`` of our own (joint, grouped); other devices can't run them.
-        memory_gb_per_s: At which weights are read when there are few tokens; mostly reads, so more than ``DeviceProfile``'s.
-        short_sides: Of tiles, ascending.
-        long_sides: The same; every short side goes with every long one, either of them along the tokens.
+        memory_gb_per_s: The rate at which weights are read when there are few tokens. It exceeds ``DeviceProfile``'s, as these
+            are mostly reads.
+        short_sides: The lengths of tiles' short sides, ascending.
+        long_sides: The lengths of their long sides; every short side goes with every long one, either of them along the tokens.
     """
 
     tflops_per_sm: float
@@ -79,11 +80,11 @@ class GemmRates:
 
 @dataclass(frozen=True)
 class AttentionRates:
-    """Of one attention kernel on the whole device; ``block_rows`` queries of one head are one CTA's work.
+    """The rates of one attention kernel on the whole device. One CTA works on ``block_rows`` queries of one head.
 
     Attributes:
-        tflops: Of causal attention, by the pairs of a query and a key that it sees.
-        full_tflops: Where all queries see all keys, which leaves no block half empty and no SM with less to do.
+        tflops: The rate of causal attention. Only pairs of a query and a key that it sees count as work.
+        full_tflops: The rate where all queries see all keys: then no block is half empty, and all SMs have equal work.
         latency_us: From the end of the kernel before it to full speed, with what the kernel needs cleared or copied.
     """
 
@@ -108,8 +109,8 @@ class FusedKernel:
 
     Attributes:
         traffic: ``two_shot``: 2(N-1)/N bytes cross a link for each of the message's; ``multicast``: (N+1)/N.
-        cta_gb_per_s: What one CTA loads and stores when it is alone, all bytes counted, see :func:`communication.sm_us`.
-        row_us: What a row that is summed costs a CTA beyond its bytes.
+        cta_gb_per_s: The rate at which a lone CTA loads and stores, all bytes counted, see :func:`communication.sm_us`.
+        row_us: Microseconds that a CTA needs for a row that it sums, beyond those for the bytes.
         sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
         ctas: The numbers of CTAs to choose from, ascending.
         cluster: The most CTAs that it keeps together in one group of SMs; 1 where they are dealt out to all groups.
@@ -136,12 +137,12 @@ class DeviceProfile:
     """One kind of GPU and its links.
 
     Attributes:
-        device_names: What ``torch.cuda.get_device_name`` says.
+        device_names: The names that ``torch.cuda.get_device_name`` may return.
         gpcs: Groups of SMs. Both SMs of a GEMM's pairs are of one group, see :meth:`sms_beside`.
-        memory_gb_per_s: What elementwise kernels reach.
-        rotary_gb_per_s: What rotary embedding reaches, as it is compiled: it transposes heads and tokens.
+        memory_gb_per_s: The rate that elementwise kernels reach.
+        rotary_gb_per_s: The rate that compiled rotary embedding reaches; it is lower, as it transposes heads and tokens.
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
-        window_us: What it costs that two streams wait for each other.
+        window_us: Microseconds that are lost when two streams wait for each other.
         contention: Factor on the time of what computes beside a fused kernel on other SMs; they share power, L2 and memory.
         communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do, with two
             ranks; see :meth:`slower_beside`.
@@ -180,7 +181,7 @@ class DeviceProfile:
         return self.sms - 2 * self.gpcs * rounds - 2 * min(rest, self.gpcs)
 
     def attention_rates(self, kernel: str) -> AttentionRates:
-        """Those of the kernel called so; of the slowest one where the profile does not know it."""
+        """The rates of the kernel with this name, or of the slowest kernel where the profile does not know the name."""
         slowest = min(self.attention.values(), key=lambda rates: rates.tflops)
         return self.attention.get(kernel, slowest)
 

@@ -22,8 +22,8 @@ from typing import Any
 from tw_compile.planning.layer import LayerShape, layer_shape
 
 UNMEASURED_MARGIN = 0.05
-"""Of a device without measured layers. Of the layers in ``configs/layers`` no constant of a profile was fitted to Qwen2.5-72B:
-there the planner was up to 4% too optimistic, with its GEMMs measured. Estimates are not better than that."""
+"""The margin for a device without measured layers. No constant of a profile was fitted to the Qwen2.5-72B layers of
+``configs/layers``. For them the planner was up to 4% too optimistic, with measured GEMMs. Estimates are no better than that."""
 
 _PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -69,7 +69,7 @@ class MeasuredLayer:
 
     @property
     def times(self) -> dict[str, float]:
-        """Those that were measured, by the names that predictions have."""
+        """The measured microseconds, by the names that predictions use for them."""
         return {name: us for name in _TIMES if (us := getattr(self, name)) is not None}
 
     @property
@@ -82,8 +82,8 @@ class LayerError:
     """Predictions beside one measured layer, as ``measured / predicted - 1``: above 0 the planner was too optimistic.
 
     Attributes:
-        ratio: Of the split layer's share of the unsplit one's time, which decides.
-        times: Of the times themselves, by the name of the variant.
+        ratio: Error of the split layer's time as a share of the unsplit one's. That share decides whether to split.
+        times: Errors of the times themselves, by the name of the variant.
     """
 
     layer: MeasuredLayer
@@ -93,16 +93,16 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of the planner's error for one device and kernel.
+    """The known errors of the planner for one device and kernel.
 
-    ``errors``: on all measured layers.
+    ``errors``: one for each measured layer.
     """
 
     errors: tuple[LayerError, ...]
 
     @property
     def counted(self) -> tuple[LayerError, ...]:
-        """Those that the margin follows: of groups, or of single ranks where no group was measured."""
+        """The errors that the margin is made from: those of groups, or of single ranks where no group was measured."""
         return tuple(error for error in self.errors if error.layer.group) or self.errors
 
     @property

@@ -33,7 +33,7 @@ OWN_DEPTH = 64
 CLUSTER = 2
 """CTAs of grouped GEMMs that compute rows of the same expert side by side."""
 CERTAIN = 6.0
-"""What is so many standard deviations away happens always or never."""
+"""Events that are so many standard deviations away are taken to happen always or never."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ def _limited_us(rates: GemmRates, gemm: Gemm, tokens: int, us: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _tiles_by_rows(rates: GemmRates, gemm: Gemm) -> tuple[tuple[int, list[tuple[Tile, int, float, float]]], ...]:
-    """By the rows of tiles: each tile, how many are side by side, microseconds of one, and of its depth in them."""
+    """The tiles, grouped by their rows. Each comes with how many cover the columns, the microseconds of one tile, and the part
+    of these that depends on the depth."""
     by_rows: dict[int, list[tuple[Tile, int, float, float]]] = {}
     for tile in rates.tiles:
         depth_us = _depth_us(rates, gemm, tile)

@@ -12,7 +12,7 @@ MOST_TOKENS = 2**18
 """Larger counts are as good as unbounded, since a half is computed for each of a range."""
 SHARES = 16
 TILE_ROWS = (256, 128)
-"""Of GEMMs' tiles, larger ones first."""
+"""Rows that tiles of GEMMs have, larger ones first."""
 
 
 def tokens_of_first_half(tokens: int, numerator: int, denominator: int, multiple: int, constant: int) -> int:

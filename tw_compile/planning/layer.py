@@ -45,7 +45,7 @@ class Attention:
 
 
 def masked_kernel(name: str) -> str:
-    """What a profile calls a kernel of attention that is given a mask."""
+    """The name in a profile of an attention kernel that is given a mask."""
     return f"{name}_masked"
 
 

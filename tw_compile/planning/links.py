@@ -40,10 +40,10 @@ class LinkTransport:
     """How a transport of the registry uses a link. It takes the fastest of its ways for each message.
 
     Attributes:
-        only_without_peers: Where the GPUs have peer access it goes another way, of which nothing is said here.
-        sms: What a call holds beside compute.
-        contention: Factor on the time of a call while compute is beside it.
-        norm_apart: The norm is a kernel of its own, which runs in the compute of the half and not in the call.
+        only_without_peers: With peer access the transport uses that instead, and these rates do not apply.
+        sms: The SMs that a call occupies beside compute.
+        contention: Factor on the time of a call while compute runs beside it.
+        norm_apart: The norm is a separate kernel. It counts as compute of the half, not as part of the call.
     """
 
     only_without_peers: bool
@@ -75,7 +75,7 @@ class Link:
         return rates is not None and not (peer_access and rates.only_without_peers)
 
     def rates(self, transport: str) -> str:
-        """Those of a transport, in words."""
+        """The rates of a transport, in words."""
         numbers = self.transport(transport)
         ways = " or ".join(
             f"{name} {way.latency_us:g} us and {way.gb_per_s:g} GB/s each way" for name, way in numbers.ways.items()

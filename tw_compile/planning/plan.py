@@ -58,7 +58,7 @@ class Predicted:
 
     @property
     def unsplit_us(self) -> float:
-        """Of the faster one of unfused and fused."""
+        """The time of the layer without a split: the faster one of unfused and fused."""
         return min(self.unfused_us, self.fused_us)
 
 
@@ -83,11 +83,11 @@ class Plan:
         off: Why not, when the mode is ``off``.
         reason: The decision in words.
         fused_ctas: CTAs of the fused kernel where nothing runs beside it: fuse-only layers, prologue and epilogue.
-        windows: Of the weave in its steady state, in order; the best ones found when it is not worth it, too.
-        waves: By GEMM, for the same split as ``windows``.
+        windows: The windows of a layer in the steady state, in order. They are those of the best split even if it does not pay.
+        waves: The waves of each GEMM, for the same split as ``windows``.
         candidates: How many sizes of half 1 were compared.
         margin: The gain, as a share of the unsplit layer's time, from which on it is split.
-        rates: Those of the link that messages take, in words; empty where they go by peer memory.
+        rates: The rates of the link that messages take, in words; empty where they go by peer memory.
     """
 
     tokens: int
@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def saved_us(self) -> float:
-        """What the best split found saves of the unsplit layer; less than 0 where it costs, 0 where there is none."""
+        """Microseconds that the best split saves against the unsplit layer. Below 0 it costs time; 0: there is no split."""
         split_us = self.predicted.split_us
         return 0.0 if split_us is None else self.predicted.unsplit_us - split_us
 
@@ -161,11 +161,11 @@ def plan_layer(
         first: Tokens of half 1, where that is settled; default: compared.
         gemms_leave_sms: Whether GEMMs can be told to leave SMs to the kernel beside them.
         joins_gemms: Whether an unsplit layer computes GEMMs of one input as one where that is faster.
-        row_multiple: What half 1 must be a multiple of, apart from the number of ranks.
+        row_multiple: Half 1 must be a multiple of this, and also of the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
             of :func:`evidence`.
-        host_us: What it takes the host to launch a split layer. A split that takes the device less would wait for the host.
-        link: What messages travel over; default: peer memory, as the profile has it.
+        host_us: Microseconds that the host needs to launch a split layer. If the device is faster, it waits for the host.
+        link: The link that messages travel over; default: peer memory, with the rates of the profile.
 
     Raises:
         ValueError: An argument is out of range.

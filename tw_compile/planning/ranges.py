@@ -18,13 +18,13 @@ from tw_compile.planning.plan import RESOLUTION, Mode, Plan
 STEPS = 4
 """Counts that plans are made for, for each doubling; between them plans agree as far as predictions can tell."""
 GRAIN = 64
-"""Of the counts at which ranges are cut, rows of a GEMM's smallest tiles."""
+"""Ranges are cut at multiples of this: a GEMM's smallest tiles have so many rows."""
 MOST_CUTS = 2
-"""Every range is compiled."""
+"""At most so many cuts are made, because every range is compiled separately."""
 _TRIES = 8
 
 PlanOf = Callable[[int, int | None, int], Plan]
-"""Of so many tokens, of which so many are in half 1 (None: as many as is best), in a graph for so many or more."""
+"""Makes a plan from a token count, the tokens of half 1 (None: the best number), and the fewest tokens of the graph."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 REPLACED = "cudnn"
 """The kernel whose place it takes."""
 KERNEL = "suffix"
-"""What device profiles call it."""
+"""The name of this kernel in device profiles."""
 MOST_KEYS = 4096
 """Earlier ones included. Measured on an H200, 16 heads of 128: 2048 queries behind 2048 keys take 121 us instead of 148,
 4096 behind 4096 take 479 instead of 443 (``benchmarks/results/2026-11-22-h200-attention-suffix.txt``)."""

@@ -56,14 +56,14 @@ class GemmPlan:
 
 @dataclass(frozen=True)
 class PlannedWindow:
-    """What runs side by side, and for how long; times in microseconds.
+    """The work that runs side by side in one window, and for how long; times in microseconds.
 
     Attributes:
         computes: ``attention``, ``mlp``, or in join mode also ``qkv``, ``join`` (qkv of half 2, attention of all tokens,
             o_proj of half 1) and ``o_proj``.
         half: The half that computes, 1 or 2.
         travels: The half whose sum travels; None when none does.
-        message_bytes: Of that sum ``[tokens, hidden]``.
+        message_bytes: Bytes of that sum ``[tokens, hidden]``.
         ctas: CTAs of the kernel that sums; 0 when none runs.
     """
 

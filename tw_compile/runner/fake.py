@@ -14,9 +14,9 @@ from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import versions
-from tw_compile.models import build_decoder, load_config
 from tw_compile.models.alike import Alike, alike_layers
-from tw_compile.models.config import check_activation, keep_layers, truncate_layers
+from tw_compile.models.config import check_activation, keep_layers, load_config, truncate_layers
+from tw_compile.models.decoder import build_decoder
 from tw_compile.planning import DeviceProfile, load_profile
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.spec import RunSpec

@@ -23,7 +23,8 @@ from tw_compile.gating.layers import Layer, threshold_layers
 from tw_compile.gating.table import size
 from tw_compile.harness.versions import installed_version, nccl_version, versions
 from tw_compile.kernels.collective.peer_access import reach_each_other
-from tw_compile.kernels.collective.transport import GroupFacts, choose_transport, node_facts
+from tw_compile.kernels.collective.transport import node_facts
+from tw_compile.kernels.collective.transports import GroupFacts, choose_transport
 from tw_compile.kernels.transports import selection
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
@@ -34,6 +35,7 @@ Report = dict[str, Any]
 WORLD_SIZES = (2, 4, 8)
 # What the choice of the transport is told for: any Llama-like model.
 _HIDDEN_SIZE = 8192
+_ELEMENT_BYTES = 2
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -45,8 +47,8 @@ def examine() -> Report:
     atomics = topology.atomics(peers)
     multicast = compat.multicast_support(0) if gpus else None
     node = _node(peers, bool(multicast))
-    calibrations = _calibrations(gpus, node)
-    calibrated = _calibrated_layer(calibrations, node) if gpus else None
+    calibrations = calibrations_of(gpus, node)
+    calibrated = calibrated_layer(calibrations, node) if gpus else None
     gate = own_gate(Config(), node, calibrated)
     return {
         "schema_version": 1,
@@ -72,8 +74,8 @@ def examine() -> Report:
             "multicast_supported": multicast,
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
-        "thresholds": _thresholds(gate, calibrated),
-        "kernel_tables": _kernel_tables(gpus, calibrations),
+        "thresholds": thresholds_report(gate, calibrated),
+        "kernel_tables": kernel_tables_report(gpus, calibrations),
         "device_profile": _device_profile(gpus),
         "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
     }
@@ -86,7 +88,7 @@ def _node(peers: list[list[bool]], multicast: bool) -> Node:
     return Node(torch.cuda.get_device_capability(0), multicast, reachable)
 
 
-def _calibrations(gpus: list[Report], node: Node) -> list[Calibration]:
+def calibrations_of(gpus: list[Report], node: Node) -> list[Calibration]:
     """What groups of this host's first GPUs have measured by themselves; from here on they choose kernels in this process."""
     folder = default_folder()
     found = [
@@ -102,11 +104,12 @@ def _calibrations(gpus: list[Report], node: Node) -> list[Calibration]:
     return found
 
 
-def _calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
+def calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
+    """The thresholds that ``calibrations`` hold, as a layer of tables; an empty one where there are none."""
     return Layer(LAYER, str(default_folder() or "-"), merged_table(calibrations, node.device_class))
 
 
-def _thresholds(gate: Gate, calibrated: Layer | None) -> Report:
+def thresholds_report(gate: Gate, calibrated: Layer | None) -> Report:
     """Where the tables come from, the lowest layer first; a higher one wins."""
     device_class = gate.node.device_class
     layers = []
@@ -121,7 +124,7 @@ def _thresholds(gate: Gate, calibrated: Layer | None) -> Report:
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
 
 
-def _kernel_tables(gpus: list[Report], calibrations: list[Calibration]) -> Report:
+def kernel_tables_report(gpus: list[Report], calibrations: list[Calibration]) -> Report:
     """Where the choice of kernels comes from, the lowest layer first; a higher one wins for the world sizes that it has."""
     file, table = user_file(selection.USER_FILE), selection.user_table()
     name = gpus[0]["name"] if gpus else None
@@ -166,7 +169,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
     if len(gpus) < world_size:
-        choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, torch.bfloat16)
+        choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, _ELEMENT_BYTES)
         why = "no GPU" if not gpus else f"{world_size} ranks need as many GPUs, here are {len(gpus)}"
         backend = "gloo" if dist.is_available() and dist.is_gloo_available() else None
         return plan | {
@@ -176,7 +179,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
             "all_reduce": backend,
             "all_reduce_why": "the backend of CPU tensors",
         }
-    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, torch.bfloat16)
+    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, _ELEMENT_BYTES)
     transport, why = choice.name, choice.reason
     lacking = [
         pair for pair in permutations(range(world_size), 2) if atomics is not None and not atomics[pair[0]][pair[1]]
@@ -195,7 +198,7 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
         "thresholds": [
             f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'gated'}, unfused {crossover.backend} "
             f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
-            for crossover in gate.crossovers(2 * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
+            for crossover in gate.crossovers(_ELEMENT_BYTES * _HIDDEN_SIZE, world_size=world_size, dtype="bfloat16")
         ],
     }
 

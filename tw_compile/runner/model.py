@@ -9,8 +9,8 @@ import torch
 from transformers import PretrainedConfig
 
 from tw_compile.harness.requests import UsageError
-from tw_compile.models import Decoder, build_decoder, load_config
-from tw_compile.models.config import truncate_layers
+from tw_compile.models.config import load_config, truncate_layers
+from tw_compile.models.decoder import Decoder, build_decoder
 
 
 class ModelSpec(Protocol):

@@ -15,7 +15,7 @@ class RunSpec:
     """One run; plain values, so that it can be handed to another process.
 
     Attributes:
-        model: A preset, a ``config.json`` or a checkpoint folder, see :func:`tw_compile.models.load_config`.
+        model: A preset, a ``config.json`` or a checkpoint folder, see :func:`tw_compile.models.config.load_config`.
         world_size: Tensor-parallel ranks.
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
         tokens: Prompt lengths; every one is compiled and checked on its own.

@@ -28,7 +28,8 @@ from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import gpu_us, peak_bytes
 from tw_compile.harness.versions import peer_access_word, versions
 from tw_compile.kernels.collective.transport import reserved_bytes
-from tw_compile.models import Decoder, reference_forward, to_double
+from tw_compile.models.decoder import Decoder
+from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.model import build_model
 from tw_compile.runner.numerics import OutputErrors, digest, finite, worst

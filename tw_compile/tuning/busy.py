@@ -13,14 +13,14 @@ import torch
 MOST_UTILISATION = 5
 """Percent."""
 MOST_BYTES = 3 * 2**30
-"""Of memory in use: what the driver and a context of this process hold is less."""
+"""A GPU with more memory in use is busy: the driver and a context of this process hold less than that."""
 _SAMPLES = 3
 _SAMPLE_SECONDS = 0.3
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one GPU. ``utilisation`` in percent, None where nobody says; ``processes``: ids of others on it."""
+    """How one GPU is used. ``utilisation``: percent, None where it is unknown. ``processes``: ids of other processes on it."""
 
     index: int
     used_bytes: int
@@ -42,7 +42,10 @@ def obstacles(usages: Sequence[Usage]) -> list[str]:
 
 
 def usages(count: int) -> list[Usage]:
-    """Of the first ``count`` GPUs that this process sees: by nvidia-ml-py where it is installed, else by free memory alone."""
+    """How the first ``count`` GPUs that this process sees are used.
+
+    nvidia-ml-py tells it where it is installed. Without it free memory alone does.
+    """
     if importlib.util.find_spec("pynvml") is not None:
         import pynvml
 

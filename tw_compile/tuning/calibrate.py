@@ -43,8 +43,8 @@ from tw_compile.harness.problems import Context
 from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import nccl_version
-from tw_compile.kernels.collective.transport import choose_transport, group_facts
-from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts
+from tw_compile.kernels.collective.transport import group_facts
+from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport
 from tw_compile.kernels.transports.selection import shipped_steps, user_steps
 from tw_compile.tuning.candidates import candidates
 from tw_compile.tuning.measured import run_made_with
@@ -60,11 +60,11 @@ ANSWER_SECONDS = 60.0
 """After which a rank that does not answer has failed."""
 
 Answer = tuple[Literal["measured", "stored", "measure"], str]
-"""What there is: tables that were measured, a calibration and its text, or nothing."""
+"""The state of a rank: it has measured tables, or a stored calibration with its text, or it would have to measure."""
 
 _control_groups = itertools.count()
-"""As often as this process has made one, so have the others."""
-_asked_in: list[object] = []
+"""Numbers the control groups. All ranks make them together, so they agree on the numbers."""
+asked_in: list[object] = []
 """The default process group in which this process has asked already."""
 
 
@@ -79,16 +79,16 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
     world = dist.group.WORLD
     if config.calibrate == "stored":
         return _use_stored_if_possible(config)
-    if world in _asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
+    if world in asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
         return None
-    _asked_in[:] = [world]
+    asked_in[:] = [world]
     here, transports = this_node()
     if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
         use(measured_together(here, default_folder(), _device(), candidates(transports)))
 
 
 def _use_stored_if_possible(config: Config) -> None:
-    """As :func:`use_stored`; what goes wrong there is no reason not to compile."""
+    """Like :func:`use_stored`, but an error there does not stop the compile unless ``strict`` is set."""
     try:
         use_stored(config)
     except Exception as error:
@@ -100,9 +100,9 @@ def _use_stored_if_possible(config: Config) -> None:
 def use_stored(config: Config) -> None:
     """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
     world = dist.group.WORLD
-    if world in _asked_in or not _may_calibrate(config):
+    if world in asked_in or not _may_calibrate(config):
         return
-    _asked_in[:] = [world]
+    asked_in[:] = [world]
     here, transports = this_node()
     if transports:
         _use_stored(config, here, transports[0])
@@ -121,7 +121,7 @@ def _device() -> torch.device:
 
 
 def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
-    """What the rank that came first says that there is; a calibration is used."""
+    """Ask the rank that came first what there is, and use a calibration if it has one."""
     node = current_node()
     found, text = agreed(LAYER, lambda: answer(config, node, here, transport, default_folder()))
     use(calibration_of(text, LAYER) if found == "stored" else None)
@@ -131,10 +131,10 @@ def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
 def _may_calibrate(config: Config) -> bool:
     if config.calibrate == "off" or not config.fuse or config.transport != "auto":
         return False
-    return _over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
+    return over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
 
 
-def _over_nccl() -> bool:
+def over_nccl() -> bool:
     """Whether all_reduces of GPUs' tensors are NCCL's: others are those of a test, or none."""
     return "cuda:nccl" in dist.get_backend_config()
 
@@ -157,12 +157,12 @@ def _texts(arguments: Sequence[Any]) -> set[str]:
 
 
 def transports_of(facts: GroupFacts, node: Node) -> list[str]:
-    """Those whose kernels take part: what ``auto`` takes, and ``multimem`` where there is multicast. Empty without kernels."""
-    choice = choose_transport(facts, HIDDEN, torch.bfloat16)
+    """The transports whose kernels are timed: what ``auto`` takes, and ``multimem`` with multicast. Empty if that is NCCL."""
+    choice = choose_transport(facts, HIDDEN, torch.bfloat16.itemsize)
     if choice.name in (None, "nccl"):
         return []
     also = TRANSPORTS["multimem"]
-    multicast = node.multicast and also.obstacle(facts, HIDDEN, torch.bfloat16) is None
+    multicast = node.multicast and also.obstacle(facts, HIDDEN, torch.bfloat16.itemsize) is None
     return [str(choice.name), *([also.name] if multicast else [])]
 
 
@@ -256,7 +256,7 @@ def _kept(here: MeasuredOn, short: ShortRun, folder: Path | None) -> tuple[str |
 
 
 def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
-    """What follows from the times, as ``tw-compile tune`` decides it."""
+    """The tables that follow from the times, by the rules of ``tw-compile tune``."""
     made_with = {
         "world_size": here.world_size,
         "device_name": here.device_name,

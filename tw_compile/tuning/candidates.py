@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
-from tw_compile.benchmark.ours import Operator, Variant, variants
+from tw_compile.benchmark.ours import Operator
+from tw_compile.benchmark.variants import Variant, variants
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks, one_line
 from tw_compile.kernels.algorithms import ALGORITHMS

@@ -103,7 +103,7 @@ class Chooser:
     """Decides about sizes, for one world size and backend.
 
     Args:
-        timings: Of ``LEFT`` and of transports, see :func:`tw_compile.tuning.measured.timings`.
+        timings: The times of ``LEFT`` and of transports, see :func:`tw_compile.tuning.measured.timings`.
         default: The ranges that count where nothing else is sure; they cover all sizes.
     """
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.files import read_if_there, write_whole
 from tw_compile.harness.launch import spawn_ranks
@@ -27,17 +26,13 @@ _UNKEYED = ("date", "commit")
 """Versions that may change between two parts of one tuning; the sources' digest is what counts."""
 
 
-def contender_count(stage: Stage) -> int:
-    return len(beside.beside_contenders(stage.bench) if stage.kind == "beside" else contenders(stage.bench))
-
-
 def steps(stage: Stage) -> int:
     """How often a stage calls ``progress``."""
-    return 2 + len(list(stage.bench.sizes())) * (2 + contender_count(stage))
+    return 2 + len(list(stage.bench.sizes())) * (2 + stage.contenders)
 
 
 def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
-    """What must not change between two parts of one tuning."""
+    """Everything that must be the same when an interrupted tuning goes on."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
     here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices, "peer_access": peer_access_word()}
     switches = {name: os.environ.get(name) for name in (*MULTICAST_OFF, *PEERS_UNUSED)}

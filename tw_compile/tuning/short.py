@@ -81,8 +81,8 @@ class ShortRun:
         everyone: The contenders; one that fails, or is wrong, has no part in later sizes.
         clock: Seconds; only rank 0's counts.
         make: How calls are timed; None: as is right for the device.
-        rows: Of sizes that are done.
-        remarks: What was left out, and why.
+        rows: The rows of the sizes that are done.
+        remarks: Lines that say what was left out, and why.
         took: Seconds of measuring, and of loading kernels before it; by this rank's clock.
     """
 

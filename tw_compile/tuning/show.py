@@ -15,9 +15,8 @@ from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Entry, size
 from tw_compile.harness.plot import new_figure, save
 from tw_compile.harness.table import SMOKE_TEST, failed_lines, plain_table, print_verdict
-from tw_compile.tuning.beside import PairCost
 from tw_compile.tuning.decide import Band
-from tw_compile.tuning.run import contender_count
+from tw_compile.tuning.pairs import PairCost
 from tw_compile.tuning.spec import TuneSpec, seconds
 from tw_compile.tuning.tables import Derived, changes
 
@@ -30,8 +29,8 @@ def print_grid(console: Console, spec: TuneSpec) -> None:
     """What would be measured, and how long that takes."""
     total = 0.0
     for stage in spec.stages():
-        bench, count = stage.bench, contender_count(stage)
-        estimate = seconds(stage, count)
+        bench, count = stage.bench, stage.contenders
+        estimate = seconds(stage)
         total += estimate
         console.print(f"{stage.name}: about {estimate:.0f} s", style="bold", markup=False)
         console.print(
@@ -43,7 +42,7 @@ def print_grid(console: Console, spec: TuneSpec) -> None:
         if stage.kind == "beside":
             console.print(f"  kernels on {', '.join(map(str, bench.sms))} SMs beside GEMMs", markup=False)
         else:
-            console.print(f"  {', '.join(bench.only) or 'gloo'}", markup=False, soft_wrap=True)
+            console.print(f"  {', '.join(bench.only)}", markup=False, soft_wrap=True)
     console.print(
         f"in all about {total / 60:.1f} minutes (an estimate; FlashInfer builds its kernels at first use: minutes)"
     )

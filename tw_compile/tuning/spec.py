@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tw_compile.benchmark.spec import BenchSpec, bus_bytes
+from tw_compile.tuning.pairs import trials
 
 CUDA_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CUDA_HIDDEN = (4096, 8192)
@@ -24,6 +25,7 @@ CUDA_CONTENDERS = (
     "flashinfer-two-shot",
     "no-communication",
 )
+CPU_CONTENDERS = ("tw-gloo", "gloo+norm")
 LINK_TOKENS = (16, 64, 256, 1024, 4096, 16384)
 BESIDE_TOKENS = (1024, 4096)
 BESIDE_SMS = (8, 16, 32)
@@ -51,6 +53,11 @@ class Stage:
     def name(self) -> str:
         return f"{self.kind} tp{self.bench.world_size}"
 
+    @property
+    def contenders(self) -> int:
+        """How many take part."""
+        return len(trials(self.bench) if self.kind == "beside" else self.bench.only)
+
 
 @dataclass(frozen=True)
 class TuneSpec:
@@ -73,7 +80,7 @@ class TuneSpec:
             yield Stage("beside", self._beside(world_size))
 
     def options(self) -> dict[str, Any]:
-        """What decides what is measured, as plain values; part of the key of partial results."""
+        """The options on which the measurements depend, as plain values. They are part of the key of partial results."""
         stages = {stage.name: asdict(stage.bench) for stage in self.stages()}
         for bench in stages.values():
             del bench["timeout"]
@@ -90,7 +97,7 @@ class TuneSpec:
             tokens,
             calls=20 if cuda else 3,
             repeats=REPEATS,
-            only=CUDA_CONTENDERS if cuda else (),
+            only=CUDA_CONTENDERS if cuda else CPU_CONTENDERS,
             timeout=self.timeout,
         )
 
@@ -122,7 +129,7 @@ class TuneSpec:
         )
 
 
-def seconds(stage: Stage, contenders: int) -> float:
+def seconds(stage: Stage) -> float:
     """An estimate, rough: the figures above are guesses for an H200."""
     bench = stage.bench
     timed = 0.0
@@ -130,5 +137,5 @@ def seconds(stage: Stage, contenders: int) -> float:
         us = _CALL_US + bus_bytes(size.nbytes, bench.world_size) / (_GB_PER_S[stage.kind] * 1e3)
         if stage.kind == "beside":
             us += 2 * size.tokens * size.hidden * 7 * size.hidden / bench.world_size / (_GEMM_TFLOPS * 1e6)
-        timed += us * 1e-6 * bench.calls * (_WARM_UP_ROUNDS + bench.repeats) * contenders
-    return _START_SECONDS + len(list(bench.sizes())) * contenders * _CONTENDER_SECONDS + timed
+        timed += us * 1e-6 * bench.calls * (_WARM_UP_ROUNDS + bench.repeats) * stage.contenders
+    return _START_SECONDS + len(list(bench.sizes())) * stage.contenders * _CONTENDER_SECONDS + timed

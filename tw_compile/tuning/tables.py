@@ -20,9 +20,9 @@ from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
-from tw_compile.tuning.beside import PairCost, contentions, pair_costs
 from tw_compile.tuning.decide import Band, Chooser, entries_from
 from tw_compile.tuning.measured import LEFT, UNFUSED, KernelRun, measured_steps, run_of_report, timings
+from tw_compile.tuning.pairs import PairCost, contentions, pair_costs
 from tw_compile.tuning.profile import fitted, profile_text
 from tw_compile.tuning.spec import TuneSpec
 
@@ -114,7 +114,7 @@ def decide(run: KernelRun, shipped: Gate) -> Decided:
 
 
 def shipped_gate(device_class: str) -> Gate:
-    """Of what is shipped alone."""
+    """The gate that the shipped tables alone make."""
     shipped = shipped_tables()
     tables = [shipped[name] for name in dict.fromkeys((device_class, "generic"))]
     return Gate(Node(None, False), Settings(), tuple(tables))
@@ -193,7 +193,7 @@ def check_folder(folder: Path, device_class: str | None = None, device_name: str
 
 
 def _read_back(name: str, text: str) -> None:
-    """What is written can be read: a wrong file would stop every compile."""
+    """Check that the text can be read before it is written: a wrong file would stop every compile."""
     if name == THRESHOLDS_FILE:
         read_table(text, name)
     elif name == KERNELS_FILE:

@@ -12,14 +12,14 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.epilogues import EPILOGUES
 
 ACCESS_BYTES = 16
-"""Of one multicast access; rows are multiples of it."""
+"""Bytes of one multicast access; rows are multiples of it."""
 
 _CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
 _MAX_GROUPS = 8
 _VECTORS_PER_THREAD = 2
 _VECTORS_OF_LONG_ROWS = 4
 _BYTES_AHEAD = 32 * 1024
-"""Of sums that a CTA has on their way: 16 CTAs fill a link with them if the switch takes some 2 us."""
+"""Bytes of sums that a CTA has in flight: with them 16 CTAs fill a link if the switch takes some 2 us."""
 _MOST_DEPTH = 4
 _WORDS_AHEAD = 48
 """Registers of a thread for what is on its way, where it has 128 of them."""

@@ -236,7 +236,7 @@ def _sdpa(node: fx.Node, axis: TokenAxis) -> Attention:
         raise _NotRecognisedError(f"{node.name} has queries {list(query)} of {axis.tokens} tokens")
     if not same_size(query[2], key[2]):
         raise _NotRecognisedError(f"{node.name} has {query[2]} queries and {key[2]} keys a request")
-    arguments = _arguments(node)
+    arguments = arguments_of(node)
     masked = any(arguments.get(name) is not None for name in ("attn_mask", "attn_bias"))
     if not masked and arguments.get("is_causal") is not True:
         raise _NotRecognisedError(f"{node.name} is not causal")
@@ -280,7 +280,7 @@ def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel
 
 def _message(node: fx.Node) -> _Travel:
     """How one sum travels, fused or not."""
-    arguments = _arguments(node)
+    arguments = arguments_of(node)
     fused = is_call(node, ops.start, ops.mm_start)
     if not fused and arguments["reduce_op"] != "sum":
         raise _NotRecognisedError(f"{node.name} reduces by {arguments['reduce_op']}")
@@ -332,7 +332,7 @@ def _named(name: str, gemms: list[Gemm], hidden_size: int) -> tuple[Gemm, ...]:
     return tuple(replace(one, name=name) for one in gemms)
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """What an operator is given, by name, defaults included."""
     declared = node.target._schema.arguments  # type: ignore[union-attr]
     given = {one.name: argument for one, argument in zip(declared, node.args, strict=False)}

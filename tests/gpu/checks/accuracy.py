@@ -205,7 +205,7 @@ def through_the_operators(ctx: Context) -> None:
     ctx.expect(torch.equal(hidden, want[0]) and torch.equal(residual, want[1]), "operators differ from the transport")
     transport = get_transport("p2p")
     assert isinstance(transport, P2PTransport)
-    obstacle = transport._states[ctx.group_name, ctx.device].obstacle
+    obstacle = transport.states[ctx.group_name, ctx.device].obstacle
     ctx.expect(obstacle is None, f"fell back to NCCL: {obstacle}")
 
 
@@ -227,10 +227,10 @@ def without_peer_access_host_memory_serves(ctx: Context) -> None:
                     expect_right(ctx, problem, results, f"[{tokens}, 4096] beside {overlap_sms} SMs, {form.residual}")
                     host = get_transport("host")
                     assert isinstance(host, HostTransport)
-                    state = host._states[name, ctx.device]
+                    state = host.states[name, ctx.device]
                     ctx.expect(state.obstacle is None, f"host memory: {state.obstacle}")
                     served.add(state.selector.choose(request, state).name)
-        obstacle = transport._states[name, ctx.device].obstacle
+        obstacle = transport.states[name, ctx.device].obstacle
         ctx.expect(obstacle is not None and SWITCHED_OFF in obstacle, f"peers were used: {obstacle}")
         names = {entry.name for entry in ALL_ALGORITHMS if entry.transport == "host"}
         wanted = names if ctx.world_size == 2 else names - {"host_one_shot"}

@@ -13,8 +13,9 @@ from tw_compile import Config, collect_reports, compat
 from tw_compile.harness.problems import BF16, Context, expect_same_on_all_ranks
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.transports.p2p import P2PTransport
-from tw_compile.models import build_decoder, reference_forward, to_double
 from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
+from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.report import GraphReport
 from tw_compile.testing.error_budget import budget, relative_error
 
@@ -90,7 +91,7 @@ def expect_split(ctx: Context, reports: list[GraphReport]) -> None:
         for name in {site.transport for site in report.sites if site.transport is not None}:
             transport = get_transport(name)
             if isinstance(transport, P2PTransport):
-                obstacle = transport._states[ctx.group_name, ctx.device].obstacle
+                obstacle = transport.states[ctx.group_name, ctx.device].obstacle
                 ctx.expect(obstacle is None, f"fell back to NCCL: {obstacle}")
             else:
                 ctx.expect(ctx.device.type == "cpu", f"served by {name}")

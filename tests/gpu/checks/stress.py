@@ -281,7 +281,7 @@ def other_steps_are_loaded_before_capture(ctx: Context) -> None:
     transport, row_bytes = P2PTransport(), 1536 * 2  # of no other check, so nothing for it is loaded yet
     sizes = {"push_one_shot": 4, "push_two_shot": 40, "stream": 300, "two_shot": 1000}
     steps = [Step(ctx.world_size, tokens * row_bytes, name, 8) for name, tokens in sizes.items()]
-    state = transport._state(ctx.group_name, ctx.device)
+    state = transport.group_state(ctx.group_name, ctx.device)
     state.selector = Selector(steps)
     for tokens in sizes.values():
         # Rows of another size that end in the same steps: the slot has room for all.
@@ -337,7 +337,7 @@ def lost_peer_is_reported(ctx: Context, transport: str) -> None:
     dist.barrier()
     request = problem.request(ctx)
     expect_right(ctx, problem, finished(lost.start(request)), "with all ranks")
-    state = lost._states[ctx.group_name, ctx.device]
+    state = lost.states[ctx.group_name, ctx.device]
     ctx.expect(algorithm.launches == 2, f"{transport} did not serve the calls, another did: {state.obstacle}")
     state.slots[1].status.zero_()
     lost.check()

@@ -116,7 +116,7 @@ class Subject:
     def state(self, request: Request) -> GroupState:
         """Of a peer-to-peer transport, for the group of ``request``, which has been used."""
         assert isinstance(self.transport, SlotTransport)
-        return self.transport._states[request.group_name, request.x.device]
+        return self.transport.states[request.group_name, request.x.device]
 
     def start(
         self, ctx: Context, request: Request, factors: Factors | None = None, beside: Work | None = None

@@ -122,7 +122,7 @@ def wire_lost_peer(ctx: Context, kernel: str, wire: str) -> None:
     request = replace(problem.request(ctx), wire=wire)
     _expect_right(ctx, problem, request, finished(lost.start(request)), "with all ranks")
     ctx.expect(algorithm.launches == 2, f"{kernel} did not serve the calls")
-    lost._states[ctx.group_name, ctx.device].slots[1].status.zero_()
+    lost.states[ctx.group_name, ctx.device].slots[1].status.zero_()
     lost.check()
     dist.barrier()
     if ctx.rank != 0:

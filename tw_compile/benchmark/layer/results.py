@@ -16,19 +16,20 @@ class LayerRow:
 
     Attributes:
         kind: "ours", "peer" or "bound".
-        nbytes: Of one rank's message.
-        all_reduces: Of the graph; ``fused`` is how many of them a fused operator does.
+        nbytes: Bytes of one rank's message.
+        all_reduces: How many the graph has; ``fused`` of them are done by a fused operator.
         reason: Why there is no time, or what else is to be known about it.
         numerics: "ok", "failed", or "not checked" when it did not come to that.
-        hidden_error: Of the normalised output against float64, relative, the worst rank's; ``residual_error`` that of the
-            residual stream.
+        hidden_error: The relative error of the normalised output against float64, on the worst rank. ``residual_error`` is
+            the same of the residual stream.
         peak_bytes: What one run allocates beyond weights and input at its peak; without symmetric memory, which is
             allocated once.
         p50_us: Median microseconds a layer, or a run of the model, of the slowest rank; p20 and p80 likewise. None without
             a time.
-        speedup: The best peer's median time by this one's; ours only.
+        speedup: The best peer's median time divided by this one's; ours only.
         best_peer: Which one that is.
-        communication_hidden: Which share of the best peer's time beyond that without communication is gone; ours only.
+        communication_hidden: The best peer needs longer than the bound without communication. This is the share of the
+            difference that ours saves; ours only.
         split: What the halves are, or why there are none; None where nobody asked.
     """
 

@@ -16,7 +16,7 @@ class LayerSpec:
         scope: What is timed, see :mod:`tw_compile.benchmark.layer.subject`.
         model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a smoke test).
-        tokens: Of one prefill, over all its sequences; multiples of ``batch``.
+        tokens: Token counts to time. Each is that of one prefill over all its sequences, and a multiple of ``batch``.
         batch: Sequences of equal length.
         layers: How many of the model's.
         repeats: Timed runs of each variant.

@@ -10,7 +10,8 @@ import torch.nn as nn
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.harness.problems import Context
-from tw_compile.models import Decoder, to_double
+from tw_compile.models.decoder import Decoder
+from tw_compile.models.reference import to_double
 from tw_compile.runner.model import build_model
 
 HiddenAndResidual = tuple[torch.Tensor, torch.Tensor]

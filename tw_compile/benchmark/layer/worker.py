@@ -25,7 +25,7 @@ from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
-from tw_compile.models import reference_forward
+from tw_compile.models.reference import reference_forward
 from tw_compile.report import GraphReport, Split
 from tw_compile.runner.numerics import OutputErrors, finite
 from tw_compile.runner.worker import silence_known_warnings

@@ -17,9 +17,9 @@ from tw_compile.harness.rows import csv_of
 NOISE = 3.0
 """Standard errors by which an agreement may be lower than the control's."""
 BUDGET = 1.1
-"""Of off's error, which ours may have: the budget of :mod:`tw_compile.testing.error_budget`."""
+"""Our error may be so many times that of "off": the budget of :mod:`tw_compile.testing.error_budget`."""
 UNRELATED = 0.5
-"""Of the reference's standard deviation: a reference that far from off has other weights."""
+"""A reference that differs from off by more than this share of its own standard deviation has other weights."""
 NO_BASELINE = "no baseline ran"
 NO_CONTROL = "no control ran: nothing says how often the tokens of vLLM alone differ"
 NO_REFERENCE = "no reference ran beside this and off: nothing says how far from exact vLLM alone is"
@@ -33,19 +33,19 @@ class VllmRow:
         kind: "baseline", "control", "ours" or "reference".
         trace: "prefill", "mixed", "decode", or "accuracy", which has no times.
         chunk: ``max_num_batched_tokens``.
-        requests: Of the trace; those of a decode trace run side by side.
+        requests: How many the trace has; those of a decode trace run side by side.
         reason: Why there are no times.
         tokens_per_s: Median over the rounds: prompts' tokens (prefill), all tokens (mixed), or the requests by the median time
             between tokens (decode); ``slowest`` and ``fastest`` are those of single rounds.
         ttft_p50_ms: Milliseconds from the start, when all requests are there, to a request's first token.
         tpot_p50_ms: Milliseconds between the later tokens of a request.
-        startup_s: Of vLLM's constructor with empty caches; ``compile_s`` is the part that vLLM calls torch.compile's.
-        peak_bytes: Of torch's allocator on the worst GPU.
+        startup_s: Seconds of vLLM's constructor with empty caches. ``compile_s`` is the part that torch.compile takes.
+        peak_bytes: Peak of torch's allocator, on the GPU where it is highest.
         compared: Greedy tokens that follow the same tokens as the baseline's; ``differing`` of them are others.
-        logprob_error: Root of the mean square of what the prompts' log-probabilities are away from the reference's; of
-            "accuracy" alone. ``of_off`` is that by the baseline's.
-        speedup: Tokens/s by the baseline's; ours only, and only where :func:`judge` finds ours as good as vLLM alone.
-        speedup_low: Our slowest round by the baseline's fastest; ``speedup_high`` the other way round.
+        logprob_error: Root mean square of the differences between the prompts' log-probabilities and the reference's; only
+            "accuracy" has it. ``of_off`` is this error divided by the baseline's.
+        speedup: Tokens/s divided by the baseline's; ours only, and only where :func:`judge` finds ours as good as vLLM alone.
+        speedup_low: The speed-up of our slowest round over the baseline's fastest; ``speedup_high`` is the other way round.
         refused: Why there is no speed-up.
     """
 
@@ -117,7 +117,7 @@ def compare(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) ->
 
 
 def noise(compared: int, differing: int, compared_of_control: int, differing_of_control: int) -> float:
-    """By how much two agreements of the same rate may differ: ``NOISE`` standard errors of the difference."""
+    """By how much two measured agreements may differ though the true rate is the same: ``NOISE`` standard errors."""
     both = compared + compared_of_control
     rate = (differing + differing_of_control) / both
     return NOISE * math.sqrt(rate * (1 - rate) * (1 / compared + 1 / compared_of_control))

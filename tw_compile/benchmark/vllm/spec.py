@@ -17,7 +17,7 @@ DECODE_PROMPT = 128
 """Tokens of a prompt of the decode traces, or fewer where the batch would not fit into one step."""
 MIN_SEQUENCES = 256
 GPU_MEMORY_PERCENT = 90
-"""Of a GPU, which engines that are there at the same time share alike."""
+"""The share of a GPU's memory that engines may use. Engines that run at the same time divide it equally."""
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 SPLIT = "fuse+split"
 OTHER_ALL_REDUCE = "off-nccl"
@@ -39,10 +39,10 @@ class EngineVariant:
     """One way to run the engine.
 
     Attributes:
-        kind: "baseline" is vLLM alone, "control" vLLM alone with another all_reduce, "ours" has the passes, "reference" is vLLM
-            alone in float32, from whose log-probabilities those of the others are said to be so far away.
-        environment: What its processes get beside the user's environment.
-        arguments: Of ``vllm.LLM``, beside those that all have.
+        kind: "baseline" is vLLM alone, "control" is vLLM alone with another all_reduce, "ours" has the passes. "reference" is
+            vLLM alone in float32; errors of the others' log-probabilities are distances from its own.
+        environment: Variables that its processes get in addition to the user's environment.
+        arguments: Arguments of ``vllm.LLM`` in addition to those that all engines get.
     """
 
     label: str
@@ -91,19 +91,19 @@ class VllmSpec:
     Attributes:
         model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
         chunks: Values of ``max_num_batched_tokens``; each is an engine of its own for every variant.
-        batches: Of the decode traces, which run in the engines of the largest chunk alone.
+        batches: Batch sizes of the decode traces. Only the engines of the largest chunk run those traces.
         kinds: Traces that take part, of ``KINDS``.
         prompts: Requests of the prefill trace, each of ``prompt_tokens``.
-        requests: Of the mixed trace, see :func:`tw_compile.benchmark.vllm.traces.mixed_lengths`.
-        decode_tokens: That each request of a decode trace generates.
+        requests: Number of requests of the mixed trace, see :func:`tw_compile.benchmark.vllm.traces.mixed_lengths`.
+        decode_tokens: How many tokens each request of a decode trace generates.
         repeats: Timed rounds over an engine's traces, after one that warms up.
-        split: Of the variants that split: ``auto``, or tokens of half 1.
+        split: How the variants that split do it: ``auto``, or the number of tokens of half 1.
         only: Labels of the variants that take part; empty means all.
-        kv_cache_bytes: Of the KV cache on each GPU, the same for all.
+        kv_cache_bytes: Size of the KV cache on each GPU, the same for all engines.
         engine: Further arguments of ``vllm.LLM``, for all.
         peer_access: Whether GPUs may use each other's memory, as TW_COMPILE_PEER_ACCESS says.
         together: Whether the engines of a chunk size are started at once and take turns.
-        timeout: Seconds after which an engine has failed, without those in which others had their turns.
+        timeout: Seconds after which an engine has failed. Turns of other engines do not count.
     """
 
     model: str
@@ -163,7 +163,7 @@ def _without_peers(variant: EngineVariant) -> EngineVariant:
 
 
 def traces(spec: VllmSpec, chunk: int) -> tuple[Trace, ...]:
-    """What the engines of a chunk size run for their times."""
+    """The traces that the engines of a chunk size are timed with."""
     chosen = []
     if "prefill" in spec.kinds:
         chosen.append(Trace("prefill", (spec.prompt_tokens,) * spec.prompts, (1,) * spec.prompts))
@@ -227,19 +227,19 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
 
 
 def groups(spec: VllmSpec, plan: Sequence[EngineStart]) -> list[list[EngineStart]]:
-    """Those of ``plan`` that are there at the same time: each by itself, or together all of a chunk size."""
+    """The engines of ``plan`` in groups that run at the same time: one alone, or all engines of a chunk size together."""
     if not spec.together:
         return [[start] for start in plan]
     return [list(same) for _, same in groupby(plan, key=lambda start: start.chunk)]
 
 
 def traces_of(group: Sequence[EngineStart]) -> tuple[Trace, ...]:
-    """Of the engines of a group: all run the same, but the reference only the last."""
+    """The traces of a group. All its engines run the same ones, except that the reference runs only the last."""
     return max((start.traces for start in group), key=len)
 
 
 def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
-    """What the engine's process is told."""
+    """The job that the engine's process gets, as plain values."""
     return {
         "arguments": dict(engine.arguments),
         "traces": [asdict(trace) for trace in engine.traces],
