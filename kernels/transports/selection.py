@@ -149,11 +149,11 @@ class Insist(Chooser):
 
     def __init__(self, algorithm: Algorithm, transport: str = P2P) -> None:
         super().__init__(transport)
-        self._algorithm, self._serves_all = algorithm, serves_all(transport)
+        self._candidates = (algorithm, serves_all(transport))
 
     def candidates(self, request: Request) -> Sequence[Algorithm]:
         """See :class:`Chooser`."""
-        return (self._algorithm, *((self._serves_all,) if request.wire == EXACT else self._with_wires))
+        return self._candidates if request.wire == EXACT else (self._candidates[0], *self._with_wires)
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
         """See :class:`Chooser`. None: what is insisted on is loaded by its first call."""

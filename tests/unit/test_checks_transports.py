@@ -142,7 +142,9 @@ def test_calls_of_a_form_that_was_served_are_launches_too(
 @pytest.fixture
 def factors(monkeypatch: pytest.MonkeyPatch) -> Factors:
     """Of the message of :func:`request`, all of whose elements are 1."""
-    monkeypatch.setattr(p2p.P2PTransport, "choose", lambda self, request: (self.states["g", DEVICE], self.algorithm))
+    monkeypatch.setattr(
+        p2p.P2PTransport, "choose", lambda self, asked: (asked, self.states["g", DEVICE], self.algorithm)
+    )
     return torch.full((4, 2), 0.5), torch.ones(2, 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
 from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Insist, Selector, Step, steps_for, steps_of, table_text
 
@@ -162,3 +164,32 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
     )
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1
+
+
+def coded(wire: str, overlap_sms: int = 0, tokens: int = 1) -> Request:
+    x = torch.empty(tokens, 256, dtype=torch.bfloat16, device="meta")
+    norm = NormSpec(1e-5, 0.0, None, torch.bfloat16, torch.bfloat16)
+    return Request(x, None, None, None, norm, False, "none", "", 0, overlap_sms=overlap_sms, wire=wire)
+
+
+@pytest.mark.parametrize("overlap_sms", [0, 8])
+@pytest.mark.parametrize(("transport", "name"), [("p2p", "push_two_shot"), ("host", "host_two_shot")])
+def test_a_wire_goes_to_the_kernel_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, transport: str, name: str, overlap_sms: int
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    steps = STEPS if transport == "p2p" else selection.default_host_steps(2)
+    for chooser in (Selector(steps, transport), Insist(TwoShot(), transport)):
+        for tokens in (1, 3, 40, 4000):
+            request = coded("int8", overlap_sms, tokens)
+            assert chooser.settled(request, STATE) is request
+            assert chooser.choose(request, STATE).name == name
+            assert chooser.choose(replace(request, wire="exact"), STATE) is not chooser.choose(request, STATE)
+
+
+def test_without_a_kernel_for_it_rows_travel_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    for chooser in (Selector(STEPS), Insist(Push(False))):
+        settled = chooser.settled(coded("int6"), STATE)
+        assert settled == replace(coded("int6"), x=settled.x, wire="exact")
+        assert isinstance(chooser.choose(settled, STATE), TwoShot)
