@@ -83,13 +83,18 @@ def measure(
     minutes: float,
     key: str,
     progress: Callable[[str], None],
+    resume: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Measured:
-    """Everything that is not in ``folder`` yet, short requests first; what is done is kept there, benchmark by benchmark."""
+    """Everything that is not in ``folder`` yet, short requests first; what is done is kept there, benchmark by benchmark.
+
+    ``resume``: whether rows of earlier calls count; if not, they are deleted.
+    """
     deadline = clock() + 60.0 * minutes
-    folder.mkdir(parents=True, exist_ok=True)
     missing: dict[Request, str] = {}
     wanted = list(dict.fromkeys(requests))
+    for file in () if resume else [file for request in wanted for file in files_of(request, folder, key)]:
+        file.unlink()
     for request in sorted(wanted, key=lambda request: request.minutes):
         if gpus < request.gpus:
             missing[request] = f"it needs {request.gpus} GPUs, there are {gpus}"
@@ -120,5 +125,6 @@ def _measure(
         return {request: str(error).splitlines()[0]}
     number = len(files_of(request, folder, key)) + 1
     name = f"{request.bench.replace(' ', '-')}-{request.digest(key)}-{number:03d}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / name, results.as_csv(report))
     return {} if report["incomplete"] is None else {request: str(report["incomplete"]).splitlines()[0]}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tw_compile.benchmark.papers.context import Context
-from tw_compile.benchmark.papers.exhibit import Exhibit, Series
+from tw_compile.benchmark.papers.context import Context, cannot
+from tw_compile.benchmark.papers.exhibit import Claim, Exhibit, Series
 from tw_compile.benchmark.papers.measure import Measured
 from tw_compile.benchmark.papers.published import Published
 from tw_compile.benchmark.papers.timed import Timed
@@ -36,8 +36,11 @@ def report_of(
     shown = []
     for exhibit in exhibits:
         missing = _missing(asked[exhibit.id], measured)
-        context = Context(published, [*own, *rows], missing, tp)
-        shown.append(_exhibit(exhibit, context))
+        drawn = exhibit.draw(Context(published, [*own, *rows], missing, tp))
+        series = drawn.series
+        if measured is not None and missing is not None and asked[exhibit.id]:
+            series = (*series, _not_here(series, missing))
+        shown.append(_exhibit(exhibit, published, series, drawn.claims))
     return {
         "schema_version": SCHEMA_VERSION,
         "command": "bench paper",
@@ -62,23 +65,30 @@ def _missing(asked: Sequence[Any], measured: Measured | None) -> str | None:
     return next((measured.missing[request] for request in asked if request in measured.missing), None)
 
 
-def _exhibit(exhibit: Exhibit, context: Context) -> dict[str, Any]:
-    drawn = exhibit.draw(context)
+def _not_here(series: Sequence[Series], why: str) -> Series:
+    """That the exhibit was to be measured here, and why it was not, or not all of it."""
+    first = next((point.x for line in series for point in line.points), 0.0)
+    return cannot("measured here", (first,), why)
+
+
+def _exhibit(
+    exhibit: Exhibit, published: Published, series: Sequence[Series], claims: Sequence[Claim]
+) -> dict[str, Any]:
     return {
         "id": exhibit.id,
         "title": exhibit.title,
         "says": exhibit.says,
         "differs": exhibit.differs,
-        "absent": context.published.absent.get(exhibit.id),
+        "absent": published.absent.get(exhibit.id),
         "needs": asdict(exhibit.needs),
         "x": exhibit.x,
         "y": exhibit.y,
         "x_log": exhibit.x_log,
         "y_log": exhibit.y_log,
         "ticks": [] if exhibit.ticks is None else [{"x": x, "name": name} for x, name in exhibit.ticks.items()],
-        "series": [_series(line, context.published.source) for line in drawn.series],
-        "comparison": comparison(drawn.series),
-        "claims": [asdict(claim) for claim in drawn.claims],
+        "series": [_series(line, published.source) for line in series],
+        "comparison": comparison(series),
+        "claims": [asdict(claim) for claim in claims],
     }
 
 
