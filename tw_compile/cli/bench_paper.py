@@ -37,7 +37,9 @@ def paper(
     ] = None,
     files: Annotated[
         list[str] | None,
-        typer.Option("--from", metavar="RESULTS.csv", help="A benchmark's CSV to draw from; may be given several times."),
+        typer.Option(
+            "--from", metavar="RESULTS.csv", help="A benchmark's CSV to draw from; may be given several times."
+        ),
     ] = None,
     minutes: Annotated[
         float, typer.Option(metavar="M", help="Measure no longer; the same command goes on from there.")
@@ -47,7 +49,9 @@ def paper(
     ] = True,
     out: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Where measured rows are kept.", show_default="in the user's config folder"),
+        typer.Option(
+            metavar="FOLDER", help="Where measured rows are kept.", show_default="in the user's config folder"
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Draw from committed results and the planner alone; needs no GPU.")
@@ -59,8 +63,8 @@ def paper(
 ) -> None:
     """Show a paper's figures and tables beside what is measured here, was measured before, or is predicted.
 
-    Every value says how it was obtained, and claims are checked in words. The benchmarks do the measuring; what they found is kept
-    as CSV. Exit code: 0 drawn, also where something could not be measured, 2 bad input.
+    Every value says how it was obtained, and claims are checked in words. The benchmarks do the measuring; what they found
+    is kept as CSV. Exit code: 0 drawn, also where something could not be measured, 2 bad input.
     """
     begin = time.monotonic()
     shown = exhibits(name, figures)

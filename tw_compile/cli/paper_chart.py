@@ -30,7 +30,9 @@ def chart(exhibit: dict[str, Any]) -> str:
         parts.append(f'<text x="{LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for tick in x_axis.ticks:
         x = x_axis.at(tick)
-        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}"></line>')
+        parts.append(
+            f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}"></line>'
+        )
         name = html.escape(named.get(tick, f"{tick:g}"))
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{name}</text>')
     base = HEIGHT - BOTTOM
@@ -46,8 +48,11 @@ def chart(exhibit: dict[str, Any]) -> str:
     )
 
 
-def _class(line: dict[str, Any], number: int) -> str:
-    return f"c{number % COLOURS} {line['side']}"
+def _kind(line: dict[str, Any]) -> str:
+    """``paper``, ``predicted`` or ``ours``, which is measured."""
+    if line["side"] == "ours" and all(point["how"] == "predicted" for point in line["points"]):
+        return "predicted"
+    return str(line["side"])
 
 
 def _line(line: dict[str, Any], number: int, x_axis: _Axis, y_axis: _Axis) -> str:
@@ -57,7 +62,7 @@ def _line(line: dict[str, Any], number: int, x_axis: _Axis, y_axis: _Axis) -> st
         if point["value"] is not None
     ]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-    parts = [f'<g class="{_class(line, number)}"><polyline class="line {line["side"]}" points="{path}"></polyline>']
+    parts = [f'<g class="c{number % COLOURS}"><polyline class="line {_kind(line)}" points="{path}"></polyline>']
     for x, y, point in places:
         said = html.escape(f"{line['name']}, {point['x']:g}: {point['value']:.4g}, {point['how']} ({point['detail']})")
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4.5"><title>{said}</title></circle>')
@@ -65,10 +70,9 @@ def _line(line: dict[str, Any], number: int, x_axis: _Axis, y_axis: _Axis) -> st
 
 
 def _key(line: dict[str, Any], number: int) -> str:
-    return (
-        f'<svg class="{_class(line, number)}" viewBox="0 0 34 12"><line class="line {line["side"]}" x1="0" x2="34" y1="6" y2="6">'
-        '</line><circle class="dot" cx="17" cy="6" r="4.5"></circle></svg>'
-    )
+    stroke = f'<line class="line {_kind(line)}" x1="0" x2="34" y1="6" y2="6"></line>'
+    dot = '<circle class="dot" cx="17" cy="6" r="4.5"></circle>'
+    return f'<svg class="c{number % COLOURS}" viewBox="0 0 34 12">{stroke}{dot}</svg>'
 
 
 class _Axis:

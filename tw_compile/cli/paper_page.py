@@ -13,6 +13,8 @@ from tw_compile.cli.paper_chart import chart
 from tw_compile.harness.table import plain_table, widen
 
 COLUMNS = ("series", "paper", "ours", "ratio", "how")
+MOST_SHOWN = 12
+"""Longer tables are closed at first."""
 _WIDTH = 130
 _CLASSES = {True: "holds", False: "fails", None: "open"}
 
@@ -37,7 +39,11 @@ def _section(exhibit: dict[str, Any]) -> str:
     claims = "".join(
         f'<li class="{_CLASSES[claim["holds_here"]]}">{html.escape(claim["text"])}</li>' for claim in exhibit["claims"]
     )
-    absent = "" if exhibit["absent"] is None else f'<p class="empty">The paper\'s side: {html.escape(exhibit["absent"])}.</p>'
+    absent = (
+        ""
+        if exhibit["absent"] is None
+        else f'<p class="empty">The paper\'s side: {html.escape(exhibit["absent"])}.</p>'
+    )
     return (
         f'<section id="exhibit-{html.escape(exhibit["id"])}"><h2>{html.escape(exhibit["title"])}</h2>'
         f"<p>{html.escape(exhibit['says'])}</p>{chart(exhibit)}{absent}"
@@ -53,7 +59,8 @@ def _table(exhibit: dict[str, Any]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in (exhibit["x"], *COLUMNS))
     rows = "".join(_row(line, exhibit) for line in exhibit["comparison"])
     return (
-        f"<details{' open' if len(exhibit['comparison']) <= 12 else ''}><summary>paper, ours and ratio, value by value</summary>"
+        f"<details{' open' if len(exhibit['comparison']) <= MOST_SHOWN else ''}>"
+        "<summary>paper, ours and ratio, value by value</summary>"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
 

@@ -28,6 +28,7 @@ from tw_compile.planning.ffn import plan_ffn
 OTHERWISE = "H100"
 """What is planned for on a device that has no profile."""
 
+
 def ways(tokens: int, planned: int) -> dict[str, int]:
     """Tokens of the first half of every way, by its label; 0: nothing is split."""
     swept = {f"{SWEPT}{first}": first for first in swept_sizes(tokens)}

@@ -49,7 +49,12 @@ def by_length(context: Context) -> Drawn:
     if context.missing and not any(line.points for line in series[3:]):
         series.append(cannot(f"ours, TP{context.tp}", (1024.0, 4096.0), context.missing, fuse.name))
     claims = tuple(
-        judge(f"{name} hides, of communication (ours: predicted, TP4),", Bound("at least", limit), line.values(), guess.values())
+        judge(
+            f"{name} hides, of communication (ours: predicted, TP4),",
+            Bound("at least", limit),
+            line.values(),
+            guess.values(),
+        )
         for name, line, limit in (("CommFuse", fuse, 0.99), ("slicing", slices, 0.77))
     )
     return Drawn(tuple(line for line in series if line.points), claims)

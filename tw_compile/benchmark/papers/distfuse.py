@@ -57,7 +57,11 @@ def shares(context: Context) -> Drawn:
     plans = [predict.plan(PROFILE, LLAMA, 4, tokens) for tokens in (512, 1024, 2048, 4096, 8192)]
     found_shares = sorted(map(predict.communication_share, plans))
     guess = {1.0: found_shares[0], 2.0: found_shares[-1]}
-    series = (line, measured, predicted("H200, TP4, 512 to 8192 tokens, predicted", guess, line.name, f"planner, {PROFILE}"))
+    series = (
+        line,
+        measured,
+        predicted("H200, TP4, 512 to 8192 tokens, predicted", guess, line.name, f"planner, {PROFILE}"),
+    )
     return Drawn(tuple(line for line in series if line.points))
 
 
@@ -66,8 +70,8 @@ EXHIBITS = (
         "t1",
         "Table 1: a GEMM and its all_reduce, 1024 tokens",
         "Tiles that are summed at once hide 44.3% of all_reduce, on average of two GEMMs.",
-        "The paper has single GEMMs on A100s with NCCL; ours are whole layers of the same shape, over the best unfused one, with "
-        f"H200s; {MORE}.",
+        "The paper has single GEMMs on A100s with NCCL; ours are whole layers of the same shape, over the best unfused one, "
+        f"with H200s; {MORE}.",
         "GEMM",
         "share that is hidden",
         hidden,

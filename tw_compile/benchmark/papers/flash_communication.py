@@ -1,4 +1,4 @@
-"""Flash Communication's figures and tables: sums in few bits. Nothing here sends fewer bits; what is exact is shown beside it."""
+"""Flash Communication's figures and tables: sums in few bits. Nothing here sends fewer bits; exact sums are shown beside."""
 
 from __future__ import annotations
 
@@ -95,9 +95,7 @@ def table_4(context: Context) -> Drawn:
 
 
 def _cited(context: Context, exhibit: str, unit: str) -> Drawn:
-    lines = [
-        context.published.series(exhibit, f"{model}, {unit}", model) for model in ("LLaMA-3-8B", "LLaMA-3-70B")
-    ]
+    lines = [context.published.series(exhibit, f"{model}, {unit}", model) for model in ("LLaMA-3-8B", "LLaMA-3-70B")]
     return Drawn((*lines, cannot("ours", lines[0].values(), EXACT)))
 
 
@@ -129,8 +127,8 @@ EXHIBITS = (
         "10",
         "Figure 10: all_reduce by size",
         "The quantised kernel is up to 3.18x as fast as NCCL's ring, beyond 64 MB.",
-        f"{FEW_BITS}, with residual add and norm in them, and NCCL's time has these, too; the paper's point is the most that it "
-        "names, of all sizes.",
+        f"{FEW_BITS}, with residual add and norm in them, and NCCL's time has these, too; the paper's point is the "
+        "most that it names, of all sizes.",
         "MiB of a message",
         "speed-up over NCCL",
         by_size,

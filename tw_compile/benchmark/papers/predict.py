@@ -24,9 +24,7 @@ def layer_of(model: str, world_size: int) -> LayerShape:
 
 
 @cache
-def plan(
-    profile: str, model: str, world_size: int, tokens: int, multicast: bool = False, sequences: int = 1
-) -> Plan:
+def plan(profile: str, model: str, world_size: int, tokens: int, multicast: bool = False, sequences: int = 1) -> Plan:
     """The plan of a layer whose ``tokens`` are ``sequences`` equal ones."""
     lengths = (tokens // sequences,) * sequences
     kernel = MULTICAST if multicast else None

@@ -1,4 +1,4 @@
-"""Times that benchmarks have written as CSV: committed files, those of ``--from``, and what was measured here. Imports no torch."""
+"""Times that benchmarks have written as CSV: committed, of ``--from``, and measured here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]
     if bench is None:
         wanted = "; ".join(f"{name}: {', '.join(sorted(needed))}" for name, needed in SCHEMAS.items())
         got = ", ".join(sorted(columns)[:8]) or "nothing"
-        raise UsageError(f"{option}: expected a CSV file of a benchmark ({wanted}), got {file!r} with the columns {got}")
+        raise UsageError(
+            f"{option}: expected a CSV file of a benchmark ({wanted}), got {file!r} with the columns {got}"
+        )
     try:
         rows = [_row(bench, row, how, Path(file).name) for row in reader]
     except (TypeError, ValueError) as error:

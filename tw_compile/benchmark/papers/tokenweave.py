@@ -66,6 +66,7 @@ EXHIBITS = (
         lambda context: kernels.by_sms(context, "7", "all_reduce of", (1024, 4096)),
         Needs(2, 4),
         kernels.sms_requests,
+        y_log=True,
     ),
     Exhibit(
         "9",
@@ -90,6 +91,7 @@ EXHIBITS = (
         lambda context: kernels.by_sms(context, "10", "fused,", (64, 1024, 4096)),
         Needs(2, 4),
         kernels.sms_requests,
+        y_log=True,
     ),
     Exhibit(
         "11",
@@ -126,7 +128,8 @@ EXHIBITS = (
         "14",
         "Figure 14: one layer, and TileLink",
         "One layer is shorter by 20% at 1K tokens, where TileLink makes it longer.",
-        f"{EAGER}; TileLink is cited, ours are layers with 2 or 4 ranks; the predicted line is of the paper's ranks and multicast.",
+        f"{EAGER}; TileLink is cited, ours are layers with 2 or 4 ranks; the predicted line is of the "
+        "paper's ranks and multicast.",
         "tokens",
         "share of the layer that is saved",
         layers.one_layer,
@@ -144,4 +147,3 @@ EXHIBITS = (
         x_log=False,
     ),
 )
-

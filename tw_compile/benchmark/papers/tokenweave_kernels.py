@@ -89,7 +89,9 @@ def parts(context: Context) -> Drawn:
     }
     ours = context.measured(f"NCCL, TP{context.tp}", both, "multimem, TP8", () if both else line.values())
     values = {x: value for x, (value, _) in both.items()}
-    claim = judge("reduce_scatter and all_gather take, of all_reduce,", Bound("at least", 1.1), line.values(), values, times)
+    claim = judge(
+        "reduce_scatter and all_gather take, of all_reduce,", Bound("at least", 1.1), line.values(), values, times
+    )
     return Drawn((line, ours), (claim,))
 
 
@@ -133,8 +135,20 @@ def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) 
         why = context.missing or "no result that was given or committed has it"
         series.append(cannot("ours", SMS, why, series[0].name))
     claims = [
-        judge("with 8 SMs it takes, of its best time (ours: stream in the slot),", Bound("at most", 1.15), eight, ours[8], times),
-        judge("with 2 SMs it takes, of its best time (ours: stream in the slot),", Bound("at most", 1.15), two, ours[2], times),
+        judge(
+            "with 8 SMs it takes, of its best time (ours: stream in the slot),",
+            Bound("at most", 1.15),
+            eight,
+            ours[8],
+            times,
+        ),
+        judge(
+            "with 2 SMs it takes, of its best time (ours: stream in the slot),",
+            Bound("at most", 1.15),
+            two,
+            ours[2],
+            times,
+        ),
     ]
     return Drawn(tuple(series), tuple(claims))
 
@@ -163,11 +177,11 @@ def ffn(context: Context) -> Drawn:
     for shards in FFN_RANKS:
         guesses: dict[str, dict[float, float]] = {EQUAL: {}, PLANNED: {}, BEST: {}}
         for tokens in FFN_TOKENS:
-            found = predict.ffn_plan("H100", LLAMA, shards, tokens, swept_sizes(tokens))
-            us = {EQUAL: found.us[tokens // 2], PLANNED: found.us[found.first]}
-            us[BEST] = min(found.us[size] for size in swept_sizes(tokens))
+            plan = predict.ffn_plan("H100", LLAMA, shards, tokens, swept_sizes(tokens))
+            us = {EQUAL: plan.us[tokens // 2], PLANNED: plan.us[plan.first]}
+            us[BEST] = min(plan.us[size] for size in swept_sizes(tokens))
             for name, value in us.items():
-                guesses[name][tokens] = value / found.us[0]
+                guesses[name][tokens] = value / plan.us[0]
         for name, values in guesses.items():
             series.append(predicted(f"{name}, TP{shards}, predicted", values, None, "planner, H100"))
     claim = judge("beyond the best of the sweep the planned halves take", Bound("at most", 0.02), {}, excess)

@@ -52,7 +52,9 @@ def speedups(context: Context) -> Drawn:
             if line.points:
                 series.append(line)
             if model == LLAMA and tp == 4:
-                without = quotient(context.layer(tp, model, "no-communication"), context.layer(tp, model, "fused+split"))
+                without = quotient(
+                    context.layer(tp, model, "no-communication"), context.layer(tp, model, "fused+split")
+                )
                 ours = {x: value for x, (value, _) in without.items()}
     eights: dict[float, float] = {}
     for model, beside in ((LLAMA, eight), (MIXTRAL, "Mixtral-8x22B, TP8")):
@@ -93,7 +95,9 @@ def series_values(series: list[Series], name: str) -> dict[float, float]:
 
 def shares(context: Context) -> Drawn:
     published = context.published
-    base, silent = (published.points("11", f"Llama-3.3-70B, TP8, {name}, ms") for name in ("baseline", "no communication"))
+    base, silent = (
+        published.points("11", f"Llama-3.3-70B, TP8, {name}, ms") for name in ("baseline", "no communication")
+    )
     paper = {x: 1.0 - value for x, value in divided(silent, base).items()}
     line = published.series("11", "Llama-3.3-70B, TP8, baseline, ms", "Llama-3.3-70B, TP8", paper)
     series = [line]
@@ -104,7 +108,9 @@ def shares(context: Context) -> Drawn:
     plans = {float(x): predict.plan("H100", LLAMA, 8, x, multicast=True) for x in PREFILLS}
     guess = {x: predict.communication_share(found) for x, found in plans.items()}
     series.append(predicted("Llama-3.3-70B, TP8, predicted", guess, line.name, PAPER_PROFILE))
-    claim = judge("communication takes, of the layer's time (ours: predicted, TP8),", Bound("at most", 0.23), paper, guess)
+    claim = judge(
+        "communication takes, of the layer's time (ours: predicted, TP8),", Bound("at most", 0.23), paper, guess
+    )
     return Drawn(tuple(line for line in series if line.points), (claim,))
 
 
@@ -151,5 +157,3 @@ def one_layer(context: Context) -> Drawn:
 def nanoflow(context: Context) -> Drawn:
     line = context.published.series("15", "NanoFlow, TP8, speed-up", "NanoFlow, TP8")
     return Drawn((line, cannot("ours", line.values(), "NanoFlow has an engine of its own, which is not run here")))
-
-

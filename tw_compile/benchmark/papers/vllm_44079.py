@@ -50,7 +50,9 @@ def decisions(context: Context) -> Drawn:
 def throughput(context: Context) -> Drawn:
     high, low = (context.published.points("t2", f"tokens a second with a cap of {cap} MB") for cap in ("0.5", "0.25"))
     gains = divided(low, high)
-    line = context.published.series("t2", "tokens a second with a cap of 0.25 MB", "cap of 0.25 over 0.5 MB, TP8", gains)
+    line = context.published.series(
+        "t2", "tokens a second with a cap of 0.25 MB", "cap of 0.25 over 0.5 MB, TP8", gains
+    )
     why = "it takes 8 GPUs with multicast and vLLM; two GPUs have no multimem all_reduce to lose against"
     claim = judge("a lower cap gives, of the throughput,", Bound("at least", 1.03, somewhere=True), gains, {}, times)
     return Drawn((line, cannot("ours", gains, why, line.name)), (claim,))
@@ -61,8 +63,8 @@ EXHIBITS = (
         "t1",
         "First table: fused against unfused by size, hidden size 2048",
         "From 256 KiB on the fused kernel is slower than multimem and a norm, and the cap of 0.5 MB takes it all the same.",
-        "The times of the first two lines are the issue's, of 8 H200s with multicast: ours is the choice; measured lines have 2 or "
-        "4 ranks without multicast, where fusing pays at every size.",
+        "The times of the first two lines are the issue's, of 8 H200s with multicast: ours is the choice; measured lines have "
+        "2 or 4 ranks without multicast, where fusing pays at every size.",
         "tokens",
         "time by that of the faster way",
         decisions,
