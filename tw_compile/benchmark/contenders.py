@@ -10,7 +10,7 @@ from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import OURS, OURS_ON_CPU, Operator, Variant
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
-from tw_compile.benchmark.scattered import ALONE, ReduceScatterNormAllGather
+from tw_compile.benchmark.scattered import SCATTERED
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
@@ -32,9 +32,8 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=max(spec.tokens)),
         FlashInfer("flashinfer-two-shot", one_shot=False, most_tokens=max(spec.tokens)),
         CopyEngines(),
-        ReduceScatterNormAllGather(),
         NoCommunication(),
-        *(part for part in ALONE if part.label in spec.only),
+        *(contender for contender in SCATTERED if contender.label in spec.only),
     ]
     return select(spec, OURS, others) + gated
 

@@ -87,5 +87,10 @@ class CollectiveAlone(Contender):
         return reduce_scatter if self._collective == "reduce-scatter" else all_gather
 
 
-ALONE = tuple(CollectiveAlone(collective) for collective in ("all-reduce", "reduce-scatter", "all-gather"))
-"""They take part where ``--only`` names them."""
+SCATTERED: tuple[Contender, ...] = (
+    ReduceScatterNormAllGather(),
+    CollectiveAlone("all-reduce"),
+    CollectiveAlone("reduce-scatter"),
+    CollectiveAlone("all-gather"),
+)
+"""They take part where ``--only`` names them: figures of papers are drawn from them, nobody runs them in a model."""
