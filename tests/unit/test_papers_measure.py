@@ -82,6 +82,17 @@ def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
     assert "--minutes were over" in next(iter(late.missing.values())) and len(bench.asked) == 1
 
 
+def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    run = bench.run
+    monkeypatch.setattr(bench, "run", lambda *given: run(*given) | {"incomplete": module.INTERRUPTED})
+    other = replace(REQUEST, spec=replace(SPEC, shards=4))
+    with pytest.raises(KeyboardInterrupt):
+        measure([REQUEST, other], 1, tmp_path, 5.0, KEY, print)
+    assert len(bench.asked) == 1 and len(files_of(REQUEST, tmp_path, KEY)) == 1
+
+
 def test_too_few_gpus_are_a_reason(bench: FakeBench, tmp_path: Path) -> None:
     found = measured(tmp_path / "none", gpus=0)
     assert list(found.missing.values()) == ["it needs 1 GPUs, there are 0"]

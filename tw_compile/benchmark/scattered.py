@@ -93,4 +93,4 @@ SCATTERED: tuple[Contender, ...] = (
     CollectiveAlone("reduce-scatter"),
     CollectiveAlone("all-gather"),
 )
-"""They take part where ``--only`` names them: figures of papers are drawn from them, nobody runs them in a model."""
+"""They take part where ``--only`` names them: figures of papers are drawn from them."""

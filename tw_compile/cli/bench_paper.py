@@ -63,8 +63,9 @@ def paper(
 ) -> None:
     """Show a paper's figures and tables beside what is measured here, was measured before, or is predicted.
 
-    Every value says how it was obtained, and claims are checked in words. The benchmarks do the measuring; what they found
-    is kept as CSV. NAME is tokenweave, flash-communication, commfuse, distfuse or vllm-44079. Exit code: 0 drawn, also where something could not be measured, 2 bad input.
+    NAME is tokenweave, flash-communication, commfuse, distfuse or vllm-44079. Every value says how it was obtained, and claims
+    are checked in words. The benchmarks do the measuring; what they found is kept as CSV. Exit code: 0 drawn, also where
+    something could not be measured, 2 bad input.
     """
     begin = time.monotonic()
     shown = exhibits(name, figures)

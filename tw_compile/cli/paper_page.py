@@ -23,12 +23,12 @@ def page(report: dict[str, Any]) -> str:
     """Nothing in it is loaded from elsewhere."""
     files = resources.files("tw_compile.cli")
     versions = report["versions"]
-    facts = f"{report['source']}. The paper's hardware: {report['hardware']}. Ours: what each value says"
+    facts = f"{report['source']}. The paper's hardware: {report['hardware']}"
     return Template((files / "paper_page.html").read_text()).substitute(
         style=(files / "page.css").read_text(),
         name=html.escape(report["paper"]),
         title=html.escape(report["title"]),
-        facts=html.escape(facts + (", drawn without measuring." if report["dry_run"] else ".")),
+        facts=html.escape(facts + (". Drawn without measuring." if report["dry_run"] else ".")),
         missing="".join(f'<p class="empty">Not measured: {html.escape(why)}.</p>' for why in report["missing"]),
         exhibits="".join(map(_section, report["exhibits"])),
         footer=html.escape(f"tw_compile {versions['tw_compile']}, commit {versions['commit']}, {versions['date']}"),

@@ -75,7 +75,7 @@ class Context:
         self, name: str, values: Mapping[float, tuple[float, Timed]], beside: str | None, asked: Iterable[float] = ()
     ) -> Series:
         """Our line of measured values; of ``asked`` x the line says why it has none."""
-        points = [Point(x, value, row.how, row.file) for x, (value, row) in values.items()]
+        points = [Point(x, value, row.how, row.source) for x, (value, row) in values.items()]
         why = self.missing or "no result that was given or committed has it"
         points += [Point(x, None, "cannot", why) for x in asked if x not in values]
         return Series(name, True, tuple(sorted(points, key=lambda point: point.x)), beside)

@@ -26,6 +26,8 @@ BENCHES = {
 LEAST_SECONDS = 30.0
 """Less than that is not enough to start ranks and measure anything."""
 HERE = "measured here"
+INTERRUPTED = "interrupted"
+"""What the report of a benchmark that Ctrl-C or SIGTERM has ended calls incomplete."""
 
 
 @dataclass(frozen=True)
@@ -127,4 +129,6 @@ def _measure(
     name = f"{request.bench.replace(' ', '-')}-{request.digest(key)}-{number:03d}.csv"
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / name, results.as_csv(report))
+    if report["incomplete"] == INTERRUPTED:
+        raise KeyboardInterrupt  # rows are kept, and no further benchmark begins
     return {} if report["incomplete"] is None else {request: str(report["incomplete"]).splitlines()[0]}

@@ -51,7 +51,8 @@ class Timed:
         trace, requests: Of ``bench vllm``.
         first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
         quantises: Its results are float8, which no peer gives.
-        how, file: As a :class:`Point` has it.
+        how: As a :class:`Point` has it.
+        file, device: Where it is from, and what it was measured on; a file need not say the latter.
     """
 
     bench: str
@@ -68,6 +69,12 @@ class Timed:
     requests: int = 0
     first: int = 0
     quantises: bool = False
+    device: str = ""
+
+    @property
+    def source(self) -> str:
+        """File and device."""
+        return f"{self.file}, {self.device}" if self.device else self.file
 
     @property
     def sms(self) -> int | None:
@@ -118,6 +125,7 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         int(row.get("requests") or 0),
         int(row.get("first") or 0),
         row.get("quantises") == "True",
+        row.get("device_name") or "",
     )
 
 
