@@ -95,7 +95,7 @@ def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
 
 def test_too_few_gpus_are_a_reason(bench: FakeBench, tmp_path: Path) -> None:
     found = measured(tmp_path / "none", gpus=0)
-    assert list(found.missing.values()) == ["it needs 1 GPUs, there are 0"]
+    assert list(found.missing.values()) == ["it needs 1 GPU, and torch finds 0 here"]
     assert bench.asked == [] and not (tmp_path / "none").exists()
 
 

@@ -120,8 +120,8 @@ def test_without_gpus_an_exhibit_says_what_it_needs(monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 0, result.output
     read = json.loads(report.read_text())
     here = next(line for line in read["exhibits"][0]["comparison"] if line["series"] == "measured here")
-    assert (here["how"], here["detail"]) == ("cannot", "it needs 2 GPUs, there are 0")
-    assert read["missing"] == ["it needs 2 GPUs, there are 0"] and not (tmp_path / "kept").exists()
+    assert (here["how"], here["detail"]) == ("cannot", "it needs 2 GPUs, and torch finds 0 here")
+    assert read["missing"] == ["it needs 2 GPUs, and torch finds 0 here"] and not (tmp_path / "kept").exists()
 
 
 def test_a_line_of_a_file_that_is_given_comes_before_committed_ones(tmp_path: Path) -> None:

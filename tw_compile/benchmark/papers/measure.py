@@ -99,7 +99,7 @@ def measure(
         file.unlink()
     for request in sorted(wanted, key=lambda request: request.minutes):
         if gpus < request.gpus:
-            missing[request] = f"it needs {request.gpus} GPUs, there are {gpus}"
+            missing[request] = f"it needs {request.gpus} GPU{'s' * (request.gpus > 1)}, and torch finds {gpus} here"
             continue
         spec = left_of(request, files_of(request, folder, key))
         if spec is None:

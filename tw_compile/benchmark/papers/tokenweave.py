@@ -8,7 +8,9 @@ from tw_compile.benchmark.papers import tokenweave_kernels as kernels
 from tw_compile.benchmark.papers import tokenweave_layers as layers
 from tw_compile.benchmark.papers.exhibit import Exhibit, Needs
 
-EAGER = "The paper's numbers are of 8 H100s with multicast in eager mode; measured ones of ours are in CUDA graphs and without it"
+EAGER = (
+    "The paper's numbers are of 8 H100s with multicast in eager mode; ours were measured in CUDA graphs and without it"
+)
 EXHIBITS = (
     Exhibit(
         "1",
