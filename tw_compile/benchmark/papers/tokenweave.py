@@ -50,7 +50,7 @@ EXHIBITS = (
         "6",
         "Figure 6: rate of reduce_scatter by size",
         "Small messages don't reach the links' rate.",
-        f"{EAGER}; the paper's CSV of it was not read, so its side is empty.",
+        f"{EAGER}; the paper's side is empty.",
         "tokens of 8192",
         "GB/s",
         kernels.rates,
