@@ -10,6 +10,7 @@ from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
+from tw_compile.benchmark.scattered import SCATTERED
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.benchmark.variants import OURS, OURS_ON_CPU, Variant
 from tw_compile.harness.requests import UsageError
@@ -33,6 +34,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         FlashInfer("flashinfer-two-shot", one_shot=False, most_tokens=max(spec.tokens)),
         CopyEngines(),
         NoCommunication(),
+        *(contender for contender in SCATTERED if contender.label in spec.only),
     ]
     return select(spec, OURS, others) + gated
 

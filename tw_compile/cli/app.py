@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from tw_compile import __version__
-from tw_compile.cli import bench, bench_layer, bench_vllm, doctor, explain, inspect, plan, run, tune
+from tw_compile.cli import bench, bench_layer, bench_paper, bench_vllm, doctor, explain, inspect, plan, run, tune
 
 app = typer.Typer(
     name="tw-compile",
@@ -46,4 +46,5 @@ app.command("tune", rich_help_panel=_MEASURE)(tune.tune)
 bench.app.command("layer")(bench_layer.layer)
 bench.app.command("model")(bench_layer.model)
 bench.app.command("vllm")(bench_vllm.vllm)
+bench.app.command("paper")(bench_paper.paper)
 app.add_typer(bench.app, name="bench", rich_help_panel=_MEASURE)

@@ -25,9 +25,11 @@ def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int |
             f'<figure class="drawing">{draw(*lines)}</figure>'
             f"<details><summary>the same as text</summary>{_diff_text(lines)}</details>"
         )
-    template = Template((resources.files("tw_compile.cli") / "page.html").read_text())
+    files = resources.files("tw_compile.cli")
+    template = Template((files / "page.html").read_text())
     versions = report["versions"]
     return template.substitute(
+        style=(files / "page.css").read_text(),
         title=html.escape(f"{report['model']} on {report['world_size']} ranks"),
         facts=html.escape(
             f"{report['layers']} layers, {report['dtype']}, {report['tokens'][0]} tokens, "

@@ -1,0 +1,167 @@
+"""What exhibits ask the benchmarks for, and how a measurement that was cut short goes on."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tw_compile.benchmark.contenders import contenders
+from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec, swept_sizes
+from tw_compile.benchmark.layer.variants import variants
+from tw_compile.benchmark.papers import measure as module
+from tw_compile.benchmark.papers.measure import HERE, Request, files_of, measure
+from tw_compile.benchmark.papers.registry import PAPERS, exhibits
+from tw_compile.benchmark.papers.report import requests_of
+from tw_compile.benchmark.papers.timed import given, parse
+from tw_compile.harness.requests import RankError, UsageError
+
+KEY = "machine"
+SPEC = FfnSpec("llama-3.3-70b", 8, (1024, 2048, 4096))
+REQUEST = Request("bench ffn", SPEC, 1, 3.0)
+HEADER = "label,tokens,first,p50_us,world_size,model"
+
+
+class FakeBench:
+    """Does ``most`` numbers of tokens a call, and is out of time then."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.asked: list[Any] = []
+
+    def run(self, spec: FfnSpec, progress: Any) -> dict[str, Any]:
+        self.asked.append(spec)
+        progress("working")
+        done = spec.tokens[: self.most]
+        return {"done": done, "incomplete": None if done == spec.tokens else "no answer in time"}
+
+    def as_csv(self, report: dict[str, Any]) -> str:
+        lines = [f"{WHOLE},{tokens},0,{tokens}.0,8,llama-3.3-70b" for tokens in report["done"]]
+        return "\n".join([HEADER, *lines]) + "\n"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> FakeBench:
+    fake = FakeBench(2)
+    monkeypatch.setattr(module, "import_module", lambda name: fake)
+    return fake
+
+
+def measured(folder: Path, gpus: int = 1, minutes: float = 5.0, **options: Any) -> module.Measured:
+    return measure([REQUEST, REQUEST], gpus, folder, minutes, KEY, lambda what: None, **options)
+
+
+def test_what_was_cut_short_goes_on_with_what_is_missing(bench: FakeBench, tmp_path: Path) -> None:
+    first = measured(tmp_path)
+    assert [row.tokens for row in first.rows] == [1024, 2048] and list(first.missing.values()) == ["no answer in time"]
+    second = measured(tmp_path)
+    assert [spec.tokens for spec in bench.asked] == [(1024, 2048, 4096), (4096,)]
+    assert [row.tokens for row in second.rows] == [1024, 2048, 4096] and not second.missing
+    assert {row.how for row in second.rows} == {HERE}
+    measured(tmp_path)
+    assert len(bench.asked) == 2
+    measured(tmp_path, resume=False)
+    assert bench.asked[2].tokens == SPEC.tokens
+
+
+def test_rows_of_another_machine_are_not_taken(bench: FakeBench, tmp_path: Path) -> None:
+    measured(tmp_path)
+    assert files_of(REQUEST, tmp_path, KEY) and not files_of(REQUEST, tmp_path, "another")
+
+
+def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
+    measured(tmp_path, minutes=2.0)
+    assert bench.asked[0].timeout == pytest.approx(120.0, abs=5.0)
+    now = iter([0.0, 50.0])
+    late = measure(
+        [replace(REQUEST, spec=replace(SPEC, seed=1))], 1, tmp_path, 1.0, KEY, print, clock=lambda: next(now)
+    )
+    assert "--minutes were over" in next(iter(late.missing.values())) and len(bench.asked) == 1
+
+
+def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    run = bench.run
+    monkeypatch.setattr(bench, "run", lambda *given: run(*given) | {"incomplete": module.INTERRUPTED})
+    other = replace(REQUEST, spec=replace(SPEC, shards=4))
+    with pytest.raises(KeyboardInterrupt):
+        measure([REQUEST, other], 1, tmp_path, 5.0, KEY, print)
+    assert len(bench.asked) == 1 and len(files_of(REQUEST, tmp_path, KEY)) == 1
+
+
+def test_too_few_gpus_are_a_reason(bench: FakeBench, tmp_path: Path) -> None:
+    found = measured(tmp_path / "none", gpus=0)
+    assert list(found.missing.values()) == ["it needs 1 GPU, and torch finds 0 here"]
+    assert bench.asked == [] and not (tmp_path / "none").exists()
+
+
+def test_a_benchmark_that_fails_is_a_reason_and_the_next_one_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(spec: Any, progress: Any) -> dict[str, Any]:
+        raise RankError("rank 0 failed\nTraceback")
+
+    monkeypatch.setattr(module, "import_module", lambda name: types.SimpleNamespace(run=fail))
+    found = measured(tmp_path)
+    assert list(found.missing.values()) == ["rank 0 failed"] and found.rows == []
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_benchmarks_know_what_is_asked_for(name: str, tp: int) -> None:
+    asked = {request for requests in requests_of(exhibits(name), tp).values() for request in requests}
+    for request in asked:
+        if request.bench == "bench kernel":
+            assert contenders(request.spec) and request.gpus == request.spec.world_size == tp
+        elif request.bench == "bench layer":
+            assert len(variants(request.spec, 1024)) == len(request.spec.only) and request.gpus == tp
+        else:
+            assert request.gpus == request.spec.world_size == 1
+
+
+def test_the_figures_of_two_gpus_ask_for_kernels_and_layers() -> None:
+    asked = requests_of(exhibits("tokenweave", "4,10,11"), 2)
+    (fused,), (sms,), layers = asked["4"], asked["10"], asked["11"]
+    assert {"nccl+norm", "nccl-reduce-scatter+norm+all-gather", "tw-push-two-shot"} <= set(fused.spec.only)
+    assert sms.spec.sms == (2, 4, 8, 16, 32, 64, 128)
+    assert [request.spec.model for request in layers] == ["llama-3.1-8b", "llama-3.3-70b"]
+    assert all(request.spec.tokens == (1024, 2048, 4096, 8192, 16384) for request in layers)
+    assert fused.minutes + sms.minutes <= 10 and sum(request.minutes for request in layers) <= 10
+    halves = requests_of(exhibits("tokenweave", "9"), 2)["9"]
+    assert [(request.spec.shards, request.gpus) for request in halves] == [(4, 1), (8, 1)]
+    assert sum(request.minutes for request in halves) <= 8
+
+
+def test_a_request_is_the_same_whatever_is_left_of_it() -> None:
+    part = replace(REQUEST, spec=replace(SPEC, tokens=(4096,), timeout=7.0))
+    assert part.digest(KEY) == REQUEST.digest(KEY) != replace(REQUEST, spec=replace(SPEC, shards=4)).digest(KEY)
+
+
+def test_files_of_another_schema_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.csv"
+    file.write_text("a,b\n1,2\n")
+    with pytest.raises(
+        UsageError, match=r"--from: expected a CSV file of a benchmark .*other.csv' with the columns a, b"
+    ):
+        given([str(file)])
+    with pytest.raises(UsageError, match=r"--from: expected a file that can be read, got 'nowhere.csv'"):
+        given(["nowhere.csv"])
+    with pytest.raises(UsageError, match="--from: expected numbers where bench ffn has them"):
+        parse(f"{HEADER}\nwhole,many,0,1.0,8,m\n", "f.csv", "measured earlier")
+
+
+def test_rows_without_times_or_with_wrong_results_are_left_out() -> None:
+    header = "label,kind,tokens,p50_us,world_size,hidden,numerics"
+    lines = ["a,ours,8,1.5,2,64,ok", "b,ours,8,,2,64,ok", "c,peer,8,1.0,2,64,failed", "d,bound,8,1.0,2,64,not checked"]
+    rows = parse("\n".join([header, *lines]), "f.csv", "measured earlier")
+    assert [row.label for row in rows] == ["a", "d"]
+
+
+def test_swept_halves_are_around_the_middle() -> None:
+    assert swept_sizes(1024) == (128, 256, 384, 512, 640, 768, 896)
+    assert swept_sizes(256) == (128,)
+    assert asdict(SPEC)["world_size"] == 1 and EQUAL != PLANNED

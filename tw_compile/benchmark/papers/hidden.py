@@ -1,0 +1,42 @@
+"""The share of communication that is hidden, of ours: as measured of layers, and as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tw_compile.benchmark.papers import predict
+from tw_compile.benchmark.papers.context import Context, predicted
+from tw_compile.benchmark.papers.exhibit import Series
+from tw_compile.benchmark.papers.timed import Timed
+
+PROFILE = "H200"
+MORE = "more than all is hidden where norms are saved, too: each rank norms its own rows only"
+
+
+def measured_share(context: Context, tp: int, model: str, label: str, name: str, beside: str | None) -> Series:
+    """Of the best unfused layer's time beyond that without communication, what ``label`` saves."""
+    unfused, silent, ours = (
+        context.layer(tp, model),
+        context.layer(tp, model, "no-communication"),
+        context.layer(tp, model, label),
+    )
+    found: dict[float, tuple[float, Timed]] = {}
+    for x, row in ours.items():
+        if x in unfused and x in silent and unfused[x].file == silent[x].file == row.file:
+            communication = unfused[x].value - silent[x].value
+            if communication > 0:
+                found[x] = ((unfused[x].value - row.value) / communication, row)
+    return context.measured(name, found, beside)
+
+
+def predicted_share(
+    tp: int, model: str, tokens: Sequence[int], name: str, beside: str | None, sequences: dict[int, int] | None = None
+) -> Series:
+    """``sequences``: how many equal ones share the tokens, by their tokens; then x is the length of one."""
+    many = sequences or {}
+    values = {}
+    for count in tokens:
+        rows = many.get(count, 1)
+        plan = predict.plan(PROFILE, model, tp, count * rows, sequences=rows)
+        values[float(count)] = predict.hidden_share(plan)
+    return predicted(name, values, beside, f"planner, {PROFILE}, TP{tp}")

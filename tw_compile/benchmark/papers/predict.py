@@ -1,0 +1,80 @@
+"""What the planner and the gate say of an exhibit's shapes. Arithmetic: it needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+from tw_compile.planning import LayerShape, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning.communication import all_reduce_us, fused_us, rms_norm_us
+from tw_compile.planning.ffn import FfnPlan, plan_ffn
+
+MULTICAST = "multimem"
+"""The kernel of profiles whose node has NVLink multicast, as the papers' nodes had."""
+
+
+@cache
+def layer_of(model: str, world_size: int) -> LayerShape:
+    """The layer on one rank, its GEMMs merged as in inference engines."""
+    from tw_compile.models.config import load_config, tensor_parallel_plan
+
+    config = load_config(model)
+    shape = layer_shape(config, tensor_parallel_plan(config), world_size, merged=True)
+    return dataclasses.replace(shape, attention=dataclasses.replace(shape.attention, kernel="flash3"))
+
+
+@cache
+def plan(profile: str, model: str, world_size: int, tokens: int, multicast: bool = False, sequences: int = 1) -> Plan:
+    """The plan of a layer whose ``tokens`` are ``sequences`` equal ones."""
+    lengths = (tokens // sequences,) * sequences
+    kernel = MULTICAST if multicast else None
+    return plan_layer(load_profile(profile), layer_of(model, world_size), tokens, kernel=kernel, sequences=lengths)
+
+
+def hidden_share(found: Plan, us: float | None = None) -> float:
+    """Which share of the unfused layer's communication is gone in ``us``, or in the layer as planned; more than 1 where the
+    norms, which fusing shares out between ranks, are saved on top."""
+    predicted = found.predicted
+    return (predicted.unfused_us - (found.us if us is None else us)) / (
+        predicted.unfused_us - predicted.no_communication_us
+    )
+
+
+def communication_share(found: Plan) -> float:
+    """Of the unfused layer's time."""
+    return 1.0 - found.predicted.no_communication_us / found.predicted.unfused_us
+
+
+def fused_of_unfused(profile: str, world_size: int, tokens: int, hidden_size: int) -> float:
+    """Time of the fused kernel by that of all_reduce + norm, both with multicast."""
+    device = load_profile(profile)
+    kernel = device.fused[MULTICAST]
+    fused = min(fused_us(kernel, tokens, hidden_size, world_size, ctas) for ctas in kernel.ctas)
+    nbytes = 2 * tokens * hidden_size
+    return fused / (all_reduce_us(device, nbytes, world_size, multicast=True) + rms_norm_us(device, nbytes))
+
+
+def by_ctas(profile: str, world_size: int, tokens: int, hidden_size: int, ctas: tuple[int, ...]) -> dict[float, float]:
+    """Time of the fused kernel with multicast by its best, for each number of CTAs."""
+    kernel = load_profile(profile).fused[MULTICAST]
+    times = {float(count): fused_us(kernel, tokens, hidden_size, world_size, count) for count in ctas}
+    return {count: us / min(times.values()) for count, us in times.items()}
+
+
+@cache
+def ffn_plan(profile: str, model: str, world_size: int, tokens: int, sizes: tuple[int, ...] = ()) -> FfnPlan:
+    """Halves of the FFN on one rank of ``world_size``."""
+    return plan_ffn(load_profile(profile), layer_of(model, world_size), tokens, sizes)
+
+
+def gate_fuses(tokens: int, hidden_size: int, backend: str) -> tuple[bool, str]:
+    """Whether the gate fuses a message of 8 Hopper GPUs with multicast that ``backend`` would sum otherwise, and why."""
+    from tw_compile.gating import Gate, Node, Settings
+    from tw_compile.gating.layers import shipped_tables
+
+    node = Node.parse("sm90", multicast=True)
+    shipped = shipped_tables()
+    tables = (shipped[node.device_class], shipped["generic"])
+    gate = Gate(node, Settings(backend=backend), tables)
+    verdict = gate.decide(2 * tokens * hidden_size, world_size=8, dtype="bfloat16")
+    return verdict.fused, verdict.reason

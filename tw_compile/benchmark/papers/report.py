@@ -1,0 +1,125 @@
+"""The report of a paper: its exhibits as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tw_compile.benchmark.papers.context import Context, cannot
+from tw_compile.benchmark.papers.exhibit import Claim, Exhibit, Series
+from tw_compile.benchmark.papers.measure import Measured
+from tw_compile.benchmark.papers.published import Published
+from tw_compile.benchmark.papers.timed import Timed
+from tw_compile.harness.rows import SCHEMA_VERSION
+
+
+def requests_of(exhibits: Sequence[Exhibit], tp: int) -> dict[str, tuple[Any, ...]]:
+    """What to ask the benchmarks for, by the exhibit's id."""
+    return {exhibit.id: exhibit.requests(tp) if exhibit.requests else () for exhibit in exhibits}
+
+
+def report_of(
+    name: str,
+    published: Published,
+    exhibits: Sequence[Exhibit],
+    rows: Sequence[Timed],
+    measured: Measured | None,
+    tp: int,
+    seconds: float,
+) -> dict[str, Any]:
+    """``measured`` is None for a dry run; its rows come before ``rows``, those of files."""
+    from tw_compile.harness.versions import versions
+
+    asked = requests_of(exhibits, tp)
+    own = [] if measured is None else measured.rows
+    shown = []
+    for exhibit in exhibits:
+        missing = _missing(asked[exhibit.id], measured)
+        drawn = exhibit.draw(Context(published, [*own, *rows], missing, tp))
+        series = drawn.series
+        if measured is not None and missing is not None and asked[exhibit.id]:
+            series = (*series, _not_here(series, missing))
+        shown.append(_exhibit(exhibit, published, series, drawn.claims))
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "command": "bench paper",
+        "paper": name,
+        "title": published.title,
+        "source": published.source,
+        "hardware": published.hardware,
+        "world_size": tp,
+        "dry_run": measured is None,
+        "exhibits": shown,
+        "missing": sorted(set(measured.missing.values())) if measured is not None else [],
+        "seconds": seconds,
+        "versions": versions(),
+    }
+
+
+def _missing(asked: Sequence[Any], measured: Measured | None) -> str | None:
+    if not asked:
+        return "no benchmark measures it"
+    if measured is None:
+        return "a dry run measures nothing, and no result that was given or committed has it"
+    return next((measured.missing[request] for request in asked if request in measured.missing), None)
+
+
+def _not_here(series: Sequence[Series], why: str) -> Series:
+    """That the exhibit was to be measured here, and why it was not, or not all of it."""
+    first = next((point.x for line in series for point in line.points), 0.0)
+    return cannot("measured here", (first,), why)
+
+
+def _exhibit(
+    exhibit: Exhibit, published: Published, series: Sequence[Series], claims: Sequence[Claim]
+) -> dict[str, Any]:
+    return {
+        "id": exhibit.id,
+        "title": exhibit.title,
+        "says": exhibit.says,
+        "differs": exhibit.differs,
+        "absent": published.absent.get(exhibit.id),
+        "needs": asdict(exhibit.needs),
+        "x": exhibit.x,
+        "y": exhibit.y,
+        "x_log": exhibit.x_log,
+        "y_log": exhibit.y_log,
+        "ticks": [] if exhibit.ticks is None else [{"x": x, "name": name} for x, name in exhibit.ticks.items()],
+        "series": [_series(line, published.source) for line in series],
+        "comparison": comparison(series),
+        "claims": [asdict(claim) for claim in claims],
+    }
+
+
+def _series(line: Series, source: str) -> dict[str, Any]:
+    points = [asdict(point) for point in line.points]
+    if not line.ours:
+        points = [point | {"detail": f"{source}, {point['detail']}"} for point in points]
+    return {"name": line.name, "side": "ours" if line.ours else "paper", "beside": line.beside, "points": points}
+
+
+def comparison(series: Sequence[Series]) -> list[dict[str, Any]]:
+    """One line a value of ours: the paper's at the same x, where there is one, ours, and ours by the paper's."""
+    papers: Mapping[str, Series] = {line.name: line for line in series if not line.ours}
+    lines = []
+    for line in series:
+        if not line.ours:
+            continue
+        published = papers[line.beside].values() if line.beside is not None else {}
+        for point in line.points:
+            paper = published.get(point.x)
+            ratio = point.value / paper if paper and point.value is not None else None
+            lines.append(
+                {
+                    "x": point.x,
+                    "series": line.name,
+                    "beside": line.beside,
+                    "paper": paper,
+                    "ours": point.value,
+                    "ratio": ratio,
+                    "how": point.how,
+                    "detail": point.detail,
+                }
+            )
+    return lines

@@ -1,0 +1,151 @@
+"""Times that benchmarks have written as CSV: committed, of ``--from``, and measured here. Imports no torch."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tw_compile.files import read_text
+from tw_compile.harness.requests import UsageError
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+"""Of a checkout; a wheel has none."""
+COMMITTED = (
+    "2026-11-21-2xh200-kernel-tp2.csv",
+    "2026-11-22-4xh200-kernel-tp4.csv",
+    "2026-11-21-2xh200-kernel-tp2-sms.csv",
+    "2026-11-22-4xh200-kernel-tp4-stream.csv",
+    "2026-11-22-4xh200-kernel-tp4-gated.csv",
+    "2026-11-22-4xh200-layer-llama-3.3-70b-8-layers-tp4.csv",
+    "2026-11-22-2xh200-layer-llama-3.1-8b-8192-tp2.csv",
+    "2026-11-21-2xh200-layer-llama-3.1-8b-tp2.csv",
+    "2026-11-21-2xh200-layer-llama-3.3-70b-tp2-again.csv",
+    "2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",
+    "2026-11-22-4xh200-vllm-llama-3.3-70b-tp4.csv",
+)
+"""The files that exhibits are drawn from; of two that have the same value, the first one's counts."""
+SCHEMAS = {
+    "bench vllm": {"label", "trace", "chunk", "requests", "speedup", "world_size", "model"},
+    "bench ffn": {"label", "tokens", "p50_us", "world_size", "model", "first"},
+    "bench layer": {"label", "kind", "tokens", "p50_us", "world_size", "model", "numerics"},
+    "bench kernel": {"label", "kind", "tokens", "p50_us", "world_size", "hidden", "numerics"},
+}
+"""Columns that a file of each benchmark has at least."""
+PEER, OURS = "peer", "ours"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One row of a benchmark.
+
+    Attributes:
+        bench: One of ``SCHEMAS``.
+        world_size: Ranks; of ``bench ffn``, those that the weights are shared out to.
+        hidden: Of ``bench kernel``, else 0; ``model``: of the others, else empty.
+        tokens: Of ``bench vllm``, those of a step.
+        value: Microseconds; of ``bench vllm``, the speed-up.
+        trace, requests: Of ``bench vllm``.
+        first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
+        quantises: Its results are float8, which no peer gives.
+        how: As a :class:`Point` has it.
+        file, device: Where it is from, and what it was measured on; a file need not say the latter.
+    """
+
+    bench: str
+    label: str
+    kind: str
+    world_size: int
+    tokens: int
+    value: float
+    how: str
+    file: str
+    hidden: int = 0
+    model: str = ""
+    trace: str = ""
+    requests: int = 0
+    first: int = 0
+    quantises: bool = False
+    device: str = ""
+
+    @property
+    def source(self) -> str:
+        """File and device."""
+        return f"{self.file}, {self.device}" if self.device else self.file
+
+    @property
+    def sms(self) -> int | None:
+        """The number that ``--sms`` asked for, which the label ends with."""
+        found = re.fullmatch(r".*-(\d+)sm", self.label)
+        return None if found is None else int(found[1])
+
+
+def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]:
+    """Rows that have a value and, where results were checked, good ones.
+
+    Raises:
+        UsageError: The text is no CSV of a benchmark that exhibits are drawn from; it names ``option`` and ``file``.
+    """
+    reader = csv.DictReader(io.StringIO(text))
+    columns = set(reader.fieldnames or ())
+    bench = next((name for name, needed in SCHEMAS.items() if needed <= columns), None)
+    if bench is None:
+        wanted = "; ".join(f"{name}: {', '.join(sorted(needed))}" for name, needed in SCHEMAS.items())
+        got = ", ".join(sorted(columns)[:8]) or "nothing"
+        raise UsageError(
+            f"{option}: expected a CSV file of a benchmark ({wanted}), got {file!r} with the columns {got}"
+        )
+    try:
+        rows = [_row(bench, row, how, Path(file).name) for row in reader]
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{option}: expected numbers where {bench} has them, got {file!r} ({error})") from error
+    return [row for row in rows if row is not None]
+
+
+def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
+    value = row["speedup" if bench == "bench vllm" else "p50_us"]
+    wrong = bench in ("bench kernel", "bench layer") and row["kind"] != "bound" and row["numerics"] != "ok"
+    if not value or wrong:
+        return None
+    return Timed(
+        bench,
+        row["label"],
+        row.get("kind") or "",
+        int(row["world_size"]),
+        int(row["chunk" if bench == "bench vllm" else "tokens"]),
+        float(value),
+        how,
+        file,
+        int(row.get("hidden") or 0),
+        row.get("model") or "",
+        row.get("trace") or "",
+        int(row.get("requests") or 0),
+        int(row.get("first") or 0),
+        row.get("quantises") == "True",
+        row.get("device_name") or "",
+    )
+
+
+def given(files: Iterable[str]) -> list[Timed]:
+    """Rows of the files of ``--from``.
+
+    Raises:
+        UsageError: One can't be read, or is no CSV of a benchmark.
+    """
+    rows = []
+    for file in files:
+        try:
+            text = read_text(Path(file), "--from")
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        rows += parse(text, file, "measured earlier")
+    return rows
+
+
+def committed() -> list[Timed]:
+    """Rows of the files that the checkout has; a wheel has none."""
+    files = [RESULTS / name for name in COMMITTED if (RESULTS / name).exists()]
+    return [row for file in files for row in parse(file.read_text(), str(file), "measured earlier", "results")]
