@@ -34,8 +34,7 @@ def all_reduce_with_wire(
     Raises:
         ValueError: There is no such wire, or ``hidden`` is not a multiple of its group.
     """
-    tokens, hidden_size = partials[0].shape
-    check_wire(wire, hidden_size)
+    check_wire(wire, partials[0].shape[1])
     codes = WIRES[wire]
     sums = sums_of_owners(partials, codes.sums)
     add_and_normalise = load(EPILOGUES[norm.epilogue].reference)

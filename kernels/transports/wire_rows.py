@@ -44,7 +44,7 @@ def begin_sum(x: torch.Tensor, codes: Codes, group: dist.ProcessGroup) -> Callab
 
 
 def gather_rows(rows: torch.Tensor, codes: Codes, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[tokens, hidden]`` in the dtype of ``rows [rows_per_rank, hidden]``: what all ranks, this one too, make of the codes."""
+    """``[tokens, hidden]`` in the dtype of ``rows [rows_per_rank, hidden]``, decoded on all ranks, this one too."""
     packed = encode(rows, codes)
     gathered = _c10d.all_gather_into_tensor.default(packed, group.size(), compat.group_name(group))
     received = _c10d.wait_tensor.default(gathered)[:tokens]
