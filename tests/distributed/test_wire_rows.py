@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.spec import FP8, NormSpec, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.collective.spec import FP8, NormSpec, Request, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.collective.transport import Started, Transport, get_transport, instances
 from tw_compile.kernels.collective.wire_reference import all_reduce_with_wire
+from tw_compile.report import Site
+from tw_compile.runner.wires import wire_report
 from tw_compile.testing import GlooRanks
 
 WORLD_SIZE, HIDDEN = 3, 256
@@ -103,6 +108,54 @@ def test_float8_results_are_gathered_as_they_are(ranks: GlooRanks) -> None:
     )
     for own_hidden, _ in ranks.run(call, 7, torch.bfloat16, "int8", False, "replicated", True):
         assert torch.equal(own_hidden, hidden.view(torch.uint8))
+
+
+def reported(rank: int, served: str) -> dict[str, Any]:
+    """What a run says of two calls with int8; the transport serves them with the wire ``served``."""
+    gloo = get_transport("gloo")
+
+    class Served(Transport):
+        name = "gloo"
+
+        def start(self, request: Request) -> Started:
+            return gloo.start(replace(request, wire=served))
+
+    sites = [
+        Site(index, layer, "all_reduce+rms_norm", "fused", "", None, "gloo", feeds=feeds, wire="int8")
+        for index, (layer, feeds) in enumerate(((0, "attention"), (5, "mlp")))
+    ]
+
+    def forward() -> None:
+        for residual_out in ("sharded", "none"):
+            call(rank, 7, torch.bfloat16, "int8", False, residual_out, False)
+
+    instances["gloo"] = Served()
+    try:
+        return wire_report("int8", sites, 6, forward, dist.group.WORLD)
+    finally:
+        instances["gloo"] = gloo
+
+
+def test_a_run_tells_what_calls_cost_by_what_feeds_them(ranks: GlooRanks) -> None:
+    report, *others = ranks.run(reported, "int8")
+    assert others == [report] * (WORLD_SIZE - 1)
+    assert report["passed"] and report["bitwise_equal_across_ranks"] and report["calls"] == 2
+    first, second = report["classes"]
+    assert (first["feeds"], first["third"], second["feeds"], second["third"]) == (
+        "o_proj",
+        "first",
+        "down_proj",
+        "last",
+    )
+    assert second["residual"] is None
+    for errors in (first["sum"], first["hidden"], first["residual"], second["hidden"]):
+        assert 0 < errors["exact_error"] < errors["error"] <= errors["budget"] < 0.02
+
+
+def test_a_run_fails_where_calls_cost_more_than_their_codes_do(ranks: GlooRanks) -> None:
+    report = ranks.run(reported, "int6")[0]
+    assert not report["passed"] and report["bitwise_equal_across_ranks"]
+    assert not report["classes"][0]["hidden"]["passed"]
 
 
 def test_what_a_wire_costs_is_bounded() -> None:
