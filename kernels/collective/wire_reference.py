@@ -5,7 +5,7 @@ What transports make of a call with a ``wire`` is defined here; ``codes.py`` def
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,10 +42,17 @@ def all_reduce_with_wire(
     return (rows if codes.results is None or rows.dtype == FP8 else round_trip(rows, codes.results).to(rows.dtype)), h
 
 
-def sums_of_owners(partials: Sequence[torch.Tensor], codes: Codes | None) -> torch.Tensor:
-    """Float32 ``[tokens, hidden]``: for each row what its owner adds up, in rank order, its own part being exact."""
+def sums_of_owners(
+    partials: Sequence[torch.Tensor],
+    codes: Codes | None,
+    travel: Callable[[torch.Tensor, Codes], torch.Tensor] = round_trip,
+) -> torch.Tensor:
+    """Float32 ``[tokens, hidden]``: for each row what its owner adds up, in rank order, its own part being exact.
+
+    ``travel``: what a receiver makes of rows in these codes.
+    """
     world_size, tokens = len(partials), partials[0].shape[0]
-    received = [round_trip(partial, codes).float() for partial in partials]
+    received = [partial.float() if codes is None else travel(partial, codes) for partial in partials]
     owned: list[torch.Tensor] = []
     for owner in range(world_size):
         begin, end = row_range(tokens, world_size, owner)
