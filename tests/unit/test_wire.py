@@ -91,7 +91,7 @@ def rewritten(layers: Layers, **options: Any) -> tuple[list[str], GraphReport, f
     """The wires of the starts, in graph order; the report; the graph."""
     graph = layers.finished()
     with collect_reports() as reports:
-        TWCompilePass(Config(strict=True, split="off", **options))(graph)
+        TWCompilePass(Config(strict=True, **{"split": "off", **options}))(graph)
     starts = [node for node in graph.nodes if operator_name(node) == operator_name_of(ops.start)]
     return [node.kwargs.get("wire", "exact") for node in starts], reports[0], graph
 
@@ -128,6 +128,17 @@ def test_sites_are_chosen_by_what_feeds_them(sites: str, expected: list[str]) ->
     wires, report, _ = rewritten(one_layer(), wire="int8", wire_sites=sites, wire_min_bytes=0)
     assert wires == expected
     assert report.wires == {"int8": 1, WireRefusal.SITE_EXCLUDED: 1}
+
+
+def test_halves_have_the_wire_of_the_whole() -> None:
+    graph = one_layer().finished()
+    with collect_reports() as reports:
+        TWCompilePass(Config(strict=True, split="4", wire="int8", wire_sites="mlp", wire_min_bytes=0))(graph)
+    assert reports[0].split is not None and reports[0].split.mode != "off", reports[0].split
+    starts = [node for node in graph.nodes if operator_name(node) == operator_name_of(ops.start)]
+    assert sorted(node.kwargs.get("wire", "exact") for node in starts) == ["exact", "exact", "int8", "int8"]
+    tokens = {node.args[0].meta["val"].shape[0] for node in starts}
+    assert tokens == {4}
 
 
 def refused(layers: Layers, **options: Any) -> tuple[str, str]:
