@@ -48,6 +48,18 @@ class QuantRefusal(StrEnum):
     PRECISION_CASTS_KEPT = "precision_casts_kept"
 
 
+class WireRefusal(StrEnum):
+    """Why a fused call's rows travel as they are though a wire was asked for. Stable names, as those of :class:`Refusal`."""
+
+    SITE_EXCLUDED = "site_excluded"
+    TRANSPORT_WITHOUT_WIRE = "transport_without_wire"
+    HIDDEN_NOT_IN_GROUPS = "hidden_not_in_groups"
+    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
+    PRECISION_CASTS_KEPT = "precision_casts_kept"
+    NOT_MEASURED = "not_measured"
+    MESSAGE_TOO_SMALL = "message_too_small"
+
+
 @dataclass(frozen=True)
 class Refused:
     """A refusal and the words that explain it for this one site."""
@@ -61,6 +73,14 @@ class QuantRefused:
     """Why a quantisation is not done by the fused operator, and the words that explain it for this one site."""
 
     reason: QuantRefusal
+    detail: str
+
+
+@dataclass(frozen=True)
+class WireRefused:
+    """Why rows do not travel in codes, and the words that explain it for this one site."""
+
+    reason: WireRefusal
     detail: str
 
 

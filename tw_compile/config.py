@@ -13,8 +13,15 @@ from tw_compile import environment
 from tw_compile.gating.facts import BACKENDS
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
 from tw_compile.kernels.collective.transports import AUTO, TRANSPORTS
+from tw_compile.kernels.collective.wires import EXACT
 
 OPTION_PREFIX = "tw_compile."
+WIRE_CHOICES = (EXACT, "int8", "int6", "auto")
+WIRE_SITES = ("all", "attention", "mlp")
+WHY_NOT_INT4 = (
+    f"expected one of {', '.join(WIRE_CHOICES)}, got 'int4', which gathers normalised rows in 4 bits and so breaks models; "
+    "int6 is the narrowest"
+)
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
@@ -61,6 +68,12 @@ class Config:
             as one graph, with attention in it, instead of pieces that end at attention; 0: not.
         device_profile: The device that splits are planned for: ``auto`` takes the profile of the one at hand, else a name or a
             TOML file (``tw_compile.planning``), whatever the device and the transport are.
+        wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
+            8 bits (``int6``). Codes change numbers: nobody gets them unasked. ``auto`` is ``int8`` where a measured table
+            says that it is faster.
+        wire_sites: Which sums that is for: ``all``, those behind ``attention`` (o_proj), or those of the ``mlp`` (down_proj).
+        wire_min_bytes: Smaller messages travel as they are; None: the tables decide, and where they have nothing, the transport
+            (1 MiB over NCCL, gloo and host memory, never over NVLink).
         disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
             refuses names that no pass has. If the token split would be wrong without one of them, all of the split is
             switched off.
@@ -85,6 +98,9 @@ class Config:
     split_gemm_sms: str = "auto"
     vllm_layer_groups: int = 1
     device_profile: str = "auto"
+    wire: str = EXACT
+    wire_sites: str = "all"
+    wire_min_bytes: int | None = None
     disable_passes: tuple[str, ...] = ()
     strict: bool = dataclasses.field(default_factory=environment.strict)
 
@@ -106,6 +122,10 @@ class Config:
         self._check_choice("all_reduce_backend", ("auto", *BACKENDS))
         self._check_type("thresholds", str, "auto, off or a file")
         self._check_type("device_profile", str, "auto, the name of a profile or a TOML file")
+        self._check_wire()
+        self._check_choice("wire_sites", WIRE_SITES)
+        if self.wire_min_bytes is not None:
+            self._check_count("wire_min_bytes", "bytes")
         self._check_split()
         self._check_passes()
         self._check_count("vllm_layer_groups", "layers")
@@ -129,6 +149,11 @@ class Config:
         value = getattr(self, name)
         if value not in choices:
             raise ValueError(f"{OPTION_PREFIX}{name}: expected {wording}, got {value!r}")
+
+    def _check_wire(self) -> None:
+        if self.wire == "int4":
+            raise ValueError(f"{OPTION_PREFIX}wire: {WHY_NOT_INT4}")
+        self._check_choice("wire", WIRE_CHOICES)
 
     def _check_split(self) -> None:
         wording = "off, auto or a number of tokens as '512'"

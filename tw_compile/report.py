@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.planning.plan import Plan
 
 SCHEMA_VERSION = 1
@@ -32,6 +33,9 @@ class Site:
     what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
     ``quantisation`` is about a static quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, the
     name of a :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
+    ``wire`` is how the rows of the fused operator travel; ``wire_refusal``, where another wire was asked for, the name of a
+    :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what the sum is made by: ``attention``, ``mlp``, or empty where
+    nobody has asked or it is neither.
     """
 
     index: int
@@ -48,6 +52,9 @@ class Site:
     entry: str = ""
     source: str = ""
     quantisation: str = ""
+    wire: str = EXACT
+    wire_refusal: str = ""
+    feeds: str = ""
 
 
 SplitMode = Literal["off", "split", "join"]
@@ -210,11 +217,18 @@ class GraphReport:
         """How often each :attr:`Site.quantisation` came, most frequent first."""
         return dict(Counter(site.quantisation for site in self.sites if site.quantisation).most_common())
 
+    @property
+    def wires(self) -> dict[str, int]:
+        """How many fused sites have each wire but ``exact``, and how often each :attr:`Site.wire_refusal` came."""
+        names = [site.wire for site in self.sites if site.decision == "fused" and site.wire != EXACT]
+        return dict(Counter([*names, *(site.wire_refusal for site in self.sites if site.wire_refusal)]).most_common())
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "sites": [asdict(site) for site in self.sites],
             "counts": self.counts,
             "quantisations": self.quantisations,
+            "wires": self.wires,
             "split": None if self.split is None else self.split.as_dict(),
             "seconds": self.seconds,
             "tokens": self.tokens,

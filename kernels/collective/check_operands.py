@@ -20,6 +20,7 @@ from tw_compile import compat
 from tw_compile.environment import CHECK_INPUTS as VARIABLE
 from tw_compile.environment import checks_inputs
 from tw_compile.kernels.collective.fields import OPERANDS, Arguments
+from tw_compile.kernels.collective.wires import WIRES
 
 MOST_CALLS = 512
 """So many calls on each group are checked: three forwards of a model of 80 layers, which has 160 sums."""
@@ -53,9 +54,12 @@ def check_operands(arguments: Arguments, device: torch.device) -> None:
         own_rows = field.role.own_rows_if is not None and getattr(arguments, field.role.own_rows_if)
         operands[field.name] = None if own_rows else getattr(arguments, field.name)
     group = compat.resolve_process_group(name)
-    digests = torch.tensor([0 if tensor is None else digest(tensor) for tensor in operands.values()], dtype=torch.int64)
-    gathered = _gathered(digests, group, device)
-    for index, operand in enumerate(operands):
+    values = {operand: 0 if tensor is None else digest(tensor) for operand, tensor in operands.items()}
+    values["wire"] = [*WIRES, arguments.wire].index(
+        arguments.wire
+    )  # ranks with different ones would not understand each other
+    gathered = _gathered(torch.tensor([*values.values()], dtype=torch.int64), group, device)
+    for index, operand in enumerate(values):
         others = [rank for rank, values in enumerate(gathered) if values[index] != gathered[0][index]]
         if others:
             raise RuntimeError(

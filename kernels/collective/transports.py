@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.kernels.registry import Benchmarked, Registry, load
 
 AUTO = "auto"
@@ -22,6 +23,9 @@ P2P_WORLD_SIZES = range(2, 9)
 P2P_MAX_HIDDEN = 32768
 P2P_ROW_ALIGNMENT_BYTES = 16
 HOST_HIDDEN_MULTIPLE = 8
+CODED_WIRES = tuple(name for name in WIRES if name != EXACT)
+SLOW_LINK_WIRE_BYTES = 1 << 20
+"""From here on a wire is taken over what is far slower than NVLink. It is not measured: it keeps decoding exact."""
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 NO_PEER_ACCESS = "no peer access between the GPUs"
 
@@ -72,6 +76,9 @@ class TransportEntry:
         repeatable: Whether equal calls give equal bits.
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
+        wires: The names of the wires that it serves beside ``exact``.
+        wire_from_bytes: Where no table and no option says from which size on messages travel in codes, they do from so many
+            bytes on; None: they don't.
     """
 
     name: str
@@ -85,6 +92,8 @@ class TransportEntry:
     repeatable: bool = True
     benchmarked: tuple[Benchmarked, ...] = ()
     checked_beside: bool = False
+    wires: tuple[str, ...] = ()
+    wire_from_bytes: int | None = None
 
     def make(self, *arguments: Any) -> Any:
         """The :class:`Transport`, by its name and what its class takes besides; imports its module."""
@@ -144,6 +153,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             preference=0,
             message_buffers=True,
             benchmarked=(Benchmarked("tw-p2p", sharded=True), Benchmarked("tw-p2p-replicated", sharded=False)),
+            wires=CODED_WIRES,
         ),
         TransportEntry(
             "multimem",
@@ -162,6 +172,8 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             _host_obstacle,
             preference=1,
             benchmarked=(Benchmarked("tw-host", sharded=False),),
+            wires=CODED_WIRES,
+            wire_from_bytes=SLOW_LINK_WIRE_BYTES,
         ),
         TransportEntry(
             "nccl",
@@ -174,6 +186,8 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             repeatable=False,
             benchmarked=(Benchmarked("tw-nccl", sharded=False),),
             checked_beside=True,
+            wires=CODED_WIRES,
+            wire_from_bytes=SLOW_LINK_WIRE_BYTES,
         ),
         TransportEntry(
             "gloo",
@@ -182,6 +196,8 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "CPU tensors: collectives of the group's own backend",
             preference=0,
             benchmarked=(Benchmarked("tw-gloo", sharded=False),),
+            wires=CODED_WIRES,
+            wire_from_bytes=SLOW_LINK_WIRE_BYTES,
         ),
     ),
 )

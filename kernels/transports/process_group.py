@@ -3,6 +3,9 @@
 ``start`` begins an asynchronous all_reduce, the same one that the unfused graph does, and ``finish`` adds and normalises.
 With a replicated residual every rank does that for all rows, on its own. With a sharded one each rank does it for the rows
 it owns, and an all_gather shares the result.
+
+With a wire all_to_all and all_gather of bytes take the places of all_reduce and all_gather (``wire_rows.py``), and each rank
+adds and normalises the rows that it owns. The codes are those of ``codes.py``, in torch, on any device.
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from tw_compile import compat
 from tw_compile.kernels.collective.spec import FP8, Request, row_range, rows_per_rank
 from tw_compile.kernels.collective.transport import Started, Transport
+from tw_compile.kernels.collective.wires import WIRES
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
+from tw_compile.kernels.transports import wire_rows
 
 _c10d = torch.ops._c10d_functional  # the collectives of the unfused graph, without Python between them and the backend
 
@@ -28,13 +33,18 @@ class CollectiveTransport(Transport):
     def start(self, request: Request) -> Started:
         group = compat.resolve_process_group(request.group_name)
         hidden, residual = request.allocate(group.size())
+        wire = WIRES[request.wire]
+        if wire.sums is not None:
+            own_sums = wire_rows.begin_sum(request.x, wire.sums, group)
+            return Started(hidden, residual, lambda: _finish_own_rows(request, group, own_sums(), hidden, residual))
         in_flight = _c10d.all_reduce.default(request.x, "sum", compat.group_name(group))
-        sharded = request.residual_sharded or request.residual_out == "sharded"
+        by_owners = request.residual_sharded or request.residual_out == "sharded" or wire.results is not None
 
         def finish() -> None:
             reduced = _c10d.wait_tensor.default(in_flight)
-            if sharded:
-                _finish_own_rows(request, group, reduced, hidden, residual)
+            if by_owners:
+                begin, end = row_range(len(reduced), group.size(), dist.get_rank(group))
+                _finish_own_rows(request, group, reduced[begin:end], hidden, residual)
             else:
                 _norm(request, reduced, request.residual, hidden, residual if len(residual) else None)
 
@@ -44,7 +54,8 @@ class CollectiveTransport(Transport):
 def _finish_own_rows(
     request: Request, group: dist.ProcessGroup, reduced: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor
 ) -> None:
-    tokens = reduced.shape[0]
+    """``reduced``: the sums of the rows that this rank owns, ``[rows, hidden]``."""
+    tokens = hidden.shape[0]
     per_rank = rows_per_rank(tokens, group.size())
     begin, end = row_range(tokens, group.size(), dist.get_rank(group))
     own = request.residual
@@ -54,8 +65,12 @@ def _finish_own_rows(
     rows = hidden.new_zeros((per_rank, hidden.shape[1]))
     h = residual if request.residual_out == "sharded" else residual.new_zeros((per_rank, residual.shape[1]))
     h[end - begin :].zero_()
-    _norm(request, reduced[begin:end], own, rows[: end - begin], h[: end - begin])
-    hidden.copy_(_all_gather_rows(rows, tokens, group))
+    _norm(request, reduced, own, rows[: end - begin], h[: end - begin])
+    codes = WIRES[request.wire].results
+    if codes is None or rows.dtype == FP8:  # float8 has few bits already
+        hidden.copy_(_all_gather_rows(rows, tokens, group))
+    else:
+        hidden.copy_(wire_rows.gather_rows(rows, codes, tokens, group))
     if request.residual_out == "replicated":
         residual.copy_(_all_gather_rows(h, tokens, group))
 

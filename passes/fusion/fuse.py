@@ -27,6 +27,7 @@ from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, Ref
 from tw_compile.passes.fusion.forms import read_all_reduce
 from tw_compile.passes.fusion.layout import find_seam, plan_layouts
 from tw_compile.passes.fusion.rewrite import Rewriter
+from tw_compile.passes.fusion.wire import decide_wire
 from tw_compile.passes.reasons import QuantRefused, Refusal
 from tw_compile.report import Decision, Producer, Site
 
@@ -56,13 +57,13 @@ def fuse_all_reduce_rms_norm(
     """
     sites = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
-    fused: list[tuple[int, FusionSite, str, fx.Node | None]] = []
+    fused: list[tuple[int, FusionSite, Site, fx.Node | None]] = []
     for index, entry in enumerate(sites):
         decision = _decide(index, entry, config, gate, tokens)
         decided.append(decision)
         if isinstance(entry, FusionSite) and decision.transport is not None:
             gemm = entry.gemm if decision.producer == "mm" else None
-            fused.append((index, entry, decision.transport, gemm))
+            fused.append((index, entry, decision, gemm))
     if not fused:
         return decided
     # A site's residual may come from one whose all_reduce was issued later, but whose sum is made earlier.
@@ -70,11 +71,15 @@ def fuse_all_reduce_rms_norm(
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph)
     layouts = plan_layouts(
-        [site for _, site, *_ in fused], [transport for _, _, transport, _ in fused], find_seam(graph)
+        [site for _, site, *_ in fused],
+        [decision.transport or "" for _, _, decision, _ in fused],
+        find_seam(graph),
+        [decision.wire for _, _, decision, _ in fused],
     )
     try:
-        for (index, site, transport, gemm), layout in zip(fused, layouts, strict=True):
-            rewriter.insert(site, index, layout, transport, gemm)
+        for (index, site, decision, gemm), layout in zip(fused, layouts, strict=True):
+            assert decision.transport is not None
+            rewriter.insert(site, index, layout, decision.transport, gemm, decision.wire)
     except Exception:
         rewriter.roll_back()
         raise
@@ -149,7 +154,15 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
         target = _decide(index, entry.into, config, gate, tokens)
         detail = f"travels with {entry.into.all_reduce.node.name}" if target.decision == "fused" else target.detail
         merged = site(target.decision, target.reason, f"merged into {target.form}", target.transport, detail)
-        return replace(merged, backend=target.backend, entry=target.entry, source=target.source)
+        return replace(
+            merged,
+            backend=target.backend,
+            entry=target.entry,
+            source=target.source,
+            wire=target.wire,
+            wire_refusal=target.wire_refusal,
+            feeds=target.feeds,
+        )
     if not config.fuse:
         return site("gated", GATED_OFF, entry.form, detail="tw_compile.fuse is False")
     partial = value(all_reduce.partial)
@@ -171,7 +184,11 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
         reason = Refusal.HIDDEN_SIZE_NOT_SUPPORTED if by_size else Refusal.TRANSPORT_NOT_AVAILABLE
         return site("refused", reason, entry.form, detail=choice.reason)
     producer: Producer = "mm" if _absorbs_gemm(entry, choice.name, config) else "other"
-    return site("fused", "", entry.form, choice.name, choice.reason, producer)
+    travels = decide_wire(entry, config, gate, facts.world_size, choice.name, partial, rows)
+    detail = "; ".join(filter(None, (choice.reason, travels.detail)))
+    decided = site("fused", "", entry.form, choice.name, detail, producer)
+    refusal = "" if travels.refused is None else travels.refused.reason
+    return replace(decided, wire=travels.wire, wire_refusal=refusal, feeds=travels.feeds)
 
 
 def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:

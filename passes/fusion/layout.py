@@ -12,6 +12,7 @@ A residual that one graph leaves to the next (``kernels/collective/seam.py``) st
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.fx as fx
@@ -29,6 +30,7 @@ from tw_compile.graph.predicates import (
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import ResidualOut
 from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.passes.fusion.find import FusionSite
 
 
@@ -66,14 +68,23 @@ def find_seam(graph: fx.Graph) -> Seam | None:
     return Seam(residuals[0], leaves[0]) if len(residuals) == len(leaves) == 1 else None
 
 
-def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | None = None) -> list[ResidualLayout]:
-    """A layout per site, in the same order.
+def plan_layouts(
+    sites: list[FusionSite],
+    transports: list[str],
+    seam: Seam | None = None,
+    wires: Sequence[str] | None = None,
+) -> list[ResidualLayout]:
+    """A layout per site, in the same order. ``wires``: of each site; None: all exact.
 
     Some transports leave whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
+    With a wire there are no whole sums.
     """
+    wires = wires or [EXACT] * len(sites)
     by_stream = {site.stream: site for site in sites}
     whole_sums = {
-        site.h for site, transport in zip(sites, transports, strict=True) if not TRANSPORTS[transport].keeps_shards
+        site.h
+        for site, transport, wire in zip(sites, transports, wires, strict=True)
+        if wire == EXACT and not TRANSPORTS[transport].keeps_shards
     }
     sources: list[FusionSite | None] = []
     whole_reads: set[fx.Node] = set()
@@ -95,7 +106,9 @@ def plan_layouts(sites: list[FusionSite], transports: list[str], seam: Seam | No
     whole = {id(site) for site in sites if _needed_whole(site, spared, whole_reads)}
     if enters is None or leaves is None or id(leaves) in whole:
         if enters is not leaves:
-            return plan_layouts(sites, transports)  # the graphs around are as this one, so its ends must agree
+            return plan_layouts(
+                sites, transports, wires=wires
+            )  # the graphs around are as this one, so its ends must agree
         enters = leaves = None
     chained = {id(source) for source in sources if source is not None}
     layouts = []

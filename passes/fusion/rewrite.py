@@ -28,6 +28,7 @@ from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, va
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import FP8
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
 from tw_compile.passes.fusion.quant import Scale
@@ -57,7 +58,13 @@ class Rewriter:
         self._sizes_known: dict[Any, fx.Node] = {}
 
     def insert(
-        self, site: FusionSite, index: int, layout: ResidualLayout, transport: str, gemm: fx.Node | None = None
+        self,
+        site: FusionSite,
+        index: int,
+        layout: ResidualLayout,
+        transport: str,
+        gemm: fx.Node | None = None,
+        wire: str = EXACT,
     ) -> None:
         """Add the operator for one site; sites must come in the graph order of their ``h``.
 
@@ -102,6 +109,7 @@ class Rewriter:
                 *(() if hidden_scale is None and eps_tensor is None else (hidden_scale, eps_tensor)),
             ),
             "start",
+            **({} if wire == EXACT else {"wire": wire}),
         )
         annotate(start, stream_dtype=h.dtype)
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")

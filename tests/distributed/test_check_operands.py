@@ -21,12 +21,15 @@ def ranks() -> Iterator[GlooRanks]:
         yield found
 
 
-def call(rank: int, differs: str, checked: bool, multiplies: bool = False, sharded: bool = False) -> str:
-    """One call, in which rank 1 has another value of the operand ``differs``; what it raised."""
+def call(
+    rank: int, differs: str, checked: bool, multiplies: bool = False, sharded: bool = False, wire: str = "exact"
+) -> str:
+    """One call, in which rank 1 has another value of the operand ``differs``, and ``wire``; what it raised."""
     os.environ[check_operands.VARIABLE] = "1" if checked else ""
     check_operands.checks_operands.cache_clear()
     check_operands.calls_checked.clear()
     generator = torch.Generator().manual_seed(0)
+    own_wire = wire if rank == 1 else "exact"
     rows = -(-TOKENS // RANKS) if sharded else TOKENS
     operands = {
         "residual": torch.randn(rows, HIDDEN, generator=generator),
@@ -41,7 +44,7 @@ def call(rank: int, differs: str, checked: bool, multiplies: bool = False, shard
     group_name = dist.group.WORLD.group_name
     given = (*operands.values(), 1e-5, 0.0, None, *dtypes, sharded, "replicated", group_name, "gloo", 0)
     try:
-        hidden, residual = start(*first, *given)
+        hidden, residual = start(*first, *given, wire=own_wire)
         ops.wait_(hidden, residual, [message], group_name, 0)
     except RuntimeError as error:
         return str(error)
@@ -57,6 +60,12 @@ def test_what_differs_is_named_on_all_ranks(ranks: GlooRanks, differs: str, mult
     answers = ranks.run(call, differs, True, multiplies)
     assert len(set(answers)) == 1
     assert f"{differs} of call 0" in answers[0] and answers[0].endswith("got others than rank 0's on rank 1")
+
+
+def test_a_wire_that_one_rank_has_is_named_on_all_ranks(ranks: GlooRanks) -> None:
+    answers = ranks.run(call, "", True, False, False, "int8")
+    assert len(set(answers)) == 1
+    assert "wire of call 0" in answers[0] and answers[0].endswith("got others than rank 0's on rank 1")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,35 @@ def test_run_fuses_every_site_and_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+def test_run_with_a_wire_tells_what_it_costs(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    args = ["run", "--device", "cpu", "--tp", "2", "--layers", "1", "--tokens", "8", "--wire", "int8"]
+    args += ["--wire-sites", "mlp", "--json", str(file)]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    assert "int8 wire: relative RMS error of a call" in result.output and "ranks identical" in result.output
+    report = json.loads(file.read_text())
+    wire = report["wire"]
+    assert (wire["wire"], wire["calls"], wire["exact_calls"], wire["passed"]) == ("int8", 1, 2, True)
+    (down_proj,) = wire["classes"]
+    assert (down_proj["feeds"], down_proj["third"]) == ("down_proj", "first")
+    assert 0.003 < down_proj["sum"]["error"] < 0.006
+    assert [site["wire"] for site in report["sites"]] == ["exact", "exact", "int8"]
+
+
+def test_a_wire_that_breaks_models_is_refused_before_anything_starts() -> None:
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "tw_compile.cli", "run", "--wire", "int4"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: --wire: expected one of exact, int8, int6, auto, got 'int4', which gathers")
+    assert (
+        time.perf_counter() - begin < 20
+    )  # it takes about one second; torch alone takes longer to import on a busy machine
+
+
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_model_that_a_rank_cannot_build_is_bad_input() -> None:
     spec = dataclasses.replace(SPEC, world_size=1, layers=99)

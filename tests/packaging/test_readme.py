@@ -185,6 +185,7 @@ def test_every_reason_is_explained() -> None:
     assert listed == {
         "site": {*reasons.Refusal, *gates},
         "float8": {*reasons.QuantRefusal},
+        "wire": {*reasons.WireRefusal},
         "split": {*reasons.SplitRefusal, *Off},
         "join": {*reasons.JoinReason},
         "exposed": {*Exposure},

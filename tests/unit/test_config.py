@@ -63,6 +63,9 @@ CHANGED: dict[str, Any] = {
     "split_gemm_sms": "off",
     "vllm_layer_groups": 0,
     "device_profile": "H200",
+    "wire": "int8",
+    "wire_sites": "mlp",
+    "wire_min_bytes": 65536,
     "disable_passes": ("reserve_sms",),
     "strict": True,
 }
@@ -118,6 +121,21 @@ def test_digest_changes_with_each_field() -> None:
         ({"split": "\u0665"}, ValueError, "tw_compile.split: expected off, auto or .*, got '\u0665'"),
         ({"split": "-16"}, ValueError, "tw_compile.split: expected off, auto or .*, got '-16'"),
         ({"device_profile": None}, TypeError, "tw_compile.device_profile: expected auto, the name of a .*, got None"),
+        (
+            {"wire": "int4"},
+            ValueError,
+            "tw_compile.wire: expected one of exact, int8, int6, auto, got 'int4', which gathers normalised rows in 4 bits and "
+            "so breaks models; int6 is the narrowest",
+        ),
+        ({"wire": "fp8"}, ValueError, "tw_compile.wire: expected one of exact, int8, int6, auto, got 'fp8'"),
+        ({"wire": None}, TypeError, "tw_compile.wire: expected one of exact, int8, int6, auto, got None"),
+        (
+            {"wire_sites": "o_proj"},
+            ValueError,
+            "tw_compile.wire_sites: expected one of all, attention, mlp, got 'o_proj'",
+        ),
+        ({"wire_min_bytes": -1}, ValueError, "tw_compile.wire_min_bytes: expected 0 bytes or more, got -1"),
+        ({"wire_min_bytes": "1"}, TypeError, "tw_compile.wire_min_bytes: expected a number of bytes, got '1'"),
         ({"disable_passes": 3}, TypeError, "tw_compile.disable_passes: expected names of passes, as '.*', got 3"),
         ({"disable_passes": [3]}, TypeError, r"tw_compile.disable_passes: expected names of passes, .* got \[3\]"),
         ({"fuse_min_bytes": 1.5}, TypeError, "tw_compile.fuse_min_bytes: expected a number of bytes, got 1.5"),

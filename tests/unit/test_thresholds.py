@@ -158,7 +158,7 @@ source = "here"
     [
         ("schema_version = 1", "schema_version = ", "t: expected TOML, got "),
         ("schema_version = 1", "schema_version = 2", "t: schema_version: expected 1, got 2"),
-        ("schema_version = 1", "version = 1", "t: expected the keys schema_version, device_class, sources, entries, got "),
+        ("schema_version = 1", "version = 1", "t: expected the keys schema_version, device_class, sources, entries, wires, "),
         ("schema_version = 1", "", "t: expected the keys schema_version, device_class, got no 'schema_version'"),
         ('"sm90"', '"sm80"', "t: device_class: expected one of generic, sm90, "),
         ('"sm90"', "90", "t: device_class: expected one of generic, sm90, "),
@@ -200,7 +200,7 @@ def test_a_table_of_splits_is_refused_by_name_with_what_does_it_now() -> None:
     with pytest.raises(ValueError) as error:
         read_table(GOOD + splits, "/home/me/thresholds.toml")
     assert str(error.value) == (
-        "/home/me/thresholds.toml: expected the keys schema_version, device_class, sources, entries, got 'splits' "
+        "/home/me/thresholds.toml: expected the keys schema_version, device_class, sources, entries, wires, got 'splits' "
         "(splits are planned now, see tw-compile plan)"
     )
 

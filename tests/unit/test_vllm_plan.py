@@ -106,6 +106,17 @@ def test_without_peer_access_there_is_one_kind_of_node() -> None:
     assert plan.range_endpoints(ENGINE, VLLM, (only,)) == []
 
 
+def test_a_range_ends_where_a_wire_begins() -> None:
+    both = plan.gates(VLLM, (9, 0))
+    row_bytes = plan.row_bytes_of(ENGINE)
+    exact = plan.range_endpoints(ENGINE, VLLM, both)
+    assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), both) == exact  # over NVLink no size has it
+    asked = replace(VLLM, wire="int8", wire_min_bytes=100 * row_bytes)
+    assert plan.range_endpoints(ENGINE, asked, both) == sorted({*exact, 99})
+    (only,) = plan.gates(VLLM, (9, 0), peer_access=False)
+    assert plan.range_endpoints(ENGINE, replace(VLLM, wire="int8"), (only,)) == [2**20 // row_bytes - 1]
+
+
 def test_ranges_follow_the_options() -> None:
     row_bytes = plan.row_bytes_of(ENGINE)
     config = Config(host="vllm-0.24", transport="p2p", fuse_min_bytes=8 * row_bytes, fuse_max_bytes=64 * row_bytes)

@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from tw_compile.config import whole_number
+from tw_compile.config import WHY_NOT_INT4, WIRE_CHOICES, WIRE_SITES, whole_number
 from tw_compile.environment import check_environment
 from tw_compile.harness.requests import RankError, UsageError
 from tw_compile.kernels.collective import transports as entries
@@ -54,6 +54,17 @@ SplitOption = Annotated[
     typer.Option(
         "--split", metavar="off|auto|N", help="Split the tokens into two halves: as planned, or N tokens and the rest."
     ),
+]
+WireOption = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="|".join(WIRE_CHOICES),
+        help="How rows travel: as they are, or in codes of few bits, which change numbers.",
+    ),
+]
+WireSitesOption = Annotated[
+    str, typer.Option("--wire-sites", metavar="|".join(WIRE_SITES), help="Which sums may travel in codes.")
 ]
 DeviceProfileOption = Annotated[
     str,
@@ -220,6 +231,16 @@ def thresholds() -> None:
 def one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def wires(wire: str, wire_sites: str, wire_min_bytes: int | None) -> None:
+    """UsageError unless these are options ``wire``, ``wire_sites`` and ``wire_min_bytes``."""
+    if wire == "int4":
+        raise UsageError(f"--wire: {WHY_NOT_INT4}")
+    one_of("--wire", wire, WIRE_CHOICES)
+    one_of("--wire-sites", wire_sites, WIRE_SITES)
+    if wire_min_bytes is not None:
+        not_negative("--wire-min-bytes", wire_min_bytes)
 
 
 def splitting(split: str, device_profile: str) -> None:

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from tw_compile.cli import common
-from tw_compile.cli.common import JsonOption
+from tw_compile.cli.common import JsonOption, WireOption
 from tw_compile.cli.plan import layer_of_model, named_profile, node_link
+from tw_compile.config import Config
 from tw_compile.gating.facts import BACKENDS, DTYPE_BYTES, HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
@@ -23,6 +24,7 @@ from tw_compile.gating.table import size
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
 from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
 from tw_compile.sources import source_digest, torch_version
 
@@ -72,12 +74,19 @@ def explain(
             help="With --model: what splits are planned for; auto: H200 for sm90, B200 for sm100.",
         ),
     ] = "auto",
+    wire: WireOption = EXACT,
+    wire_min_bytes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="As the option tw_compile.wire_min_bytes.", show_default="the tables decide"),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Say for each message what an unfused all_reduce would use, whether it is fused, and why. Needs no GPU.
 
-    With --model it also says how the planner would split one sequence of each token count, or why not.
+    With --model it also says how the planner would split one sequence of each token count, or why not. With --wire it says
+    which messages would travel in codes, and why others would not.
     """
+    common.wires(wire, "all", wire_min_bytes)
     common.one_of("--dtype", dtype, tuple(DTYPE_BYTES))
     common.one_of("--host", host, host_names())
     common.one_of("--backend", backend, ("auto", *BACKENDS))
@@ -105,6 +114,11 @@ def explain(
     messages = []
     for count in counts:
         message = {"tokens": count, **_decision(gate, count, tp, hidden, dtype)}
+        message["wire"] = (
+            None
+            if wire == EXACT
+            else _wire(Config(wire=wire, wire_min_bytes=wire_min_bytes), gate, tp, hidden, dtype, message)
+        )
         named = device_profile != "auto"
         split = None if layer is None else _split(layer, profile, named, dtype, host, message, link)
         messages.append(message | {"split": split})
@@ -121,6 +135,7 @@ def explain(
         "world_size": tp,
         "hidden_size": hidden,
         "dtype": dtype,
+        "wire": wire,
         "host": host,
         "device_profile": None if layer is None or profile is None else profile.name,
         "thresholds_digest": gate.digest(),
@@ -170,6 +185,24 @@ def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype:
         "entry": verdict.entry,
         "source": verdict.source,
     }
+
+
+def _wire(
+    config: Config, gate: Gate, world_size: int, hidden_size: int, dtype: str, message: dict[str, Any]
+) -> dict[str, Any]:
+    """How the rows of one message would travel (``passes/fusion/wire.py``), as JSON."""
+    import torch
+
+    from tw_compile.passes.fusion.wire import message_refusal, name_of_wire
+    from tw_compile.passes.reasons import WireRefused
+
+    if message["transport"] is None:
+        return {"wire": EXACT, "reason": "", "detail": "only fused sums have a wire"}
+    rows = (message["tokens"], message["tokens"])
+    answer = message_refusal(config, gate, world_size, message["transport"], hidden_size, getattr(torch, dtype), rows)
+    if isinstance(answer, WireRefused):
+        return {"wire": EXACT, "reason": answer.reason, "detail": answer.detail}
+    return {"wire": name_of_wire(config), "reason": "", "detail": answer.why}
 
 
 def _split(
@@ -230,8 +263,9 @@ def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
     """A row for each message; why that is decided, once for all that it holds for, below by number."""
     reasons: list[str] = []
     table = Table(box=None, pad_edge=False, header_style="dim")
-    with_splits = messages[0]["split"] is not None
-    for name in ("tokens", "message", "decision", "unfused by", "why", *(("split",) if with_splits else ())):
+    with_splits, with_wires = (messages[0][key] is not None for key in ("split", "wire"))
+    last = (*(("wire",) if with_wires else ()), *(("split",) if with_splits else ()))
+    for name in ("tokens", "message", "decision", "unfused by", "why", *last):
         table.add_column(name, justify="right" if name in ("tokens", "message", "why") else "left")
     for message in messages:
         told = [
@@ -239,11 +273,15 @@ def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
             f"unfused by {message['backend']}: {message['backend_why']}",
         ]
         cells = [str(message["tokens"]), size(message["bytes"]), _decided(message), message["backend"]]
+        if with_wires:
+            told.append(_wire_reason(message["wire"]))
         if with_splits:
             told += [_split_reason(message["split"])] if _split_reason(message["split"]) else []
         reasons += [reason for reason in told if reason not in reasons]
         cells.append(",".join(str(reasons.index(reason) + 1) for reason in told))
-        table.add_row(*map(escape, cells + ([_split_words(message["split"])] if with_splits else [])))
+        cells += [message["wire"]["wire"]] if with_wires else []
+        cells += [_split_words(message["split"])] if with_splits else []
+        table.add_row(*map(escape, cells))
     console.print(table)
     console.print()
     for number, reason in enumerate(reasons, 1):
@@ -252,6 +290,12 @@ def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
 
 def _decided(message: dict[str, Any]) -> str:
     return f"{message['decision']} ({message['transport']})" if message["transport"] else str(message["decision"])
+
+
+def _wire_reason(wire: dict[str, Any]) -> str:
+    if wire["wire"] == EXACT:
+        return f"exact{wire['reason'] and ', '}{wire['reason']}: {wire['detail']}"
+    return f"{wire['wire']}: {wire['detail']}"
 
 
 def _split_words(split: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx as fx
 
 from tw_compile.cli.drawing import draw
-from tw_compile.cli.render import absorbed, device, duration, group_sites, layers_of, ranges, size, traced_line
+from tw_compile.cli.render import absorbed, carrier, device, duration, group_sites, layers_of, ranges, size, traced_line
 from tw_compile.cli.render_split import WINDOW_COLUMNS, split_lines, window_rows
 from tw_compile.graph import text
 
@@ -97,7 +97,7 @@ def _groups(report: dict[str, Any]) -> str:
             group["layers"],
             group["form"],
             size(group["bytes"]),
-            group["transport"] or "-",
+            carrier(group),
             _gemm(group),
             _decision(group),
         ]
@@ -135,7 +135,7 @@ def _sites(report: dict[str, Any]) -> str:
             site["node"],
             site["form"],
             size(site["bytes"]),
-            site["transport"] or "-",
+            carrier(site),
             _gemm(site),
             _decision(site),
             site["detail"],

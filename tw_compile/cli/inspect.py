@@ -16,7 +16,10 @@ from tw_compile.cli.common import (
     ModelOption,
     SplitOption,
     TransportOption,
+    WireOption,
+    WireSitesOption,
 )
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.runner.spec import DTYPES, RunSpec
 
 if TYPE_CHECKING:
@@ -36,6 +39,12 @@ def inspect(
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES))] = "bfloat16",
     split: SplitOption = "auto",
     device_profile: DeviceProfileOption = "auto",
+    wire: WireOption = EXACT,
+    wire_sites: WireSitesOption = "all",
+    wire_min_bytes: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="As the option tw_compile.wire_min_bytes.", show_default="the tables decide"),
+    ] = None,
     all_layers: Annotated[
         bool, typer.Option("--all-layers", help="Trace every layer, and not only those that differ.")
     ] = False,
@@ -49,10 +58,24 @@ def inspect(
     for option, value in (("--tokens", tokens), ("--layers", layers)):
         common.positive(option, value)
     common.splitting(split, device_profile)
+    common.wires(wire, wire_sites, wire_min_bytes)
     common.thresholds()
     common.writable("--html", html)
     common.model_file(model, tp, layers)
-    spec = RunSpec(model, tp, "cuda", (tokens,), dtype, layers, transport, split=split, device_profile=device_profile)
+    spec = RunSpec(
+        model,
+        tp,
+        "cuda",
+        (tokens,),
+        dtype,
+        layers,
+        transport,
+        split=split,
+        device_profile=device_profile,
+        wire=wire,
+        wire_sites=wire_sites,
+        wire_min_bytes=wire_min_bytes,
+    )
     console = common.make_console(json_file)
     with common.stages(console) as progress:
         progress("importing torch and transformers")

@@ -17,9 +17,13 @@ from tw_compile.cli.common import (
     ModelOption,
     SplitOption,
     TransportOption,
+    WireOption,
+    WireSitesOption,
 )
+from tw_compile.cli.wire_cost import MAX_DNLL, WireCostOptions, show_cost
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.transports import AUTO, names_for
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.leave import leave
 from tw_compile.runner.spec import DTYPES, MODES, RunSpec
 
@@ -52,6 +56,29 @@ def run(
     mode: Annotated[str, typer.Option(metavar="|".join(MODES), help="torch.compile's mode.")] = "default",
     split: SplitOption = "auto",
     device_profile: DeviceProfileOption = "auto",
+    wire: WireOption = EXACT,
+    wire_sites: WireSitesOption = "all",
+    wire_min_bytes: Annotated[
+        int,
+        typer.Option(metavar="N", help="Smaller messages travel as they are; 0: none, as a run is to show the wire."),
+    ] = 0,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --wire and --checkpoint: the cost in nats for each token of this text. Ranks are simulated on the CPU.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|FILE.gguf|PACKAGE", help="With --text: a model with weights, or a package that holds one."
+        ),
+    ] = None,
+    text_tokens: Annotated[int, typer.Option(metavar="N", help="With --text: so many tokens of it.")] = 3072,
+    max_dnll: Annotated[
+        float, typer.Option(metavar="NATS", help="With --text: what the wire may cost; more is exit code 1.")
+    ] = MAX_DNLL,
     trace: Annotated[
         str | None,
         typer.Option(
@@ -65,17 +92,29 @@ def run(
 ) -> None:
     """Run a tensor-parallel decoder with the fused operators, check it against float64, and show what was fused.
 
-    Starts the ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ,
-    2 bad input.
+    With --wire it also says what the codes cost each kind of sum, and with --text instead what they cost a model. Starts the
+    ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ, 2 bad input.
     """
     from tw_compile.harness.launch import spawn_ranks, torchrun_world_size
     from tw_compile.harness.variables import for_runs
     from tw_compile.runner.ranks import run_in_process_group
 
+    common.wires(wire, wire_sites, wire_min_bytes)
+    if text is not None or checkpoint is not None:
+        wanted = WireCostOptions(wire, wire_sites, text, checkpoint, text_tokens, max_dnll, tp)
+        raise typer.Exit(show_cost(wanted, json_file))
     common.splitting(split, device_profile)
     common.writable("--trace", trace)
     spec = resolve(model, tp, device, tokens, layers, transport, dtype, mode, timeout)
-    spec = dataclasses.replace(spec, split=split, device_profile=device_profile, trace=trace)
+    spec = dataclasses.replace(
+        spec,
+        split=split,
+        device_profile=device_profile,
+        trace=trace,
+        wire=wire,
+        wire_sites=wire_sites,
+        wire_min_bytes=None if wire == EXACT else wire_min_bytes,
+    )
     console = common.make_console(json_file)
     if torchrun_world_size() is not None:
         with for_runs():
@@ -104,7 +143,8 @@ def _show(report: dict[str, Any], console: Console, json_file: str | None) -> in
 
     print_run(console, report)
     common.write_json(report, json_file)
-    return 0 if report["numerics"]["passed"] else common.EXIT_FAILED
+    wire = report["wire"]
+    return 0 if report["numerics"]["passed"] and (wire is None or wire["passed"]) else common.EXIT_FAILED
 
 
 def _join(spec: RunSpec, console: Console) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tw_compile.gating.backend import active_backend, backend_bounds
 from tw_compile.gating.facts import Backend, Node, Settings
-from tw_compile.gating.table import ANY, Entry, Key, Table, size
+from tw_compile.gating.table import ANY, Entry, Key, Table, WireEntry, size
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,15 @@ class Gate:
     def entries(self, world_size: int, backend: str) -> tuple[Entry, ...]:
         """The ranges that count for a world size and backend; they go up in bytes and cover all sizes."""
         return self.ranges_for(world_size, backend)[1]
+
+    def wire_entry(self, wire: str, *, world_size: int, transport: str) -> tuple[Table, WireEntry] | None:
+        """What says from which size on ``wire`` is faster over ``transport`` than exact rows; None where nothing does."""
+        for table in self.tables:
+            for ranks in (world_size, ANY):
+                for entry in table.wires:
+                    if (entry.wire, entry.world_size, entry.transport) == (wire, ranks, transport):
+                        return table, entry
+        return None
 
     def _counts(self, tokens: tuple[int, int | None], row_bytes: int) -> list[int]:
         """Token counts of the range around every size at which a decision may change."""

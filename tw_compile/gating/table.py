@@ -16,6 +16,13 @@ A table is a TOML file for one class of devices:
     transport = "p2p"
     source = "h200"
 
+    [[wires]]
+    wire = "int8"
+    world_size = 8                       # or "any"
+    transport = "p2p"
+    from_bytes = 4194304                 # of one rank's message; from there on the wire is faster than exact rows
+    source = "h200"
+
 The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out. Whether tokens are split
 is no table's to say: the planner decides it (:mod:`tw_compile.planning`).
 """
@@ -31,7 +38,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tw_compile.gating.facts import BACKENDS
-from tw_compile.kernels.collective.transports import AUTO, names_for
+from tw_compile.kernels.collective.transports import AUTO, TRANSPORTS, names_for
 
 SCHEMA_VERSION = 1
 DEVICE_CLASSES = ("generic", "sm90", "sm90-multicast", "sm100", "sm103")
@@ -82,12 +89,27 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class WireEntry:
+    """Messages of ``from_bytes`` and more arrive earlier in the codes of ``wire`` than as they are."""
+
+    wire: str
+    world_size: int | str
+    transport: str
+    from_bytes: int
+    source: Source
+
+    def __str__(self) -> str:
+        return f"{self.wire}, world_size {self.world_size}, {self.transport}, from {size(self.from_bytes)}"
+
+
+@dataclass(frozen=True)
 class Table:
     """One file. The entries of a key (world size and backend) go up in bytes and cover all sizes."""
 
     file: str
     device_class: str
     entries: tuple[Entry, ...]
+    wires: tuple[WireEntry, ...] = ()
 
     def ranges(self, key: Key) -> tuple[Entry, ...]:
         return tuple(entry for entry in self.entries if entry.key == key)
@@ -107,7 +129,7 @@ def read_table(text: str, file: str) -> Table:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{file}: expected TOML, got {error}") from error
-    _known(values, ("schema_version", "device_class"), ("sources", "entries"), f"{file}: ")
+    _known(values, ("schema_version", "device_class"), ("sources", "entries", "wires"), f"{file}: ")
     version = _typed(values, "schema_version", int, f"{file}: ")
     if version != SCHEMA_VERSION:
         raise ValueError(f"{file}: schema_version: expected {SCHEMA_VERSION}, got {version}")
@@ -118,12 +140,18 @@ def read_table(text: str, file: str) -> Table:
         for index, entry in enumerate(_tables(values, "entries", list, file))
     )
     _check_ranges(entries, file)
-    return Table(file, device_class, entries)
+    wires = tuple(
+        _wire_entry(entry, f"{file}: wires[{index}].", sources)
+        for index, entry in enumerate(_tables(values, "wires", list, file))
+    )
+    _check_wires(wires, file)
+    return Table(file, device_class, entries, wires)
 
 
 def table_text(table: Table, comment: str = "") -> str:
     """The TOML of a table, as :func:`read_table` reads it."""
     sources = {entry.source.name: entry.source for entry in table.entries}
+    sources |= {wire.source.name: wire.source for wire in table.wires}
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     lines += [f"schema_version = {SCHEMA_VERSION}", f"device_class = {_text(table.device_class)}"]
     for name, source in sources.items():
@@ -134,6 +162,10 @@ def table_text(table: Table, comment: str = "") -> str:
         values |= {"from_bytes": entry.from_bytes, "to_bytes": entry.to_bytes}
         values |= {"decision": entry.decision, "transport": entry.transport, "source": entry.source.name}
         lines += ["", "[[entries]]", *_assignments(values.items())]
+    for wire in table.wires:
+        values = {"wire": wire.wire, "world_size": wire.world_size, "transport": wire.transport}
+        values |= {"from_bytes": wire.from_bytes, "source": wire.source.name}
+        lines += ["", "[[wires]]", *_assignments(values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -187,11 +219,35 @@ def _entry(values: Any, where: str, sources: dict[str, Source]) -> Entry:
     return Entry(world_size, backend, begin, end, decision, transport, _named_source(values, where, sources))  # type: ignore[arg-type]
 
 
+def _wire_entry(values: Any, where: str, sources: dict[str, Source]) -> WireEntry:
+    _known(values, ("wire", "world_size", "transport", "from_bytes", "source"), (), where)
+    transport = _choice(values, "transport", tuple(sorted(names_for("cuda"))), where)
+    wire = _choice(values, "wire", TRANSPORTS[transport].wires, where)
+    world_size, begin = _world_size(values, where), _bytes(values, "from_bytes", where)
+    return WireEntry(wire, world_size, transport, begin, _named_source(values, where, sources))
+
+
+def _check_wires(wires: tuple[WireEntry, ...], file: str) -> None:
+    """One entry for a wire, a world size and a transport."""
+    seen: set[tuple[str, int | str, str]] = set()
+    for index, entry in enumerate(wires):
+        key = (entry.wire, entry.world_size, entry.transport)
+        if key in seen:
+            raise ValueError(
+                f"{file}: wires[{index}]: expected one entry for {', '.join(map(str, key))}, got another one"
+            )
+        seen.add(key)
+
+
 def _key(values: dict[str, Any], where: str) -> Key:
-    world_size = values["world_size"]
+    return _world_size(values, where), _choice(values, "backend", (*BACKENDS, ANY), where)
+
+
+def _world_size(values: dict[str, Any], where: str) -> int | str:
+    world_size: int | str = values["world_size"]
     if world_size != ANY and (type(world_size) is not int or world_size < 2):
         raise ValueError(f"{where}world_size: expected a number of at least 2, or 'any', got {world_size!r}")
-    return world_size, _choice(values, "backend", (*BACKENDS, ANY), where)
+    return world_size
 
 
 def _named_source(values: dict[str, Any], where: str, sources: dict[str, Source]) -> Source:

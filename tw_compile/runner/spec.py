@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tw_compile.config import Config
+from tw_compile.kernels.collective.wires import EXACT
 
 DTYPES = ("bfloat16", "float16", "float32")
 MODES = ("default", "reduce-overhead")
@@ -24,6 +25,7 @@ class RunSpec:
         transport: See :class:`tw_compile.Config`.
         mode: torch.compile's mode, for both models.
         split: See :class:`tw_compile.Config`; so is ``device_profile``.
+        wire: See :class:`tw_compile.Config`; so are ``wire_sites`` and ``wire_min_bytes``.
         trace: Where the ranks write the traces of one forward, see :func:`tw_compile.runner.timeline.trace_of_rank`.
         timeout: Seconds after which the run, or one collective of it, has failed.
     """
@@ -40,6 +42,9 @@ class RunSpec:
     split: str = "auto"
     device_profile: str = "auto"
     trace: str | None = None
+    wire: str = EXACT
+    wire_sites: str = "all"
+    wire_min_bytes: int | None = None
 
     @property
     def compiles(self) -> int:
@@ -50,9 +55,21 @@ class RunSpec:
     def steps(self) -> int:
         """How often a run of it tells its progress; on GPUs every compiled model is timed, too."""
         others = 7  # starting, importing, building, float64, eager, starting the compiler, comparing
-        return others + self.compiles * (2 if self.device == "cuda" else 1) + (self.trace is not None)
+        return (
+            others
+            + self.compiles * (2 if self.device == "cuda" else 1)
+            + (self.trace is not None)
+            + (self.wire != EXACT)
+        )
 
     @property
     def config(self) -> Config:
         """The options of the passes."""
-        return Config(transport=self.transport, split=self.split, device_profile=self.device_profile)
+        return Config(
+            transport=self.transport,
+            split=self.split,
+            device_profile=self.device_profile,
+            wire=self.wire,
+            wire_sites=self.wire_sites,
+            wire_min_bytes=self.wire_min_bytes,
+        )

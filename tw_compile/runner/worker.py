@@ -28,13 +28,15 @@ from tw_compile.harness.launch import Progress
 from tw_compile.harness.measure import gpu_us, peak_bytes
 from tw_compile.harness.versions import peer_access_word, versions
 from tw_compile.kernels.collective.transport import reserved_bytes
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.models.decoder import Decoder
 from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.report import SCHEMA_VERSION, GraphReport, Site
 from tw_compile.runner.model import build_model
-from tw_compile.runner.numerics import OutputErrors, digest, finite, worst
+from tw_compile.runner.numerics import BUDGET_FACTOR, OutputErrors, digest, finite, worst
 from tw_compile.runner.spec import RunSpec
 from tw_compile.runner.timeline import Hidden, profile, trace_of_rank
+from tw_compile.runner.wires import wire_report
 from tw_compile.testing.error_budget import relative_error
 
 ModelOutputs = tuple[torch.Tensor, ...]
@@ -57,6 +59,7 @@ class Compiled:
     reports: list[GraphReport]
     peak_bytes: list[int] = field(default_factory=list)
     hidden: Hidden | None = None
+    wire: dict[str, Any] | None = None
 
     @property
     def sites(self) -> list[Site]:
@@ -91,7 +94,8 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     with compat.cold_compile(scratch / "baseline"):
         baseline = _compile_and_run(decoder, compared, "inductor", mode, progress)
     with compat.cold_compile(scratch / "tw_compile"):
-        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress, _profiler(spec))
+        observe = None if spec.wire == EXACT else partial(_observe_wires, spec.wire, decoder.config.num_hidden_layers)
+        fused = _compile_and_run(decoder, ids, "tw_compile", ours, progress, _profiler(spec), observe)
 
     progress("comparing")
     counts = GraphReport(fused.sites).counts
@@ -127,6 +131,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
         if spec.device == "cuda"
         else None,
         "memory": _memory(baseline, fused) if spec.device == "cuda" else None,
+        "wire": fused.wire,
         "trace": None if fused.hidden is None or spec.trace is None else _trace(spec.trace, fused.hidden),
         "versions": versions(),
     }
@@ -201,8 +206,12 @@ def _compile_and_run(
     options: dict[str, Any],
     progress: Progress,
     profiler: Callable[[Callable[[], ModelOutputs]], Hidden] | None = None,
+    observe: Callable[[Compiled, Callable[[], ModelOutputs]], None] | None = None,
 ) -> Compiled:
-    """Compile for every token count, one graph each, so that every report has static sizes; ``profiler`` runs the first."""
+    """Compile for every token count, one graph each, so that every report has static sizes.
+
+    ``profiler`` and ``observe`` run the first one.
+    """
     result = Compiled([], [], 0.0, [])
     for index, prompt in enumerate(ids):
         tokens = prompt.shape[1]
@@ -226,6 +235,9 @@ def _compile_and_run(
         if index == 0 and profiler is not None:
             progress(f"tracing {backend} at {tokens} tokens")
             result.hidden = profiler(partial(_run, model, prompt))
+        if index == 0 and observe is not None:
+            progress(f"calls of {backend} at {tokens} tokens against float64")
+            observe(result, partial(_run, model, prompt))
         result.outputs.append(outputs)
     return result
 
@@ -235,6 +247,12 @@ def _profiler(spec: RunSpec) -> Callable[[Callable[[], ModelOutputs]], Hidden] |
     if spec.trace is None:
         return None
     return partial(profile, file=trace_of_rank(spec.trace, dist.get_rank()), meet=partial(meet, host_group(spec)))
+
+
+def _observe_wires(wire: str, layers: int, compiled: Compiled, forward: Callable[[], ModelOutputs]) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    compiled.wire = wire_report(wire, compiled.sites, layers, forward, group)
 
 
 def _time(model: Callable[[torch.Tensor], Any], ids: torch.Tensor) -> float:
@@ -263,16 +281,18 @@ def numerics_report(
     The budget comes from the unfused model run eagerly, which rounds where the model's code says so. Inductor's unfused
     kernels skip some of these roundings; their error is told beside it where there is one. Equal bits on all ranks are
     ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank.
+    With a wire there is no such budget: what codes cost each call has one of its own (``wires.py``).
     """
     table: list[dict[str, Any]] = []
     comparisons: dict[str, list[OutputErrors]] = {name: [] for name in OUTPUT_NAMES}
+    factor = BUDGET_FACTOR if spec.wire == EXACT else math.inf
     for index, tokens in enumerate(spec.tokens):
         row: dict[str, Any] = {"tokens": tokens}
         for position, name in enumerate(OUTPUT_NAMES):
             runs = [outputs[index][position] for outputs in (fused, eager, baseline) if index < len(outputs)]
             ranks = gather([relative_error(run, reference[index][position]) for run in runs])
             error, unfused_error, *inductor_error = map(_largest, zip(*ranks, strict=True))
-            comparisons[name].append(OutputErrors(error, unfused_error))
+            comparisons[name].append(OutputErrors(error, unfused_error, factor))
             row[name] = comparisons[name][-1].as_dict() | {
                 "inductor_error": finite(inductor_error[0]) if inductor_error else None
             }

@@ -19,6 +19,9 @@ from tw_compile.hosts.vllm import dispatch
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.settings import VllmSettings
+from tw_compile.kernels.collective.transports import AUTO
+from tw_compile.kernels.collective.wires import EXACT
+from tw_compile.passes.fusion.wire import wire_threshold
 from tw_compile.planning import DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
 from tw_compile.planning.ranges import Part, Ranges
 
@@ -233,6 +236,8 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
             for before, after in itertools.pairwise(stretches):
                 if before.fused != after.fused:
                     ends.add(after.nbytes // row_bytes - 1)
+    if config.wire != EXACT:
+        ends |= {_last_exact(engine, config, gate) for gate in choices}
     if config.fuse_min_bytes:
         ends.add((config.fuse_min_bytes - 1) // row_bytes)
     if config.fuse_max_bytes is not None:
@@ -242,6 +247,15 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
         if begin < engine.max_tokens:
             ends.add(begin - 1)
     return sorted(end for end in ends if 1 < end < engine.max_tokens)
+
+
+def _last_exact(engine: Engine, config: Config, gate: Gate) -> int:
+    """The last token count whose messages are too small for the wire; 0 where none is, or no size has the wire."""
+    transport = config.transport
+    if transport == AUTO:
+        transport = "p2p" if gate.node.peer_access else "host"
+    nbytes = wire_threshold(config, gate, engine.tensor_parallel_size, transport).nbytes
+    return 0 if nbytes is None else max(nbytes - 1, 0) // row_bytes_of(engine)
 
 
 def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -17,6 +17,7 @@ from tw_compile.config import Config
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
 from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.kernels.collective.wires import EXACT
 
 logger = logging.getLogger("vllm.tw_compile")
 _MIB = 2**20
@@ -185,9 +186,11 @@ def _put(engine: Any, config: Config) -> str:
     chained = f", after {type(users).__name__}" if users is not None else ""
     tables = " or ".join(dict.fromkeys(gate.node.device_class for gate in choices))
     ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
+    sites = "" if config.wire_sites == "all" else f" of {config.wire_sites}"
+    wire = "" if config.wire == EXACT else f"; wire {config.wire}{sites}"
     return (
         f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
-        f"thresholds for {tables}; token ranges end at {ranges}; {groups}; {split}"
+        f"thresholds for {tables}{wire}; token ranges end at {ranges}; {groups}; {split}"
     )
 
 

@@ -1,0 +1,132 @@
+"""How the rows of a fused call travel: exact, or in codes where option ``wire`` asks for them and the site allows it.
+
+Nothing is refused where nothing was asked for. Where a wire was, each site that keeps exact rows has a name for why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tw_compile import compat
+from tw_compile.config import Config
+from tw_compile.gating import Gate
+from tw_compile.gating.table import size
+from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.collective.wires import EXACT, WIRES
+from tw_compile.passes.contract import TokenRange
+from tw_compile.passes.fusion.feeds import feeds_of
+from tw_compile.passes.fusion.find import FusionSite
+from tw_compile.passes.reasons import WireRefusal, WireRefused
+
+AUTO = "auto"
+AUTO_WIRE = "int8"
+"""What ``auto`` takes where a table says that it pays."""
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class WireDecision:
+    """``wire`` is how rows travel. ``refused``: why not as asked; None where they do. ``feeds``: see :mod:`feeds`."""
+
+    wire: str = EXACT
+    refused: WireRefused | None = None
+    feeds: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """From so many bytes of a message on a wire is taken, and what says so; None: it is not taken at any size."""
+
+    nbytes: int | None
+    why: str
+
+
+def name_of_wire(config: Config) -> str:
+    """The wire that option ``wire`` means."""
+    return AUTO_WIRE if config.wire == AUTO else config.wire
+
+
+def wire_threshold(config: Config, gate: Gate, world_size: int, transport: str) -> Threshold:
+    """From which size on the wire is taken: by the option, else by the tables, else by the transport."""
+    name = name_of_wire(config)
+    if config.wire_min_bytes is not None:
+        return Threshold(config.wire_min_bytes, "tw_compile.wire_min_bytes")
+    measured = gate.wire_entry(name, world_size=world_size, transport=transport)
+    if measured is not None:
+        table, entry = measured
+        return Threshold(entry.from_bytes, f"{table.file}: {entry}; {entry.source}")
+    fallback = TRANSPORTS[transport].wire_from_bytes
+    if fallback is None or config.wire == AUTO:
+        return Threshold(
+            None,
+            f"no table says from which size on {name} is faster over {transport} with {world_size} ranks; "
+            "tw_compile.wire_min_bytes says it, too",
+        )
+    return Threshold(fallback, f"not measured: what {transport} has where no table says it")
+
+
+def message_refusal(
+    config: Config, gate: Gate, world_size: int, transport: str, hidden_size: int, dtype: torch.dtype, rows: TokenRange
+) -> WireRefused | Threshold:
+    """Why messages ``[rows, hidden_size]`` keep exact rows, whatever they are of; else the threshold that they reach.
+
+    ``rows``: the smallest and the largest count that one graph is for, None being any.
+    """
+    name = name_of_wire(config)
+    if name not in TRANSPORTS[transport].wires:
+        return WireRefused(WireRefusal.TRANSPORT_WITHOUT_WIRE, f"{transport} moves rows as they are")
+    group = WIRES[name].group
+    if hidden_size % group:
+        return WireRefused(
+            WireRefusal.HIDDEN_NOT_IN_GROUPS,
+            f"hidden size {hidden_size} is no multiple of {group}, the group of {name}",
+        )
+    if dtype not in _DTYPES:
+        return WireRefused(WireRefusal.DTYPE_NOT_SUPPORTED, f"messages of {dtype}: who keeps 32 bits wants them")
+    if compat.emulates_precision_casts():
+        return WireRefused(
+            WireRefusal.PRECISION_CASTS_KEPT, "emulate_precision_casts asks for every rounding as written"
+        )
+    threshold = wire_threshold(config, gate, world_size, transport)
+    if threshold.nbytes is None:
+        return WireRefused(WireRefusal.NOT_MEASURED, threshold.why)
+    row_bytes = hidden_size * dtype.itemsize
+    smallest = rows[0] * row_bytes
+    if smallest < threshold.nbytes:
+        many = "" if rows[0] == rows[1] else "one graph for all token counts: the smallest has "
+        return WireRefused(
+            WireRefusal.MESSAGE_TOO_SMALL, f"{many}{size(smallest)} < {size(threshold.nbytes)} ({threshold.why})"
+        )
+    return threshold
+
+
+def decide_wire(
+    site: FusionSite,
+    config: Config,
+    gate: Gate,
+    world_size: int,
+    transport: str,
+    message: torch.Tensor,
+    rows: TokenRange,
+) -> WireDecision:
+    """About a site that is fused over ``transport``; ``message`` is its fake partial sum, ``rows`` how many it may have."""
+    if config.wire == EXACT:
+        return WireDecision()
+    kinds = feeds_of(site.partials())
+    feeds = "+".join(sorted(kinds))
+    refused: WireRefused | Threshold
+    if config.wire_sites != "all" and kinds != {config.wire_sites}:
+        made = feeds or "neither attention nor an MLP that is recognised"
+        refused = WireRefused(
+            WireRefusal.SITE_EXCLUDED, f"tw_compile.wire_sites is {config.wire_sites}, the sum is that of {made}"
+        )
+    else:
+        hidden_size = int(message.shape[-1])
+        refused = message_refusal(config, gate, world_size, transport, hidden_size, message.dtype, rows)
+    if isinstance(refused, WireRefused):
+        return WireDecision(EXACT, refused, feeds, f"not {name_of_wire(config)}: {refused.detail}")
+    return WireDecision(name_of_wire(config), None, feeds, f"{name_of_wire(config)}: {refused.why}")
