@@ -143,7 +143,7 @@ def _show(report: dict[str, Any], console: Console, json_file: str | None) -> in
 
     print_run(console, report)
     common.write_json(report, json_file)
-    wire = report["wire"]
+    wire = report.get("wire")
     return 0 if report["numerics"]["passed"] and (wire is None or wire["passed"]) else common.EXIT_FAILED
 
 
