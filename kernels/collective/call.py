@@ -22,7 +22,7 @@ from tw_compile.kernels.runtime.launch import Kernel
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 _write_pointers = Struct(f"{len(POINTERS)}P").pack_into
-"""Faster than one attribute after the other."""
+"""Writes all addresses at once, which is faster than setting one attribute after the other."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class Call:
     """The launches of a call, in their order.
 
     Attributes:
-        launches: Parameters, which begin with the tensors' addresses, and CTAs. They are filled in and copied at each call:
-            a slot's calls follow each other, so no two threads make the same one.
-        options: What :meth:`Kernel.launch` takes besides.
+        launches: The parameters and the number of CTAs of each launch. The parameters begin with the tensors' addresses, which
+            each call fills in before it copies them. A slot's calls follow each other, so no two threads do this at once.
+        options: The other arguments of :meth:`Kernel.launch`.
         hidden: Makes the memory that the kernel writes its results to, ``[tokens, hidden]``.
-        residual_out: The same for the new residual.
-        residual_of: What the kernel is given for the residual; None: the tensor itself.
-        residual_out_of: What is handed on of the ``residual_out`` that the kernel writes; None: all of it.
+        residual_out: Makes the memory for the new residual.
+        residual_of: Makes of the caller's residual the one that the kernel reads; None: they are the same.
+        residual_out_of: Makes of the kernel's new residual the one that the caller gets; None: they are the same.
     """
 
     kernel: Kernel
@@ -52,7 +52,9 @@ class Call:
         return self.hidden(), self.residual_out()
 
     def enqueue(self, operands: Operands, outputs: Outputs | None, stream: int) -> Outputs:
-        """Launch on ``stream``, a handle, of the current device; ``outputs``: from ``allocate``, if it was called before.
+        """Launch on ``stream``, the handle of a stream of the current device.
+
+        ``outputs`` are those of :meth:`allocate` if the caller has called that already; None: this calls it.
 
         Returns ``(hidden, residual_out)`` as the caller wants them.
         """

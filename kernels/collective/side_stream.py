@@ -47,15 +47,15 @@ _CLUSTER_MIN_SMS = 100
 
 @cache
 def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
-    """Of high priority: the GPU's next free SM is the kernel's, and not that of a GEMM with thousands of CTAs to go.
+    """A stream of high priority: the kernel gets the GPU's next free SM before a GEMM does that has thousands of CTAs to go.
 
-    Groups share it. Their calls follow each other in the order of the program, as on the current stream.
+    All groups share it. Their calls follow each other in the order of the program, as on the current stream.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]
-"""Of a fork, that the side stream has passed it, and of a join."""
+"""Three events: the fork, that the side stream has passed the fork, and the join."""
 
 
 def _new_events() -> Events:
@@ -64,20 +64,20 @@ def _new_events() -> Events:
 
 @cache
 def events_of(device: torch.device, group_name: str, slot: int) -> Events:
-    """Of calls that are not captured.
+    """The events of calls that are not captured.
 
-    Calls of a slot share them: the next one forks after the join of the one before, and what waits for an event waits for
-    the last record before it.
+    All calls of a slot share them. A call forks after the join of the call before it, and a stream that waits for an event waits
+    for the last record before that.
     """
     return _new_events()
 
 
 def cluster_size(ctas: int, device: torch.device) -> int:
-    """CTAs of a cluster, for a call with ``ctas`` CTAs, one an SM: as many as divide it, at most what every GPU allows.
+    """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
 
-    1 on small GPUs: a place for a whole cluster must always become free, see ``kernels/runtime/barrier.py``. Pairs where
-    four are all: a GEMM that came first and left four SMs left two pairs, but hardly in one group, and in a captured graph it
-    may come first.
+    It divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole cluster must
+    always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs has pairs: in a captured graph a GEMM may come
+    first, and if it leaves four SMs they are two pairs that hardly lie in one group.
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1
@@ -105,10 +105,10 @@ def fork_and_join(
     kept: object,
     launch: Callable[[torch.cuda.Stream], Started],
 ) -> Started:
-    """What ``launch`` enqueues on the side stream, which it is given, between a fork and a join (``finish``).
+    """Let ``launch`` enqueue its work on the side stream between a fork and a join; ``finish`` of the result is the join.
 
-    ``kept``: inputs and outputs, which live until the join. ``device``, which is current, ``slot`` and ``overlap_sms`` are the
-    request's.
+    ``launch`` is given the side stream. ``kept`` holds inputs and outputs alive until the join. ``device``, ``slot`` and
+    ``overlap_sms`` are those of the request, and the device is current.
     """
     current, side = compat.current_stream(device), side_stream(device, slot)
     captured = torch.cuda.is_current_stream_capturing()

@@ -32,14 +32,15 @@ NOT_ARRIVED = -(2**31)
 
 OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 16
-"""CTAs of a call of host_rows.cu: so many fill a bus, and its rings are for all of them."""
+"""The most CTAs of a call of host_rows.cu. So many fill a bus, and an outbox has rings for all of them."""
 
 _STATE_WORDS = {INBOX: 5, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
-"""Of int32, by buffer: PushState of push.cu, the state of host_rows.cu, HostWordsState of host_words.cu."""
+"""How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, the state of
+host_rows.cu, and HostWordsState of host_words.cu."""
 
 
 def state_words(buffer: str) -> int:
-    """Words of int32 that the kernel of a buffer of that name keeps beside it, on the device; zeros at first."""
+    """How many int32 words a kernel keeps on the device beside a buffer of that name; they are zero at first."""
     return _STATE_WORDS.get(buffer, 0)
 
 
@@ -50,10 +51,13 @@ def capacity_for(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Shared:
-    """A buffer as all ranks have it.
+    """One buffer with a part on every rank.
 
-    ``handle``: what it must not outlive. ``addresses``: of each rank's part, as this rank's device reaches it. ``multicast``:
-    the address of all parts, or 0. ``offset``: of the part in its allocation, which must be the same on all ranks.
+    Attributes:
+        handle: The object that keeps the memory alive; the buffer must not outlive it.
+        addresses: The address of each rank's part, as this rank's device reaches it.
+        multicast: The multicast address of all parts together, or 0.
+        offset: Where the part begins in its allocation, in bytes; it must be the same on all ranks.
     """
 
     handle: Any
@@ -63,7 +67,7 @@ class Shared:
 
 
 class SlotMemory(ABC):
-    """What slots are made of."""
+    """A kind of memory that slots can be made of."""
 
     def capacity_for(self, nbytes: int) -> int:
         """Bytes to allocate where ``nbytes`` are needed."""
@@ -82,7 +86,7 @@ class SlotMemory(ABC):
 
 
 class SymmetricMemory(SlotMemory):
-    """torch's: memory of the GPUs, which peers reach."""
+    """torch's symmetric memory: it lies on the GPUs, and peers reach it."""
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
         """See :class:`SlotMemory`."""
@@ -101,10 +105,11 @@ class SymmetricMemory(SlotMemory):
 
 @dataclass(frozen=True)
 class SymmetricBuffer:
-    """``capacity`` bytes on every rank.
+    """A buffer of ``capacity`` bytes on every rank.
 
-    ``table``: ``int64 [world + 1]`` on the device, the addresses by rank and then the multicast address, or 0. ``state``: what
-    a kernel keeps of such a buffer (:func:`state_words`); it goes with the buffer, as captured graphs use both on.
+    ``table`` is ``int64 [world + 1]`` on the device: the address of each rank's part, then the multicast address or 0. ``state``
+    holds the words that a kernel keeps for this buffer (:func:`state_words`). Both live as long as the buffer, because captured
+    graphs go on using them.
     """
 
     tensor: torch.Tensor
@@ -121,7 +126,7 @@ class SymmetricBuffer:
 
 @dataclass
 class Slot:
-    """Memory of one slot on this rank; pads and epochs live as long as the slot, buffers may be replaced by larger ones."""
+    """The memory of one slot on this rank. Pads and epochs live as long as the slot; larger buffers may replace its buffers."""
 
     pads: SymmetricBuffer
     epochs: torch.Tensor
@@ -145,11 +150,14 @@ class Slot:
 
 @dataclass
 class GroupState:
-    """A process group as this transport sees it; the same on all ranks but for ``rank``.
+    """A process group as this transport sees it. All ranks have the same values, but for ``rank``.
 
-    ``selector``: which kernel serves a call. ``obstacle``: why the group uses another transport, ``instead``. ``multimem``: use
-    multicast, which ends when a buffer has no multicast address. ``prepared``: variants of requests whose kernels are loaded.
-    ``known``: forms of calls that were served, and how; nothing of that outlives the buffers that it names.
+    Attributes:
+        selector: Chooses the kernel of a call.
+        obstacle: Why the group uses another transport, the one named by ``instead``; None: it uses this one.
+        multimem: Whether multicast is used. This ends when a buffer has no multicast address.
+        prepared: The variants of requests whose kernels are loaded.
+        known: The forms of calls that were served, and how. No entry outlives the buffers that it names.
     """
 
     name: str

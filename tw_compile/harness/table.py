@@ -37,14 +37,14 @@ def plain_table(
 
 
 def print_header(console: Console, report: dict[str, Any], subject: str, versions: str) -> None:
-    """What was measured, on which ranks, by which versions; the lines below it are as wide as tables need."""
+    """Print what was measured, on which ranks and by which versions, and make the console as wide as tables need."""
     widen(console)
     ranks = f"{report['world_size']} x {report['device_name']}"
     console.print(f"{subject}, {ranks}, {report['dtype']}, {versions}", style="bold", markup=False)
 
 
 def widen(console: Console, width: int = WIDTH) -> None:
-    """Where lines have no end, rich takes 80 characters and cuts columns."""
+    """Make a console that is no terminal at least ``width`` characters wide: there rich takes 80 and cuts columns."""
     if not console.is_terminal:
         console.width = max(console.width, width)
 
@@ -55,11 +55,11 @@ def switches(report: dict[str, Any]) -> str:
 
 
 class ReportTable(ABC, Generic[AnyRow]):
-    """What one benchmark's report says as text; :meth:`print` is the same for all.
+    """The report of one benchmark as text. :meth:`print` is the same for all benchmarks.
 
     Attributes:
-        own_columns: Between times and verdict; :meth:`own_cells` fills them.
-        baseline: The name of what speed-ups are relative to.
+        own_columns: The benchmark's own columns, between times and verdict; :meth:`own_cells` fills them.
+        baseline: What speed-ups are relative to, in words.
         promise: The sentence about our kernels that is printed where nothing failed.
     """
 
@@ -81,11 +81,11 @@ class ReportTable(ABC, Generic[AnyRow]):
 
     @abstractmethod
     def unit(self) -> str:
-        """Of the times."""
+        """The unit of the times."""
 
     @abstractmethod
     def size(self, row: AnyRow) -> str:
-        """Rows of the same size make a table."""
+        """The size that a row belongs to; rows of the same size make a table."""
 
     @abstractmethod
     def asked(self) -> list[str]:
@@ -93,11 +93,11 @@ class ReportTable(ABC, Generic[AnyRow]):
 
     @abstractmethod
     def title(self, rows: list[AnyRow]) -> str:
-        """Of a table of these rows."""
+        """The title of a table of these rows."""
 
     @abstractmethod
     def own_cells(self, row: AnyRow) -> tuple[str, ...]:
-        """As many as there are ``own_columns``."""
+        """The cells of a row, one for each of ``own_columns``."""
 
     @abstractmethod
     def note(self, row: AnyRow) -> str | None:
@@ -157,16 +157,16 @@ class ReportTable(ABC, Generic[AnyRow]):
 
 
 def failed_lines(rows: Sequence[AnyRow], where: Callable[[AnyRow], str]) -> list[str]:
-    """One for each row of ours that failed; ``where``: the size at which it did."""
+    """A line for each row of ours that failed; ``where`` says at which size."""
     return [f"{row.label} at {where(row)}: {row.outcome}: {row.reason}" for row in failures(rows)]
 
 
 def print_verdict(
     console: Console, failed: Sequence[str], promise: str = PROMISE, incomplete: str | None = None
 ) -> None:
-    """``failed``: a line for each failure; ``promise``: what holds where there is none.
+    """Print a line for each failure, or ``promise``, the sentence that holds where there is none.
 
-    ``incomplete``: What is missing and why, if anything is: then nobody has passed.
+    ``incomplete`` says what is missing and why. If anything is missing nobody has passed.
     """
     console.print()
     for line in failed:

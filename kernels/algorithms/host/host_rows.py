@@ -32,7 +32,7 @@ WORKERS = 512
 """Threads of a CTA that move rows, if a row does not need more."""
 MOST_RING, MOST_DEPTH = 12, 2
 MOST_RING_BYTES = 256 * 1024
-"""Of partial sums; where turns are long there are fewer of them in a ring, but never less than two."""
+"""The most bytes of partial sums in a ring. Where turns are long a ring has fewer of them, but never less than two."""
 _HALVES = 2
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
@@ -69,7 +69,7 @@ def stage_budget(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA handles rows. In the terms of host_rows.cu, ``half_bytes`` is what an outbox needs for a call of a CTA."""
+    """How a CTA handles rows, in the terms of host_rows.cu. ``half_bytes``: what one CTA of a call needs of an outbox."""
 
     threads: int
     groups: int
@@ -87,7 +87,7 @@ class Shape:
         return self.threads * self.groups + 64
 
     def defines(self) -> dict[str, int | str]:
-        """Those of host_rows.cu that have these names."""
+        """The definitions of host_rows.cu that have these names."""
         return {
             "THREADS": self.threads,
             "GROUPS": self.groups,
@@ -107,7 +107,7 @@ def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) ->
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
     if each < 2 <= vectors // 32:
-        each = 2  # more bytes of a thread under way
+        each = 2  # so each thread has more bytes under way
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, WORKERS // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
