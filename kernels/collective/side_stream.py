@@ -66,8 +66,8 @@ def _new_events() -> Events:
 def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     """The events of calls that are not captured.
 
-    All calls of a slot share them. A call forks after the join of the call before it, and a stream that waits for an event waits
-    for the last record before that.
+    All calls of a slot share them. A call forks after the join of the call before it, and a stream that waits for an event
+    waits for the last record before that.
     """
     return _new_events()
 
@@ -75,9 +75,9 @@ def events_of(device: torch.device, group_name: str, slot: int) -> Events:
 def cluster_size(ctas: int, device: torch.device) -> int:
     """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
 
-    It divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole cluster must
-    always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs has pairs: in a captured graph a GEMM may come
-    first, and if it leaves four SMs they are two pairs that hardly lie in one group.
+    It divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole cluster
+    must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs has pairs: in a captured graph a GEMM may
+    come first, and if it leaves four SMs they are two pairs that hardly lie in one group.
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1

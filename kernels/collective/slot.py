@@ -107,9 +107,9 @@ class SymmetricMemory(SlotMemory):
 class SymmetricBuffer:
     """A buffer of ``capacity`` bytes on every rank.
 
-    ``table`` is ``int64 [world + 1]`` on the device: the address of each rank's part, then the multicast address or 0. ``state``
-    holds the words that a kernel keeps for this buffer (:func:`state_words`). Both live as long as the buffer, because captured
-    graphs go on using them.
+    ``table`` is ``int64 [world + 1]`` on the device: the address of each rank's part, then the multicast address or 0.
+    ``state`` holds the words that a kernel keeps for this buffer (:func:`state_words`). Both live as long as the buffer,
+    because captured graphs go on using them.
     """
 
     tensor: torch.Tensor
