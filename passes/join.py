@@ -36,8 +36,12 @@ class JoinedGemms:
     turns: tuple[tuple[Gemms, Turns], ...]
 
 
-def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure = measured_turns) -> JoinedGemms:
-    """Join what ``measure`` finds faster; ``tokens`` are the token counts that the graph serves, None: any."""
+def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None) -> JoinedGemms:
+    """Join what ``measure`` (None: :func:`measured_turns`) finds faster.
+
+    ``tokens`` are the token counts that the graph serves; None: any.
+    """
+    measure = measure or measured_turns
     joined: list[tuple[Gemms, Turns]] = []
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
