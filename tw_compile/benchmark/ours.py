@@ -28,7 +28,7 @@ class Operator(Contender):
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
-        self.hidden_scale = variant.hidden_scale
+        self.hidden_scale, self.wire = variant.hidden_scale, variant.wire
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -55,7 +55,7 @@ class Operator(Contender):
         own_form = form(self, problem.x.dtype)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
-        request = replace(request, overlap_sms=self._overlap_sms)
+        request = replace(request, overlap_sms=self._overlap_sms, wire=self.wire)
         meanwhile = self.meanwhile(problem)
         transport = self.transport
         if self._variant.in_slot:
@@ -96,8 +96,9 @@ class Operator(Contender):
             return obstacle
         assert self._request is not None
         state = transport.states[ranks.ctx.group_name, ranks.ctx.device]
-        self._algorithm = state.selector.choose(self._request, state)
-        if transport.algorithm is None or transport.algorithm is self._algorithm:
+        settled = state.selector.settled(self._request, state)
+        self._algorithm = state.selector.choose(settled, state)
+        if transport.algorithm is None or (transport.algorithm is self._algorithm and settled.wire == self.wire):
             return None
         return f"fell back to another kernel: {transport.algorithm.obstacle(self._request, state)}"
 
