@@ -27,7 +27,7 @@ from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.contenders import contenders, select
 from tw_compile.benchmark.flashinfer_peers import FlashInfer, import_obstacle
 from tw_compile.benchmark.gated import set_regret
-from tw_compile.benchmark.ours import Operator
+from tw_compile.benchmark.ours import NO_MULTICAST, Operator
 from tw_compile.benchmark.peers import add_rms_norm_
 from tw_compile.benchmark.plot import plot
 from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
@@ -433,7 +433,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 12, "peer": 6, "bound": 1}
+    assert kinds == {"ours": 13, "peer": 6, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)
@@ -455,12 +455,29 @@ def test_what_needs_peer_memory_is_a_row_with_the_reason(monkeypatch: pytest.Mon
     assert off >= {"tw-p2p", "tw-stream", "copy-engines+norm", *others}
     assert not off & {"tw-nccl", "nccl+norm", "no-communication"}
     assert all(one.obstacle(size, 2) is None for one in everyone if one.label not in off)
+    assert "tw-multimem" in off
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "1")
     assert SWITCHED_OFF not in {one.obstacle(size, 2) for one in everyone}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: False)
     assert {one.label for one in everyone if one.obstacle(size, 2) == NO_PEER_ACCESS} == off
+
+
+def test_multimem_is_a_row_with_the_reason_where_there_is_no_multicast(monkeypatch: pytest.MonkeyPatch) -> None:
+    (multimem,) = contenders(replace(SPEC, only=("tw-multimem",)))
+    size = MessageSize(512, 8192, "bfloat16")
+    missing = f"multimem {NO_MULTICAST}"
+    assert multimem.obstacle(size, 2) == missing, "no GPU is in use"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda gpu, peer: True)
+    for answer, obstacle in ((None, missing), (False, missing), (True, None)):
+        monkeypatch.setattr(compat, "multicast_support", {1: answer}.get)
+        assert multimem.obstacle(size, 2) == obstacle
+    swept = contenders(replace(SPEC, only=("tw-multimem",), sms=(4, 32, 64)))
+    assert [one.label for one in swept] == ["tw-multimem-4sm", "tw-multimem-32sm"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="flashinfer is installed")

@@ -40,6 +40,7 @@ class Variant:
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
             stay there.
         wire: How rows travel.
+        needs_multicast: Whether it is not run without NVLink multicast.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Variant:
     hidden_scale: float | None = None
     narrow: bool = False
     wire: str = EXACT
+    needs_multicast: bool = False
 
 
 def _named(name: str) -> Callable[[int | None], Transport]:
@@ -94,6 +96,7 @@ def _of_algorithms(transport: str) -> list[Variant]:
             sms=entry.sms,
             most_sms=entry.most_sms,
             algorithm=entry.name if line.plain else None,
+            needs_multicast=entry.needs_multicast,
         )
         for entry, line in pairs
     ]
