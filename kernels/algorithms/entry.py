@@ -43,8 +43,9 @@ class AlgorithmEntry:
         beside: For calls beside other work algorithms are asked in ascending order of this number. None: it is not asked.
         instead: The name of the algorithm that is asked next if this one can't serve a message.
         needs_whole_residual: Whether every rank must have all rows of the residual.
+        needs_multicast: Whether it serves nothing without NVLink multicast.
         serves_all: Whether it serves every message whose rows travel as they are. Exactly one entry of a transport has this; it
-            is asked last.
+            is asked last. That of ``multimem`` is the one of ``p2p``.
         wires: Whether it lets rows travel in codes. No other is asked for that.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
@@ -60,6 +61,7 @@ class AlgorithmEntry:
     beside: int | None = None
     instead: str | None = None
     needs_whole_residual: bool = False
+    needs_multicast: bool = False
     serves_all: bool = False
     wires: bool = False
     profile: str | None = None

@@ -22,6 +22,7 @@ class P2PTransport(SlotTransport):
     """Kernels over symmetric memory.
 
     With the name "multimem" the kernel of that name, if all buffers of the group have multicast, else what serves all messages.
+    ``algorithm`` takes the place of that kernel.
     """
 
     label = "P2P transport"
@@ -31,7 +32,9 @@ class P2PTransport(SlotTransport):
 
     def __init__(self, name: str = "p2p", algorithm: Algorithm | None = None) -> None:
         self.multicast = name == "multimem"
-        super().__init__(name, ALGORITHMS["multimem"].make() if self.multicast else algorithm)
+        if self.multicast and algorithm is None:
+            algorithm = ALGORITHMS["multimem"].make()
+        super().__init__(name, algorithm)
 
     def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         """See :class:`SlotTransport`."""

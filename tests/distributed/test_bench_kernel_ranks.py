@@ -29,6 +29,10 @@ from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context, Problem
 from tw_compile.harness.ranks import Ranks, UnavailableError
 from tw_compile.harness.start import launch
+from tw_compile.kernels.collective.codes import round_trip
+from tw_compile.kernels.collective.reference import add_rms_norm
+from tw_compile.kernels.collective.spec import row_range
+from tw_compile.kernels.collective.wires import WIRES
 from tw_compile.testing import GlooRanks
 
 SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
@@ -173,6 +177,65 @@ def test_wrong_or_unequal_results_get_no_time(gloo_ranks: GlooRanks) -> None:
     outcome, reason, has_time, numerics = rows["unequal"]
     assert (outcome, has_time, numerics) == ("numerics failed", False, "failed")
     assert "differs from rank 0" in str(reason)
+
+
+class _Coded(Contender):
+    """Says that its rows travel by ``wire``, and lets them travel by another one."""
+
+    kind = "ours"
+
+    def __init__(self, wire: str, travels: str) -> None:
+        self.label, self.wire, self.travels = f"{travels} as {wire}", wire, WIRES[travels]
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
+        world_size, request = ranks.ctx.world_size, problem.request(ranks.ctx)
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            sent = [torch.empty_like(problem.x) for _ in range(world_size)]
+            dist.all_gather(sent, problem.x)
+            total = torch.zeros(problem.x.shape)
+            for owner in range(world_size):
+                rows = slice(*row_range(len(total), world_size, owner))
+                for source, x in enumerate(sent):
+                    total[rows] += (x if source == owner else round_trip(x, self.travels.sums))[rows]
+            hidden, h = add_rms_norm(total, request.residual, None, request.weight, request.norm)
+            return round_trip(hidden, self.travels.results).to(hidden.dtype), h
+
+        return call
+
+
+def _bench_coded(ranks: Ranks) -> dict[str, tuple[str, str | None, str]]:
+    everyone: list[Contender] = [
+        _Coded(wire, travels)
+        for wire, travels in (
+            ("int8", "int8"),
+            ("int6", "int6"),
+            ("int4", "int4"),
+            ("int8", "exact"),
+            ("int8", "int6"),
+            ("int6", "int4"),
+            ("exact", "int8"),
+        )
+    ]
+    spec = dataclasses.replace(SPEC, hidden=(256,), wires=("exact", "int8", "int6", "int4"))
+    (size,) = spec.sizes()
+    rows = bench_size(spec, ranks, everyone, size, 2**20, lambda what: None)
+    return {row.label: (row.outcome, row.reason, row.wire) for row in rows}
+
+
+def test_rows_in_codes_may_be_as_wrong_as_their_own_wire_and_no_more(gloo_ranks: GlooRanks) -> None:
+    rows, other = gloo_ranks.run(_on_ranks, _bench_coded)
+    assert rows == other
+    for wire in ("int8", "int6", "int4"):
+        assert rows[f"{wire} as {wire}"] == ("timed", None, wire)
+    assert rows["exact as int8"] == ("timed", None, "int8")
+    for label, budget in (
+        ("int6 as int8", "torch in int8"),
+        ("int4 as int6", "torch in int6"),
+        ("int8 as exact", "unfused"),
+    ):
+        outcome, reason, _ = rows[label]
+        assert outcome == "numerics failed" and "hidden: rms error" in str(reason) and budget in str(reason)
 
 
 def _agreements(ranks: Ranks) -> tuple[Any, ...]:

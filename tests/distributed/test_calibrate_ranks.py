@@ -172,6 +172,27 @@ def test_decisions_are_those_of_tune(gloo_ranks: GlooRanks, tmp_path: Path) -> N
     assert entries[0].source.values[-1] == "tw_compile.calibrate" and found["remarks"] == ()
 
 
+def _measure_multimem(rank: int, folder: str) -> tuple[dict[str, Any], list[str]]:
+    planted = [Planted("multimem", 16, lambda nbytes: 4.0, flaw) for flaw in ("", "wrong")]
+    found, lines = lines_of(lambda: together(folder, [*good(), *planted]))
+    return asdict(found), [line for line in lines if "left out" in line]
+
+
+@pytest.mark.timeout(120)
+def test_multimem_is_a_transport_of_its_own_and_wrong_results_of_it_are_left_out(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    (found, lines), (other, _) = gloo_ranks.run(_measure_multimem, str(tmp_path))
+    assert found == other
+    (line,) = lines
+    assert line.startswith("tw_compile: calibration: multimem wrong is left out: rank 1: hidden: ")
+    # The kernels of p2p are compared with each other, as if there were no multimem.
+    assert [step["algorithm"] for step in found["steps"]] == ["push_one_shot", "push_two_shot", "multimem"]
+    measured = calibration.calibration_of((tmp_path / HERE.file_name).read_text(), "file")
+    fused = {entry.transport for entry in measured.table.entries if entry.source.kind == "measured"}
+    assert fused == {"multimem"}
+
+
 def _measure_in_time(rank: int, folder: str, seconds: float) -> tuple[list[str], list[int]]:
     # Rank 0's clock goes on by a second each time that it is looked at; rank 1's stands still.
     clock = functools.partial(next, itertools.count()) if rank == 0 else lambda: 0.0

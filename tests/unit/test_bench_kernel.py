@@ -374,7 +374,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 12, "peer": 6, "bound": 1}
+    assert kinds == {"ours": 13, "peer": 6, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)
@@ -396,6 +396,7 @@ def test_what_needs_peer_memory_is_a_row_with_the_reason(monkeypatch: pytest.Mon
     assert off >= {"tw-p2p", "tw-stream", "copy-engines+norm", *others}
     assert not off & {"tw-nccl", "nccl+norm", "no-communication"}
     assert all(one.obstacle(size, 2) is None for one in everyone if one.label not in off)
+    assert "tw-multimem" in off
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "1")
     assert SWITCHED_OFF not in {one.obstacle(size, 2) for one in everyone}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -437,6 +438,19 @@ def test_in_place_norm_keeps_repeated_sums_finite() -> None:
         (["--device", "cpu", "--only", "tw-p2p"], "--only", "tw-p2p"),
         (["--device", "cpu", "--sms", "4"], "--sms", "4"),
         (["--device", "cpu", "--sms", "few"], "--sms", "few"),
+        (["--wire", "exact,int8,exact"], "--wire", "exact,int8,exact"),
+        (["--wire", ""], "--wire", "''"),
+        (
+            ["--wire", "int8", "--hidden", "256,200"],
+            "--wire: expected hidden sizes that are multiples of 128 for int8",
+            "200",
+        ),
+        (
+            ["--wire", "exact,int6", "--only", "tw-p2p,nccl+norm"],
+            "--wire: expected exact, as no contender of --only",
+            "int6",
+        ),
+        (["--device", "cpu", "--wire", "int8"], "--wire: expected exact, as no contender of --device cpu", "int8"),
         (["--device", "cpu", "--csv", "/no/such/folder/rows.csv"], "--csv", "/no/such/folder"),
         (["--device", "cpu", "--plot", "plot.pdf"], "--plot", "plot.pdf"),
     ],
@@ -446,7 +460,8 @@ def test_bad_input_is_one_line_that_names_the_option(args: list[str], named: str
     result = CliRunner().invoke(app, ["bench", "kernel", *args])
     assert result.exit_code == 2
     lines = [line for line in result.output.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and lines[0].startswith(f"error: {named}: expected") and came in lines[0]
+    start = named if ": " in named else f"{named}: expected"
+    assert len(lines) == 1 and lines[0].startswith(f"error: {start}") and came in lines[0]
 
 
 def test_plot_without_matplotlib_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

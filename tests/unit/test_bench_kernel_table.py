@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tw_compile.benchmark.results import Row
-from tw_compile.benchmark.tune import steps_from, table_of
+from tw_compile.benchmark.tune import steps_by_transport, steps_from, table_of
 from tw_compile.kernels.transports.selection import Step
 
 
@@ -66,6 +66,20 @@ def test_a_table_weighs_hidden_sizes_of_the_same_bytes_alike() -> None:
         timed("push_two_shot", 8, 2**20, 100.0, hidden=8192),
     ]
     assert steps_from(rows, 2) == [Step(2, 2**20, "push_two_shot", 8)]
+
+
+def test_kernels_of_one_transport_leave_no_hole_in_the_table_of_another() -> None:
+    rows = [
+        timed("push_one_shot", 64, 2**18, 8.0),
+        timed("multimem", 16, 2**18, 9.0),
+        timed("stream", 16, 2**24, 85.0),
+        timed("multimem", 16, 2**24, 50.0),
+    ]
+    assert steps_by_transport(rows, 4) == [
+        Step(4, 2**21, "push_one_shot", 64),
+        Step(4, 2**24, "stream", 16),
+        Step(4, 2**24, "multimem", 16),
+    ]
 
 
 def test_a_table_needs_a_kernel_that_it_can_name() -> None:

@@ -26,6 +26,7 @@ from tw_compile.gating import Entry, Layer, Source, Table, table_text
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
+from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.collective.transports import GroupFacts
 from tw_compile.kernels.registry import Benchmarked
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_for
@@ -244,6 +245,19 @@ def test_every_kernel_of_the_registry_takes_part_and_can_give_up() -> None:
         assert isinstance(transport, SlotTransport) and transport.spin_limit == SPIN_LIMIT
         assert transport.algorithm is not None
     assert {one.algorithm for one in candidates(["host"])[1:]} >= {"host_words", "host_one_shot", "host_two_shot"}
+
+
+def test_multimem_takes_part_where_there_is_multicast_alone() -> None:
+    facts = GroupFacts("cuda", 4, 1)
+    without, everyone = (candidates(calibrate.transports_of(facts, node)) for node in (SM90, MULTICAST))
+    assert "multimem" not in {one.algorithm for one in without}
+    assert [one.label for one in everyone] == [*(one.label for one in without), "tw-multimem"]
+    multimem = everyone[-1]
+    transport = multimem.transport  # type: ignore[attr-defined]
+    assert (transport.name, transport.multicast, transport.spin_limit) == ("multimem", True, SPIN_LIMIT)
+    assert isinstance(transport.algorithm, Multimem) and multimem.max_sms == 16
+    cut_off = candidates(calibrate.transports_of(replace(facts, peer_access=False), MULTICAST))
+    assert "multimem" not in {one.algorithm for one in cut_off}
 
 
 def test_a_kernel_that_gave_up_deviates() -> None:

@@ -45,6 +45,7 @@ REFUSED = [
     (["bench", "layer", "--device", "cpu", "--tp", "3"], HEADS),
     (["bench", "model", "--device", "cpu", "--layers", "5"], DEPTH),
     (["bench", "kernel", "--device", "cpu", "--tp", "17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
+    (["bench", "kernel", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, int4, got 'int5'"),
     (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),
     (["tune", "--device", "cpu", "--tp", "2,17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
 ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tw_compile.benchmark import gated
+from tw_compile.benchmark import gated, ours
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import Gated, regret_csv, regret_line, regrets, set_regret
 from tw_compile.benchmark.ours import Operator
@@ -65,6 +65,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gated]:
         monkeypatch.setattr(gated, "steps_for", lambda device, world_size: steps)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+        monkeypatch.setattr(ours, "multicast_here", lambda: False)
         return Gated()
 
     return make

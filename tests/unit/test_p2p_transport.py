@@ -462,6 +462,8 @@ def test_multimem_by_name() -> None:
     transports = [get_transport(name) for name in ("p2p", "multimem")]
     assert [transport.name for transport in transports] == ["p2p", "multimem"]
     assert all(isinstance(transport, p2p.P2PTransport) for transport in transports)
+    few = Multimem(4)
+    assert p2p.P2PTransport("multimem", few).algorithm is few
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,13 @@ def test_rows_without_times_or_with_wrong_results_are_left_out() -> None:
     assert [row.label for row in rows] == ["a", "d"]
 
 
+def test_rows_in_codes_are_not_what_peers_give() -> None:
+    header = "label,kind,tokens,p50_us,world_size,hidden,numerics,quantises,wire"
+    lines = ["a,ours,8,1.5,2,64,ok,False,exact", "b,ours,8,1.0,2,64,ok,False,int8", "c,ours,8,1.0,2,64,ok,True,exact"]
+    rows = parse("\n".join([header, *lines]), "f.csv", "measured earlier")
+    assert [row.quantises for row in rows] == [False, True, True]
+
+
 def test_swept_halves_are_around_the_middle() -> None:
     assert swept_sizes(1024) == (128, 256, 384, 512, 640, 768, 896)
     assert swept_sizes(256) == (128,)

@@ -18,6 +18,7 @@ import torch
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import Form, Problem
 from tw_compile.harness.ranks import Ranks
+from tw_compile.kernels.collective.wires import EXACT
 
 ContenderCall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 ContenderKind = Literal["ours", "peer", "bound"]
@@ -32,6 +33,7 @@ class Contender(ABC):
         residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
         hidden_scale: The scale of float8 results; None where results have the message's dtype.
         reduces: False for a bound that leaves the communication out, so that its results are wrong.
+        wire: How its rows travel, a name of ``wires.WIRES``.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
     """
 
@@ -41,6 +43,7 @@ class Contender(ABC):
     residual_narrow: bool = False
     hidden_scale: float | None = None
     reduces: ClassVar[bool] = True
+    wire: str = EXACT
     algorithm: str | None = None
     max_sms: int | None = None
 

@@ -105,7 +105,10 @@ def set_regret(rows: Iterable[Row]) -> None:
     timed = [
         row
         for row in rows
-        if row.kind in ("ours", "peer") and row.numerics == "ok" and row.p50_us is not None and not row.quantises
+        if row.kind in ("ours", "peer")
+        and row.numerics == "ok"
+        and row.p50_us is not None
+        and row.gives_what_peers_give
     ]
     best = min(timed, key=lambda row: row.p50_us or 0.0, default=None)
     for row in timed:

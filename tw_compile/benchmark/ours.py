@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from tw_compile import compat
 from tw_compile.benchmark.contender import Contender, ContenderCall, form
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.benchmark.variants import Variant
@@ -19,6 +20,8 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, choose_transport
 
+NO_MULTICAST = "needs NVLink multicast: there is none here, or it is turned off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1)"
+
 
 class Operator(Contender):
     """The fused operator, run as ``variant`` on ``sms`` SMs."""
@@ -28,7 +31,7 @@ class Operator(Contender):
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
-        self.hidden_scale = variant.hidden_scale
+        self.hidden_scale, self.wire = variant.hidden_scale, variant.wire
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -41,12 +44,15 @@ class Operator(Contender):
         return self._variant.transport(self._sms)
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        """Why the transport can't serve this size where GPUs can't reach each other. Other obstacles show at the first call."""
+        """Why it can't serve this size without peer access, or without multicast. Other obstacles show at the first call."""
         facts = node_facts(TRANSPORTS[self._variant.over].device_types[0], world_size)
-        if facts.peer_access:
-            return None
-        choice = choose_transport(facts, size.hidden, size.element_bytes, self._variant.over)
-        return choice.reason if choice.name is None else None
+        if not facts.peer_access:
+            choice = choose_transport(facts, size.hidden, size.element_bytes, self._variant.over)
+            if choice.name is None:
+                return choice.reason
+        if self._variant.needs_multicast and not multicast_here():
+            return f"{self._variant.over} {NO_MULTICAST}"
+        return None
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
         return self._sms if self._algorithm is None else self._algorithm.sms(size.tokens, world_size)
@@ -55,7 +61,7 @@ class Operator(Contender):
         own_form = form(self, problem.x.dtype)
         residual = problem.residual.to(own_form.norm().residual_dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
-        request = replace(request, overlap_sms=self._overlap_sms)
+        request = replace(request, overlap_sms=self._overlap_sms, wire=self.wire)
         meanwhile = self.meanwhile(problem)
         transport = self.transport
         if self._variant.in_slot:
@@ -96,10 +102,16 @@ class Operator(Contender):
             return obstacle
         assert self._request is not None
         state = transport.states[ranks.ctx.group_name, ranks.ctx.device]
-        self._algorithm = state.selector.choose(self._request, state)
-        if transport.algorithm is None or transport.algorithm is self._algorithm:
+        settled = state.selector.settled(self._request, state)
+        self._algorithm = state.selector.choose(settled, state)
+        if transport.algorithm is None or (transport.algorithm is self._algorithm and settled.wire == self.wire):
             return None
         return f"fell back to another kernel: {transport.algorithm.obstacle(self._request, state)}"
+
+
+def multicast_here() -> bool:
+    """Whether torch says that this process's GPU has NVLink multicast, and it is not turned off."""
+    return torch.cuda.is_initialized() and bool(compat.multicast_support(torch.cuda.current_device()))
 
 
 def fallback(ranks: Ranks, transport: Transport) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from tw_compile.benchmark.spec import TWO_SHOT_BOUND, BenchSpec, MessageSize, bounds_us, bus_bytes
 from tw_compile.harness.rows import Outcome, best_peer, csv_of
+from tw_compile.kernels.collective.wires import EXACT
 
 
 @dataclass
@@ -22,13 +23,14 @@ class Row:
         numerics: "ok", "failed", or "not checked" when it did not come to that.
         p50_us: Median microseconds a call, of the slowest rank; p20 and p80 likewise. None without a time.
         bus_gb_per_s: 2 (N-1)/N of the message by the median time.
-        share_of_bound: The links' two-shot time by the median time.
+        share_of_bound: The links' two-shot time by the median time; that of exact rows, whatever the wire.
         speedup: The best peer's median time by this one's; ours only, where it gives what the peers give.
         best_peer: Which one that is.
         algorithm: The kernel that a table can name for it, and the SMs that it may have; None where it can't.
         quantises: The normalised rows are float8: fewer bytes than the peers', so it has no speed-up.
         chosen: What the gated contender ran, and the table that says so; others chose nothing.
         regret: Its median time by that of ``best``, the fastest of all who do the same work, less 1.
+        wire: How its rows travel. In codes they are fewer bytes than the peers', and not as exact, so it has no speed-up.
     """
 
     label: str
@@ -55,6 +57,12 @@ class Row:
     chosen: str | None = None
     regret: float | None = None
     best: str | None = None
+    wire: str = EXACT
+
+    @property
+    def gives_what_peers_give(self) -> bool:
+        """Whether its rows are as exact as the peers', and cross the links whole. Times of others can't be compared."""
+        return not self.quantises and self.wire == EXACT
 
 
 def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
@@ -71,7 +79,7 @@ def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:
             continue
         row.bus_gb_per_s = bus_bytes(size.nbytes, spec.world_size) / row.p50_us / 1e3
         row.share_of_bound = bounds[TWO_SHOT_BOUND] / row.p50_us
-        comparable = row.kind == "ours" and row.numerics == "ok" and not row.quantises
+        comparable = row.kind == "ours" and row.numerics == "ok" and row.gives_what_peers_give
         if comparable and peer is not None and peer.p50_us is not None:
             row.speedup, row.best_peer = peer.p50_us / row.p50_us, peer.label
     return rows + [

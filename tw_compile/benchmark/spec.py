@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tw_compile.harness.spec import ELEMENT_BYTES, ONE_SHOT_BOUND, TWO_SHOT_BOUND
+from tw_compile.kernels.collective.wires import EXACT
 
 LINK_GB_PER_S = 370.0
 """What one direction of an H200's NVLink is taken to carry; nominally it is 18 links of 25 GB/s."""
@@ -41,6 +42,7 @@ class BenchSpec:
         only: Labels of the contenders that take part; empty means all.
         sms: SM counts to try for contenders of ours that take one.
         gated: Whether what the gate chooses takes part, see :mod:`tw_compile.benchmark.gated`.
+        wires: How rows of ours travel, names of ``wires.WIRES``. Those that can't have a wire take part in the exact one alone.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -57,6 +59,7 @@ class BenchSpec:
     seed: int = 0
     timeout: float = 1200.0
     gated: bool = False
+    wires: tuple[str, ...] = (EXACT,)
 
     def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:

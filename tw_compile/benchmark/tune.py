@@ -8,7 +8,7 @@ from math import isqrt
 from typing import Any
 
 from tw_compile.benchmark.results import Row, rows_of
-from tw_compile.kernels.transports.selection import Step, step_for, table_text
+from tw_compile.kernels.transports.selection import Step, step_for, steps_over, table_text, transport_of
 
 SLACK = 1.02
 """A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""
@@ -22,7 +22,7 @@ def table_of(report: dict[str, Any]) -> str:
     Raises:
         ValueError: The report has no time of a kernel that a table can name.
     """
-    steps = steps_from(rows_of(report), report["world_size"])
+    steps = steps_by_transport(rows_of(report), report["world_size"])
     if not steps:
         raise ValueError("no kernel that a table can name was timed")
     versions = report["versions"]
@@ -31,6 +31,20 @@ def table_of(report: dict[str, Any]) -> str:
         f"{', '.join(map(str, report['hidden']))}, torch {versions['torch']}, commit {versions['commit']}"
     )
     return table_text(report["device_name"], steps, comment)
+
+
+def steps_by_transport(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = ()) -> list[Step]:
+    """The table of a world size; empty where no kernel that a table can name was timed.
+
+    Kernels are compared with those of the same transport: which transport serves a message is for thresholds to say.
+    """
+    of: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.algorithm is not None:
+            of[transport_of(row.algorithm)].append(row)
+    return [
+        step for transport, own in of.items() for step in steps_from(own, world_size, steps_over(shipped, transport))
+    ]
 
 
 def steps_from(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = ()) -> list[Step]:

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.harness.requests import UsageError
+from tw_compile.harness.spec import with_labels
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.kernels.registry import Benchmarked
 
 if TYPE_CHECKING:
@@ -35,6 +39,8 @@ class Variant:
         hidden_scale: See :attr:`Contender.hidden_scale`.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
             stay there.
+        wire: How rows travel.
+        needs_multicast: Whether it is not run without NVLink multicast.
     """
 
     label: str
@@ -47,6 +53,8 @@ class Variant:
     in_slot: bool = False
     hidden_scale: float | None = None
     narrow: bool = False
+    wire: str = EXACT
+    needs_multicast: bool = False
 
 
 def _named(name: str) -> Callable[[int | None], Transport]:
@@ -88,6 +96,7 @@ def _of_algorithms(transport: str) -> list[Variant]:
             sms=entry.sms,
             most_sms=entry.most_sms,
             algorithm=entry.name if line.plain else None,
+            needs_multicast=entry.needs_multicast,
         )
         for entry, line in pairs
     ]
@@ -107,3 +116,37 @@ def _variant(line: Benchmarked, over: str, transport: Callable[[int | None], Tra
 
 OURS = variants("cuda")
 OURS_ON_CPU = variants("cpu")
+
+
+def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, ...]:
+    """All of ``exact`` for the wire of that name; for another one those whose algorithm lets rows travel in codes.
+
+    No table of kernels is asked for rows in codes, so none can ask for those variants.
+    """
+    able = [each for each in exact if each.algorithm is not None and ALGORITHMS[each.algorithm].wires]
+    listed: list[Variant] = []
+    for wire in wires:
+        if wire == EXACT:
+            listed += exact
+        else:
+            listed += [replace(each, label=f"{each.label}-{wire}", algorithm=None, wire=wire) for each in able]
+    return tuple(listed)
+
+
+def check_wires(spec: BenchSpec) -> None:
+    """Refuse wires that there are not, or that nobody who takes part has for such rows.
+
+    Raises:
+        UsageError: It names ``--wire``.
+    """
+    if len(set(spec.wires)) < len(spec.wires) or not set(spec.wires) <= WIRES.keys():
+        raise UsageError(f"--wire: expected different ones of {', '.join(WIRES)}, got {','.join(spec.wires)!r}")
+    ours = OURS if spec.device == "cuda" else OURS_ON_CPU
+    for wire in spec.wires:
+        group = WIRES[wire].group
+        if wire != EXACT and not with_labels(by_wires(ours, (wire,)), spec.only):
+            among = f"--only {','.join(spec.only)}" if spec.only else f"--device {spec.device}"
+            raise UsageError(f"--wire: expected {EXACT}, as no contender of {among} has rows in codes, got {wire!r}")
+        odd = next((size for size in spec.hidden if size % group), None)
+        if odd is not None:
+            raise UsageError(f"--wire: expected hidden sizes that are multiples of {group} for {wire}, got {odd}")

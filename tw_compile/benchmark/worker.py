@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,9 +23,11 @@ from tw_compile.harness.problems import (
     Context,
     Form,
     Problem,
+    Results,
     exact,
     expect_same_on_all_ranks,
     expect_within_budget,
+    in_codes,
     make_problem,
     quantised,
     unfused,
@@ -33,6 +35,7 @@ from tw_compile.harness.problems import (
 from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.harness.rows import Outcome
 from tw_compile.kernels.collective.spec import row_range
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 CPU_CACHE_BYTES = 32 * 2**20
 
@@ -80,10 +83,20 @@ class ContenderAtSize:
 
 @dataclass
 class SizeReference:
-    """What the calls on the first input set must come near to: ``(hidden, h)`` in float64, and the unfused way's."""
+    """What the calls on the first input set must come near to.
 
-    want: tuple[torch.Tensor, torch.Tensor]
-    base: tuple[torch.Tensor, torch.Tensor]
+    Attributes:
+        want: ``(hidden, h)`` in float64.
+        base: The unfused way's, whose error is the budget.
+        coded: By wire torch's with rows in codes, which is the budget of calls with that wire.
+    """
+
+    want: Results
+    base: Results
+    coded: dict[str, Results] = field(default_factory=dict)
+
+    def base_of(self, wire: str) -> Results:
+        return self.base if wire == EXACT else self.coded[wire]
 
 
 def bench_size(
@@ -98,7 +111,9 @@ def bench_size(
     problems = [
         make_problem(ranks.ctx, size.tokens, size.hidden, form, spec.seed * spec.calls + index) for index in range(sets)
     ]
-    reference = SizeReference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]))
+    coded = {wire: in_codes(ranks.ctx, problems[0], WIRES[wire]) for wire in spec.wires if wire != EXACT}
+    reference = SizeReference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]), coded)
+    del coded
     entries = []
     for contender in everyone:
         progress(f"{where} checking {contender.label}")
@@ -179,17 +194,19 @@ def _failure(
     """Why the result is not good enough, the same on all ranks; None when it is."""
     ctx = ranks.ctx
     checked = Context(ctx.rank, ctx.world_size, ctx.device, ctx.group_name)
-    (hidden, residual), (want_hidden, want_h), (base_hidden, base_h) = result, reference.want, reference.base
+    (hidden, residual), (want_hidden, want_h) = result, reference.want
+    base_hidden, base_h = reference.base_of(contender.wire)
+    budget = "unfused" if contender.wire == EXACT else f"torch in {contender.wire}"
     if contender.residual_sharded:
         begin, end = row_range(size.tokens, ctx.world_size, ctx.rank)
         residual, want_h, base_h = residual[: end - begin], want_h[begin:end], base_h[begin:end]
     if contender.hidden_scale is None:
-        expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden)
+        expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden, budget=budget)
     else:
         base_hidden = quantised(base_hidden, contender.hidden_scale)
         got, base = (tensor.float() * contender.hidden_scale for tensor in (hidden, base_hidden))
         expect_within_budget(checked, "hidden", got, base, want_hidden)
-    expect_within_budget(checked, "residual", residual, base_h, want_h)
+    expect_within_budget(checked, "residual", residual, base_h, want_h, budget=budget)
     if contender.kind == "ours":
         expect_same_on_all_ranks(checked, "hidden", hidden)
         if not contender.residual_sharded:
@@ -225,6 +242,7 @@ def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int
         max_sms=contender.max_sms,
         quantises=contender.hidden_scale is not None,
         chosen=contender.choice(),
+        wire=contender.wire,
     )
 
 

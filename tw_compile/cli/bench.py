@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.benchmark.variants import check_wires
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
     CsvOption,
@@ -25,6 +26,7 @@ from tw_compile.cli.common import JsonOption, ModelOption
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import SCHEMA_VERSION, csv_text
 from tw_compile.harness.table import plain_table
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.runner.spec import RunSpec
 
 TOKENS = 4096
@@ -113,6 +115,13 @@ def kernel(
         int, typer.Option(metavar="BYTES", help="Messages from this size on rotate over more inputs than L2 holds.")
     ] = 2**20,
     seed: SeedOption = 0,
+    wire: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(WIRES) + "[,...]",
+            help="How rows travel: of ours that can have them in codes, each of these.",
+        ),
+    ] = EXACT,
     gated: Annotated[
         bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
     ] = False,
@@ -133,8 +142,8 @@ def kernel(
 ) -> None:
     """Time fused all_reduce + residual + RMSNorm beside NCCL, torch's symmetric memory and FlashInfer, in one run.
 
-    Everyone is held to an error budget against float64 first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
-    ours failed or sizes are missing, 2 bad input.
+    Everyone is held to an error budget against float64 first; who fails it gets no time. That of rows in codes is the error
+    of the same codes in torch. Exit code: 0 ours passed, 1 one of ours failed or sizes are missing, 2 bad input.
     """
     common.positive("--calls", calls)
     common.not_negative("--rotate-from", rotate_from)
@@ -157,9 +166,11 @@ def kernel(
         seed=seed,
         timeout=timeout,
         gated=gated,
+        wires=tuple(wire.split(",")),
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})
+    check_wires(spec)
     spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tw_compile.benchmark.results import Row, rows_of
-from tw_compile.benchmark.tune import steps_from
+from tw_compile.benchmark.tune import steps_by_transport
 from tw_compile.gating.facts import Backend
 from tw_compile.gating.table import Source
 from tw_compile.kernels.transports.selection import P2P, Step, step_for, steps_over, transport_of
@@ -78,21 +78,8 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
 
 
 def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:
-    """The kernel table of ``runs`` of one world size; empty where no kernel that a table can name was timed.
-
-    Kernels are compared with those of the same transport: which transport serves a message is for thresholds to say.
-    """
-    rows = [row for run in runs for row in run.rows if row.algorithm is not None]
-    transports = dict.fromkeys(transport_of(str(row.algorithm)) for row in rows)
-    return [
-        step
-        for transport in transports
-        for step in steps_from(
-            [row for row in rows if transport_of(str(row.algorithm)) == transport],
-            runs[0].world_size,
-            steps_over(shipped, transport),
-        )
-    ]
+    """The kernel table of ``runs`` of one world size."""
+    return steps_by_transport((row for run in runs for row in run.rows), runs[0].world_size, shipped)
 
 
 def _way(row: Row, backend: Backend, steps: Sequence[Step]) -> str | None:

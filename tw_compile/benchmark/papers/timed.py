@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tw_compile.files import read_text
 from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.collective.wires import EXACT
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 """Of a checkout; a wheel has none."""
@@ -50,7 +51,7 @@ class Timed:
         value: Microseconds; of ``bench vllm``, the speed-up.
         trace, requests: Of ``bench vllm``.
         first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
-        quantises: Its results are float8, which no peer gives.
+        quantises: Its results are float8, or its rows travel in codes: no peer gives that.
         how: As a :class:`Point` has it.
         file, device: Where it is from, and what it was measured on; a file need not say the latter.
     """
@@ -124,7 +125,7 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         row.get("trace") or "",
         int(row.get("requests") or 0),
         int(row.get("first") or 0),
-        row.get("quantises") == "True",
+        row.get("quantises") == "True" or row.get("wire", EXACT) != EXACT,
         row.get("device_name") or "",
     )
 
