@@ -80,8 +80,8 @@ PUSH: dict[str, tuple[Run, str, str]] = {
         "); }",
     ),
     "uses two parts": (ONE_SHOT, "% 3", "% 2"),
-    "sends negative zeros of x": (ONE_SHOT, "drop_negative_zeros(own[v]);", ""),
-    "sends negative zeros of results": (TWO_SHOT, "drop_negative_zeros(result);", ""),
+    "sends negative zeros of x": (ONE_SHOT, "if constexpr (!SumRow::CODED) drop_negative_zeros(own[v]);", ""),
+    "sends negative zeros of results": (TWO_SHOT, "if constexpr (!ResultRow::CODED) drop_negative_zeros(result);", ""),
     "sends negative zeros of the residual": (
         partial(run_push, one_shot=False, form=Form(residual=None, residual_dtype=FP32, scale=-0.5)),
         "drop_negative_zeros(kept);",
