@@ -1,4 +1,4 @@
-"""LayerNorm behind the sum: its definition, its row code in Triton and its operators."""
+"""LayerNorm behind the sum: its definition, its row code in Triton, its operators, and what passes make of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+from tw_compile import Config
+from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.reference import add_layer_norm
 from tw_compile.kernels.collective.spec import FP8, NormSpec
-from tw_compile.testing import assert_within_budget, fake_process_group
+from tw_compile.testing import Rewritten, assert_within_budget, count_ops, fake_process_group, rewrite
 
 T, H, EPS = 5, 96, 1e-5
 FP32, FP64 = torch.float32, torch.float64
@@ -96,6 +101,42 @@ def test_operators_are_defined_with_the_schema_of_rms_norms() -> None:
     hidden, h = results  # a fake group sums nothing
     torch.testing.assert_close(h, x + residual)
     torch.testing.assert_close(hidden, layer_norm(x + residual, (H,), weight, None, EPS))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.down = nn.Linear(64, 64, bias=False)
+        self.norm = norm
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        partial = self.down(x)
+        dist.all_reduce(partial)
+        residual = residual + partial
+        return self.norm(residual), residual
+
+
+def rewritten(norm: nn.Module, **options: Any) -> Rewritten:
+    x = torch.empty(64, 64, dtype=torch.bfloat16)
+    return rewrite(Block(norm).bfloat16(), (x, x), config=Config(**options))
+
+
+@pytest.mark.parametrize("absorb_mm", ["never", "always"])
+def test_a_fused_layer_norm_is_split_as_an_rms_norm_is(absorb_mm: Any) -> None:
+    result = rewritten(nn.LayerNorm(64, bias=False), split=32, absorb_mm=absorb_mm)
+    like = rewritten(nn.RMSNorm(64), split=32, absorb_mm=absorb_mm)
+    assert count_ops(result.after.graph, "var_mean") == 0
+    assert result.report.split is not None and like.report.split is not None
+    assert result.report.split.joins == like.report.split.joins == {}
+    operators = [operator_name(node).replace("layer_norm", "rms_norm") for node in result.after.graph.nodes]
+    assert operators == [operator_name(node) for node in like.after.graph.nodes]
+    assert any("layer_norm_start" in operator_name(node) for node in result.after.graph.nodes)
+
+
+def test_a_layer_norm_with_a_bias_is_left_as_it_is() -> None:
+    result = rewritten(nn.LayerNorm(64))
+    assert result.report.refusals == {"layer_norm_bias": 1}
+    assert count_ops(result.after.graph, "var_mean") == 1
 
 
 TRITON = """
