@@ -20,6 +20,7 @@ class Refusal(StrEnum):
     RESIDUAL_NOT_PROVABLE = "residual_not_provable"
     NO_RMS_NORM = "no_rms_norm"
     LAYER_NORM = "layer_norm"
+    LAYER_NORM_BIAS = "layer_norm_bias"
     MEAN_DIM = "mean_dim"
     EPS_NOT_CONSTANT = "eps_not_constant"
     NORM_INTERMEDIATE_USED = "norm_intermediate_used"

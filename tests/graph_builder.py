@@ -122,11 +122,28 @@ class GraphBuilder:
             weight = self.add(self.cast(weight, torch.float32), 1.0)
         return self.cast(self.call(aten.mul.Tensor, *((weight, y) if swap else (y, weight))), dtype)
 
-    def layer_norm(self, h: fx.Node) -> fx.Node:
-        outputs = self.call(aten.var_mean.correction, h, [-1], correction=0, keepdim=True)
+    def layer_norm(
+        self,
+        h: fx.Node,
+        weight: fx.Node | None = None,
+        bias: fx.Node | None = None,
+        *,
+        correction: int = 0,
+        dim: int = -1,
+        eps: float = 1e-5,
+    ) -> fx.Node:
+        """As ``native_layer_norm`` is decomposed: in float32, and the result has the dtype of ``h``."""
+        x = self.cast(h, torch.float32)
+        outputs = self.call(aten.var_mean.correction, x, [dim], correction=correction, keepdim=True)
         variance, mean = (self.call(operator.getitem, outputs, index) for index in (0, 1))
-        inverse = self.call(aten.rsqrt.default, self.add(variance, 1e-5))
-        return self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, h, mean), inverse)
+        inverse = self.call(aten.rsqrt.default, self.add(variance, eps))
+        y = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, x, mean), inverse)
+        y = y if weight is None else self.call(aten.mul.Tensor, y, weight)
+        return self.cast(y if bias is None else self.add(y, bias), h.meta["val"].dtype)
+
+    def centred(self, h: fx.Node) -> fx.Node:
+        """``h`` without the mean of its rows."""
+        return self.call(aten.sub.Tensor, h, self.call(aten.mean.dim, h, [-1], True))
 
     def output(self, *nodes: fx.Node) -> fx.GraphModule:
         return fx.GraphModule(torch.nn.Module(), self.finish(*nodes))

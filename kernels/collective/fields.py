@@ -23,6 +23,7 @@ from tw_compile.kernels.collective.wires import EXACT
 
 RMS_NORM = "rms_norm"
 """The epilogue of the operators that have none in their name's place, see ``kernels/epilogues``."""
+LAYER_NORM = "layer_norm"
 
 ResidualOut = Literal["none", "sharded", "replicated"]
 Kind = Literal["operand", "norm", "layout", "routing", "stand_in"]

@@ -1,12 +1,21 @@
-"""Residual add + RMSNorm of rows that are already reduced, as one local Triton kernel (the tail of the NCCL transport)."""
+"""Residual add + norm of rows that are already reduced, as one local Triton kernel (the tail of the NCCL transport)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tw_compile.kernels.collective.row import add_row, launch_shape, normalise_row, to_hidden, triton_dtype
+from tw_compile.kernels.collective.row import (
+    add_row,
+    launch_shape,
+    layer_normalise_row,
+    normalise_row,
+    to_hidden,
+    triton_dtype,
+)
 from tw_compile.kernels.collective.spec import NormSpec
 
 
@@ -25,10 +34,11 @@ def add_rms_norm_kernel(
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
+    NORMALISE: tl.constexpr,
 ):
     """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
 
-    ``hidden_scale``: float32 ``[1]``, or None.
+    ``hidden_scale``: float32 ``[1]``, or None. ``NORMALISE``: the epilogue's row code, as ``row.normalise_row``.
     """
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
@@ -38,7 +48,7 @@ def add_rms_norm_kernel(
     h = add_row(h, residual, row, columns, mask)
     if h_out is not None:
         tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
-    y = normalise_row(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+    y = NORMALISE(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
     tl.store(hidden + row + columns, to_hidden(y, hidden.dtype.element_ty, hidden_scale), mask=mask)
 
 
@@ -56,6 +66,34 @@ def add_rms_norm_cuda(
 
     Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written; ``h`` None is not kept.
     """
+    _add_norm(normalise_row, reduced, residual, bias, weight, norm, hidden, h, hidden_scale)
+
+
+def add_layer_norm_cuda(
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+    hidden_scale: torch.Tensor | None,
+) -> None:
+    """As :func:`add_rms_norm_cuda`, for :func:`reference.add_layer_norm`."""
+    _add_norm(layer_normalise_row, reduced, residual, bias, weight, norm, hidden, h, hidden_scale)
+
+
+def _add_norm(
+    row_code: Any,
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+    hidden: torch.Tensor,
+    h: torch.Tensor | None,
+    hidden_scale: torch.Tensor | None,
+) -> None:
     rows, hidden_size = reduced.shape
     if rows == 0:
         return
@@ -74,5 +112,6 @@ def add_rms_norm_cuda(
         HIDDEN=hidden_size,
         BLOCK=block,
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
+        NORMALISE=row_code,
         num_warps=num_warps,
     )

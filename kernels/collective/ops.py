@@ -38,7 +38,16 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective.check_operands import check_operands, checks_operands
-from tw_compile.kernels.collective.fields import FORM_VALUES, RMS_NORM, ROWS, SCHEMA, SINGLES, Arguments, values_of
+from tw_compile.kernels.collective.fields import (
+    FORM_VALUES,
+    LAYER_NORM,
+    RMS_NORM,
+    ROWS,
+    SCHEMA,
+    SINGLES,
+    Arguments,
+    values_of,
+)
 from tw_compile.kernels.collective.spec import (
     OPERAND_ALIGNMENT,
     Operands,
@@ -301,6 +310,8 @@ def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOve
 
 
 start, mm_start = operators_of(RMS_NORM)
+STARTS, MM_STARTS = zip(operators_of(RMS_NORM), operators_of(LAYER_NORM), strict=True)
+"""The operators of the epilogues that the passes find."""
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
     wait_here,

@@ -1,4 +1,4 @@
-"""Readable eager form of what follows the reduction, for RMSNorm; the definition every kernel is tested against."""
+"""Readable eager forms of what follows the reduction: the definitions every kernel is tested against."""
 
 from __future__ import annotations
 
@@ -21,12 +21,34 @@ def add_rms_norm(
     """
     h = sum_of(reduced, residual, bias, norm)
     y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
-    if weight is not None:
-        if norm.cast_before_weight is None:
-            y = y * (weight.to(h.dtype) + norm.weight_offset)
-        else:
-            y = y.to(norm.cast_before_weight).to(h.dtype) * weight.to(h.dtype)
-    return results_of(y, h, norm, hidden_scale)
+    return results_of(weighted(y, weight, norm), h, norm, hidden_scale)
+
+
+def add_layer_norm(
+    reduced: torch.Tensor,
+    residual: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    norm: NormSpec,
+    hidden_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`add_rms_norm`, with a LayerNorm that has no bias of its own.
+
+    The mean is taken off before anything is squared: ``mean(h^2) - mean(h)^2`` has no digits left where the mean is large.
+    """
+    h = sum_of(reduced, residual, bias, norm)
+    centred = h - h.mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + norm.eps)
+    return results_of(weighted(y, weight, norm), h, norm, hidden_scale)
+
+
+def weighted(y: torch.Tensor, weight: torch.Tensor | None, norm: NormSpec) -> torch.Tensor:
+    """The normalised rows ``y [rows, hidden]`` times the weight, rounded before it as ``norm`` says."""
+    if weight is None:
+        return y
+    if norm.cast_before_weight is None:
+        return y * (weight.to(y.dtype) + norm.weight_offset)
+    return y.to(norm.cast_before_weight).to(y.dtype) * weight.to(y.dtype)
 
 
 def sum_of(

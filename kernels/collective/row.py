@@ -1,4 +1,4 @@
-"""What happens to one reduced row: bias, residual, RMSNorm. Shared by every kernel that ends in this norm."""
+"""What happens to one reduced row: bias, residual, norm. Shared by every Triton kernel that ends in one."""
 
 from __future__ import annotations
 
@@ -52,6 +52,29 @@ def normalise_row(
     The rounding steps are those of ``reference.add_rms_norm``; only the order of the sum over the row differs.
     """
     y = h * tl.rsqrt(tl.sum(h * h) / HIDDEN + eps)
+    return _weigh_row(y, weight, columns, mask, weight_offset, CAST_BEFORE_WEIGHT)
+
+
+@triton.jit
+def layer_normalise_row(
+    h,
+    weight,
+    columns,
+    mask,
+    eps,
+    weight_offset,
+    HIDDEN: tl.constexpr,
+    CAST_BEFORE_WEIGHT: tl.constexpr,
+):
+    """As :func:`normalise_row`, by the rounding steps of ``reference.add_layer_norm``."""
+    centred = tl.where(mask, h - tl.sum(h) / HIDDEN, 0.0)
+    y = centred * tl.rsqrt(tl.sum(centred * centred) / HIDDEN + eps)
+    return _weigh_row(y, weight, columns, mask, weight_offset, CAST_BEFORE_WEIGHT)
+
+
+@triton.jit
+def _weigh_row(y, weight, columns, mask, weight_offset, CAST_BEFORE_WEIGHT: tl.constexpr):
+    """The normalised ``y`` times the weight, if there is one; float32."""
     if weight is not None:
         w = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
         y = y * (w + weight_offset) if CAST_BEFORE_WEIGHT is None else y.to(CAST_BEFORE_WEIGHT).to(tl.float32) * w

@@ -50,7 +50,8 @@ class NormSpec:
     """What happens to the reduced sum, everything in float32 unless said otherwise; fields of the kind "norm".
 
     ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``hidden`` is what the ``epilogue``
-    makes of it (``kernels/epilogues``). Of RMSNorm, with ``y = h * rsqrt(mean(h^2) + eps)``,
+    makes of it (``kernels/epilogues``). Of RMSNorm, with ``y = h * rsqrt(mean(h^2) + eps)``, and of LayerNorm, with
+    ``y = (h - mean(h)) * rsqrt(mean((h - mean(h))^2) + eps)``,
 
     - no weight: ``hidden = y``
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)

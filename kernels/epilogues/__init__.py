@@ -47,5 +47,13 @@ EPILOGUES: Registry[EpilogueEntry] = Registry(
             "tw_compile.kernels.collective.row:normalise_row",
             _RUNTIME / "rms_norm_row.cuh",
         ),
+        EpilogueEntry(
+            "layer_norm",
+            "tw_compile.kernels.collective.reference:add_layer_norm",
+            "tw_compile.kernels.collective.norm_kernel:add_layer_norm_cuda",
+            "tw_compile.kernels.collective.row:layer_normalise_row",
+            _RUNTIME / "layer_norm_row.cuh",
+            statistics_bytes=12,
+        ),
     ),
 )

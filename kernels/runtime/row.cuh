@@ -81,6 +81,30 @@ DEVICE T group_sum(T value, T* partials, uint32_t thread, uint32_t barrier) {
   return total<WARPS>(partials);
 }
 
+// One vector of the result from the normalised values `y`, with the weight. A template, so that only the way taken must compile.
+template <typename Cast = CAST_TYPE>
+DEVICE void weigh(Eight<HIDDEN_TYPE>& result, float (&y)[8], const Eight<WEIGHT_TYPE>& weight, float weight_offset,
+                  float inverse_scale) {
+  if constexpr (present<Cast>) {
+    Eight<Cast> rounded;
+    pack(rounded, y);
+    if constexpr (pairs<Cast> && same<Cast, WEIGHT_TYPE> && same<Cast, HIDDEN_TYPE>) {
+      multiply(result, rounded, weight);
+      return;
+    } else {
+      unpack(rounded, y);
+    }
+  }
+  if constexpr (present<WEIGHT_TYPE>) {
+    float w[8];
+    unpack(weight, w);
+    for (int i = 0; i < 8; ++i) y[i] *= present<Cast> ? w[i] : w[i] + weight_offset;
+  }
+  if constexpr (sizeof(HIDDEN_TYPE) == 1)
+    for (int i = 0; i < 8; ++i) y[i] *= inverse_scale;
+  pack(result, y);
+}
+
 // h = scale * sum + bias + residual; returns this thread's part of the row's statistics.
 template <int GROUP>
 DEVICE RowStatistics finish_sum(float (&h)[RowPart<GROUP>::VECTORS][8], float scale, const BIAS_TYPE* bias,

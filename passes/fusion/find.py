@@ -1,6 +1,6 @@
-"""Find every all_reduce of a graph and prove, or refuse, that it feeds a residual add and an RMSNorm.
+"""Find every all_reduce of a graph and prove, or refuse, that it feeds a residual add and a norm.
 
-    partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> RMSNorm -> hidden
+    partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> norm -> hidden
 
 Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.operators`.
 Where ``hidden`` is only quantised to float8, that may be done on the way: :mod:`tw_compile.passes.fusion.quant`.
@@ -36,7 +36,7 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.kernels.collective.spec import SUPPORTED_DTYPES
 from tw_compile.passes.fusion.forms import AllReduce, all_reduce_of, read_all_reduce
-from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_rms_norm
+from tw_compile.passes.fusion.norm import NormMatch, match_add_rms_norm, match_norm
 from tw_compile.passes.fusion.quant import Place, Quantisation, find_quantisation, quantisation_of_operator
 from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
 from tw_compile.passes.reasons import QuantRefused, Refusal, Refused
@@ -91,7 +91,7 @@ class FusionSite:
         parts += ["all_reduce"] * len(self.merged)
         parts += ["bias"] if self.bias is not None else []
         parts += ["residual"] * len(self.residuals)
-        return "+".join([*parts, "rms_norm"]) + f"[{self.norm.form}]" + ("+fp8" if self.quantised else "")
+        return "+".join([*parts, self.norm.epilogue]) + f"[{self.norm.form}]" + ("+fp8" if self.quantised else "")
 
     @property
     def gemm(self) -> fx.Node | None:
@@ -224,7 +224,7 @@ def _follow(
     merged: list[AllReduce] = []
     scale = 1.0
     while True:
-        norm = match_rms_norm(current)
+        norm = match_norm(current)
         if isinstance(norm, NormMatch):
             break
         users = _readers(current)
@@ -346,7 +346,7 @@ def _describe(node: fx.Node) -> str:
 def _explain_users(current: fx.Node, all_reduce: AllReduce) -> Refused:
     """Several users and no norm at ``current``: is a norm further on, behind a value that is needed elsewhere too?"""
     for user in current.users:
-        adds = is_call(user, aten.add.Tensor) and isinstance(match_rms_norm(user), NormMatch)
+        adds = is_call(user, aten.add.Tensor) and isinstance(match_norm(user), NormMatch)
         if adds or isinstance(match_add_rms_norm(user, current), tuple):
             return Refused(
                 Refusal.REDUCED_VALUE_USED_ELSEWHERE, f"{current.name} is needed besides the residual add {user.name}"

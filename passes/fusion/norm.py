@@ -1,6 +1,10 @@
-"""Recognise an RMSNorm by what it computes, whatever its source wrote.
+"""Recognise an RMSNorm or a LayerNorm by what it computes, whatever its source wrote.
 
     h -> [upcast] -> square -> mean over hidden -> + eps -> rsqrt -> times h -> [cast] -> [times weight] -> [cast]
+    h -> [upcast] -> var_mean over hidden -> + eps -> rsqrt -> times (h - mean) -> [cast] -> [times weight] -> [cast]
+
+A LayerNorm is an RMSNorm of ``h - mean(h)``, and where its source squares that for the variance, so it is found. One with a
+bias of its own is refused: the fused operator has no operand for that.
 
 Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
 offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
@@ -30,21 +34,20 @@ from tw_compile.graph.predicates import (
     value,
     views_and_casts_of,
 )
+from tw_compile.kernels.collective.fields import LAYER_NORM, RMS_NORM
 from tw_compile.passes.fusion.forms import HostCall, host_call
 from tw_compile.passes.operators import NormOperator
 from tw_compile.passes.reasons import Refusal, Refused
 
-_LAYER_NORM_OPS = (aten.var_mean.correction, aten.native_layer_norm.default)
-
 
 @dataclass(frozen=True)
 class NormMatch:
-    """An RMSNorm of ``h``: ``output`` is the node that a fused operator's hidden output replaces.
+    """A norm of ``h``: ``output`` is the node that a fused operator's hidden output replaces, ``epilogue`` the kind of norm.
 
-    ``interior`` are the nodes from the square to ``output``; nothing outside uses any of them but ``output``. ``eps`` is a
-    number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python floats.
-    ``operator`` is the node of an operator that adds a residual first, and ``added`` its result ``h``, None if nothing reads
-    that. ``quant_scale`` is the scale by which an operator quantises ``output``, too.
+    ``interior`` are the nodes from the square, or the mean, to ``output``; nothing outside uses any of them but ``output``.
+    ``eps`` is a number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python
+    floats. ``operator`` is the node of an operator that adds a residual first, and ``added`` its result ``h``, None if nothing
+    reads that. ``quant_scale`` is the scale by which an operator quantises ``output``, too.
     """
 
     output: fx.Node
@@ -56,6 +59,7 @@ class NormMatch:
     operator: fx.Node | None = None
     added: fx.Node | None = None
     quant_scale: fx.Node | None = None
+    epilogue: str = RMS_NORM
 
     @property
     def form(self) -> str:
@@ -66,14 +70,16 @@ class NormMatch:
         return "fp32" if self.weight_offset == 0.0 else "gemma"
 
 
-def match_rms_norm(h: fx.Node) -> NormMatch | Refused | None:
-    """The RMSNorm computed from ``h``; None when nothing that uses ``h`` looks like the beginning of one."""
+def match_norm(h: fx.Node) -> NormMatch | Refused | None:
+    """The norm computed from ``h``; None when nothing that uses ``h`` looks like the beginning of one."""
     same_values = [node for node in views_and_casts_of(h) if _same_rows(node, h)]
     refusal: Refused | None = None
     for source in same_values:
         for user in source.users:
-            if is_call(user, *_LAYER_NORM_OPS) or _subtracts_mean(user, source):
-                refusal = refusal or Refused(Refusal.LAYER_NORM, f"{user.name} centres the values: LayerNorm")
+            centred = _match_layer_norm(user, set(same_values))
+            if isinstance(centred, NormMatch):
+                return centred
+            refusal = refusal or centred
             called = host_call(user, NormOperator)
             if called is not None and called.operator.residual is None and _summed(called) is source:
                 match = _match_of_operator(called, source)
@@ -181,27 +187,95 @@ def _is_square(node: fx.Node, source: fx.Node) -> bool:
     return is_call(node, aten.mul.Tensor) and node.args[0] is source and node.args[1] is source
 
 
-def _subtracts_mean(node: fx.Node, source: fx.Node) -> bool:
-    return (
-        is_call(node, aten.sub.Tensor)
-        and node.args[0] is source
-        and is_call(node.args[1], aten.mean.dim)
-        and node.args[1].args[0] is source
-    )
+def _match_layer_norm(node: fx.Node, same_values: set[fx.Node]) -> NormMatch | Refused | None:
+    """The LayerNorm that begins with ``node``, which takes the mean of rows; None if that is not what it does.
+
+    Those that read the mean must all take it off the rows: ``centred`` are these.
+    """
+    if is_call(node, aten.native_layer_norm.default):
+        return Refused(Refusal.LAYER_NORM, f"{node.name} is a LayerNorm that was not decomposed")
+    if is_call(node, aten.var_mean.correction):
+        parts = _parts(node, 0, 1)
+        if isinstance(parts, Refused):
+            return parts
+        variance, mean = parts
+    elif is_call(node, aten.mean.dim):
+        variance, mean = None, node
+    else:
+        return None
+    centred = [] if mean is None else [user for user in mean.users if _takes_off(user, mean, same_values)]
+    if mean is None or not centred:
+        return None
+    refusal = _check_row_mean(node, mean)
+    if refusal is None and len(centred) < len(mean.users):
+        refusal = Refused(Refusal.NORM_INTERMEDIATE_USED, f"{mean.name} is not only taken off the rows")
+    if refusal is not None:
+        return refusal
+    beginning = (node, *centred) if variance is None else (node, mean, *centred)
+    if variance is not None:
+        match = _match_from_variance(variance, beginning, (variance,), set(centred))
+    else:
+        squares = [user for source in centred for user in source.users if _is_square(user, source)]
+        match = None if len(squares) != 1 else _match_from_square(squares[0], set(centred), beginning)
+    if match is None:
+        return Refused(Refusal.LAYER_NORM, f"{node.name} begins a LayerNorm of a form that is not known")
+    if isinstance(match, Refused):
+        return match
+    return _check_layer_norm(replace(match, epilogue=LAYER_NORM), centred)
+
+
+def _takes_off(node: fx.Node, mean: fx.Node, same_values: set[fx.Node]) -> bool:
+    return is_call(node, aten.sub.Tensor) and adds_once(node) and node.args[0] in same_values and node.args[1] is mean
+
+
+def _check_row_mean(node: fx.Node, mean: fx.Node) -> Refused | None:
+    """What of the operator that takes the mean, and may take the variance as well, is not as LayerNorm has it."""
+    refusal = _check_mean(mean, node.args[0], node.args[1] if len(node.args) > 1 else None)
+    if refusal is None and is_call(node, aten.var_mean.correction) and node.kwargs.get("correction") != 0:
+        return Refused(Refusal.LAYER_NORM, f"{node.name} has a variance that is corrected, which LayerNorm's is not")
+    return refusal
+
+
+def _check_layer_norm(match: NormMatch, centred: list[fx.Node]) -> NormMatch | Refused:
+    """Nothing else may read the centred rows, and no vector may be added to the normalised ones."""
+    inside = {*match.interior}
+    for node in centred:
+        if not inside.issuperset(node.users):
+            return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} is read by others than the norm")
+    rows = value(match.output)
+    for user in match.output.users:
+        if is_call(user, aten.add.Tensor) and isinstance(addend := other_operand(user, match.output), fx.Node):
+            bias = value(addend)
+            if bias is not None and rows is not None and bias.dim() == 1 and same_size(bias.shape[0], rows.shape[-1]):
+                return Refused(Refusal.LAYER_NORM_BIAS, f"{user.name} adds the bias {addend.name} of a LayerNorm")
+    return match
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch | Refused | None:
+def _match_from_square(
+    square: fx.Node, same_values: set[fx.Node], beginning: tuple[fx.Node, ...] = ()
+) -> NormMatch | Refused | None:
+    """The norm whose variance is the mean of ``square``, of one of ``same_values``; ``beginning`` is what it has before."""
     mean = next((user for user in square.users if is_call(user, aten.mean.dim)), None)
     if mean is None:
         return None
-    refusal = _check_mean(mean, square)
+    refusal = _check_mean(mean, square, mean.args[1])
     if refusal is not None:
         return refusal
-    interior = [square, mean]
+    return _match_from_variance(mean, beginning, (square, mean), same_values)
+
+
+def _match_from_variance(
+    mean: fx.Node, beginning: tuple[fx.Node, ...], made_by: tuple[fx.Node, ...], same_values: set[fx.Node]
+) -> NormMatch | Refused | None:
+    """The norm that multiplies one of ``same_values`` by the inverse root of ``mean``, the variance.
+
+    ``made_by`` are the nodes that make that, with one user each, and ``beginning`` those in front of them.
+    """
+    interior = list(made_by)
     eps: float | fx.Node = 0.0
     last = mean
     with_eps = _only_user(mean)
@@ -233,19 +307,19 @@ def _match_from_square(square: fx.Node, same_values: set[fx.Node]) -> NormMatch 
         if not is_call(normalised, aten.mul.Tensor):
             return None
         source = other_operand(normalised, scale)
-    rows, product = value(square), value(normalised)
+    rows, product = value(next(iter(same_values))), value(normalised)
     if source not in same_values or rows is None or product is None or not same_size(rows.numel(), product.numel()):
         return None
-    return _follow_weight(normalised, (*interior, scale, normalised), eps)
+    return _follow_weight(normalised, (*beginning, *interior, scale, normalised), eps)
 
 
-def _check_mean(mean: fx.Node, square: fx.Node) -> Refused | None:
-    source, result = value(square), value(mean)
+def _check_mean(mean: fx.Node, averaged: object, dims: object) -> Refused | None:
+    """Unless ``mean`` is the average of the node ``averaged`` over the hidden dim, kept as one of size 1."""
+    source, result = value(averaged), value(mean)  # type: ignore[arg-type]
     if source is None or result is None:
         return Refused(Refusal.MISSING_METADATA, f"{mean.name} has no tensor metadata")
-    dims = mean.args[1]
     last = source.dim() - 1
-    if not isinstance(dims, list | tuple) or [d % source.dim() for d in dims] != [last]:  # type: ignore[operator]
+    if not isinstance(dims, list | tuple) or [d % source.dim() for d in dims] != [last]:
         return Refused(Refusal.MEAN_DIM, f"{mean.name} averages over dims {dims}, not over the hidden dim {last}")
     if result.dim() != source.dim():
         return Refused(Refusal.MEAN_DIM, f"{mean.name} drops the hidden dim (keepdim=False)")

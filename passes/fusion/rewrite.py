@@ -5,6 +5,8 @@
              wait_(start[0], start[1], keep=[x, residual, ...]); hidden = view(start[0]); h = view(start[1])
     or       start = mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) for x = mm(a, b)
 
+and the same with all_reduce_layer_norm_start for a LayerNorm.
+
 Where the norm's result is only quantised to float8, ``hidden`` is what that gives, and takes its place.
 
 The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
@@ -73,10 +75,11 @@ class Rewriter:
         self._last = site.h
         self._like = site.norm.output
         self._site_index = index
+        start_of, mm_start_of = ops.operators_of(site.norm.epilogue)
         if gemm is None:
-            target, message = ops.start, [self._sum([self._rows(partial) for partial in site.partials()])]
+            target, message = start_of, [self._sum([self._rows(partial) for partial in site.partials()])]
         else:
-            target, message = ops.mm_start, list(gemm.args)  # type: ignore[arg-type]
+            target, message = mm_start_of, list(gemm.args)  # type: ignore[arg-type]
         residual = None
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows

@@ -23,6 +23,9 @@ FORMS = {
     "fp32": Form(FP32, residual_dtype=FP32, weight_dtype=FP32),
     "fp8": Form(residual="sharded", residual_out="sharded", residual_dtype=FP32, hidden_dtype=FP8),
     "fp8_whole": Form(hidden_dtype=FP8),
+    "layer_norm": Form(bias=True, scale=0.5, epilogue="layer_norm"),
+    "layer_norm_fp32": Form(FP32, residual_dtype=FP32, weight_dtype=FP32, epilogue="layer_norm"),
+    "layer_norm_no_weight": Form(weight_dtype=None, residual_out="none", epilogue="layer_norm"),
 }
 LLAMA, WHOLE = FORMS["llama"], FORMS["whole"]
 MOST_TOKENS = 13
@@ -237,6 +240,19 @@ def test_push_sends_residuals_that_are_negative_zeros(dtype: torch.dtype, one_sh
         for _ in range(4):
             machine.call(5, 2, xs=xs)
         machine.run()
+
+
+@pytest.mark.parametrize("kind", ["one_shot", "two_shot", "stream"])
+def test_layer_norm_of_rows_whose_mean_is_large(kind: str) -> None:
+    """Squares of such rows differ in digits that float32 does not have."""
+    form = FORMS["layer_norm_fp32"]
+    xs = [x + 1000.0 for x in partial_sums(3, 5, 272, FP32, 0)]
+    options: dict[str, Any] = {"threads": 32}
+    machine = stream(3, 272, form, 0) if kind == "stream" else push(3, 272, form, kind == "one_shot", 0, **options)
+    call = machine.call(5, 2, xs=xs)
+    machine.emulator.run()
+    for own in call.ranks:
+        torch.testing.assert_close(own.hidden.double(), call.hidden, rtol=0, atol=2e-3)
 
 
 # --- a rank that is not there ----------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_the_epilogue_is_part_of_a_calls_form_and_an_unknown_one_is_refused() ->
     assert len(forms) == 2
     with (
         fake_process_group(RANKS),
-        pytest.raises(ValueError, match="epilogue: expected one of rms_norm, got 'softmax'"),
+        pytest.raises(ValueError, match="epilogue: expected one of layer_norm, rms_norm, got 'softmax'"),
     ):
         ops.operators_of("softmax")
 

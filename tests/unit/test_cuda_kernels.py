@@ -17,6 +17,7 @@ from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
 from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.algorithms.stream.stream import Stream
+from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.spec import NormSpec, Request, ResidualOut
 from tw_compile.kernels.runtime.program import Program
 
@@ -43,11 +44,12 @@ def request(
     bias: bool = False,
     cast: torch.dtype | None = None,
     hidden_dtype: torch.dtype | None = None,
+    epilogue: str = RMS_NORM,
 ) -> Request:
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    norm = NormSpec(1e-5, 0.0, cast, hidden_dtype or dtype, residual_dtype)
+    norm = NormSpec(1e-5, 0.0, cast, hidden_dtype or dtype, residual_dtype, epilogue=epilogue)
     return Request(
         empty(16, hidden_size, dtype=dtype),
         empty(16, hidden_size, dtype=residual_dtype) if residual else None,
@@ -129,6 +131,7 @@ def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp
         {"dtype": FP32, "residual_out": "replicated"},
         {"hidden_dtype": FP8},
         {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
+        {"epilogue": "layer_norm"},
     ],
     ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -50,6 +51,45 @@ def test_residual_add_and_norm_of_every_form_and_dtype(form: str, dtype: torch.d
     if dtype == torch.float32 and form == "hf":
         expected = "fp32"
     assert site.form == f"all_reduce+residual+rms_norm[{expected}]"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("with_weight", [False, True])
+def test_residual_add_and_decomposed_layer_norm(with_weight: bool, dtype: torch.dtype) -> None:
+    b = GraphBuilder()
+    x, residual, weight = b.input(T, H, dtype=dtype), b.input(T, H, dtype=dtype), b.input(H)
+    h = b.add(b.all_reduce(x), residual)
+    normed = b.layer_norm(h, weight if with_weight else None, eps=0.25)
+    (site,) = fused(*find(b, normed, h))
+    assert site.h is h and site.residuals == (residual,) and site.norm.output is normed
+    assert (site.norm.epilogue, site.norm.eps) == ("layer_norm", 0.25)
+    assert site.norm.weight is (weight if with_weight else None)
+    assert site.form == f"all_reduce+residual+layer_norm[{'fp32' if with_weight else 'no_weight'}]"
+
+
+@pytest.mark.parametrize("form", NORM_FORMS)
+@pytest.mark.parametrize("twice", [False, True])
+def test_layer_norm_of_a_square_by_hand(twice: bool, form: str) -> None:
+    """As Cohere's: the mean is taken off once, or once for the variance and once for the result."""
+    b = GraphBuilder()
+    h, weight = b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), b.input(H)
+    centred = b.centred(h)
+    normed = b.rms_norm(centred, weight, form, eps=0.25)
+    if twice:
+        again = b.call(aten.sub.Tensor, h, centred.args[1])
+        (square,) = (user for user in centred.users if user.target is aten.pow.Tensor_Scalar)
+        square.replace_input_with(centred, again)
+        square.prepend(again)
+    (site,) = fused(*find(b, normed, h))
+    assert site.h is h and site.norm.output is normed and site.norm.epilogue == "layer_norm"
+    assert site.norm.eps == 0.25 and site.norm.weight is (None if form == "no_weight" else weight)
+
+
+def test_an_rms_norm_beside_a_mean_is_an_rms_norm() -> None:
+    b = GraphBuilder()
+    h, weight = b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), b.input(H)
+    (site,) = fused(*find(b, b.rms_norm(h, weight), b.call(aten.mean.dim, h, [-1], True)))
+    assert site.norm.epilogue == "rms_norm"
 
 
 @pytest.mark.parametrize("eps_form", EPS_FORMS)
@@ -216,8 +256,42 @@ def graph_output(b: GraphBuilder) -> fx.Node:
 
 
 @near(Refusal.LAYER_NORM)
-def layer_norm(b: GraphBuilder) -> fx.Node:
-    return b.layer_norm(b.all_reduce(b.input(T, H)))
+def layer_norm_that_was_not_decomposed(b: GraphBuilder) -> fx.Node:
+    normed = b.call(aten.native_layer_norm.default, b.all_reduce(b.input(T, H)), [H], None, None, 1e-5)
+    return b.call(operator.getitem, normed, 0)
+
+
+@near(Refusal.LAYER_NORM)
+def layer_norm_of_a_corrected_variance(b: GraphBuilder) -> fx.Node:
+    return b.layer_norm(b.all_reduce(b.input(T, H)), correction=1)
+
+
+@near(Refusal.LAYER_NORM)
+def centred_and_scaled_by_what_is_not_centred(b: GraphBuilder) -> fx.Node:
+    wait = b.all_reduce(b.input(T, H))
+    return b.call(aten.mul.Tensor, b.centred(wait), b.input(H))
+
+
+@near(Refusal.LAYER_NORM_BIAS)
+def layer_norm_with_a_bias(b: GraphBuilder) -> fx.Node:
+    return b.layer_norm(b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), b.input(H), b.input(H))
+
+
+@near(Refusal.MEAN_DIM)
+def layer_norm_over_tokens(b: GraphBuilder) -> fx.Node:
+    return b.layer_norm(b.all_reduce(b.input(T, H)), dim=0)
+
+
+@near(Refusal.NORM_INTERMEDIATE_USED)
+def centred_rows_are_returned(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    centred = b.centred(b.all_reduce(b.input(T, H)))
+    return b.rms_norm(centred, b.input(H)), centred
+
+
+@near(Refusal.NORM_INTERMEDIATE_USED)
+def mean_is_returned(b: GraphBuilder) -> tuple[fx.Node, ...]:
+    centred = b.centred(b.all_reduce(b.input(T, H)))
+    return b.rms_norm(centred, b.input(H)), centred.args[1]
 
 
 @near(Refusal.MEAN_DIM)
@@ -393,13 +467,6 @@ def float64_norm(b: GraphBuilder) -> fx.Node:
 def token_count_of_the_sum_is_returned(b: GraphBuilder) -> tuple[fx.Node, ...]:
     wait = b.all_reduce(b.input(T, H))
     return b.rms_norm(b.add(wait, b.input(T, H)), b.input(H)), b.call(aten.sym_size.int, wait, 0)
-
-
-@near(Refusal.LAYER_NORM)
-def centred_by_hand(b: GraphBuilder) -> fx.Node:
-    wait = b.all_reduce(b.input(T, H))
-    centred = b.call(aten.sub.Tensor, wait, b.call(aten.mean.dim, wait, [-1], True))
-    return b.rms_norm(centred, b.input(H))
 
 
 @near(Refusal.MEAN_DIM)

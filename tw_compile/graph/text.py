@@ -31,6 +31,8 @@ _OP_NAMES = {
     "convert_element_type": "cast",
     "all_reduce_rms_norm_start": "fused_start",
     "mm_all_reduce_rms_norm_start": "fused_mm_start",
+    "all_reduce_layer_norm_start": "fused_start",
+    "mm_all_reduce_layer_norm_start": "fused_mm_start",
     "all_reduce_rms_norm_wait_": "fused_wait",
     "_scaled_dot_product_flash_attention": "flash_attention",
     "_scaled_dot_product_cudnn_attention": "cudnn_attention",
@@ -38,6 +40,8 @@ _OP_NAMES = {
 _NODE_NAMES = (
     ("all_reduce_rms_norm_start_default", "fused_start"),
     ("mm_all_reduce_rms_norm_start_default", "fused_mm_start"),
+    ("all_reduce_layer_norm_start_default", "fused_start"),
+    ("mm_all_reduce_layer_norm_start_default", "fused_mm_start"),
     ("all_reduce_rms_norm_wait__default", "fused_wait"),
     ("convert_element_type", "cast"),
     ("reshape_default", "reshape"),

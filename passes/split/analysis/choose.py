@@ -177,7 +177,7 @@ def choose_split_of_host(
     Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
     for all of them.
     """
-    if not any(is_call(node, ops.start, ops.mm_start) for node in graph.nodes):
+    if not any(is_call(node, *ops.STARTS, *ops.MM_STARTS) for node in graph.nodes):
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
     if config.split_tokens is None and profile is None:
         return _no_profile()

@@ -31,7 +31,8 @@ from tw_compile.planning.links import UNFUSED
 
 _c10d = torch.ops._c10d_functional
 
-_MATRIX = {aten.mm.default: 1, mm_leaving_sms: 1, aten.addmm.default: 2, addmm_leaving_sms: 2, ops.mm_start: 1}
+_MATRIX = {aten.mm.default: 1, mm_leaving_sms: 1, aten.addmm.default: 2, addmm_leaving_sms: 2}
+_MATRIX |= dict.fromkeys(ops.MM_STARTS, 1)
 """Plain GEMMs, and which argument holds the weight ``[depth, columns]``."""
 
 _KERNELS = {
@@ -165,7 +166,7 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
             raise _NotMeasuredError(f"{node.name} begins attention of matmuls and a softmax, of which no time is known")
         elif _is_uncounted(node):
             part.uncounted = part.uncounted or node.name
-        if is_call(node, ops.start, ops.mm_start, _c10d.all_reduce.default):
+        if is_call(node, *ops.STARTS, *ops.MM_STARTS, _c10d.all_reduce.default):
             if part.gemms:
                 parts.append(part)
                 sums.append(node)
@@ -175,7 +176,7 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
 
 def _is_uncounted(node: fx.Node) -> bool:
     """What may take long and is in no formula of the planner's: other matmuls, other collectives, what no rule knows."""
-    if is_call(node, _c10d.all_reduce.default, _c10d.wait_tensor.default, ops.start, ops.wait_):
+    if is_call(node, _c10d.all_reduce.default, _c10d.wait_tensor.default, *ops.STARTS, ops.wait_):
         return False
     if node.target in _UNCOUNTED or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
@@ -281,10 +282,10 @@ def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel
 def _message(node: fx.Node) -> _Travel:
     """How one sum travels, fused or not."""
     arguments = arguments_of(node)
-    fused = is_call(node, ops.start, ops.mm_start)
+    fused = is_call(node, *ops.STARTS, *ops.MM_STARTS)
     if not fused and arguments["reduce_op"] != "sum":
         raise _NotRecognisedError(f"{node.name} reduces by {arguments['reduce_op']}")
-    last: Any = arguments["b" if is_call(node, ops.mm_start) else "x" if fused else "input"].meta["val"]
+    last: Any = arguments["b" if is_call(node, *ops.MM_STARTS) else "x" if fused else "input"].meta["val"]
     facts = group_facts(arguments["group_name"], last.device.type)
     transport = arguments["transport"] if fused else _COLLECTIVES[facts.device_type]
     return _Travel(_number(last.shape[-1], node), last.dtype, facts.world_size, transport, fused, facts.peer_access)

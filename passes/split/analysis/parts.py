@@ -45,7 +45,7 @@ def computes(node: fx.Node) -> bool:
 
 
 def is_plain_gemm(node: fx.Node) -> bool:
-    return is_call(node, aten.mm.default, aten.addmm.default, ops.mm_start)
+    return is_call(node, aten.mm.default, aten.addmm.default, *ops.MM_STARTS)
 
 
 def _is_grouped_gemm(node: fx.Node) -> bool:

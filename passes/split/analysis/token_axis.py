@@ -117,7 +117,7 @@ def _tokens_of_messages(graph: fx.Graph) -> Size | None:
     """The rows of what is summed over ranks; of several numbers the most frequent one."""
     counts: list[tuple[Size, int]] = []
     for node in graph.nodes:
-        if not is_call(node, ops.start, ops.mm_start, _c10d.all_reduce.default):
+        if not is_call(node, *ops.STARTS, *ops.MM_STARTS, _c10d.all_reduce.default):
             continue
         message = value(node.args[0])  # type: ignore[arg-type]
         if message is None or message.dim() < 2:
@@ -145,7 +145,7 @@ _WEIGHT_PLACES = (
     (aten.addmm.default, 2),
     (mm_leaving_sms, 1),
     (addmm_leaving_sms, 2),
-    (ops.mm_start, 1),
+    *((mm_start, 1) for mm_start in ops.MM_STARTS),
     (aten.embedding.default, 0),
     (aten.index_select.default, 0),
     (aten.index.Tensor, 0),
@@ -227,7 +227,9 @@ def _ask(node: fx.Node, analysis: Analysis, split: list[fx.Node], joined: set[fx
         node, analysis.axis, analysis.layouts, analysis.token_dependent, analysis.row_wise, analysis.join_attention
     )
     if node in joined:
-        reason = JoinReason.RESIDUAL_SHARDS if is_call(node, ops.start, ops.mm_start) else JoinReason.ROUTING_NOT_UNDONE
+        reason = (
+            JoinReason.RESIDUAL_SHARDS if is_call(node, *ops.STARTS, *ops.MM_STARTS) else JoinReason.ROUTING_NOT_UNDONE
+        )
         verdict: Verdict = call.join(reason, "what it makes is read outside of its half")
     elif rule is None:
         verdict = call.join(JoinReason.UNKNOWN_OPERATOR)

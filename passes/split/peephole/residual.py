@@ -17,7 +17,7 @@ from tw_compile.kernels.collective.seam import leave_halves
 from tw_compile.passes.nodes import annotation
 from tw_compile.passes.split.schedule.dependences import argument, place_of
 
-_READERS = (ops.start, ops.mm_start, ops.wait_, leave_halves)
+_READERS = (*ops.STARTS, *ops.MM_STARTS, ops.wait_, leave_halves)
 
 
 def narrow_residuals(graph: fx.Graph) -> int:
@@ -27,7 +27,7 @@ def narrow_residuals(graph: fx.Graph) -> int:
     """
     narrowed = 0
     for node in graph.nodes:
-        if not is_call(node, ops.start, ops.mm_start) or not argument(node, "overlap_sms"):
+        if not is_call(node, *ops.STARTS, *ops.MM_STARTS) or not argument(node, "overlap_sms"):
             continue
         dtype = annotation(node).get("stream_dtype")
         kept = next((user for user in node.users if is_call(user, operator.getitem) and user.args[1] == 1), None)

@@ -29,12 +29,12 @@ def _all_reduce(call: OperatorCall) -> Verdict:
     return RowWise(rows, call.slice_of(message, rows))
 
 
-@token_rule(ops.start, enters=True)
+@token_rule(*ops.STARTS, enters=True)
 def _start(call: OperatorCall) -> Verdict:
     return _fused(call, "x", whole=())
 
 
-@token_rule(ops.mm_start, enters=True)
+@token_rule(*ops.MM_STARTS, enters=True)
 def _mm_start(call: OperatorCall) -> Verdict:
     return _fused(call, "a", whole=("b",))
 

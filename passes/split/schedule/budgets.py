@@ -35,7 +35,7 @@ Leaving = dict[int, tuple[tuple[str, int], ...]]
 """For windows by index: GEMMs, by the planner's names, and the SMs that they leave."""
 
 _LEAVING_SMS = {
-    ops.mm_start: mm_leaving_sms,
+    **dict.fromkeys(ops.MM_STARTS, mm_leaving_sms),
     aten.mm.default: mm_leaving_sms,
     aten.addmm.default: addmm_leaving_sms,
     grouped_mm_leaving_sms: grouped_mm_leaving_sms,
@@ -210,13 +210,13 @@ def measure_reserve(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Res
 
 def _can_leave(node: fx.Node) -> bool:
     """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
-    if is_call(node, ops.mm_start, grouped_mm_leaving_sms):
+    if is_call(node, *ops.MM_STARTS, grouped_mm_leaving_sms):
         return True
     return node.target in _LEAVING_SMS and not (compat.tunes_gemms() or node.kwargs)
 
 
 def _leave(node: fx.Node, sms: int) -> None:
-    if is_call(node, ops.mm_start):
+    if is_call(node, *ops.MM_STARTS):
         node.update_kwarg("reserved_sms", sms)
         return
     if is_call(node, joint_mm_leaving_sms, gated_mm_leaving_sms):

@@ -23,7 +23,7 @@ from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.rewrite.duplicate import mutated
 
 _c10d = torch.ops._c10d_functional
-_STARTS = (ops.start, ops.mm_start)
+_STARTS = (*ops.STARTS, *ops.MM_STARTS)
 _WAITS = (ops.wait_, leave_halves, arrive_)
 """With the same first arguments."""
 

@@ -257,7 +257,7 @@ class _Timeline:
     def _counts(self, node: fx.Node) -> bool:
         if node in self._aside:
             return False
-        return node.target is ops.mm_start or (computes(node) and node not in self.communication)
+        return node.target in ops.MM_STARTS or (computes(node) and node not in self.communication)
 
     def _add(self, node: fx.Node) -> None:
         if node in self._waits and any(half_of(one) != "shared" for one in self._nodes):
