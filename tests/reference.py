@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
+import make_reference
 import torch
 
 DOCS = Path(__file__).parents[1] / "docs"
-sys.path.insert(0, str(DOCS))
-
-import make_reference  # noqa: E402
-
 PAGE = DOCS / "reference" / "json.md"
 
 
