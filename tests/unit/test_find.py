@@ -597,17 +597,3 @@ def test_every_refusal_of_finding_has_a_near_miss() -> None:
         Refusal.QUANTISATION_NOT_PROVABLE,  # test_quant.py
     }
     assert {reason for reason, _ in NEAR_MISSES.values()} == set(Refusal) - elsewhere
-
-
-def test_layer_is_read_from_the_module_stack() -> None:
-    b = GraphBuilder()
-    issued = b.issue(b.input(T, H))
-    issued.meta["nn_module_stack"] = {"a": ("L['self'].model.layers.17.mlp", object), "b": ("x.down_proj", object)}
-    (site,) = find(b, b.wait(issued))
-    assert site.all_reduce.layer == 17
-
-
-def test_message_size_is_unknown_for_symbolic_tokens() -> None:
-    b = GraphBuilder()
-    (site,) = find(b, b.all_reduce(b.input(T, H, dtype=torch.bfloat16)))
-    assert site.all_reduce.bytes() == T * H * 2
