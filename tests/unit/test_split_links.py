@@ -65,7 +65,7 @@ def inspected(seq: int = 1024, **options: Any) -> tuple[Split, fx.Graph]:
 @pytest.mark.usefixtures("no_peer_access")
 @pytest.mark.parametrize("options", [{"fuse": False}, {"fuse_max_bytes": 1024}, {"transport": "nccl"}], ids=str)
 def test_sums_of_nccl_are_split_where_the_plan_pays_whether_they_are_fused_or_not(options: dict[str, Any]) -> None:
-    split, graph = inspected(**options)
+    split, graph = inspected(disable_passes="join_gemms", **options)  # what is fused would else have faster GEMMs, too
     assert (split.mode, split.sizes) == ("split", (512, 512)), split.detail
     assert split.plan is not None and split.plan.rates.startswith("nccl over host-memory")
     assert split.plan.predicted.unfused_us == pytest.approx(split.plan.predicted.fused_us)
