@@ -19,7 +19,7 @@ from tw_compile.testing import GlooRanks, fake_process_group
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the tests marked full: about 30 minutes on two cores")
+    parser.addoption("--full", action="store_true", help="also the tests marked full: about 19 minutes on two cores")
 
 
 def pytest_configure(config: pytest.Config) -> None:
