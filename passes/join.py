@@ -22,10 +22,12 @@ from tw_compile.autotune.turns import Gemms, Turns, measured_turns, rows_to_meas
 from tw_compile.config import JOIN_GEMMS
 from tw_compile.graph.predicates import aten, is_call, peel_views, value
 from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, joint_mm_by_rows
+from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.passes import joint
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
 from tw_compile.passes.split.rewrite.duplicate import SplitReport
 
+_BY_ROWS: dict[Any, Any] = {joint_mm_leaving_sms: joint_mm_by_rows, gated_mm_leaving_sms: gated_mm_by_rows}
 Measure = Callable[[Gemms, Sequence[int], torch.device], Turns | None]
 
 
@@ -49,9 +51,9 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
             by_input.setdefault(peel_views(joint.rows_of(node)), []).append(node)
     for waiting in by_input.values():
         while waiting:
-            nodes = joint.beside(waiting[0], waiting[1:]) or waiting[:1]
-            waiting = [node for node in waiting if node not in nodes]
-            gemms = _gemms(nodes)
+            nodes = joint.beside(waiting[0], waiting[1:])
+            waiting = [node for node in waiting[1:] if node not in nodes]
+            gemms = _gemms(nodes) if nodes else None
             rows = None if gemms is None else _rows(nodes[0], tokens)
             if gemms is None or rows is None:
                 continue
@@ -63,9 +65,7 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
 
 
 def _gemms(nodes: Sequence[fx.Node]) -> Gemms | None:
-    """What ``nodes`` are to be measured as; None for a GEMM alone, and for those that our kernel can't compute."""
-    if not joint.beside(nodes[0], nodes[1:]):
-        return None
+    """What ``nodes``, a result of :func:`joint.beside`, are to be measured as; None for a GEMM alone that is not gated."""
     gated = joint.is_gated(nodes)
     if len(nodes) == 1 and not gated:
         return None
@@ -90,10 +90,8 @@ def _rows(node: fx.Node, tokens: TokenRange | None) -> tuple[int, ...] | None:
 
 
 def _join(nodes: Sequence[fx.Node], turns: Turns) -> None:
-    together = joint.join(nodes)
-    node = together.adopt()
-    gated = len(node.args) == 4 and isinstance(node.args[1], fx.Node)
-    node.target = gated_mm_by_rows if gated else joint_mm_by_rows
+    node = joint.join(nodes).adopt()
+    node.target = _BY_ROWS[node.target]
     node.args = (*node.args[:-1], list(turns))
 
 
@@ -103,7 +101,6 @@ def _run(graph: fx.Graph, context: Context) -> Outcome:
     if compat.tunes_gemms():
         return Outcome(False, refused="Inductor tunes GEMMs (max_autotune)")
     done = join_gemms(graph, context.tokens)
-    context.keep(done)
     gated = sum(gemms.gated for gemms, _ in done.turns)
     return Outcome(bool(done.turns), {"gated": gated, "joint": len(done.turns) - gated})
 

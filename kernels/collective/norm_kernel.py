@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from tw_compile.kernels.collective.spec import NormSpec
 
 
 @triton.jit
-def add_rms_norm_kernel(
+def add_norm_kernel(
     reduced,
     residual,
     bias,
@@ -52,37 +53,6 @@ def add_rms_norm_kernel(
     tl.store(hidden + row + columns, to_hidden(y, hidden.dtype.element_ty, hidden_scale), mask=mask)
 
 
-def add_rms_norm_cuda(
-    reduced: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    norm: NormSpec,
-    hidden: torch.Tensor,
-    h: torch.Tensor | None,
-    hidden_scale: torch.Tensor | None,
-) -> None:
-    """:func:`reference.add_rms_norm` of contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
-
-    Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written; ``h`` None is not kept.
-    """
-    _add_norm(normalise_row, reduced, residual, bias, weight, norm, hidden, h, hidden_scale)
-
-
-def add_layer_norm_cuda(
-    reduced: torch.Tensor,
-    residual: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    norm: NormSpec,
-    hidden: torch.Tensor,
-    h: torch.Tensor | None,
-    hidden_scale: torch.Tensor | None,
-) -> None:
-    """As :func:`add_rms_norm_cuda`, for :func:`reference.add_layer_norm`."""
-    _add_norm(layer_normalise_row, reduced, residual, bias, weight, norm, hidden, h, hidden_scale)
-
-
 def _add_norm(
     row_code: Any,
     reduced: torch.Tensor,
@@ -94,11 +64,16 @@ def _add_norm(
     h: torch.Tensor | None,
     hidden_scale: torch.Tensor | None,
 ) -> None:
+    """An epilogue's reference for contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
+
+    Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written. ``h`` None is not kept.
+    ``row_code`` is the epilogue's, as ``row.normalise_row``.
+    """
     rows, hidden_size = reduced.shape
     if rows == 0:
         return
     block, num_warps = launch_shape(hidden_size)
-    add_rms_norm_kernel[(rows,)](
+    add_norm_kernel[(rows,)](
         reduced,
         residual,
         bias,
@@ -115,3 +90,9 @@ def _add_norm(
         NORMALISE=row_code,
         num_warps=num_warps,
     )
+
+
+add_rms_norm_cuda = partial(_add_norm, normalise_row)
+"""For :func:`reference.add_rms_norm`."""
+add_layer_norm_cuda = partial(_add_norm, layer_normalise_row)
+"""For :func:`reference.add_layer_norm`."""

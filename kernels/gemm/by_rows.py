@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from tw_compile.kernels.gemm import joint_mm
+from tw_compile.kernels.gemm.mm_leaving_sms import one_by_one
 from tw_compile.kernels.runtime.operator import define
 
 
@@ -30,16 +31,7 @@ def joint_mm_on_cuda(
 ) -> list[torch.Tensor]:
     if is_ours(len(a), turns) and joint_mm.multiplies(a, matrices, biases):
         return joint_mm.joint_mm(a, matrices, biases, 0)
-    return one_by_one(a, matrices, biases)
-
-
-def one_by_one(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The library's GEMMs."""
-    if not biases:
-        return [torch.mm(a, one) for one in matrices]
-    if len(biases) != len(matrices):
-        raise ValueError(f"biases: expected none or one for each of {len(matrices)} matrices, got {len(biases)}")
-    return [torch.addmm(bias, a, one) for bias, one in zip(biases, matrices, strict=True)]
+    return one_by_one(a, matrices, biases, 0)
 
 
 def gated_mm_on_cuda(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, turns: Sequence[int]) -> torch.Tensor:

@@ -57,12 +57,13 @@ def joint_mm_on_cuda(
     check_reserved_sms(reserved_sms)
     if joint_mm.multiplies(a, matrices, biases):
         return joint_mm.joint_mm(a, matrices, biases, reserved_sms)
-    return _one_by_one(a, matrices, biases, reserved_sms)
+    return one_by_one(a, matrices, biases, reserved_sms)
 
 
-def _one_by_one(
+def one_by_one(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
 ) -> list[torch.Tensor]:
+    """The library's GEMMs, one after the other."""
     if not biases:
         return [mm(a, one, reserved_sms) for one in matrices]
     if len(biases) != len(matrices):
@@ -109,7 +110,7 @@ addmm_leaving_sms = define(
 joint_mm_leaving_sms = define(
     "joint_mm_leaving_sms(Tensor a, Tensor[] matrices, Tensor[] biases, int reserved_sms) -> Tensor[]",
     joint_mm_on_cuda,
-    _one_by_one,
+    one_by_one,
 )
 gated_mm_leaving_sms = define(
     "gated_mm_leaving_sms(Tensor a, Tensor gate, Tensor up, int reserved_sms) -> Tensor",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from html_pages import assert_tags_are_balanced
 from typer.testing import CliRunner
 
 from tw_compile.cli.app import app
@@ -16,7 +16,6 @@ from tw_compile.cli.drawing import boxes, draw
 from tw_compile.graph.text import Line, aligned, diff
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-VOID = {"meta", "line", "rect", "circle", "path", "br"}
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +27,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-class _Balanced(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-
 def test_page_is_well_formed_and_loads_nothing(page: Path) -> None:
     text = page.read_text()
-    parser = _Balanced()
-    parser.feed(text)
-    assert parser.open == []
+    assert_tags_are_balanced(text)
     assert not re.search(r"(src|href)\s*=|@import|url\((?!#tip)|<script", text)
     assert "prefers-color-scheme: dark" in text
 

@@ -8,11 +8,11 @@ import shutil
 import subprocess
 import sys
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from html_pages import assert_tags_are_balanced
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.papers.exhibit import HOW
@@ -23,7 +23,6 @@ from tw_compile.cli.paper_chart import chart
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BOTH_SIDES = ("4", "7", "9", "10", "11", "14")
 PAPER_IS_SILENT = {"9"}
-VOID = {"meta", "br"}
 
 
 def drawn(folder: Path, name: str, *options: str) -> tuple[dict[str, Any], Path]:
@@ -39,25 +38,9 @@ def issue(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Pat
     return drawn(tmp_path_factory.mktemp("papers"), "vllm-44079")
 
 
-class _Balanced(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in VOID:
-            assert self.open.pop() == tag
-
-
 def check(report: dict[str, Any], page: Path) -> None:
     text = page.read_text()
-    parser = _Balanced()
-    parser.feed(text)
-    assert parser.open == []
+    assert_tags_are_balanced(text)
     assert not re.search(r"(src|href)\s*=|@import|url\(|<script", text)
     assert "prefers-color-scheme: dark" in text
     for exhibit in report["exhibits"]:

@@ -99,7 +99,7 @@ def test_overlap_is_symmetric_and_no_more_than_either(one: list[Any], other: lis
         ("gloo:all_reduce", True),
         ("nvjet_sm90_tst_128x256_64x4_streamk", False),
         ("triton_red_fused_add_all_reduce_rms_norm_0", False),
-        ("add_rms_norm_kernel", False),
+        ("add_norm_kernel", False),
         ("void at::native::push_back<4>()", False),
     ],
 )
