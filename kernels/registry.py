@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 
 class Entry(Protocol):
@@ -79,6 +79,7 @@ class Benchmarked:
         narrow: That residual has the message's dtype, see :attr:`Contender.residual_narrow`.
         in_slot: Messages lie in the slot's memory, as if their producer had written them there, and results stay there.
         quantises: Its results are float8.
+        scales: Scales that are made of them: for each ``token`` or ``group`` of 128 columns; empty: one is given.
     """
 
     label: str
@@ -86,6 +87,7 @@ class Benchmarked:
     narrow: bool = False
     in_slot: bool = False
     quantises: bool = False
+    scales: Literal["", "token", "group"] = ""
 
     @property
     def plain(self) -> bool:

@@ -32,14 +32,39 @@ class AllReduceOperator:
 
 
 @dataclass(frozen=True)
+class MadeScaleArguments:
+    """How an operator makes the scales of float8 values: ``max(amax / 448, min_scale)``, of each row.
+
+    Attributes:
+        group_size: The argument that says how many columns share a scale; None: all do.
+        min_amax: The argument that is the least amax, in the place of a least scale.
+        upper_bound: The argument that is a tensor with the largest scale; what is given for it but None is not known.
+        power_of_two: Arguments that, if true, have scales rounded to powers of two.
+        other_layout: Arguments that, if true, have scales laid out otherwise than by rows.
+        least, greatest: Arguments that are the bounds of float8.
+    """
+
+    group_size: str | None = None
+    min_amax: str | None = None
+    min_scale: float = 0.0
+    upper_bound: str | None = None
+    power_of_two: tuple[str, ...] = ()
+    other_layout: tuple[str, ...] = ()
+    least: tuple[str, ...] = ()
+    greatest: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class NormOperator:
     """An RMSNorm over the last dim. It computes in float32 and casts to the weight's dtype before it multiplies by the weight.
 
     Attributes:
         rows, weight, eps: Arguments; the weight may be None in a call.
-        residual: The argument that is added to ``rows`` first. Results are then the normalised values and the sum.
+        residual: The argument that is added to ``rows`` first, unless a call has None for it. Results are then the normalised
+            values and the sum.
         variance_size: The argument that says over how many columns it averages, None being all; None: it has no such argument.
         scale: The argument that the normalised values are divided by before they are rounded to float8.
+        made_scales: It rounds them to float8 by scales that it makes of them, and writes these behind its result.
         writes: It writes its results to arguments, so graphs have it in ``auto_functionalized``, behind its own result, None.
     """
 
@@ -50,6 +75,7 @@ class NormOperator:
     residual: Argument | None = None
     variance_size: Argument | None = None
     scale: Argument | None = None
+    made_scales: MadeScaleArguments | None = None
     writes: bool = False
 
 
@@ -69,19 +95,45 @@ class QuantOperator:
 
 
 @dataclass(frozen=True)
-class RowWiseOperator:
-    """Writes to arguments, and treats each row of dim 0 independently, so that it may run once for each half of the tokens.
-
-    Attributes:
-        reads: Arguments with one row for each token; it may write to them, too.
-        results: Arguments that are new tensors with one row for each token, and are written all over.
-    """
+class MadeQuantOperator:
+    """Divides ``rows`` by scales that it makes of them and rounds to float8. It writes both results to arguments."""
 
     writes: ClassVar[bool] = True
 
     name: str
+    rows: str
+    made_scales: MadeScaleArguments
+
+
+@dataclass(frozen=True)
+class RowWiseOperator:
+    """Treats each row of dim 0 independently, so that it may run once for each half of the tokens.
+
+    Attributes:
+        reads: Arguments with one row for each token; it may write to them, too. Those that a call gives as None don't count.
+        results: Arguments that are new tensors with one row for each token, and are written all over.
+        scales: Arguments with one row for each token, or with one number for all of them.
+        counts: Arguments that are the number of rows.
+        absent: Arguments for which only calls that give None are known to be row-wise.
+        writes: It writes to arguments, so graphs have it in ``auto_functionalized``; otherwise it only returns results, each
+            with one row for each token.
+    """
+
+    name: str
     reads: tuple[str, ...]
     results: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    writes: bool = True
+
+
+@dataclass(frozen=True)
+class OneScaleOperator:
+    """Quantises by one scale that it makes of all rows. So it is not row-wise: a half would have another scale."""
+
+    name: str
+    writes: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,7 +142,7 @@ class AttentionOperator:
 
     Attributes:
         query: The argument that holds the queries.
-        half: The operator that does it for one half of the tokens.
+        half: The operator that does it for one half of the tokens; None: there is none.
         kernel: What device profiles call its kernel.
     """
 
@@ -98,12 +150,29 @@ class AttentionOperator:
 
     name: str
     query: str
-    half: str
+    half: str | None
     kernel: str
 
 
-Operator = AllReduceOperator | NormOperator | QuantOperator | RowWiseOperator | AttentionOperator
-Kind = TypeVar("Kind", AllReduceOperator, NormOperator, QuantOperator, RowWiseOperator, AttentionOperator)
+Operator = (
+    AllReduceOperator
+    | NormOperator
+    | QuantOperator
+    | MadeQuantOperator
+    | RowWiseOperator
+    | OneScaleOperator
+    | AttentionOperator
+)
+Kind = TypeVar(
+    "Kind",
+    AllReduceOperator,
+    NormOperator,
+    QuantOperator,
+    MadeQuantOperator,
+    RowWiseOperator,
+    OneScaleOperator,
+    AttentionOperator,
+)
 
 registered_operators: dict[str, Operator] = {}
 _attention_halves: set[str] = set()
@@ -121,7 +190,8 @@ def declare(*operators: Operator) -> None:
             known = registered_operators[operator.name]
             raise ValueError(f"operators: expected a name that is not in use, got {operator.name!r}, which is {known}")
     registered_operators.update({operator.name: operator for operator in operators})
-    _attention_halves.update(operator.half for operator in operators if isinstance(operator, AttentionOperator))
+    attention = (operator for operator in operators if isinstance(operator, AttentionOperator))
+    _attention_halves.update(operator.half for operator in attention if operator.half is not None)
 
 
 def operator_named(name: str) -> Operator | None:

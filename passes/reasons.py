@@ -20,7 +20,6 @@ class Refusal(StrEnum):
     RESIDUAL_NOT_PROVABLE = "residual_not_provable"
     NO_RMS_NORM = "no_rms_norm"
     LAYER_NORM = "layer_norm"
-    LAYER_NORM_BIAS = "layer_norm_bias"
     MEAN_DIM = "mean_dim"
     EPS_NOT_CONSTANT = "eps_not_constant"
     NORM_INTERMEDIATE_USED = "norm_intermediate_used"
@@ -44,6 +43,11 @@ class QuantRefusal(StrEnum):
     SCALE_NOT_STATIC = "scale_not_static"
     SCALE_NOT_PER_TENSOR = "scale_not_per_tensor"
     SCALE_DTYPE = "scale_dtype"
+    SCALE_FORM = "scale_form"
+    SCALE_GROUP = "scale_group"
+    SCALE_BOUND = "scale_bound"
+    SCALE_LAYOUT = "scale_layout"
+    SCALE_POWER_OF_TWO = "scale_power_of_two"
     SCALE_ON_OTHER_DEVICE = "scale_on_other_device"
     DEVICE_NOT_SUPPORTED = "device_not_supported"
     PRECISION_CASTS_KEPT = "precision_casts_kept"
@@ -59,6 +63,8 @@ class WireRefusal(StrEnum):
     PRECISION_CASTS_KEPT = "precision_casts_kept"
     NOT_MEASURED = "not_measured"
     MESSAGE_TOO_SMALL = "message_too_small"
+    ACCURACY_NOT_MEASURED = "accuracy_not_measured"
+    ACCURACY_BEYOND_BUDGET = "accuracy_beyond_budget"
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class JoinReason(StrEnum):
     OPERANDS_DISAGREE = "operands_disagree"
     ROUTING_NOT_UNDONE = "routing_not_undone"
     RESIDUAL_SHARDS = "residual_shards"
+    SCALE_OF_ALL_TOKENS = "scale_of_all_tokens"
+    EXPERTS = "experts"
     LEFT_WHOLE = "left_whole"
     UNKNOWN_OPERATOR = "unknown_operator"
 
@@ -141,6 +149,8 @@ class SplitRefusal(StrEnum):
     SLOT_IN_FLIGHT_TWICE = "slot_in_flight_twice"
     OPERATOR_WITHOUT_RULE = "operator_without_rule"
     NEEDS_ALL_TOKENS = "needs_all_tokens"
+    SCALE_OF_ALL_TOKENS = "scale_of_all_tokens"
+    EXPERTS = "experts"
 
 
 @dataclass(frozen=True)

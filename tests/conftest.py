@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from fork_servers import children_are_forked
-from torch._functorch import config as functorch_config
-from torch._inductor import config as inductor_config
+from bytecode import keep_bytecode
 
-from tw_compile.testing import GlooRanks, fake_process_group
+keep_bytecode()  # before torch is imported, as workers import it too
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from fork_servers import children_are_forked  # noqa: E402
+from torch._functorch import config as functorch_config  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
+
+from tw_compile.testing import GlooRanks, fake_process_group  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,6 +49,8 @@ def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch, inductor_config.patch({"cpp.vec_isa_ok": False}):
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
+        # Else one more process imports torch wherever backend "inductor" compiles, to run Triton, which is for GPUs alone.
+        patch.setenv("TORCH_WARM_POOL", "0")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
         patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))

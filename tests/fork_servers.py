@@ -1,8 +1,8 @@
-"""Processes that tests start, forked from servers that have imported torch: an import takes seconds, a fork none.
+"""Processes that tests start, forked from servers that have imported torch and transformers: a fork takes no seconds.
 
 ``tw_compile.child`` starts processes by spawning. Here its processes come from two servers in turn, so that two ranks order
-their sets of strings in different ways, as spawned ones do. All else is as there: targets and arguments are pickled, modules
-but torch's are imported anew, and variables of the environment are those of the process that starts the child. Commands that
+their sets of strings in different ways, as spawned ones do. All else is as there: targets and arguments are pickled, other
+modules are imported anew, and variables of the environment are those of the process that starts the child. Commands that
 tests start as processes of their own do spawn, see ``test_child.py``.
 """
 
@@ -24,7 +24,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-IMPORTED = ["torch", "torch.distributed", "torch._dynamo", "torch._inductor.compile_fx"]
+IMPORTED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    # What a first compilation and a first model import beyond these.
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.utils.cpp_extension",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+]
 _SERVERS = (ForkServer(), ForkServer())
 _TURNS = itertools.cycle(_SERVERS)
 

@@ -48,6 +48,42 @@ def vllm_operators() -> Iterator[None]:
         residual.add_(input)
         result.copy_(quantised(normed(residual, weight, epsilon), scale))
 
+    def by_made_scales(
+        rows: torch.Tensor, scale: torch.Tensor, result: torch.Tensor, columns: int, least: float, amax: float = 0.0
+    ) -> None:
+        groups = rows.float().unflatten(-1, (-1, columns))
+        made = (groups.abs().amax(-1).clamp_min(amax) / 448).clamp_min(least)
+        scale.copy_(made)
+        result.copy_((groups / made.unsqueeze(-1)).clamp(-448, 448).flatten(-2))
+
+    def per_token(result: torch.Tensor, input: torch.Tensor, scale: torch.Tensor, scale_ub: object) -> None:
+        by_made_scales(input, scale, result, input.shape[-1], 1 / (448 * 512))
+
+    def per_group(
+        input: torch.Tensor, output_q: torch.Tensor, output_s: torch.Tensor, group_size: int, eps: float, *rest: object
+    ) -> None:
+        by_made_scales(input, output_s, output_q, group_size, 0.0, eps)
+
+    def norm_per_token(
+        result: torch.Tensor,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        epsilon: float,
+        scale_ub: object,
+        residual: torch.Tensor | None,
+        group_size: int | None = None,
+        is_scale_transposed: bool = False,
+    ) -> None:
+        rows = input if residual is None else residual.add_(input)
+        columns = group_size or input.shape[-1]
+        by_made_scales(normed(rows, weight, epsilon), scale, result, columns, 1 / (448 * 512))
+
+    made = (
+        "Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub, Tensor!? residual"
+    )
+    flags = "bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned"
+    groups = "int group_size, float eps, float fp8_min, float fp8_max"
     rest = "Tensor weight, Tensor scale, float epsilon) -> ()"
     with torch.library._scoped_library("_C", "FRAGMENT") as library:
         for schema, function in (
@@ -57,6 +93,16 @@ def vllm_operators() -> Iterator[None]:
             ),
             (f"rms_norm_static_fp8_quant(Tensor! result, Tensor input, {rest}", norm),
             (f"fused_add_rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor! residual, {rest}", add_norm),
+            (
+                "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
+                per_token,
+            ),
+            (
+                f"per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, {groups}, {flags}) -> ()",
+                per_group,
+            ),
+            (f"rms_norm_dynamic_per_token_quant({made}) -> ()", norm_per_token),
+            (f"rms_norm_per_block_quant({made}, int group_size, bool is_scale_transposed) -> ()", norm_per_token),
         ):
             library.define(schema)
             library.impl(schema.split("(")[0], function, "CompositeExplicitAutograd")

@@ -20,13 +20,16 @@ from tw_compile.files import read_if_there, user_folder, write_whole
 from tw_compile.gating.table import Table, read_table, table_text
 from tw_compile.kernels.transports import selection
 from tw_compile.kernels.transports.selection import Step, steps_of
+from tw_compile.planning.device import DeviceProfile, parse_profile
+from tw_compile.planning.links import Link, parse_link
+from tw_compile.planning.tables import toml_of
 
 logger = logging.getLogger("tw_compile")
 
 SCHEMA_VERSION = 1
 LAYER = "calibration"
 """The name of the layer of tables, and of the folder."""
-_KEYS = ("schema_version", "measured_on", "seconds", "thresholds", "kernels", "remarks", "rows")
+_KEYS = ("schema_version", "measured_on", "seconds", "thresholds", "kernels", "profile", "link", "remarks", "rows")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Calibration:
         remarks: What was left out, and why, a line each.
         rows: The times, as ``tw-compile bench kernel`` reports them.
         seconds: What measuring took, and before it loading kernels with the first size's checks.
+        profile: What the planner goes by on a device that has no profile; None where it has one, or where too little was timed.
+        link: What it goes by for messages through host memory; None where none were timed.
     """
 
     measured_on: MeasuredOn
@@ -73,6 +78,8 @@ class Calibration:
     remarks: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
     seconds: tuple[float, float]
+    profile: DeviceProfile | None = None
+    link: Link | None = None
 
 
 def text_of(calibration: Calibration) -> str:
@@ -84,6 +91,8 @@ def text_of(calibration: Calibration) -> str:
         "seconds": calibration.seconds,
         "thresholds": table_text(calibration.table),
         "kernels": selection.table_text(here.device_name, calibration.steps, ""),
+        "profile": "" if calibration.profile is None else toml_of(calibration.profile),
+        "link": "" if calibration.link is None else toml_of(calibration.link),
         "remarks": calibration.remarks,
         "rows": calibration.rows,
     }
@@ -102,7 +111,8 @@ def calibration_of(text: str, source: str) -> Calibration:
     for key in _KEYS:
         if key not in values:
             raise ValueError(f"{source}: expected the keys {', '.join(_KEYS)}, got no {key!r}")
-    for key, kind in (("thresholds", str), ("kernels", str), ("remarks", list), ("rows", list)):
+    kinds = dict.fromkeys(("thresholds", "kernels", "profile", "link"), str) | dict.fromkeys(("remarks", "rows"), list)
+    for key, kind in kinds.items():
         if type(values[key]) is not kind:
             raise ValueError(f"{source}: {key}: expected {kind.__name__}, got {values[key]!r}")
     seconds = values["seconds"]
@@ -112,7 +122,10 @@ def calibration_of(text: str, source: str) -> Calibration:
     # Whichever file it is in, the same thresholds are the same table: its name is part of the compile caches' key.
     table = replace(read_table(values["thresholds"], source), file=LAYER)
     _, steps = steps_of(values["kernels"], source)
-    return Calibration(here, table, steps, tuple(values["remarks"]), tuple(values["rows"]), (seconds[0], seconds[1]))
+    profile = parse_profile(values["profile"], f"{source}: profile") if values["profile"] else None
+    link = parse_link(values["link"], f"{source}: link") if values["link"] else None
+    remarks, rows = tuple(values["remarks"]), tuple(values["rows"])
+    return Calibration(here, table, steps, remarks, rows, (seconds[0], seconds[1]), profile, link)
 
 
 def _measured_on(values: Any, source: str) -> MeasuredOn:

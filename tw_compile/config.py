@@ -25,7 +25,7 @@ WHY_NOT_INT4 = (
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
 _SPLIT_GEMM_SMS = ("auto", "off")
-_CALIBRATE = ("stored", "auto", "off")
+_CALIBRATE = ("auto", "stored", "off")
 JOIN_GEMMS = "join_gemms"
 """The pass that computes GEMMs of one input as one."""
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
@@ -54,8 +54,8 @@ class Config:
         thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
             sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
         calibrate: Whether ranks on a node that nobody has measured measure it, once, before the first graph with an all_reduce
-            over all of them is compiled: ``auto`` (on GPUs) does that, ``stored`` goes by what ``tw-compile tune --quick`` or
-            another process has measured, ``off`` by neither.
+            over all of them is compiled: ``auto`` does that (on GPUs, where ``host`` is ``pytorch``), ``stored`` goes by what
+            ``tw-compile tune --quick`` or another process has measured, ``off`` by neither.
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
             :func:`tw_compile.gating.host_names`.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
@@ -70,10 +70,12 @@ class Config:
             TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
             8 bits (``int6``). Codes change numbers: nobody gets them unasked. ``auto`` is ``int8`` where a measured table
-            says that it is faster.
+            says that it is faster, and ``wire_accuracy`` that it does not cost this checkpoint too much.
         wire_sites: Which sums that is for: ``all``, those behind ``attention`` (o_proj), or those of the ``mlp`` (down_proj).
         wire_min_bytes: Smaller messages travel as they are; None: the tables decide, and where they have nothing, the transport
             (1 MiB over NCCL, gloo and host memory, never over NVLink).
+        wire_accuracy: The file in which ``tw-compile tune --wire int8 --checkpoint NAME`` has kept what wires cost this
+            checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where that is within the budget.
         disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
             refuses names that no pass has. If the token split would be wrong without one of them, all of the split is
             switched off.
@@ -90,7 +92,7 @@ class Config:
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
     thresholds: str = "auto"
-    calibrate: str = "stored"
+    calibrate: str = "auto"
     host: str = DEFAULT_HOST
     all_reduce_backend: str = "auto"
     disable_custom_all_reduce: bool = False
@@ -101,6 +103,7 @@ class Config:
     wire: str = EXACT
     wire_sites: str = "all"
     wire_min_bytes: int | None = None
+    wire_accuracy: str | None = None
     disable_passes: tuple[str, ...] = ()
     strict: bool = dataclasses.field(default_factory=environment.strict)
 
@@ -126,6 +129,8 @@ class Config:
         self._check_choice("wire_sites", WIRE_SITES)
         if self.wire_min_bytes is not None:
             self._check_count("wire_min_bytes", "bytes")
+        if self.wire_accuracy is not None:
+            self._check_type("wire_accuracy", str, "a file")
         self._check_split()
         self._check_passes()
         self._check_count("vllm_layer_groups", "layers")

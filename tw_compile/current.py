@@ -20,6 +20,7 @@ from tw_compile.config import OPTION_PREFIX, Config
 from tw_compile.gating.facts import HostFacts, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import Layer, tables_of, threshold_layers
+from tw_compile.gating.wire_accuracy import load_accuracy
 from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
@@ -41,10 +42,17 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     """
     if not torch.cuda.is_initialized():
         return own_gate(config, Node(None, False))
-    calibrated = in_use() if config.calibrate != "off" else None
-    # All ranks have the same one, as they agreed on it, and none before that.
-    key = "" if calibrated is None else f"/{calibrated.measured_on.file_name}"
+    calibrated, key = _calibrated(config)
     return agreed(f"gate/{config.digest()}{key}", lambda: _observed_gate(config, observe, calibrated), agreed_gate)
+
+
+def _calibrated(config: Config) -> tuple[Calibration | None, str]:
+    """The calibration that counts, and a part of the keys of what ranks agree on that follows from it.
+
+    All ranks have the same one, as they agreed on it, and none before that.
+    """
+    calibrated = in_use() if config.calibrate != "off" else None
+    return calibrated, "" if calibrated is None else f"/{calibrated.measured_on.file_name}"
 
 
 def _observed_gate(config: Config, observe: Callable[[Settings], Settings], calibrated: Calibration | None) -> Gate:
@@ -63,7 +71,8 @@ def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gat
     )
     settings = Settings.from_environment(config.host, os.environ, facts)
     layers = threshold_layers(config.thresholds, node.device_class, calibrated=calibrated)
-    return Gate(node, settings, tables_of(layers, node.device_class))
+    accuracy = None if config.wire_accuracy is None else load_accuracy(config.wire_accuracy)
+    return Gate(node, settings, tables_of(layers, node.device_class), accuracy)
 
 
 def current_node() -> Node:
@@ -120,17 +129,22 @@ def current_profile(config: Config) -> DeviceProfile | None:
     """
     if config.split == "off" or (config.device_profile == "auto" and not torch.cuda.is_initialized()):
         return None
-    return agreed(f"device_profile/{config.digest()}", lambda: own_profile(config), _agreed_profile)
+    calibrated, key = _calibrated(config)
+    return agreed(f"device_profile/{config.digest()}{key}", lambda: own_profile(config, calibrated), _agreed_profile)
 
 
-def current_link(profile: DeviceProfile | None) -> Link | None:
+def current_link(profile: DeviceProfile | None, config: Config) -> Link | None:
     """What messages travel over where GPUs have no peer access; the same on all ranks. None where ``profile``, the current one,
     is None and so nothing is planned.
 
     Raises:
         ValueError: The user's file is wrong.
     """
-    return None if profile is None else agreed("link", link_of_node, _agreed_link)
+    if profile is None:
+        return None
+    calibrated, key = _calibrated(config)
+    measured = None if calibrated is None else calibrated.link
+    return agreed(f"link{key}", lambda: link_of_node(measured), _agreed_link)
 
 
 def _agreed_link(own: Link, store: dist.Store, key: str) -> Link:
@@ -147,9 +161,11 @@ def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> D
     return profile
 
 
-def own_profile(config: Config) -> DeviceProfile | None:
+def own_profile(config: Config, calibrated: Calibration | None = None) -> DeviceProfile | None:
+    """What this process would plan for if it were alone; of a device without a profile what ranks measured of it."""
     if config.device_profile == "auto":
-        return profile_of_device(torch.cuda.get_device_name())
+        profile = profile_of_device(torch.cuda.get_device_name())
+        return profile if profile is not None or calibrated is None else calibrated.profile
     try:
         return load_profile(config.device_profile)
     except ValueError as error:

@@ -60,7 +60,7 @@ class TWCompilePass(compat.CustomGraphPass):
         """
         begin = time.perf_counter()
         profile = current_profile(self.config)
-        context = Context(self.config, gate, profile, host, current_link(profile))
+        context = Context(self.config, gate, profile, host, current_link(profile, self.config))
         if fusion.FUSE.name in self.config.disable_passes:
             detail = f"tw_compile.disable_passes names {fusion.FUSE.name}"
             context.keep(fusion.FusionDecisions(tuple(fusion.gated_sites(graph, detail))))
@@ -108,7 +108,7 @@ class TWCompilePass(compat.CustomGraphPass):
     def identity(self, gate: Gate) -> str:
         """All that of :meth:`uuid` but the user's pass, as text."""
         profile = current_profile(self.config)
-        planned_for = repr((profile, current_link(profile)))
+        planned_for = repr((profile, current_link(profile, self.config)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
         return "\n".join([*own, manager.identity(), split.rules_identity()])

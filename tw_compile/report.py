@@ -31,8 +31,9 @@ class Site:
     refusal (:class:`tw_compile.passes.reasons.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
     operator: its own ``mm``, or something other that it is given the result of. Where thresholds were asked, ``backend`` is
     what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
-    ``quantisation`` is about a static quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, the
-    name of a :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
+    ``quantisation`` is about a quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, or that with
+    ``_per_token`` or ``_per_group128`` behind it if scales are made of the result, the name of a
+    :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
     ``wire`` is how the rows of the fused operator travel; ``wire_refusal``, where another wire was asked for, the name of a
     :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what the sum is made by: ``attention``, ``mlp``, or empty where
     nobody has asked or it is neither.

@@ -23,6 +23,12 @@ def with_wires(transport: str) -> list[AlgorithmEntry]:
     return [entry for entry in ALGORITHMS if entry.wires and entry.transport == transport]
 
 
+def with_scales(transport: str) -> list[AlgorithmEntry]:
+    """Those of a transport that make scales of any message's rows, in the order in which they are asked."""
+    of_transport = [entry for entry in ALGORITHMS if entry.scales and entry.transport == transport]
+    return [entry for entry in of_transport if not entry.needs_whole_residual]
+
+
 def beside_work(transport: str) -> list[AlgorithmEntry]:
     """Those of a transport that serve calls beside other work, in the order in which they are asked."""
     ranked = [

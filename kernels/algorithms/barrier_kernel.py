@@ -14,7 +14,7 @@ import torch
 from tw_compile.kernels.collective.algorithm import Algorithm
 from tw_compile.kernels.collective.call import Call, allocators
 from tw_compile.kernels.collective.cuda_variant import (
-    NUMBER_FIELDS,
+    LAST_FIELDS,
     POINTER_FIELDS,
     address,
     aligned,
@@ -25,7 +25,7 @@ from tw_compile.kernels.collective.cuda_variant import (
 )
 from tw_compile.kernels.collective.side_stream import cluster_size
 from tw_compile.kernels.collective.slot import GroupState, Slot
-from tw_compile.kernels.collective.spec import Request, operands_of, rows_per_rank
+from tw_compile.kernels.collective.spec import Request, operands_of, rows_per_rank, scales_bytes
 from tw_compile.kernels.collective.transport import Started
 from tw_compile.kernels.runtime.barrier import MAX_CTAS
 from tw_compile.kernels.runtime.launch import Kernel, prepare
@@ -39,7 +39,7 @@ class BarrierParams(Structure):
         *POINTER_FIELDS,
         *((name, c_void_p) for name in ("x_table", "hidden_table", "residual_table", "pads", "epochs", "status")),
         *((name, c_int32) for name in ("rank", "tokens")),
-        *NUMBER_FIELDS,
+        *LAST_FIELDS,
     ]
 
 
@@ -75,6 +75,7 @@ class BarrierKernel(Algorithm):
         """See :class:`Algorithm`."""
         norm, elements = request.norm, request.x.numel()
         needs = {"x": request.x.nbytes, "hidden": elements * norm.hidden_dtype.itemsize}
+        needs["hidden"] += scales_bytes(request.x.shape[0], request.x.shape[1], norm.scale_columns)
         if request.residual_out == "replicated":
             needs["residual"] = elements * norm.residual_dtype.itemsize
         return needs

@@ -42,11 +42,13 @@ class AlgorithmEntry:
         most_sms: The most SMs that it can use; 0 where that is not known before it is made.
         beside: For calls beside other work algorithms are asked in ascending order of this number. None: it is not asked.
         instead: The name of the algorithm that is asked next if this one can't serve a message.
+        two_whole: The name of the algorithm that is asked first where two ranks both want all rows of the new residual.
         needs_whole_residual: Whether every rank must have all rows of the residual.
         needs_multicast: Whether it serves nothing without NVLink multicast.
-        serves_all: Whether it serves every message whose rows travel as they are. Exactly one entry of a transport has this; it
-            is asked last. That of ``multimem`` is the one of ``p2p``.
+        serves_all: Whether it serves every message whose rows travel as they are, by scales that are given. Exactly one entry
+            of a transport has this; it is asked last. That of ``multimem`` is the one of ``p2p``.
         wires: Whether it lets rows travel in codes. No other is asked for that.
+        scales: Whether it makes the scales of float8 results of the rows themselves. No other is asked for that.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -60,10 +62,12 @@ class AlgorithmEntry:
     most_sms: int = 0
     beside: int | None = None
     instead: str | None = None
+    two_whole: str | None = None
     needs_whole_residual: bool = False
     needs_multicast: bool = False
     serves_all: bool = False
     wires: bool = False
+    scales: bool = False
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()

@@ -87,7 +87,8 @@ class RowKernel(Algorithm):
         return self._row_obstacle(request)
 
     def _row_obstacle(self, request: Request) -> str | None:
-        return row_obstacle(request, self.min_capability, wires=self.wires and not self._one_shot)
+        wires = self.wires and not self._one_shot
+        return row_obstacle(request, self.min_capability, wires=wires, scales=True)
 
     def sms(self, tokens: int, world_size: int) -> int:
         """See :class:`Algorithm`."""

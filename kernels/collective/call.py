@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 
-from tw_compile.kernels.collective.fields import POINTERS
-from tw_compile.kernels.collective.spec import Operands, Request
+from tw_compile.kernels.collective.fields import LAST_POINTERS, POINTERS
+from tw_compile.kernels.collective.spec import Operands, Request, empty_hidden
 from tw_compile.kernels.runtime.launch import Kernel
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 _write_pointers = Struct(f"{len(POINTERS)}P").pack_into
-"""Writes all addresses at once, which is faster than setting one attribute after the other."""
+"""Writes most addresses at once, which is faster than setting one attribute after the other."""
+_BEHIND = -len(LAST_POINTERS)
+"""Of operands, the place of the first whose address is written by itself."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,9 @@ class Call:
     """The launches of a call, in their order.
 
     Attributes:
-        launches: The parameters and the number of CTAs of each launch. The parameters begin with the tensors' addresses, which
-            each call fills in before it copies them. A slot's calls follow each other, so no two threads do this at once.
+        launches: The parameters and the number of CTAs of each launch. The parameters begin with tensors' addresses, and end
+            with those that few calls have; each call fills them in before it copies them. A slot's calls follow each other, so
+            no two threads do this at once.
         options: The other arguments of :meth:`Kernel.launch`.
         hidden: Makes the memory that the kernel writes its results to, ``[tokens, hidden]``.
         residual_out: Makes the memory for the new residual.
@@ -62,8 +65,12 @@ class Call:
         if self.residual_of is not None and operands.residual is not None:
             operands = operands._replace(residual=self.residual_of(operands.residual))
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
+        first, last = addresses[:_BEHIND], addresses[_BEHIND:]
         for params, ctas in self.launches:
-            _write_pointers(params, 0, *addresses, hidden.data_ptr(), residual_out.data_ptr())
+            _write_pointers(params, 0, *first, hidden.data_ptr(), residual_out.data_ptr())
+            for name, address in zip(LAST_POINTERS, last, strict=True):
+                if address:  # calls of one form all have it, or none does
+                    setattr(params, name, address)
             self.kernel.launch(params, stream=stream, grid=ctas, **self.options)
         return hidden, residual_out if self.residual_out_of is None else self.residual_out_of(residual_out)
 
@@ -72,6 +79,6 @@ def allocators(request: Request, residual_rows: int) -> tuple[Callable[[], torch
     """Make uninitialised ``hidden [tokens, hidden]`` and ``residual_out [residual_rows, hidden]``; they keep no tensor."""
     (tokens, hidden_size), device, norm = request.x.shape, request.x.device, request.norm
     return (
-        partial(torch.empty, (tokens, hidden_size), dtype=norm.hidden_dtype, device=device),
+        partial(empty_hidden, tokens, hidden_size, norm, device),
         partial(torch.empty, (residual_rows, hidden_size), dtype=norm.residual_dtype, device=device),
     )

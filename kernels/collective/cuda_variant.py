@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from tw_compile.kernels.collective.fields import MESSAGE, PARAMETERS, POINTERS, ROWS, VARIANT, Field
+from tw_compile.kernels.collective.fields import LAST_POINTERS, MESSAGE, PARAMETERS, POINTERS, ROWS, VARIANT, Field
 from tw_compile.kernels.collective.spec import FP8, OPERAND_ALIGNMENT, SUPPORTED_DTYPES, NormSpec, Request
-from tw_compile.kernels.collective.wires import EXACT, Codes
+from tw_compile.kernels.collective.wires import EXACT, WIRES, Codes
 from tw_compile.kernels.epilogues import EPILOGUES
 
 VECTOR = 8
@@ -24,6 +24,8 @@ HOST_KERNELS = (7, 5)
 """The same of those over host memory: what PyTorch runs on."""
 CODED_ROW_ALIGNMENT = 32
 """Of rows in codes, in bytes, as wire.cuh has it."""
+MAKES_NO_SCALES = "float8 results have one scale, which is given"
+"""Why a kernel does not serve a call that wants scales made of its rows."""
 _FP8_CAPABILITY = (8, 9)
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", FP8: "e4m3"}
@@ -31,23 +33,30 @@ _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_RO
 
 POINTER_FIELDS = tuple((name, c_void_p) for name in POINTERS)
 """What the parameter structs of these kernels begin with."""
-NUMBER_FIELDS = tuple((name, c_float) for name in PARAMETERS)
+LAST_FIELDS: tuple[tuple[str, Any], ...] = (
+    *((name, c_float) for name in PARAMETERS),
+    *((name, c_void_p) for name in LAST_POINTERS),
+)
 """What they end with."""
 _numbers = attrgetter(*PARAMETERS)
 
 
 def numbers_of(norm: NormSpec) -> dict[str, float]:
-    """The values of :data:`NUMBER_FIELDS`."""
+    """The values of the numbers among :data:`LAST_FIELDS`."""
     return dict(zip(PARAMETERS, _numbers(norm), strict=True))
 
 
 def row_obstacle(
-    request: Request, min_capability: tuple[int, int] = PEER_KERNELS, *, wires: bool = False
+    request: Request, min_capability: tuple[int, int] = PEER_KERNELS, *, wires: bool = False, scales: bool = False
 ) -> str | None:
     """Why a kernel of at least ``min_capability`` cannot serve the request; None when it can. The same on all ranks.
 
-    ``wires``: whether it can let rows travel in codes.
+    ``wires``: whether it can let rows travel in codes. ``scales``: whether it can make scales of float8 results.
     """
+    if request.norm.scale_columns and not scales:
+        return MAKES_NO_SCALES
+    if request.norm.scale_columns and request.norm_bias is not None:
+        return "no scales are made of results of a norm with a bias"
     if request.wire != EXACT and not wires:
         return f"rows travel as they are, not as {request.wire}"
     hidden_size = request.x.shape[1]
@@ -71,6 +80,27 @@ def travelling_bytes(hidden_size: int, dtype: torch.dtype, codes: Codes | None) 
     if codes is None or dtype == FP8:
         return hidden_size * dtype.itemsize
     return -(-codes.row_bytes(hidden_size) // CODED_ROW_ALIGNMENT) * CODED_ROW_ALIGNMENT
+
+
+def result_bytes(request: Request) -> int:
+    """The same for a normalised row (``ResultRow`` of wire.cuh), with the scales that are made of it."""
+    hidden_size, norm = request.x.shape[1], request.norm
+    if not norm.scale_columns:
+        return travelling_bytes(hidden_size, norm.hidden_dtype, WIRES[request.wire].results)
+    made = hidden_size + 4 * hidden_size // norm.scale_columns
+    return -(-made // CODED_ROW_ALIGNMENT) * CODED_ROW_ALIGNMENT
+
+
+def result_vector_bytes(request: Request) -> int:
+    """What a thread's part of a normalised row takes in shared memory."""
+    norm = request.norm
+    return 2 * VECTOR if norm.scale_columns else vector_bytes(norm.hidden_dtype, WIRES[request.wire].results)
+
+
+def statistics_bytes(request: Request, rows: int, warps: int) -> int:
+    """What the statistics of ``rows`` rows take in shared memory, each of so many warps, two of them in turn, and maxima."""
+    of_a_warp = 2 * EPILOGUES[request.norm.epilogue].statistics_bytes + (4 if request.norm.scale_columns else 0)
+    return rows * warps * of_a_warp
 
 
 def vector_bytes(dtype: torch.dtype, codes: Codes | None) -> int:
@@ -118,6 +148,8 @@ def _definition(field: Field, value: Any) -> int | str:
         return _RESIDUAL_OUT[value]
     if isinstance(value, (bool, int)):
         return int(value)
+    if isinstance(value, float):
+        return f"{value!r}f"
     if isinstance(value, str):
         return value
     dtype = value.dtype if isinstance(value, torch.Tensor) else value

@@ -41,8 +41,11 @@ class Role:
         variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
         rows: For an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
         own_rows_if: For an operand: where this field is true, each rank has other rows of it.
+        last: For an operand: its address follows the numbers in a launch's parameters, and operands behind it have this, too.
+            So machine code of kernels that do not read it is what it was before there was this operand.
         parameter: A number that is passed to each launch as float32.
         in_schema: Whether callers of the operator give it; if not, it is the operator's own.
+        of_scales: Whether only operators that return scales take it.
     """
 
     kind: Kind
@@ -50,8 +53,10 @@ class Role:
     variant: bool = False
     rows: bool = False
     own_rows_if: str | None = None
+    last: bool = False
     parameter: bool = False
     in_schema: bool = True
+    of_scales: bool = False
 
 
 class Arguments(NamedTuple):
@@ -78,7 +83,11 @@ class Arguments(NamedTuple):
     overlap_sms: Annotated[int, Role("routing")] = 0
     results_in_slot: Annotated[bool, Role("layout", variant=True)] = False
     wire: Annotated[str, Role("layout", "WIRE")] = EXACT
+    norm_bias: Annotated[torch.Tensor | None, Role("operand", "NORM_BIAS_TYPE", rows=True, last=True)] = None
     epilogue: Annotated[str, Role("norm", "EPILOGUE", in_schema=False)] = RMS_NORM
+    scale_columns: Annotated[int, Role("norm", "SCALE_COLUMNS", of_scales=True)] = 0
+    min_scale: Annotated[float, Role("norm", "MIN_SCALE", of_scales=True)] = 0.0
+    divides_by_scale: Annotated[bool, Role("norm", "DIVIDES_BY_SCALE", of_scales=True)] = False
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,9 @@ class Field:
         return self.name in Arguments._field_defaults
 
     def schema(self) -> str:
-        """The field as torch's schemas write it."""
+        """The field as torch's schemas write it. What says how scales are made has to be said."""
         text = f"{_SCHEMA_TYPES[self.type]}{'?' if self.optional else ''} {self.name}"
-        if not self.has_default:
+        if not self.has_default or self.role.of_scales:
             return text
         default = Arguments._field_defaults[self.name]
         return f"{text}={json.dumps(default) if self.type is str else default}"
@@ -142,8 +151,10 @@ def values_of(wanted: Sequence[str]) -> Callable[[Arguments], tuple[Any, ...]]:
     return itemgetter(*places)
 
 
-SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.in_schema)
-"""Of the arguments of both operators, behind what they reduce."""
+SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.in_schema and not field.role.of_scales)
+"""Of the arguments of all operators, behind what they reduce."""
+SCALES_SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.of_scales)
+"""Of the keywords that those take besides which make scales of the rows, and return them."""
 
 MESSAGE = "x"
 """The tensor that is reduced; it is first wherever operands are named."""
@@ -159,5 +170,7 @@ VARIANT = tuple(field for field in FIELDS if field.role.variant or field.role.de
 """What calls have in common that one variant of a CUDA kernel serves, beside the message's hidden size and dtype."""
 PARAMETERS = names(field for field in FIELDS if field.role.parameter)
 """Numbers that each launch of a CUDA kernel is given."""
-POINTERS = (MESSAGE, *names(OPERANDS), "hidden", "residual_out")
-"""Tensors whose addresses each launch of a CUDA kernel is given: first of all its parameters, in this order."""
+LAST_POINTERS = names(field for field in OPERANDS if field.role.last)
+"""Operands whose addresses are the last parameters of a launch of a CUDA kernel; :data:`OPERANDS` ends with them."""
+POINTERS = (MESSAGE, *names(field for field in OPERANDS if not field.role.last), "hidden", "residual_out")
+"""All other tensors whose addresses it is given: first of all its parameters, in this order."""

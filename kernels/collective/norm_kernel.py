@@ -14,6 +14,7 @@ from tw_compile.kernels.collective.row import (
     launch_shape,
     layer_normalise_row,
     normalise_row,
+    quantise_row,
     to_hidden,
     triton_dtype,
 )
@@ -26,20 +27,26 @@ def add_norm_kernel(
     residual,
     bias,
     weight,
+    norm_bias,
     hidden,
     h_out,
     hidden_scale,
+    scales,
     eps,
     weight_offset,
     scale,
+    min_scale,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
     NORMALISE: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    DIVIDES_BY_SCALE: tl.constexpr,
 ):
     """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
 
-    ``hidden_scale``: float32 ``[1]``, or None. ``NORMALISE``: the epilogue's row code, as ``row.normalise_row``.
+    ``hidden_scale``: float32 ``[1]``, or None. ``scales``: float32 ``[rows, HIDDEN / SCALE_COLUMNS]``, or None.
+    ``NORMALISE``: the epilogue's row code, as ``row.normalise_row``.
     """
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
@@ -50,7 +57,14 @@ def add_norm_kernel(
     if h_out is not None:
         tl.store(h_out + row + columns, h.to(h_out.dtype.element_ty), mask=mask)
     y = NORMALISE(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
-    tl.store(hidden + row + columns, to_hidden(y, hidden.dtype.element_ty, hidden_scale), mask=mask)
+    y = add_row(y, norm_bias, 0, columns, mask)
+    dtype = hidden.dtype.element_ty
+    if scales is None:
+        tl.store(hidden + row + columns, to_hidden(y, dtype, hidden_scale), mask=mask)
+    else:
+        of_row = scales + tl.program_id(0).to(tl.int64) * (HIDDEN // SCALE_COLUMNS)
+        codes = quantise_row(y, of_row, min_scale, dtype, HIDDEN, BLOCK, SCALE_COLUMNS, DIVIDES_BY_SCALE)
+        tl.store(hidden + row + columns, codes, mask=mask)
 
 
 def _add_norm(
@@ -63,11 +77,13 @@ def _add_norm(
     hidden: torch.Tensor,
     h: torch.Tensor | None,
     hidden_scale: torch.Tensor | None,
+    norm_bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """An epilogue's reference for contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
 
     Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written. ``h`` None is not kept.
-    ``row_code`` is the epilogue's, as ``row.normalise_row``.
+    ``scales`` are the same for the scales that are made of the rows. ``row_code`` is the epilogue's, as ``row.normalise_row``.
     """
     rows, hidden_size = reduced.shape
     if rows == 0:
@@ -78,16 +94,21 @@ def _add_norm(
         residual,
         bias,
         weight,
+        norm_bias,
         hidden,
         h,
         hidden_scale,
+        scales,
         norm.eps,
         norm.weight_offset,
         norm.scale,
+        norm.min_scale,
         HIDDEN=hidden_size,
         BLOCK=block,
         CAST_BEFORE_WEIGHT=triton_dtype(norm.cast_before_weight),
         NORMALISE=row_code,
+        SCALE_COLUMNS=norm.scale_columns,
+        DIVIDES_BY_SCALE=norm.divides_by_scale,
         num_warps=num_warps,
     )
 

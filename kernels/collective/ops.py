@@ -2,7 +2,9 @@
 
     all_reduce_rms_norm_start(x, residual, bias, weight, ...) -> (hidden, residual_out)
     mm_all_reduce_rms_norm_start(a, b, residual, bias, weight, ...) -> (hidden, residual_out)
-    all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot)
+    all_reduce_rms_norm_quant_start(x, ..., scale_columns, min_scale, divides_by_scale) -> (hidden, residual_out, scales)
+    mm_all_reduce_rms_norm_quant_start(a, b, ..., scale_columns, ...) -> (hidden, residual_out, scales)
+    all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot, scales!)
     all_reduce_rms_norm_hold_(results!, outputs)
 
 ``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
@@ -11,6 +13,8 @@ Only an operator can do that: memory that outlives the graph must never be seen 
 ``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
 call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
 is in flight: a start completes the one before it.
+
+``quant_start`` and ``mm_quant_start`` round to float8 by scales that the owner of a row makes of it, and return them, too.
 
 With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
 many SMs (see ``side_stream.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the
@@ -29,7 +33,7 @@ This module imports neither Triton nor any transport; those load at the first ca
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +47,7 @@ from tw_compile.kernels.collective.fields import (
     LAYER_NORM,
     RMS_NORM,
     ROWS,
+    SCALES_SCHEMA,
     SCHEMA,
     SINGLES,
     Arguments,
@@ -52,12 +57,13 @@ from tw_compile.kernels.collective.spec import (
     OPERAND_ALIGNMENT,
     Operands,
     Request,
-    check_hidden_scale,
     check_overlap_sms,
+    check_scales,
     check_wire,
     operand_values,
     request_of,
     rows_per_rank,
+    scales_of,
 )
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
 from tw_compile.kernels.epilogues import EPILOGUES
@@ -169,7 +175,7 @@ def _check_factors(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
-    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_scales(arguments, x.shape[1])
     check_overlap_sms(arguments.overlap_sms)
     check_wire(arguments.wire, x.shape[1])
     _check_eps_tensor(arguments.eps_tensor)
@@ -230,7 +236,7 @@ def begin(transport: Transport, request: Request) -> tuple[torch.Tensor, torch.T
 
 def _start_fake(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = Arguments(*rest, **named)
-    check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+    check_scales(arguments, x.shape[1])
     check_overlap_sms(arguments.overlap_sms)
     check_wire(arguments.wire, x.shape[1])
     _check_eps_tensor(arguments.eps_tensor)
@@ -250,8 +256,31 @@ def _mm_start_fake(
     return _start_fake(a.new_empty((a.shape[0], b.shape[1])), *rest, **named)
 
 
+_Start = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def _with_scales(start: _Start, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The call that ``start`` begins, and the scales that it is asked to make."""
+    hidden, residual_out = start(*args, **named)
+    return hidden, residual_out, scales_of(hidden, named["scale_columns"])
+
+
+def _with_scales_fake(start: _Start, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    columns = named["scale_columns"]
+    if columns < 1:
+        raise ValueError(f"scale_columns: expected the columns that share a scale, got {columns}")
+    hidden, residual_out = start(*args, **named)
+    scales = hidden.new_empty((hidden.shape[0], hidden.shape[1] // columns), dtype=torch.float32)
+    return hidden, residual_out, scales
+
+
 def wait_here(
-    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+    hidden: torch.Tensor,
+    residual_out: torch.Tensor,
+    keep: list[torch.Tensor],
+    group_name: str,
+    slot: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     started = in_flight.get((group_name, slot))
     if started is not None and started.hidden.data_ptr() == hidden.data_ptr():
@@ -276,7 +305,12 @@ def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
 
 
 def _wait_fake(
-    hidden: torch.Tensor, residual_out: torch.Tensor, keep: list[torch.Tensor], group_name: str, slot: int
+    hidden: torch.Tensor,
+    residual_out: torch.Tensor,
+    keep: list[torch.Tensor],
+    group_name: str,
+    slot: int,
+    scales: torch.Tensor | None = None,
 ) -> None:
     return None
 
@@ -309,11 +343,42 @@ def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOve
     )
 
 
+@cache
+def quant_operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
+    """As :func:`operators_of`, those that make the scales of float8 results, and return them third."""
+    name = EPILOGUES[epilogue].name
+    run, fake, mm_run, mm_fake = (
+        partial(with_scales, function if name == RMS_NORM else partial(function, epilogue=name))
+        for with_scales, function in (
+            (_with_scales, _start),
+            (_with_scales_fake, _start_fake),
+            (_with_scales, _mm_start),
+            (_with_scales_fake, _mm_start_fake),
+        )
+    )
+    keywords = f"*, {SCALES_SCHEMA}"
+    results = "(Tensor, Tensor, Tensor)"
+    return (
+        define(f"all_reduce_{name}_quant_start(Tensor x, {SCHEMA}, {keywords}) -> {results}", run, fake),
+        define(
+            f"mm_all_reduce_{name}_quant_start(Tensor a, Tensor b, {SCHEMA}, {keywords}, int reserved_sms=0) -> {results}",
+            mm_run,
+            mm_fake,
+        ),
+    )
+
+
 start, mm_start = operators_of(RMS_NORM)
-STARTS, MM_STARTS = zip(operators_of(RMS_NORM), operators_of(LAYER_NORM), strict=True)
+STARTS, MM_STARTS = zip(
+    *(operators(epilogue) for operators in (operators_of, quant_operators_of) for epilogue in (RMS_NORM, LAYER_NORM)),
+    strict=True,
+)
 """The operators of the epilogues that the passes find."""
+QUANT_STARTS = tuple(operator for epilogue in (RMS_NORM, LAYER_NORM) for operator in quant_operators_of(epilogue))
+"""Those of them that return scales."""
 wait_ = define(
-    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot) -> ()",
+    "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot, "
+    "Tensor(c!)? scales=None) -> ()",
     wait_here,
     _wait_fake,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tw_compile.kernels.collective.spec import FP8_MAX, NormSpec
+from tw_compile.kernels.collective.spec import FP8_MAX, NormSpec, empty_hidden, scales_of
 
 
 def add_rms_norm(
@@ -14,6 +14,7 @@ def add_rms_norm(
     weight: torch.Tensor | None,
     norm: NormSpec,
     hidden_scale: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` for ``reduced [rows, hidden]``, see :class:`NormSpec`; ``h`` has ``norm.residual_dtype``.
 
@@ -21,7 +22,7 @@ def add_rms_norm(
     """
     h = sum_of(reduced, residual, bias, norm)
     y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return results_of(weighted(y, weight, norm), h, norm, hidden_scale)
+    return results_of(weighted(y, weight, norm), h, norm, hidden_scale, norm_bias)
 
 
 def add_layer_norm(
@@ -31,15 +32,16 @@ def add_layer_norm(
     weight: torch.Tensor | None,
     norm: NormSpec,
     hidden_scale: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`add_rms_norm`, with a LayerNorm that has no bias of its own.
+    """As :func:`add_rms_norm`, with a LayerNorm.
 
     The mean is taken off before anything is squared: ``mean(h^2) - mean(h)^2`` has no digits left where the mean is large.
     """
     h = sum_of(reduced, residual, bias, norm)
     centred = h - h.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + norm.eps)
-    return results_of(weighted(y, weight, norm), h, norm, hidden_scale)
+    return results_of(weighted(y, weight, norm), h, norm, hidden_scale, norm_bias)
 
 
 def weighted(y: torch.Tensor, weight: torch.Tensor | None, norm: NormSpec) -> torch.Tensor:
@@ -65,9 +67,29 @@ def sum_of(
 
 
 def results_of(
-    y: torch.Tensor, h: torch.Tensor, norm: NormSpec, hidden_scale: torch.Tensor | None
+    y: torch.Tensor,
+    h: torch.Tensor,
+    norm: NormSpec,
+    hidden_scale: torch.Tensor | None,
+    norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` of what an epilogue has made of ``h``, both as they are kept: where all epilogues end."""
+    if norm_bias is not None:
+        y = y + norm_bias.to(y.dtype)
+    if norm.scale_columns:
+        return quantised(y, norm), h.to(norm.residual_dtype)
     if hidden_scale is not None:
         y = (y * hidden_scale.to(y.dtype).reciprocal()).clamp(-FP8_MAX, FP8_MAX)
     return y.to(norm.hidden_dtype), h.to(norm.residual_dtype)
+
+
+def quantised(y: torch.Tensor, norm: NormSpec) -> torch.Tensor:
+    """``y [rows, hidden]`` in codes, by scales that are made of it and lie behind them (:func:`~.spec.scales_of`)."""
+    values = y.float().unflatten(-1, (-1, norm.scale_columns))
+    scales = (values.abs().amax(-1) / FP8_MAX).clamp_min(norm.min_scale)
+    by = scales.unsqueeze(-1)
+    scaled = values / by if norm.divides_by_scale else values * by.reciprocal()
+    hidden = empty_hidden(y.shape[0], y.shape[1], norm, y.device)
+    hidden.copy_(scaled.clamp(-FP8_MAX, FP8_MAX).flatten(-2))
+    scales_of(hidden, norm.scale_columns).copy_(scales)
+    return hidden

@@ -90,3 +90,33 @@ def to_hidden(y, dtype: tl.constexpr, hidden_scale):
         # A rounded division: "/" is an approximation on GPUs, and the result shall equal that of a separate quantisation.
         y = y * tl.div_rn(1.0, tl.load(hidden_scale))
         return tl.clamp(y, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+@triton.jit
+def quantise_row(
+    y,
+    scales,
+    min_scale,
+    dtype: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    DIVIDES_BY_SCALE: tl.constexpr,
+):
+    """``y`` (float32 ``[BLOCK]``, 0 behind the row) in codes, by scales that are made of it and stored at ``scales``.
+
+    See :class:`NormSpec`; the rounding steps are those of ``reference.quantised``.
+    """
+    if SCALE_COLUMNS == HIDDEN:
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(y)), _FP8_MAX), min_scale)
+        tl.store(scales, scale)
+        by = tl.zeros_like(y) + scale
+    else:
+        GROUPS: tl.constexpr = BLOCK // SCALE_COLUMNS
+        groups = tl.arange(0, GROUPS)
+        amax = tl.max(tl.abs(tl.reshape(y, (GROUPS, SCALE_COLUMNS))), axis=1)
+        scale = tl.maximum(tl.div_rn(amax, tl.zeros_like(amax) + _FP8_MAX), min_scale)
+        tl.store(scales + groups, scale, mask=groups < HIDDEN // SCALE_COLUMNS)
+        by = tl.reshape(tl.broadcast_to(scale[:, None], (GROUPS, SCALE_COLUMNS)), (BLOCK,))
+    scaled = tl.div_rn(y, by) if DIVIDES_BY_SCALE else y * tl.div_rn(tl.zeros_like(by) + 1.0, by)
+    return tl.clamp(scaled, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)

@@ -11,7 +11,12 @@ results of a call that is still in flight:
     leave_halves(hidden, residual, keep, group_name, slot, first_hidden, first_residual, sharded, tokens) -> left
     arrive_(hidden!, residual!, keep, group_name, slot)
 
-where the former's first arguments are those of ``wait_``, which waits for half 2; the latter does. What is left whole can be
+where the former's first arguments are those of ``wait_``, which waits for half 2; the latter does. Where nothing is in flight,
+because what half 2 leaves is computed from the last call's results:
+
+    leave_done_halves(hidden, residual, first_hidden, first_residual, sharded, tokens) -> left
+
+What is left whole can be
 entered in any form, each half from its rows of ``left``; any other form must be entered as it is. :func:`leave_off` takes what
 the last graph has left. CUDA and CPU, any dtype; one model's step at a time, as all of a process's graphs share one place.
 """
@@ -70,6 +75,17 @@ def _leave_halves(
 ) -> torch.Tensor:
     halves = [(first_hidden, first_residual), (hidden, residual)]
     return _leave(tokens, halves, sharded, (group_name, slot))
+
+
+def _leave_done_halves(
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
+    first_hidden: torch.Tensor,
+    first_residual: torch.Tensor,
+    sharded: bool,
+    tokens: int,
+) -> torch.Tensor:
+    return _leave(tokens, [(first_hidden, first_residual), (hidden, residual)], sharded, None)
 
 
 def _leave(
@@ -155,6 +171,10 @@ def _leave_halves_fake(
     return hidden.new_empty((rest[-1], hidden.shape[1]))  # type: ignore[arg-type]
 
 
+def _leave_done_halves_fake(hidden: torch.Tensor, residual: torch.Tensor, *rest: object) -> torch.Tensor:
+    return hidden.new_empty((rest[-1], hidden.shape[1]))  # type: ignore[arg-type]
+
+
 def _enter_layers_fake(
     left: torch.Tensor, group_name: str, rows_dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -179,6 +199,12 @@ leave_halves = define(
     "Tensor first_residual, bool sharded, SymInt tokens) -> Tensor",
     _leave_halves,
     _leave_halves_fake,
+)
+leave_done_halves = define(
+    "leave_done_halves(Tensor hidden, Tensor residual, Tensor first_hidden, Tensor first_residual, bool sharded, "
+    "SymInt tokens) -> Tensor",
+    _leave_done_halves,
+    _leave_done_halves_fake,
 )
 enter_layers = define(
     "enter_layers(Tensor left, str group_name, ScalarType? rows_dtype=None) -> (Tensor, Tensor)",

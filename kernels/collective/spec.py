@@ -57,9 +57,13 @@ class NormSpec:
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
     - else ``hidden = y.to(cast_before_weight) * weight`` (Hugging Face Llama),
 
-    rounded to ``hidden_dtype``. For float8_e4m3fn that is a static quantisation with one scale (``Request.hidden_scale``):
-    the float32 values, not rounded to another dtype before, are multiplied by ``1 / hidden_scale`` (float32, rounded),
-    clamped to +-448 and rounded to nearest even.
+    plus ``Request.norm_bias``, rounded to ``hidden_dtype``. For float8_e4m3fn that is a static quantisation with one scale
+    (``Request.hidden_scale``): the float32 values, not rounded to another dtype before, are multiplied by
+    ``1 / hidden_scale`` (float32, rounded), clamped to +-448 and rounded to nearest even.
+
+    With ``scale_columns`` above 0 the scales are made of the rows: one for each row and ``scale_columns`` neighbouring columns,
+    which may be all of them, ``max(amax(|values|) / 448, min_scale)`` in float32. The values are multiplied by ``1 / scale``
+    (rounded), or divided by it where ``divides_by_scale``. They are returned, see :func:`scales_of`.
     """
 
     eps: float
@@ -69,6 +73,67 @@ class NormSpec:
     residual_dtype: torch.dtype
     scale: float = 1.0
     epilogue: str = RMS_NORM
+    scale_columns: int = 0
+    min_scale: float = 0.0
+    divides_by_scale: bool = False
+
+
+SCALE_GROUPS = (64, 128)
+"""Columns that may share a scale which is made of them, besides all of a row."""
+_SCALES_ALIGNMENT = 16
+
+
+def check_scales(arguments: Arguments, hidden_size: int) -> None:
+    """ValueError unless the scales of the results are given or made as ``hidden_dtype`` has it."""
+    columns, min_scale = arguments.scale_columns, arguments.min_scale
+    if not columns:
+        check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
+        return
+    if arguments.hidden_dtype != FP8:
+        raise ValueError(f"hidden_dtype: expected {FP8} with scale_columns {columns}, got {arguments.hidden_dtype}")
+    if arguments.hidden_scale is not None:
+        raise ValueError(f"hidden_scale: expected None with scale_columns {columns}, got a tensor")
+    if columns != hidden_size and (columns not in SCALE_GROUPS or hidden_size % columns):
+        groups = " or ".join(map(str, SCALE_GROUPS))
+        raise ValueError(
+            f"scale_columns: expected the hidden size, {hidden_size}, or {groups} if that is a multiple, got {columns}"
+        )
+    if not 0 <= min_scale < float("inf"):
+        raise ValueError(f"min_scale: expected a number from 0 on, got {min_scale}")
+
+
+def scales_bytes(tokens: int, hidden_size: int, scale_columns: int) -> int:
+    """What the scales of float8 rows ``[tokens, hidden]`` take behind them, with what aligns them; 0 where none are made."""
+    return (
+        _scales_begin(tokens * hidden_size) - tokens * hidden_size + 4 * tokens * (hidden_size // scale_columns)
+        if (scale_columns)
+        else 0
+    )
+
+
+def _scales_begin(codes: int) -> int:
+    return -(-codes // _SCALES_ALIGNMENT) * _SCALES_ALIGNMENT
+
+
+def scales_of(hidden: torch.Tensor, scale_columns: int) -> torch.Tensor:
+    """The float32 scales ``[tokens, hidden / scale_columns]`` of ``hidden [tokens, hidden]`` that :func:`empty_hidden` made.
+
+    They lie behind the rows, in the same storage, from a multiple of 16 bytes on: so kernels find them without being given
+    another address, in memory that peers write, too.
+    """
+    tokens, hidden_size = hidden.shape
+    begin = hidden.storage_offset() + _scales_begin(hidden.numel())
+    shape = (tokens, hidden_size // scale_columns)
+    return hidden.new_empty(0, dtype=torch.float32).set_(hidden.untyped_storage(), begin // 4, shape, (shape[1], 1))
+
+
+def empty_hidden(tokens: int, hidden_size: int, norm: NormSpec, device: torch.device) -> torch.Tensor:
+    """Uninitialised memory for ``hidden [tokens, hidden]``, and behind it for the scales that are made of it."""
+    if not norm.scale_columns:
+        return torch.empty((tokens, hidden_size), dtype=norm.hidden_dtype, device=device)
+    nbytes = tokens * hidden_size + scales_bytes(tokens, hidden_size, norm.scale_columns)
+    memory = torch.empty(nbytes, dtype=norm.hidden_dtype, device=device)
+    return memory[: tokens * hidden_size].view(tokens, hidden_size)
 
 
 def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | None) -> None:
@@ -109,7 +174,7 @@ class Request:
     """One call: ``x [tokens, hidden]`` is this rank's partial sum; tensors are contiguous.
 
     ``residual`` is ``[tokens, hidden]``, or ``[rows_per_rank, hidden]`` (this rank's rows) when ``residual_sharded``.
-    ``bias`` and ``weight`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
+    ``bias``, ``weight`` and ``norm_bias`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
@@ -132,6 +197,7 @@ class Request:
     overlap_sms: int = 0
     results_in_slot: bool = False
     wire: str = EXACT
+    norm_bias: torch.Tensor | None = None
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     form: Hashable | None = None
 
@@ -145,7 +211,7 @@ class Request:
             return self.outputs
         rows = self.residual_rows(world_size)
         return (
-            self.x.new_empty(self.x.shape, dtype=self.norm.hidden_dtype),
+            empty_hidden(self.x.shape[0], self.x.shape[1], self.norm, self.x.device),
             self.x.new_empty((rows, self.x.shape[1]), dtype=self.norm.residual_dtype),
         )
 
@@ -163,6 +229,7 @@ class Operands(NamedTuple):
     bias: torch.Tensor | None
     weight: torch.Tensor | None
     hidden_scale: torch.Tensor | None
+    norm_bias: torch.Tensor | None
 
 
 operand_values = values_of(names(OPERANDS))

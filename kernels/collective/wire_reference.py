@@ -24,12 +24,13 @@ def all_reduce_with_wire(
     norm: NormSpec,
     wire: str,
     hidden_scale: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)``, both ``[tokens, hidden]``, of a call in which rank ``r`` gives ``partials[r] [tokens, hidden]``.
 
-    ``residual`` has all rows, ``bias`` and ``weight`` are ``[hidden]``. ``hidden`` has the same bits on all ranks. Each rank
-    keeps the rows of ``h`` that it owns (:func:`~tw_compile.kernels.collective.spec.row_range`); where a call returns all of
-    them they were gathered as they are.
+    ``residual`` has all rows, ``bias``, ``weight`` and ``norm_bias`` are ``[hidden]``. ``hidden`` has the same bits on all
+    ranks. Each rank keeps the rows of ``h`` that it owns (:func:`~tw_compile.kernels.collective.spec.row_range`); where a call
+    returns all of them they were gathered as they are.
 
     Raises:
         ValueError: There is no such wire, or ``hidden`` is not a multiple of its group.
@@ -38,7 +39,7 @@ def all_reduce_with_wire(
     codes = WIRES[wire]
     sums = sums_of_owners(partials, codes.sums)
     add_and_normalise = load(EPILOGUES[norm.epilogue].reference)
-    rows, h = add_and_normalise(sums, residual, bias, weight, norm, hidden_scale)
+    rows, h = add_and_normalise(sums, residual, bias, weight, norm, hidden_scale, norm_bias)
     return (rows if codes.results is None or rows.dtype == FP8 else round_trip(rows, codes.results).to(rows.dtype)), h
 
 

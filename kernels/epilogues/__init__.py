@@ -1,8 +1,8 @@
 """Epilogues: what becomes of a row once it is summed. A new one is its reference, its row code, and an entry here.
 
-An epilogue gets ``h = scale * sum + bias + residual`` in float32 and makes ``hidden`` of it, with or without a weight
-``[hidden]``, by the numbers of :class:`~tw_compile.kernels.collective.spec.NormSpec`. ``ops.operators_of`` makes its operators.
-Users give theirs to ``EPILOGUES.register``.
+An epilogue gets ``h = scale * sum + bias + residual`` in float32 and makes ``hidden`` of it, with or without a weight and a
+bias of the norm's own, both ``[hidden]``, by the numbers of :class:`~tw_compile.kernels.collective.spec.NormSpec`.
+``ops.operators_of`` makes its operators. Users give theirs to ``EPILOGUES.register``.
 """
 
 from __future__ import annotations

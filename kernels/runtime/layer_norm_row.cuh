@@ -46,9 +46,10 @@ DEVICE RowFactor row_factor(const RowStatistics& total, float eps) {
 }
 
 // One vector of the normalised row from h.
-DEVICE void normalise(Eight<HIDDEN_TYPE>& result, const float (&h)[8], const RowFactor& factor,
-                      const Eight<WEIGHT_TYPE>& weight, float weight_offset, float inverse_scale) {
+DEVICE void normalise(Eight<Normalised>& result, const float (&h)[8], const RowFactor& factor,
+                      const Eight<WEIGHT_TYPE>& weight, const Eight<NORM_BIAS_TYPE>& norm_bias, float weight_offset,
+                      float inverse_scale) {
   float y[8];
   for (int i = 0; i < 8; ++i) y[i] = (h[i] - factor.mean) * factor.inverse_deviation;
-  weigh(result, y, weight, weight_offset, inverse_scale);
+  weigh(result, y, weight, norm_bias, weight_offset, inverse_scale);
 }

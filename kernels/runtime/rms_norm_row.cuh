@@ -11,11 +11,11 @@ DEVICE void observe(RowStatistics& squares, const float (&h)[8]) {
 #include "row.cuh"
 
 // One vector of the normalised row from h. `factor` is 1 / rms.
-DEVICE void normalise(Eight<HIDDEN_TYPE>& result, const float (&h)[8], float factor, const Eight<WEIGHT_TYPE>& weight,
-                      float weight_offset, float inverse_scale) {
+DEVICE void normalise(Eight<Normalised>& result, const float (&h)[8], float factor, const Eight<WEIGHT_TYPE>& weight,
+                      const Eight<NORM_BIAS_TYPE>& norm_bias, float weight_offset, float inverse_scale) {
   float y[8];
   for (int i = 0; i < 8; ++i) y[i] = h[i] * factor;
-  weigh(result, y, weight, weight_offset, inverse_scale);
+  weigh(result, y, weight, norm_bias, weight_offset, inverse_scale);
 }
 
 // 1 / rms.

@@ -4,16 +4,28 @@
 //   RowStatistics             what the row's threads add up: float, or a struct with operator+= and shuffle_xor
 //   observe(statistics, h)    adds eight elements of the row to a thread's statistics
 //   row_factor(total, eps)    what normalise is given of the row's
-//   normalise(...)            one vector of the result
+//   normalise(...)            one vector of the result, Eight<Normalised>
 //
-// Set by definitions: HIDDEN; the types X_TYPE, RESIDUAL_TYPE, BIAS_TYPE, WEIGHT_TYPE, HIDDEN_TYPE, RESIDUAL_OUT_TYPE
-// (`none` where absent); CAST_TYPE, the type that the normalised row is rounded to before the weight, or none.
+// Set by definitions: HIDDEN; the types X_TYPE, RESIDUAL_TYPE, BIAS_TYPE, WEIGHT_TYPE, NORM_BIAS_TYPE, HIDDEN_TYPE,
+// RESIDUAL_OUT_TYPE (`none` where absent); CAST_TYPE, the type that the normalised row is rounded to before the weight, or none;
+// SCALE_COLUMNS, 0 unless the scales of float8 results are made of them (scales.cuh).
 #pragma once
 
 inline constexpr int ROW_VECTORS = HIDDEN / 8;
 static_assert(HIDDEN % 8 == 0, "a thread handles eight elements at a time");
 
 enum ResidualOut { NO_ROWS, OWN_ROWS, ALL_ROWS };
+
+// What normalise gives: results, or the float32 values that scales are made of.
+template <bool MAKES_SCALES>
+struct NormalisedTo {
+  using Type = HIDDEN_TYPE;
+};
+template <>
+struct NormalisedTo<true> {
+  using Type = fp32;
+};
+using Normalised = NormalisedTo<SCALE_COLUMNS != 0>::Type;
 
 // One thread's part of a row held by GROUP threads: vectors thread, thread + GROUP, ...
 template <int GROUP>
@@ -54,6 +66,14 @@ struct Loaded {
   }
 };
 
+// One vector, at once: for what is read again for each row, from a cache, as it would take registers that rows need.
+template <typename T>
+DEVICE Eight<T> loaded(const T* address) {
+  Eight<T> eight{};
+  if constexpr (present<T>) load(eight, address);
+  return eight;
+}
+
 template <typename T>
 DEVICE T warp_sum(T value) {
 #pragma unroll
@@ -81,14 +101,14 @@ DEVICE T group_sum(T value, T* partials, uint32_t thread, uint32_t barrier) {
   return total<WARPS>(partials);
 }
 
-// One vector of the result from the normalised values `y`, with the weight. A template, so that only the way taken must compile.
+// One vector of the result from the normalised values `y`, with weight and bias. A template, so that only the way taken must compile.
 template <typename Cast = CAST_TYPE>
-DEVICE void weigh(Eight<HIDDEN_TYPE>& result, float (&y)[8], const Eight<WEIGHT_TYPE>& weight, float weight_offset,
-                  float inverse_scale) {
+DEVICE void weigh(Eight<Normalised>& result, float (&y)[8], const Eight<WEIGHT_TYPE>& weight,
+                  const Eight<NORM_BIAS_TYPE>& norm_bias, float weight_offset, float inverse_scale) {
   if constexpr (present<Cast>) {
     Eight<Cast> rounded;
     pack(rounded, y);
-    if constexpr (pairs<Cast> && same<Cast, WEIGHT_TYPE> && same<Cast, HIDDEN_TYPE>) {
+    if constexpr (pairs<Cast> && same<Cast, WEIGHT_TYPE> && same<Cast, Normalised> && !present<NORM_BIAS_TYPE>) {
       multiply(result, rounded, weight);
       return;
     } else {
@@ -100,7 +120,8 @@ DEVICE void weigh(Eight<HIDDEN_TYPE>& result, float (&y)[8], const Eight<WEIGHT_
     unpack(weight, w);
     for (int i = 0; i < 8; ++i) y[i] *= present<Cast> ? w[i] : w[i] + weight_offset;
   }
-  if constexpr (sizeof(HIDDEN_TYPE) == 1)
+  if constexpr (present<NORM_BIAS_TYPE>) add(y, norm_bias);
+  if constexpr (sizeof(Normalised) == 1)
     for (int i = 0; i < 8; ++i) y[i] *= inverse_scale;
   pack(result, y);
 }

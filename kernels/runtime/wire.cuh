@@ -211,4 +211,8 @@ struct Travels<e4m3, none> {
   using Row = Exact<e4m3>;
 };
 using SumRow = typename Travels<X_TYPE, wires::WIRE::Sums>::Row;
+#if SCALE_COLUMNS
+using ResultRow = Codes<8, SCALE_COLUMNS>;  // codes of e4m3, and their scales in the places of the words: scales.cuh
+#else
 using ResultRow = typename Travels<HIDDEN_TYPE, wires::WIRE::Results>::Row;
+#endif

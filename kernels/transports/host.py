@@ -9,7 +9,6 @@ from tw_compile.kernels.collective.cuda_variant import HOST_KERNELS, row_obstacl
 from tw_compile.kernels.collective.host_memory import HostMemory
 from tw_compile.kernels.collective.p2p_group import host_group_obstacle
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.transports.selection import Step, default_host_steps
 from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
@@ -27,11 +26,7 @@ class HostTransport(SlotTransport):
 
     def serves(self, request: Request) -> bool:
         """See :class:`SlotTransport`."""
-        return row_obstacle(request, HOST_KERNELS, wires=True) is None
-
-    def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
-        """See :class:`SlotTransport`. What limits these kernels is the bus, so a device without a table has one, too."""
-        return super().steps(device_name, world_size) or default_host_steps(world_size)
+        return row_obstacle(request, HOST_KERNELS, wires=True, scales=True) is None
 
     def reserved_bytes(self) -> int:
         """See :class:`Transport`. Nothing of the device's memory."""

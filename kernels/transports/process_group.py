@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tw_compile import compat
-from tw_compile.kernels.collective.spec import FP8, Request, row_range, rows_per_rank
+from tw_compile.kernels.collective.spec import FP8, Request, empty_hidden, row_range, rows_per_rank, scales_of
 from tw_compile.kernels.collective.transport import Started, Transport
 from tw_compile.kernels.collective.wires import WIRES
 from tw_compile.kernels.epilogues import EPILOGUES
@@ -46,7 +46,9 @@ class CollectiveTransport(Transport):
                 begin, end = row_range(len(reduced), group.size(), dist.get_rank(group))
                 _finish_own_rows(request, group, reduced[begin:end], hidden, residual)
             else:
-                _norm(request, reduced, request.residual, hidden, residual if len(residual) else None)
+                columns = request.norm.scale_columns
+                scales = scales_of(hidden, columns) if columns else None
+                _norm(request, reduced, request.residual, hidden, residual if len(residual) else None, scales)
 
         return Started(hidden, residual, finish)
 
@@ -62,15 +64,20 @@ def _finish_own_rows(
     if own is not None:
         own = own[: end - begin] if request.residual_sharded else own[begin:end]
     # Rows past the last token pad the trailing shards: they are gathered, and dropped.
-    rows = hidden.new_zeros((per_rank, hidden.shape[1]))
+    rows = empty_hidden(per_rank, hidden.shape[1], request.norm, hidden.device).zero_()
     h = residual if request.residual_out == "sharded" else residual.new_zeros((per_rank, residual.shape[1]))
     h[end - begin :].zero_()
-    _norm(request, reduced, own, rows[: end - begin], h[: end - begin])
+    columns = request.norm.scale_columns
+    own_scales = scales_of(rows, columns) if columns else None
+    _norm(request, reduced, own, rows[: end - begin], h[: end - begin], own_scales)
     codes = WIRES[request.wire].results
     if codes is None or rows.dtype == FP8:  # float8 has few bits already
         hidden.copy_(_all_gather_rows(rows, tokens, group))
     else:
         hidden.copy_(wire_rows.gather_rows(rows, codes, tokens, group))
+    if own_scales is not None:
+        own_scales[end - begin :].zero_()
+        scales_of(hidden, columns).copy_(_all_gather_rows(own_scales, tokens, group))
     if request.residual_out == "replicated":
         residual.copy_(_all_gather_rows(h, tokens, group))
 
@@ -81,15 +88,23 @@ def _norm(
     residual: torch.Tensor | None,
     hidden: torch.Tensor,
     h: torch.Tensor | None,
+    scales: torch.Tensor | None,
 ) -> None:
-    """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h``."""
+    """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h`` and the scales that are made to ``scales``.
+
+    The last two may have more rows than ``hidden``.
+    """
     epilogue = EPILOGUES[request.norm.epilogue]
     operands = (reduced, residual, request.bias, request.weight, request.norm)
+    last = (request.hidden_scale, request.norm_bias)
     if reduced.is_cuda and epilogue.local_kernel is not None:
-        load(epilogue.local_kernel)(*operands, hidden, h, request.hidden_scale)
+        made = () if scales is None else (scales,)
+        load(epilogue.local_kernel)(*operands, hidden, h, *last, *made)
         return
-    rows, sums = load(epilogue.reference)(*operands, request.hidden_scale)
+    rows, sums = load(epilogue.reference)(*operands, *last)
     hidden.copy_(rows)
+    if scales is not None:
+        scales[: len(rows)].copy_(scales_of(rows, request.norm.scale_columns))
     if h is not None:
         h.copy_(sums)
 

@@ -12,11 +12,16 @@ measured themselves (``tw_compile/calibration.py``):
     sms = 64
 
 The steps of a world size go up in bytes, those of each transport's kernels on their own; the last one also serves all larger
-messages. Without a table, or where its algorithm cannot serve a message, there is the one that serves all of the transport's.
+messages. Without a table there are :func:`default_steps`. Where an algorithm cannot serve a message, there is the one that
+serves all of the transport's.
+
+Tables are measured in the form that each kernel is best in. Two-shot leaves the new residual on its owner. Where two ranks both
+want all of its rows, two-shot moves half a message more, and one-shot takes its place at all sizes.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
 calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none
-can, their rows travel as they are.
+can, their rows travel as they are. Of what a table says, kernels are passed over that can't make the scales of a call's
+results; in their place there is the first that can.
 
 Reading tables imports no torch: only choosing for a request makes the kernels.
 """
@@ -34,7 +39,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
-from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, with_wires
+from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, with_scales, with_wires
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -45,9 +50,14 @@ if TYPE_CHECKING:
 
 USER_FILE = "kernels.toml"
 P2P = "p2p"
-_WORDS_BYTES = 64 * 1024
-"""Up to so many bytes a message is fastest in words that say that they have arrived: what a fence takes is what they save."""
-_ONE_SHOT_BYTES = 2**20
+_WORDS_BYTES = 128 * 1024
+"""Up to so many bytes a message of two ranks is fastest in words that say that they have arrived. They are twice the bytes,
+from each peer, and save what a fence takes."""
+_HOST_ONE_SHOT_BYTES = 2**21
+_PUSH_ONE_SHOT_BYTES = 2_344_687
+"""Of two ranks. More ranks have one-shot as long as its additional bytes take no longer than two-shot's second hop."""
+_SECOND_HOP_BYTES = 556_000
+"""What a link of NVLink moves in that time; from the size where both are equally fast on four H200."""
 UNLIMITED = 2**62
 
 
@@ -79,6 +89,7 @@ class Chooser(ABC):
 
     def __init__(self, transport: str) -> None:
         self._with_wires = tuple(entry.make() for entry in with_wires(transport))
+        self._with_scales = tuple(entry.make() for entry in with_scales(transport))
 
     def settled(self, request: Request, state: GroupState) -> Request:
         """The request itself, or where no kernel has its wire the same with rows that travel as they are."""
@@ -94,6 +105,8 @@ class Chooser(ABC):
 
     def _serving(self, request: Request, state: GroupState) -> Algorithm | None:
         candidates = self.candidates(request)
+        if request.norm.scale_columns:
+            candidates = (*candidates, *self._with_scales)
         return next((algorithm for algorithm in candidates if algorithm.obstacle(request, state) is None), None)
 
     @abstractmethod
@@ -116,12 +129,18 @@ class Selector(Chooser):
         last = serves_all(transport)
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
+        self._of_whole: list[tuple[Algorithm, ...]] = []
         for step in steps:
             preferred = ALGORITHMS[step.algorithm]
             second = () if preferred.instead is None else (_at_most(ALGORITHMS[preferred.instead], step.sms),)
             self._candidates.append((preferred.make(step.sms), *second, last))
+            first = (
+                () if preferred.two_whole is None or step.world_size != 2 else (ALGORITHMS[preferred.two_whole].make(),)
+            )
+            self._of_whole.append((*first, *self._candidates[-1]))
         if not steps:
             self._candidates.append((last,))
+            self._of_whole.append((last,))
 
     def candidates(self, request: Request) -> Sequence[Algorithm]:
         """See :class:`Chooser`."""
@@ -129,18 +148,21 @@ class Selector(Chooser):
             return self._with_wires
         if request.overlap_sms:
             return self._beside
-        return self._candidates[min(bisect_left(self._bytes, request.x.nbytes), len(self._candidates) - 1)]
+        candidates = self._of_whole if request.residual_out == "replicated" else self._candidates
+        return candidates[min(bisect_left(self._bytes, request.x.nbytes), len(candidates) - 1)]
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
         """See :class:`Chooser`. Those of a table; one kernel serves all sizes of a wire."""
         if request.wire != EXACT:
             return (self.choose(request, state),)
         alternatives: list[Algorithm] = []
-        for *preferred, last in self._candidates:
+        for *preferred, last in self._of_whole if request.residual_out == "replicated" else self._candidates:
             if preferred:
                 # What one-shot serves depends on the memory of the residual, what others do on the form alone.
                 served = preferred[-1].obstacle(request, state) is None
                 alternatives += preferred if served else [*preferred, last]
+        if request.norm.scale_columns:
+            alternatives += self._with_scales
         return tuple(dict.fromkeys(alternatives))
 
 
@@ -205,15 +227,26 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
     return next((steps for layer in layers if (steps := _steps(layer, device_name, world_size, transport))), ())
 
 
-def default_host_steps(world_size: int) -> tuple[Step, ...]:
-    """Steps of the transport through host memory, for nodes that nobody has measured.
+def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
+    """Steps for devices that nobody has measured: what was fastest where it was measured.
 
-    One-shot waits once where two-shot waits twice, but all ranks read and compute all rows: two ranks gain by that as long as
-    the message is short, more ranks never do.
+    One-shot waits once where two-shot waits twice, but all ranks get and compute all rows. Over peer memory (2 and 4 H200, 2
+    H100) that pays for short messages, the shorter the more ranks there are. Through host memory (2 H100) two ranks gain by it
+    as long as the message is short, more ranks never do.
+
+    A device on which the kernel of a step can't run has the one that serves all messages.
     """
-    one_shot = (Step(world_size, _ONE_SHOT_BYTES, "host_one_shot", 16),) if world_size == 2 else ()
+    if transport == P2P:
+        most = _PUSH_ONE_SHOT_BYTES
+        if world_size > 2:
+            most = int(_SECOND_HOP_BYTES / ((world_size - 1) * (1 - 2 / world_size)))
+        return (
+            Step(world_size, most, "push_one_shot", 128),
+            Step(world_size, UNLIMITED, "push_two_shot", 128),
+        )
+    one_shot = (Step(world_size, _HOST_ONE_SHOT_BYTES, "host_one_shot", 8),) if world_size == 2 else ()
     return (
-        Step(world_size, _WORDS_BYTES, "host_words", 128),
+        Step(world_size, _WORDS_BYTES // (world_size - 1), "host_words", 128),
         *one_shot,
         Step(world_size, UNLIMITED, "host_two_shot", 16),
     )

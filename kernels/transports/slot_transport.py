@@ -32,7 +32,7 @@ from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
 from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
-from tw_compile.kernels.transports.selection import Insist, Selector, Step, steps_for
+from tw_compile.kernels.transports.selection import Insist, Selector, Step, default_steps, steps_for
 
 logger = logging.getLogger("tw_compile")
 
@@ -71,8 +71,8 @@ class SlotTransport(Transport):
         """Whether one of the kernels does, whatever the memory. The same on all ranks."""
 
     def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
-        """The table of kernels for a device."""
-        return steps_for(device_name, world_size, self.kernels_of)
+        """The table of kernels for a device, or what is best by default."""
+        return steps_for(device_name, world_size, self.kernels_of) or default_steps(self.kernels_of, world_size)
 
     def start(self, request: Request) -> Started:
         if not self.serves(request):

@@ -42,7 +42,7 @@ from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_vi
 from tw_compile.passes.reasons import QuantRefused, Refusal, Refused
 
 _MAX_LATE_WEIGHT = 8
-"""How many nodes may lie between parameters and a norm's weight, e.g. ``1 + w``."""
+"""How many nodes may lie between parameters and a norm's weight and bias, e.g. ``1 + w``."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class FusionSite:
     Where one operator adds and normalises, ``h`` is that operator, and the new residual one of its results.
     ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
-    all_reduce of the sum, their partial sums are added first and travel as one message. ``late_weight`` are the nodes
-    after ``h`` that the norm's weight is computed by. ``scale`` is a constant that the sum is multiplied by first (Granite).
+    all_reduce of the sum, their partial sums are added first and travel as one message. ``merged_biases`` are added to
+    their results first. ``late_weight`` are the nodes after ``h`` that the norm's weight and bias are computed by. ``scale`` is
+    a constant that the sum is multiplied by first (Granite).
     ``quantisation`` is all that becomes of the norm's result, or why what looks like it is left; None if nothing does.
     """
 
@@ -67,6 +68,12 @@ class FusionSite:
     scale: float = 1.0
     late_weight: tuple[fx.Node, ...] = ()
     quantisation: Quantisation | QuantRefused | None = None
+    merged_biases: tuple[fx.Node, ...] = ()
+
+    @property
+    def biases(self) -> tuple[fx.Node, ...]:
+        """The vectors that are added on the way."""
+        return self.merged_biases if self.bias is None else (self.bias, *self.merged_biases)
 
     @property
     def quantised(self) -> Quantisation | None:
@@ -89,9 +96,16 @@ class FusionSite:
         parts = ["all_reduce"]
         parts += ["scale"] if self.scale != 1.0 else []
         parts += ["all_reduce"] * len(self.merged)
-        parts += ["bias"] if self.bias is not None else []
+        parts += ["bias"] * len(self.biases)
         parts += ["residual"] * len(self.residuals)
-        return "+".join([*parts, self.norm.epilogue]) + f"[{self.norm.form}]" + ("+fp8" if self.quantised else "")
+        return "+".join([*parts, self.norm.epilogue]) + f"[{self.norm.form}]" + self._quantised_form
+
+    @property
+    def _quantised_form(self) -> str:
+        if self.quantised is None:
+            return ""
+        per = self.quantised.scales_per
+        return "+fp8" + (f"[{per}]" if per else "")
 
     @property
     def gemm(self) -> fx.Node | None:
@@ -221,7 +235,7 @@ def _follow(
     path: list[fx.Node] = []
     biases: list[fx.Node] = []
     residuals: list[fx.Node] = []
-    merged: list[AllReduce] = []
+    merged: list[Summand] = []
     scale = 1.0
     while True:
         norm = match_norm(current)
@@ -255,7 +269,7 @@ def _follow(
             further = _mergeable(other, all_reduce) if role == "residual" and scale == 1.0 else None
             if further is not None:
                 merged.append(further)
-                path += _between(further, other)
+                path += further.path
             else:
                 (biases if role == "bias" else residuals).append(other)
         elif is_call(user, aten.mul.Tensor, aten.mul.Scalar) and isinstance(other_operand(user, current), int | float):
@@ -267,9 +281,19 @@ def _follow(
         path.append(user)
         current = user
     bias = biases[0] if biases else None
-    site = FusionSite(all_reduce, tuple(path), current, bias, tuple(residuals), tuple(merged), norm, scale)
+    site = FusionSite(
+        all_reduce,
+        tuple(path),
+        current,
+        bias,
+        tuple(residuals),
+        tuple(further.all_reduce for further in merged),
+        norm,
+        scale,
+        merged_biases=tuple(further.bias for further in merged if further.bias is not None),
+    )
     quantisation = _quantisation(site, position, capability)
-    if isinstance(quantisation, QuantRefused) and norm.quant_scale is not None:
+    if isinstance(quantisation, QuantRefused) and not (norm.quant_scale is None and norm.made_scales is None):
         return Refused(Refusal.QUANTISATION_NOT_PROVABLE, f"{quantisation.reason}: {quantisation.detail}")
     return _check_site(replace(site, quantisation=quantisation), position)
 
@@ -277,12 +301,14 @@ def _follow(
 def _quantisation(
     site: FusionSite, position: dict[fx.Node, int], capability: tuple[int, int] | None
 ) -> Quantisation | QuantRefused | None:
-    hidden, scale = site.norm.output, site.norm.quant_scale
+    hidden, scale, made = site.norm.output, site.norm.quant_scale, site.norm.made_scales
     tensor = value(hidden)
     if tensor is None:
         return None
     place = Place(tensor.device, capability, lambda node: position[node] < position[site.h])
-    return find_quantisation(hidden, place) if scale is None else quantisation_of_operator(hidden, scale, place)
+    if scale is None and made is None:
+        return find_quantisation(hidden, place)
+    return made if isinstance(made, QuantRefused) else quantisation_of_operator(hidden, scale, place, made)
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
@@ -293,22 +319,40 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _shapes_a_buffer(user: fx.Node, users: set[fx.Node]) -> bool:
     if is_call(user, aten.sym_size.int):
-        return all(is_call(buffer, aten.empty.memory_format) and set(buffer.users) <= users for buffer in user.users)
+        return all(_is_buffer_or_size(one, users) for one in user.users)
     return is_call(user, aten.empty_like.default) and set(user.users) <= users
 
 
-def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
-    """The all_reduce that ``other`` is a view of, if its message can be added to that of ``all_reduce``."""
-    wait = peel_views(other)
-    second = all_reduce_of(wait)
+def _is_buffer_or_size(node: fx.Node, users: set[fx.Node]) -> bool:
+    """Whether ``node`` is a buffer for ``users`` alone, or a size that only such buffers have."""
+    if isinstance(node.meta.get("val"), int | torch.SymInt):
+        return all(_is_buffer_or_size(one, users) for one in node.users)
+    return is_call(node, aten.empty.memory_format) and set(node.users) <= users
+
+
+@dataclass(frozen=True)
+class Summand:
+    """A further all_reduce whose result is added, with the bias that is added to it first; ``path``: nodes behind its wait."""
+
+    all_reduce: AllReduce
+    bias: fx.Node | None
+    path: tuple[fx.Node, ...]
+
+
+def _mergeable(other: fx.Node, all_reduce: AllReduce) -> Summand | None:
+    """The summand that ``other`` is, if its message can be added to that of ``all_reduce``."""
+    summand = _summand(other)
+    second = None if summand is None else summand.all_reduce
     if (
-        second is None
+        summand is None
+        or second is None
         or second.group_name != all_reduce.group_name
         or _check_all_reduce(second)
         or _partial_used_elsewhere(second)
     ):
         return None
-    if any(len(node.users) != 1 for node in (wait, *_between(second, other))):
+    assert second.wait is not None
+    if any(len(node.users) != 1 for node in (second.wait, *summand.path)):
         return None
     a, b = value(all_reduce.partial), value(second.partial)
     if (
@@ -321,16 +365,30 @@ def _mergeable(other: fx.Node, all_reduce: AllReduce) -> AllReduce | None:
         or not same_size(a.numel(), b.numel())
     ):
         return None
-    return second
+    return summand
 
 
-def _between(all_reduce: AllReduce, end: fx.Node) -> list[fx.Node]:
-    """The views from the wait of ``all_reduce`` (exclusive) to ``end`` (inclusive)."""
-    nodes = []
-    while end is not all_reduce.wait:
-        nodes.append(end)
-        end = end.args[0]  # type: ignore[assignment]
-    return nodes[::-1]
+def _summand(end: fx.Node) -> Summand | None:
+    """The all_reduce that ``end`` is a view of, of its result or of that with a bias; None if it is none."""
+    path: list[fx.Node] = []
+    bias: fx.Node | None = None
+    node = end
+    while (second := all_reduce_of(node)) is None or second.wait is not node:
+        path.append(node)
+        if is_view(node):
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        if bias is not None or not is_call(node, aten.add.Tensor) or not adds_once(node):
+            return None
+        summands = [operand for operand in node.args[:2] if isinstance(operand, fx.Node)]
+        if len({*summands}) < 2:
+            return None
+        roles = [_operand_role(operand, other_operand(node, operand), node) for operand in summands]
+        if roles.count("bias") != 1:
+            return None
+        bias = summands.pop(roles.index("bias"))
+        (node,) = summands
+    return Summand(second, bias, tuple(reversed(path)))
 
 
 def _is_float8(node: fx.Node) -> bool:
@@ -394,7 +452,7 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         return Refused(
             Refusal.HIDDEN_SIZE_NOT_SUPPORTED, f"the sum has shape {list(partial.shape)}, the norm {list(h.shape)}"
         )
-    for addend in (*site.residuals, *([] if site.bias is None else [site.bias])):
+    for addend in (*site.residuals, *site.biases):
         added = value(addend)
         if added is None or not same_size(added.shape[-1], hidden_size):
             return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{addend.name} is not added over rows of {hidden_size}")
@@ -402,12 +460,12 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize and not site.quantised
     ):
         return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{site.norm.output.name} is used in {hidden.dtype}")
-    late = _computed_after(site.norm.weight, site.h, position)
+    late = _computed_after(site.norm.vectors(), site.h, position)
     if late is None:
-        assert site.norm.weight is not None
+        names = " or ".join(node.name for node in site.norm.vectors())
         return Refused(
             Refusal.WEIGHT_NOT_PROVABLE,
-            f"{site.norm.weight.name} depends on what follows the residual add, or on random numbers",
+            f"{names} depends on what follows the residual add, or on random numbers",
         )
     missing = _missing_size(site, hidden_size)
     if missing is not None:
@@ -425,10 +483,12 @@ def _is_read_as_memory(node: fx.Node | None) -> bool:
     return any(is_call(user, aten.as_strided.default) for view in seen for user in view.users)
 
 
-def _computed_after(weight: fx.Node | None, h: fx.Node, position: dict[fx.Node, int]) -> tuple[fx.Node, ...] | None:
-    """The nodes after ``h`` that ``weight`` is computed by, in graph order; None when they can't be computed before it."""
+def _computed_after(
+    vectors: tuple[fx.Node, ...], h: fx.Node, position: dict[fx.Node, int]
+) -> tuple[fx.Node, ...] | None:
+    """The nodes after ``h`` that ``vectors`` are computed by, in graph order; None when they can't be computed before it."""
     late: set[fx.Node] = set()
-    pending = [] if weight is None else [weight]
+    pending = list(vectors)
     while pending:
         node = pending.pop()
         if position[node] < position[h] or node in late:
@@ -454,7 +514,8 @@ def _missing_size(site: FusionSite, hidden_size: int) -> torch.SymInt | None:
     graph = site.h.graph
     tensors = (*graph.find_nodes(op="placeholder"), *site.partials())
     hidden = site.quantised.outputs if site.quantised else (site.norm.output,)
-    results = [site.stream_value, *map(value, hidden)]
-    wanted = [size for result in results if result is not None for size in sizes_of_view(result, hidden_size)]
+    results = [(site.stream_value, hidden_size), *((value(node), hidden_size) for node in hidden)]
+    results += [(value(node), scales) for node, scales in site.quantised.scale_nodes] if site.quantised else []
+    wanted = [size for result, last in results if result is not None for size in sizes_of_view(result, last)]
     known = known_sizes(graph) if wanted else {}
     return next((size for size in wanted if size_source(known, tensors, size, site.h) is None), None)

@@ -141,7 +141,7 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
             note = None if left is None else f"not quantised: {left.detail}"
             decided = replace(
                 decided,
-                quantisation=FLOAT8 if left is None else left.reason,
+                quantisation=_quantised_to(entry) if left is None else left.reason,
                 detail="; ".join(filter(None, (detail, note))),
             )
         if verdict is None:
@@ -189,6 +189,11 @@ def _decide(index: int, entry: FoundSite, config: Config, gate: Gate, tokens: To
     decided = site("fused", "", entry.form, choice.name, detail, producer)
     refusal = "" if travels.refused is None else travels.refused.reason
     return replace(decided, wire=travels.wire, wire_refusal=refusal, feeds=travels.feeds)
+
+
+def _quantised_to(site: FusionSite) -> str:
+    per = "" if site.quantised is None else site.quantised.scales_per
+    return f"{FLOAT8}_per_{per}" if per else FLOAT8
 
 
 def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:

@@ -96,7 +96,7 @@ def plan_layouts(
                 source = candidate
         sources.append(source)
         whole_reads.update(site.partials())
-        whole_reads.update(node for node in (site.bias, site.norm.weight) if node is not None)
+        whole_reads.update((*site.biases, *site.norm.vectors()))
         if source is None:
             whole_reads.update(site.residuals)
     replaced = set().union(*(site.replaced() for site in sites))

@@ -1,10 +1,10 @@
 """Recognise an RMSNorm or a LayerNorm by what it computes, whatever its source wrote.
 
-    h -> [upcast] -> square -> mean over hidden -> + eps -> rsqrt -> times h -> [cast] -> [times weight] -> [cast]
-    h -> [upcast] -> var_mean over hidden -> + eps -> rsqrt -> times (h - mean) -> [cast] -> [times weight] -> [cast]
+    h -> [upcast] -> square -> mean over hidden -> + eps -> rsqrt -> times h -> y
+    h -> [upcast] -> var_mean over hidden -> + eps -> rsqrt -> times (h - mean) -> y
+    y -> [cast] -> [times weight] -> [plus bias] -> [cast]
 
-A LayerNorm is an RMSNorm of ``h - mean(h)``, and where its source squares that for the variance, so it is found. One with a
-bias of its own is refused: the fused operator has no operand for that.
+A LayerNorm is an RMSNorm of ``h - mean(h)``, and where its source squares that for the variance, so it is found.
 
 Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
 offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
@@ -36,8 +36,9 @@ from tw_compile.graph.predicates import (
 )
 from tw_compile.kernels.collective.fields import LAYER_NORM, RMS_NORM
 from tw_compile.passes.fusion.forms import HostCall, host_call
+from tw_compile.passes.fusion.made_scales import MadeScales, made_by_operator
 from tw_compile.passes.operators import NormOperator
-from tw_compile.passes.reasons import Refusal, Refused
+from tw_compile.passes.reasons import QuantRefused, Refusal, Refused
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class NormMatch:
 
     ``interior`` are the nodes from the square, or the mean, to ``output``; nothing outside uses any of them but ``output``.
     ``eps`` is a number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python
-    floats. ``operator`` is the node of an operator that adds a residual first, and ``added`` its result ``h``, None if nothing
-    reads that. ``quant_scale`` is the scale by which an operator quantises ``output``, too.
+    floats. ``bias`` is the norm's own, which is added behind the weight. ``operator`` is the node of an operator that adds a
+    residual first, and ``added`` its result ``h``, None if nothing reads that. ``quant_scale`` is the scale by which an
+    operator quantises ``output``, too, and ``made_scales`` are those that it makes.
     """
 
     output: fx.Node
@@ -59,15 +61,25 @@ class NormMatch:
     operator: fx.Node | None = None
     added: fx.Node | None = None
     quant_scale: fx.Node | None = None
+    made_scales: MadeScales | QuantRefused | None = None
     epilogue: str = RMS_NORM
+    bias: fx.Node | None = None
 
     @property
     def form(self) -> str:
+        return self._weight_form + ("" if self.bias is None else "+bias")
+
+    @property
+    def _weight_form(self) -> str:
         if self.weight is None:
             return "no_weight"
         if self.cast_before_weight is not None:
             return "hf"
         return "fp32" if self.weight_offset == 0.0 else "gemma"
+
+    def vectors(self) -> tuple[fx.Node, ...]:
+        """The weight and the bias, as far as there are any."""
+        return tuple(node for node in (self.weight, self.bias) if node is not None)
 
 
 def match_norm(h: fx.Node) -> NormMatch | Refused | None:
@@ -81,7 +93,7 @@ def match_norm(h: fx.Node) -> NormMatch | Refused | None:
                 return centred
             refusal = refusal or centred
             called = host_call(user, NormOperator)
-            if called is not None and called.operator.residual is None and _summed(called) is source:
+            if called is not None and not _adds(called) and _summed(called) is source:
                 match = _match_of_operator(called, source)
                 if refusal is None and isinstance(match, NormMatch):
                     return match
@@ -98,14 +110,21 @@ def match_norm(h: fx.Node) -> NormMatch | Refused | None:
 def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMatch] | Refused | None:
     """What an operator that adds and normalises adds to ``current``, and the norm; None if ``node`` is no such operator."""
     called = host_call(node, NormOperator)
-    if called is None or called.operator.residual is None:
+    if called is None or not _adds(called):
         return None
+    assert called.operator.residual is not None
     summands = (_summed(called), called.arguments.get(called.operator.residual))
     other = summands[1] if summands[0] is current else summands[0]
     if current not in summands or other is current or not isinstance(other, fx.Node):
         return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{node.name} does not add something else to {current.name}")
     match = _match_of_operator(called, current)
     return match if isinstance(match, Refused) else (other, match)
+
+
+def _adds(called: HostCall[NormOperator]) -> bool:
+    """Whether the operator adds a residual, which some do only if they are given one."""
+    residual = called.operator.residual
+    return residual is not None and called.arguments.get(residual) is not None
 
 
 def _summed(called: HostCall[NormOperator]) -> object:
@@ -118,29 +137,33 @@ def _match_of_operator(called: HostCall[NormOperator], rows: fx.Node) -> NormMat
     refused = _check_arguments(called, rows)
     if refused is not None:
         return refused
-    if norm.residual is None and not norm.writes:
+    if not _adds(called) and not norm.writes:
         return _as_match(called, node, (node,))
     first = 1 if norm.writes else 0  # what is written follows the operator's own result, which is None
-    parts = _parts(node, first, first + 1)
+    made = norm.made_scales
+    parts = _parts(node, first, *range(first + 1, first + (2 if made is None else 3)))
     if isinstance(parts, Refused):
         return parts
-    hidden, added = parts
+    hidden, *scales, added = parts
+    assert hidden is not None
     match = _as_match(called, hidden, _without_none(node, added, hidden))
     scale = None if norm.scale is None else called.arguments[norm.scale]
-    return replace(match, operator=None if norm.residual is None else node, added=added, quant_scale=scale)
+    made_scales = None if made is None else made_by_operator(made, called.arguments, rows, scales[0])
+    added_by = node if _adds(called) else None
+    return replace(match, operator=added_by, added=added, quant_scale=scale, made_scales=made_scales)
 
 
-def _parts(node: fx.Node, hidden: int, added: int) -> tuple[fx.Node, fx.Node | None] | Refused:
-    """Who takes the results ``hidden`` and ``added`` of an operator; the second may be read by nobody."""
-    parts: dict[object, list[fx.Node]] = {hidden: [], added: []}
+def _parts(node: fx.Node, hidden: int, *others: int) -> tuple[fx.Node | None, ...] | Refused:
+    """Who takes the results ``hidden`` and ``others`` of an operator; None for one of the others that nobody reads."""
+    parts: dict[object, list[fx.Node]] = {index: [] for index in (hidden, *others)}
     for user in node.users:
         if not is_call(user, operator.getitem) or user.args[1] not in parts:
             return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} is used by {user.name} as a whole")
         parts[user.args[1]].append(user)
-    if len(parts[hidden]) != 1 or len(parts[added]) > 1:
-        counts = f"{len(parts[hidden])} and {len(parts[added])} times"
-        return Refused(Refusal.NORM_INTERMEDIATE_USED, f"results of {node.name} are taken {counts}")
-    return parts[hidden][0], next(iter(parts[added]), None)
+    if len(parts[hidden]) != 1 or any(len(parts[other]) > 1 for other in others):
+        counts = " and ".join(str(len(taken)) for taken in parts.values())
+        return Refused(Refusal.NORM_INTERMEDIATE_USED, f"results of {node.name} are taken {counts} times")
+    return tuple(next(iter(taken), None) for taken in parts.values())
 
 
 def _without_none(*nodes: fx.Node | None) -> tuple[fx.Node, ...]:
@@ -199,6 +222,7 @@ def _match_layer_norm(node: fx.Node, same_values: set[fx.Node]) -> NormMatch | R
         if isinstance(parts, Refused):
             return parts
         variance, mean = parts
+        assert variance is not None
     elif is_call(node, aten.mean.dim):
         variance, mean = None, node
     else:
@@ -221,7 +245,7 @@ def _match_layer_norm(node: fx.Node, same_values: set[fx.Node]) -> NormMatch | R
         return Refused(Refusal.LAYER_NORM, f"{node.name} begins a LayerNorm of a form that is not known")
     if isinstance(match, Refused):
         return match
-    return _check_layer_norm(replace(match, epilogue=LAYER_NORM), centred)
+    return _check_centred(replace(match, epilogue=LAYER_NORM), centred)
 
 
 def _takes_off(node: fx.Node, mean: fx.Node, same_values: set[fx.Node]) -> bool:
@@ -236,18 +260,12 @@ def _check_row_mean(node: fx.Node, mean: fx.Node) -> Refused | None:
     return refusal
 
 
-def _check_layer_norm(match: NormMatch, centred: list[fx.Node]) -> NormMatch | Refused:
-    """Nothing else may read the centred rows, and no vector may be added to the normalised ones."""
+def _check_centred(match: NormMatch, centred: list[fx.Node]) -> NormMatch | Refused:
+    """Nothing else may read the centred rows."""
     inside = {*match.interior}
     for node in centred:
         if not inside.issuperset(node.users):
             return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{node.name} is read by others than the norm")
-    rows = value(match.output)
-    for user in match.output.users:
-        if is_call(user, aten.add.Tensor) and isinstance(addend := other_operand(user, match.output), fx.Node):
-            bias = value(addend)
-            if bias is not None and rows is not None and bias.dim() == 1 and same_size(bias.shape[0], rows.shape[-1]):
-                return Refused(Refusal.LAYER_NORM_BIAS, f"{user.name} adds the bias {addend.name} of a LayerNorm")
     return match
 
 
@@ -355,7 +373,7 @@ def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Nod
 
 
 def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: float | fx.Node) -> NormMatch | Refused:
-    """Extend the match over the cast and the weight, as far as every node has one user."""
+    """Extend the match over the cast, the weight and the bias, as far as every node has one user."""
     nodes = list(interior)
     current = normalised
     cast_dtype: torch.dtype | None = None
@@ -367,24 +385,39 @@ def _follow_weight(normalised: fx.Node, interior: tuple[fx.Node, ...], eps: floa
         nodes.append(user)
         current = user
         user = _only_user(current)
-    if not is_call(user, aten.mul.Tensor):
-        return NormMatch(current, tuple(nodes), eps)
-    weight = other_operand(user, current)
-    if not isinstance(weight, fx.Node):
-        return NormMatch(current, tuple(nodes), eps)
-    verdict = _is_weight(weight, current)
-    if isinstance(verdict, Refused):
-        return verdict
-    if not verdict:
-        return NormMatch(current, tuple(nodes), eps)
-    nodes.append(user)
-    current = user
+    weight: fx.Node | None = None
+    offset = 0.0
+    factor = other_operand(user, current) if is_call(user, aten.mul.Tensor) else None
+    if isinstance(factor, fx.Node):
+        verdict = _is_weight(factor, current)
+        if isinstance(verdict, Refused):
+            return verdict
+        if verdict:
+            weight, offset = _split_offset(factor) if cast_dtype is None else (factor, 0.0)
+            nodes += current.users
+            current = nodes[-1]
+    bias = _bias_of(current)
+    if bias is not None:
+        nodes += current.users
+        current = nodes[-1]
     cast = _only_user(current)
-    if cast is not None and is_cast(cast) and not is_lossless_cast(cast) and not _quantises(cast):
-        nodes.append(cast)
-        current = cast
-    base, offset = _split_offset(weight) if cast_dtype is None else (weight, 0.0)
-    return NormMatch(current, tuple(nodes), eps, base, offset, cast_dtype)
+    rounds = cast is not None and is_cast(cast) and not is_lossless_cast(cast) and not _quantises(cast)
+    if rounds and (weight is not None or bias is not None):
+        nodes += current.users
+        current = nodes[-1]
+    cast_before_weight = None if weight is None else cast_dtype
+    return NormMatch(current, tuple(nodes), eps, weight, offset, cast_before_weight, bias=bias)
+
+
+def _bias_of(rows: fx.Node) -> fx.Node | None:
+    """The vector over the hidden dim that the only user of ``rows`` adds to each of them; None if it does something else."""
+    user = _only_user(rows)
+    if not is_call(user, aten.add.Tensor) or not adds_once(user):
+        return None
+    bias = other_operand(user, rows)
+    if not isinstance(bias, fx.Node) or _is_weight(bias, rows) is not True:
+        return None
+    return bias.args[0] if is_cast(bias) and is_lossless_cast(bias) else bias  # type: ignore[return-value]
 
 
 def _quantises(cast: fx.Node) -> bool:

@@ -1,19 +1,21 @@
-"""Recognise a static quantisation to float8 of what a norm gives, whatever its source wrote.
+"""Recognise a quantisation to float8 of what a norm gives, whatever its source wrote.
 
     hidden -> [views, casts] -> / scale, or * (1 / scale) -> [clamp to +-448] -> float8_e4m3fn
 
-The scale is a number, or a float32 tensor of one element that the graph is given. Only the last cast rounds to float8: casts
+The scale is a number, or a float32 tensor of one element that the graph is given. Or there are many, which are made of the
+values themselves (:mod:`tw_compile.passes.fusion.made_scales`). Only the last cast rounds to float8: casts
 between wider types on the way are roundings that the fused operator does without. A cast without a clamp saturates, as it does
 in the code that Inductor makes for GPUs (eager PyTorch says NaN from 464 on).
 
-Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.QuantOperator`).
+Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.QuantOperator` and
+:class:`tw_compile.passes.operators.MadeQuantOperator`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ from tw_compile.graph.predicates import (
     value,
 )
 from tw_compile.kernels.collective.spec import FP8, FP8_MAX, SUPPORTED_DTYPES
-from tw_compile.passes.fusion.forms import host_call
-from tw_compile.passes.operators import QuantOperator
+from tw_compile.passes.fusion.forms import HostCall, host_call
+from tw_compile.passes.fusion.made_scales import MadeScale, MadeScales, made_by_operator, read_made_scales
+from tw_compile.passes.operators import MadeQuantOperator, QuantOperator
 from tw_compile.passes.reasons import QuantRefusal, QuantRefused
 
 _MIN_CAPABILITY = (8, 9)
@@ -58,12 +61,32 @@ class Scale:
 class Quantisation:
     """``outputs`` are the float8 tensors that a fused operator's hidden output replaces, in whatever shape.
 
-    ``interior`` are the nodes between the norm's output and them, inclusive; nothing else uses any of them but ``outputs``.
+    ``interior`` are the nodes between the norm's output and them, inclusive; nothing else uses any of them but ``outputs``, and
+    ``scales``: the tensors that hold the scales, if these are made of the values.
     """
 
-    scale: Scale
+    scale: Scale | MadeScale
     outputs: tuple[fx.Node, ...]
     interior: tuple[fx.Node, ...]
+    scales: tuple[fx.Node, ...] = ()
+    hidden_size: int = 0
+
+    @property
+    def made(self) -> MadeScale | None:
+        """How scales are made, if they are."""
+        return self.scale if isinstance(self.scale, MadeScale) else None
+
+    @property
+    def scales_per(self) -> str:
+        """What has a scale of its own: ``token``, or ``group128`` of its columns; empty if one scale is given for all."""
+        if self.made is None:
+            return ""
+        return "token" if self.made.columns == self.hidden_size else f"group{self.made.columns}"
+
+    @property
+    def scale_nodes(self) -> list[tuple[fx.Node, int]]:
+        """``scales``, with how many scales the operator has for a token."""
+        return [] if self.made is None else [(node, self.hidden_size // self.made.columns) for node in self.scales]
 
 
 @dataclass(frozen=True)
@@ -80,19 +103,24 @@ class Place:
 
 @dataclass(frozen=True)
 class _Branch:
-    """One way from the norm's output to float8; ``problem`` is what is wrong with it besides its scale."""
+    """One way from the norm's output to float8; ``problem`` is what is wrong with it besides its scale.
+
+    ``scaled`` is what the ``factor`` divides. ``made``: the scales are made of the values, and the factor is nothing.
+    """
 
     factor: Any
     inverse: bool
     outputs: tuple[fx.Node, ...]
     interior: tuple[fx.Node, ...]
     problem: QuantRefused | None = None
+    scaled: fx.Node | None = None
+    made: MadeScales | None = None
 
 
 def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefused | None:
     """The one quantisation that all uses of ``hidden`` are; None when none of them is one."""
     branches: list[_Branch] = []
-    elsewhere: fx.Node | None = None
+    others: list[fx.Node] = []
     same = _same_values(hidden)
     for source in same:
         for user in source.users:
@@ -100,23 +128,41 @@ def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefu
                 continue
             branch = _read_operator(user, source) or _read_chain(user, source)
             if branch is None:
-                elsewhere = user
+                others.append(user)
             else:
-                branches.append(branch)
+                branches.append(_with_made_scales(branch, same, hidden))
     if not branches:
         return None
-    proven = _prove(branches, place)
+    proven = _prove(branches, place, hidden)
+    making = {node for branch in branches if branch.made is not None for node in branch.made.interior}
+    elsewhere = next((user for user in others if user not in making), None)
     if isinstance(proven, Quantisation) and elsewhere is not None:
         return QuantRefused(QuantRefusal.OUTPUT_USED_ELSEWHERE, f"{elsewhere.name} reads the norm's result, too")
     if isinstance(proven, Quantisation):
         views = tuple(node for node in same if node is not hidden)
-        return Quantisation(proven.scale, proven.outputs, (*views, *proven.interior))
+        return replace(proven, interior=(*views, *proven.interior))
     return proven
 
 
-def quantisation_of_operator(output: fx.Node, scale: Any, place: Place) -> Quantisation | QuantRefused:
-    """Of a host's operator that normalises and quantises with ``scale``; ``output`` is its float8 result."""
-    return _prove([_Branch(scale, False, (output,), ())], place)
+def quantisation_of_operator(
+    output: fx.Node, scale: Any, place: Place, made: MadeScales | None = None
+) -> Quantisation | QuantRefused:
+    """Of a host's operator that normalises and quantises with ``scale``, or by scales that it has ``made``.
+
+    ``output`` is its float8 result.
+    """
+    return _prove([_Branch(scale, False, (output,), (), made=made)], place, output)
+
+
+def _with_made_scales(branch: _Branch, same: list[fx.Node], hidden: fx.Node) -> _Branch:
+    """The branch with the scales that its factor is, if they are made of the norm's result."""
+    factor, rows = branch.factor, value(hidden)
+    if branch.made is not None or branch.scaled is None or rows is None or not isinstance(factor, fx.Node):
+        return branch
+    found = read_made_scales(factor, branch.inverse, branch.scaled, frozenset(same), rows.shape[-1])
+    if isinstance(found, QuantRefused):
+        return replace(branch, problem=branch.problem or found)
+    return branch if found is None else replace(branch, made=found)
 
 
 def _same_values(hidden: fx.Node) -> list[fx.Node]:
@@ -135,6 +181,7 @@ def _is_wide_cast(node: fx.Node) -> bool:
 def _read_chain(node: fx.Node, source: fx.Node) -> _Branch | None:
     """Follow single users from ``node``, which reads ``source``, to a cast to float8; None when there is none."""
     factor: Any = None
+    scaled: fx.Node | None = None
     inverse, early = False, False
     bounds: set[tuple[str, float | None]] = set()
     interior: list[fx.Node] = []
@@ -143,9 +190,9 @@ def _read_chain(node: fx.Node, source: fx.Node) -> _Branch | None:
         interior.append(node)
         if is_cast(node) and not _is_wide_cast(node):
             break
-        scaled, limits = _factor(node, current), _limits(node, current)
-        if scaled is not None and factor is None:
-            (factor, inverse), early = scaled, bool(bounds)
+        found, limits = _factor(node, current), _limits(node, current)
+        if found is not None and factor is None:
+            (factor, inverse), scaled, early = found, current, bool(bounds)
         elif limits is not None:
             bounds |= limits
         elif not (is_view(node) or is_cast(node)):
@@ -161,7 +208,7 @@ def _read_chain(node: fx.Node, source: fx.Node) -> _Branch | None:
         problem = QuantRefused(
             QuantRefusal.CLAMP, f"values for {node.name} are clamped to other bounds than +-{FP8_MAX}"
         )
-    return _Branch(1.0 if factor is None else factor, inverse, (node,), tuple(interior), problem)
+    return _Branch(1.0 if factor is None else factor, inverse, (node,), tuple(interior), problem, scaled)
 
 
 def _factor(node: fx.Node, current: fx.Node) -> tuple[Any, bool] | None:
@@ -187,6 +234,9 @@ def _limits(node: fx.Node, current: fx.Node) -> set[tuple[str, float | None]] | 
 
 
 def _read_operator(node: fx.Node, source: fx.Node) -> _Branch | None:
+    making = host_call(node, MadeQuantOperator)
+    if making is not None and making.arguments.get(making.operator.rows) is source:
+        return _read_making(making, source)
     called = host_call(node, QuantOperator)
     if called is None or called.arguments.get(called.operator.rows) is not source:
         return None
@@ -200,8 +250,23 @@ def _read_operator(node: fx.Node, source: fx.Node) -> _Branch | None:
     return _Branch(called.arguments[called.operator.scale], False, results, (node, *results), problem)
 
 
-def _prove(branches: list[_Branch], place: Place) -> Quantisation | QuantRefused:
-    scales: set[Scale] = set()
+def _read_making(called: HostCall[MadeQuantOperator], source: fx.Node) -> _Branch | None:
+    """Of an operator whose results are float8 and the scales, behind its own result, which is None."""
+    results: dict[object, list[fx.Node]] = {1: [], 2: []}
+    for user in called.node.users:
+        if not is_call(user, operator.getitem) or user.args[1] not in results:
+            return None
+        results[user.args[1]].append(user)
+    made = made_by_operator(called.operator.made_scales, called.arguments, source, next(iter(results[2]), None))
+    interior = (called.node, *results[1], *results[2])
+    if isinstance(made, QuantRefused):
+        return _Branch(None, False, tuple(results[1]), interior, made)
+    return _Branch(None, False, tuple(results[1]), interior, made=made)
+
+
+def _prove(branches: list[_Branch], place: Place, hidden: fx.Node) -> Quantisation | QuantRefused:
+    rows = value(hidden)
+    scales: set[Scale | MadeScale] = set()
     for branch in branches:
         if branch.problem is not None:
             return branch.problem
@@ -210,7 +275,7 @@ def _prove(branches: list[_Branch], place: Place) -> Quantisation | QuantRefused
             if result is None or result.dtype != FP8:
                 dtype = None if result is None else result.dtype
                 return QuantRefused(QuantRefusal.DTYPE_NOT_SUPPORTED, f"{output.name} has dtype {dtype}, not {FP8}")
-        scale = _scale(branch.factor, branch.inverse, place)
+        scale = _scale(branch.factor, branch.inverse, place) if branch.made is None else branch.made.scale
         if isinstance(scale, QuantRefused):
             return scale
         scales.add(scale)
@@ -221,7 +286,12 @@ def _prove(branches: list[_Branch], place: Place) -> Quantisation | QuantRefused
     if compat.emulates_precision_casts():
         return QuantRefused(QuantRefusal.PRECISION_CASTS_KEPT, "emulate_precision_casts keeps the roundings before it")
     outputs = tuple(output for branch in branches for output in branch.outputs)
-    return Quantisation(scales.pop(), outputs, tuple(node for branch in branches for node in branch.interior))
+    made = [branch.made for branch in branches if branch.made is not None]
+    interior = [node for one in made for node in one.interior]
+    interior += [node for branch in branches for node in branch.interior]
+    holding = dict.fromkeys(one.scales for one in made if one.scales is not None)
+    hidden_size = rows.shape[-1] if rows is not None else 0
+    return Quantisation(scales.pop(), outputs, tuple(interior), tuple(holding), hidden_size)
 
 
 def _scale(factor: Any, inverse: bool, place: Place) -> Scale | QuantRefused:

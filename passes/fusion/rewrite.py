@@ -7,7 +7,8 @@
 
 and the same with all_reduce_layer_norm_start for a LayerNorm.
 
-Where the norm's result is only quantised to float8, ``hidden`` is what that gives, and takes its place.
+Where the norm's result is only quantised to float8, ``hidden`` is what that gives, and takes its place. If the scales are
+made of it, all_reduce_rms_norm_quant_start returns them as well.
 
 The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
 (``emulate_precision_casts``), as Inductor itself does where it fuses: one rounding less.
@@ -33,6 +34,7 @@ from tw_compile.kernels.collective.spec import FP8
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.passes.fusion.find import FusionSite
 from tw_compile.passes.fusion.layout import ResidualLayout
+from tw_compile.passes.fusion.made_scales import MadeScale
 from tw_compile.passes.fusion.quant import Scale
 from tw_compile.passes.fusion.sizes import known_sizes, size_source, sizes_of_view
 from tw_compile.passes.nodes import Annotation, Inserter, annotate
@@ -44,7 +46,7 @@ _FUSE_ONLY_SLOT = 0
 class _Inserted:
     site: FusionSite
     hidden: dict[fx.Node, fx.Node]
-    """By the node whose place it takes: the norm's output, or what it is quantised to."""
+    """By the node whose place it takes: the norm's output, or what it is quantised to, and its scales."""
     residual_rows: fx.Node
     residual: fx.Node | None
     layout: ResidualLayout
@@ -75,7 +77,9 @@ class Rewriter:
         self._last = site.h
         self._like = site.norm.output
         self._site_index = index
-        start_of, mm_start_of = ops.operators_of(site.norm.epilogue)
+        made = None if site.quantised is None else site.quantised.made
+        operators_of = ops.operators_of if made is None else ops.quant_operators_of
+        start_of, mm_start_of = operators_of(site.norm.epilogue)
         if gemm is None:
             target, message = start_of, [self._sum([self._rows(partial) for partial in site.partials()])]
         else:
@@ -84,19 +88,25 @@ class Rewriter:
         if layout.source is not None:
             residual = self._done[id(layout.source)].residual_rows
         elif site.residuals:
-            residual = self._residual([self._rows(node) for node in site.residuals])
+            residual = self._sum_of_all([self._rows(node) for node in site.residuals])
+        bias = self._sum_of_all(list(site.biases)) if site.biases else None
         h, hidden = site.stream_value, value(site.norm.output)
         assert h is not None and hidden is not None
         norm, group_name = site.norm, site.all_reduce.group_name
-        weight = self._weight(site)
+        weight, norm_bias = self._vectors(site)
         hidden_scale = None if site.quantised is None else self._hidden_scale(site.quantised.scale, hidden.device)
+        keywords: dict[str, Any] = {} if wire == EXACT else {"wire": wire}
+        if norm_bias is not None:
+            keywords["norm_bias"] = norm_bias
+        if made is not None:
+            keywords |= {"scale_columns": made.columns, "min_scale": made.min_scale, "divides_by_scale": made.divides}
         eps_tensor = norm.eps if isinstance(norm.eps, fx.Node) else None
         start = self._call(
             target,
             (
                 *message,
                 residual,
-                site.bias,
+                bias,
                 weight,
                 0.0 if eps_tensor is not None else norm.eps,
                 norm.weight_offset,
@@ -112,17 +122,23 @@ class Rewriter:
                 *(() if hidden_scale is None and eps_tensor is None else (hidden_scale, eps_tensor)),
             ),
             "start",
-            **({} if wire == EXACT else {"wire": wire}),
+            **keywords,
         )
         annotate(start, stream_dtype=h.dtype)
         hidden_rows = self._call(operator.getitem, (start, 0), "hidden")
         residual_rows = self._call(operator.getitem, (start, 1), "residual")
-        keep = [node for node in (*message, residual, site.bias, weight, hidden_scale) if node is not None]
-        self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT), "wait")
+        operands = (*message, residual, bias, weight, hidden_scale, norm_bias)
+        keep = [node for node in operands if node is not None]
+        scales = [] if made is None else [self._call(operator.getitem, (start, 2), "scales")]
+        self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT, *scales), "wait")
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
+        replacing = {node: self.shaped_like(hidden_rows, node, site) for node in replaced}
+        for of_rows in scales:
+            assert site.quantised is not None
+            replacing |= {node: self.shaped_like(of_rows, node, site) for node in site.quantised.scales}
         self._done[id(site)] = _Inserted(
             site,
-            {node: self.shaped_like(hidden_rows, node, site) for node in replaced},
+            replacing,
             residual_rows,
             self.shaped_like(residual_rows, site.stream, site) if layout.out == "replicated" and site.stream else None,
             layout,
@@ -191,15 +207,15 @@ class Rewriter:
             total = self._call(aten.add.Tensor, (total, node), "sum")
         return total
 
-    def _residual(self, nodes: list[fx.Node]) -> fx.Node:
-        """One residual; several are added in float32, so that the sum is rounded once, as late as in the operator."""
+    def _sum_of_all(self, nodes: list[fx.Node]) -> fx.Node:
+        """One residual, or bias; several are added in float32, so that the sum is rounded once, as late as in the operator."""
         if len(nodes) == 1:
             return nodes[0]
         convert = torch.ops.prims.convert_element_type.default
         return self._sum([self._call(convert, (node, torch.float32), "upcast") for node in nodes])
 
-    def _weight(self, site: FusionSite) -> fx.Node | None:
-        """The norm's weight, computed again here as far as the graph computes it after ``h``."""
+    def _vectors(self, site: FusionSite) -> tuple[fx.Node | None, fx.Node | None]:
+        """The norm's weight and bias, computed again here as far as the graph computes them after ``h``."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in site.late_weight:
             with self.graph.inserting_after(self._last):
@@ -207,10 +223,12 @@ class Rewriter:
             self._last = copies[node]
             self._inserter.new.append(self._last)
             annotate(self._last, **self._annotation("weight"))
-        weight = site.norm.weight
-        return None if weight is None else copies.get(weight, weight)
+        weight, bias = (node and copies.get(node, node) for node in (site.norm.weight, site.norm.bias))
+        return weight, bias
 
-    def _hidden_scale(self, scale: Scale, device: torch.device) -> fx.Node:
+    def _hidden_scale(self, scale: Scale | MadeScale, device: torch.device) -> fx.Node | None:
+        if isinstance(scale, MadeScale):
+            return None
         if not isinstance(scale.source, fx.Node):
             return self._call(aten.full.default, ([1], scale.source), "scale", dtype=torch.float32, device=device)
         return self._call(aten.reciprocal.default, (scale.source,), "scale") if scale.inverse else scale.source

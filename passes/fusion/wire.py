@@ -13,6 +13,7 @@ from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.gating import Gate
 from tw_compile.gating.table import size
+from tw_compile.gating.wire_accuracy import BUDGET_NATS
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.passes.contract import TokenRange
@@ -22,7 +23,7 @@ from tw_compile.passes.reasons import WireRefusal, WireRefused
 
 AUTO = "auto"
 AUTO_WIRE = "int8"
-"""What ``auto`` takes where a table says that it pays."""
+"""What ``auto`` takes where a table says that it pays, and a file that it does not cost the checkpoint too much."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -94,6 +95,10 @@ def message_refusal(
     threshold = wire_threshold(config, gate, world_size, transport)
     if threshold.nbytes is None:
         return WireRefused(WireRefusal.NOT_MEASURED, threshold.why)
+    if config.wire == AUTO:
+        costly = _accuracy_refusal(config, gate, world_size)
+        if costly is not None:
+            return costly
     row_bytes = hidden_size * dtype.itemsize
     smallest = rows[0] * row_bytes
     if smallest < threshold.nbytes:
@@ -102,6 +107,23 @@ def message_refusal(
             WireRefusal.MESSAGE_TOO_SMALL, f"{many}{size(smallest)} < {size(threshold.nbytes)} ({threshold.why})"
         )
     return threshold
+
+
+def _accuracy_refusal(config: Config, gate: Gate, world_size: int) -> WireRefused | None:
+    """Why ``auto`` keeps exact rows though a table says that codes are faster: for what is known of the running checkpoint."""
+    name, sites = name_of_wire(config), config.wire_sites
+    cost = None if gate.accuracy is None else gate.accuracy.cost(name, world_size, sites)
+    if cost is None:
+        named = f"nothing in {config.wire_accuracy}" if config.wire_accuracy else "no file of tw_compile.wire_accuracy"
+        return WireRefused(
+            WireRefusal.ACCURACY_NOT_MEASURED,
+            f"{named} says what {name} costs this checkpoint with {world_size} ranks, see tw-compile tune --checkpoint",
+        )
+    if not cost.within_budget:
+        return WireRefused(
+            WireRefusal.ACCURACY_BEYOND_BUDGET, f"{config.wire_accuracy}: {cost}, more than {BUDGET_NATS}"
+        )
+    return None
 
 
 def decide_wire(

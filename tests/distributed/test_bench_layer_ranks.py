@@ -21,12 +21,14 @@ from tw_compile import compat
 from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.spec import LayerSpec, Scope
 from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
-from tw_compile.benchmark.layer.variants import LayerVariant
+from tw_compile.benchmark.layer.variants import LayerVariant, with_wires
 from tw_compile.benchmark.layer.worker import TokensReference, VariantAtTokens, bench_tokens
 from tw_compile.cli.app import app
 from tw_compile.harness.problems import Context
 from tw_compile.harness.ranks import Ranks
-from tw_compile.report import GraphReport
+from tw_compile.kernels.collective.codes import decode
+from tw_compile.kernels.transports import wire_rows
+from tw_compile.report import GraphReport, Site
 from tw_compile.testing import GlooRanks
 
 SPEC = LayerSpec("layer", "tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, layers=1, repeats=20)
@@ -142,6 +144,37 @@ def test_variant_that_is_not_good_enough_has_its_reason_and_no_time(gloo_ranks: 
     assert rows["good"]["reason"] is None and rows["good"]["hidden_error"] > 0
 
 
+def _off_by_a_level(packed: torch.Tensor, codes: Any, hidden_size: int) -> torch.Tensor:
+    """As a kernel would decode that takes the wrong code for zero."""
+    rows = decode(packed, codes, hidden_size)
+    scale = (packed[:, hidden_size * codes.bits // 8 :].contiguous().view(torch.int32) & -0x10000).view(torch.float32)
+    return rows + scale.repeat_interleave(codes.group, 1)
+
+
+def _bench_wire(ranks: Ranks) -> list[tuple[str, str, str | None]]:
+    spec = replace(SPEC, tokens=(32,), wires=("int8",))
+    subject = build_subject(spec, torch.device("cpu"))
+    (reference,) = worker.references_of(spec, ranks, subject, lambda what: None)
+    found = []
+    for broken in (False, True):
+        with compat.cold_compile(None), mock.patch.object(wire_rows, "decode", _off_by_a_level if broken else decode):
+            (row,) = bench_tokens(spec, ranks, with_wires(("int8",))[:1], subject, reference, lambda what: None)
+        found.append((row.outcome, row.numerics, row.reason))
+    (error, _), (unfused, _) = reference.coded_errors["int8"], reference.unfused_errors
+    assert 1.5 * unfused < error < 0.02
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_codes_are_held_to_the_error_of_the_same_codes(gloo_ranks: GlooRanks) -> None:
+    """A kernel that is off by one level is as near as 5 bits would be: no budget of bfloat16 would tell it from a good one."""
+    good, broken = gloo_ranks.run(_on_ranks, _bench_wire)[0]
+    assert good == ("timed", "ok", None)
+    assert broken[:2] == ("numerics failed", "failed")
+    assert broken[2] is not None and "torch in int8" in broken[2]
+
+
 def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
     subject = build_subject(SPEC, torch.device("cpu"))
 
@@ -181,6 +214,29 @@ def _kept(ranks: Ranks) -> list[list[int]]:
 
 def test_rows_are_kept_token_count_by_token_count(gloo_ranks: GlooRanks) -> None:
     assert gloo_ranks.run(_on_ranks, _kept) == [[[6], [6, 2]]] * 2
+
+
+def _site(wire: str, decision: str = "fused") -> Site:
+    refusal = {"wire_refusal": "not_measured"} if wire == "exact" else {}
+    return Site(0, 0, "all_reduce", decision, "", 96, "gloo", "no table says it", wire=wire, **refusal)  # type: ignore[arg-type]
+
+
+def _deviations_of_wires(ranks: Ranks) -> list[str | None]:
+    (variant, _) = with_wires(("int8",))
+    found = []
+    for wires in (("int8", "int8"), ("int8", "exact"), ()):
+        entry = VariantAtTokens(variant, worker.LayerRow(variant.label, "ours", 6, 96, "timed"))
+        sites = [_site(wire) for wire in wires] or [_site("exact", "gated")]
+        found.append(worker.deviation_of(ranks, entry, [GraphReport(sites)]))
+    return found
+
+
+def test_rows_that_stay_exact_are_not_shown_as_rows_in_codes(gloo_ranks: GlooRanks) -> None:
+    assert gloo_ranks.run(_on_ranks, _deviations_of_wires)[0] == [
+        None,
+        "rows of 1 of 2 fused sums are exact, not_measured: no table says it",
+        "nothing is fused, so no rows travel in int8, : no table says it",
+    ]
 
 
 def _deviations(ranks: Ranks) -> list[str | None]:

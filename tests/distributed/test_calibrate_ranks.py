@@ -75,6 +75,15 @@ def _call(flaw: str, request: Any, us: float) -> tuple[torch.Tensor, torch.Tenso
     return hidden, residual
 
 
+class Raises(Planted):
+    """On rank 1 alone."""
+
+    def deviation(self, ranks: Ranks) -> str | None:
+        if dist.get_rank() == 1:
+            raise OSError("no room")
+        return None
+
+
 class Told:
     """A timer that says what a call's candidate was told."""
 
@@ -214,6 +223,41 @@ def _measure_flawed(rank: int, folder: str, flaw: str) -> None:
     together(folder, [*good(), Planted("stream", 16, small_is_fast, flaw)])
 
 
+def _measure_raising(rank: int, folder: str) -> list[str]:
+    found = together(folder, [*good(), Raises("stream", 16, small_is_fast)])
+    assert found is not None
+    return list(found.remarks)
+
+
+@pytest.mark.timeout(120)
+def test_a_candidate_that_cannot_be_checked_on_one_rank_is_left_out(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    for remarks in gloo_ranks.run(_measure_raising, str(tmp_path)):
+        assert remarks == ["stream is left out: rank 1: OSError: no room"]
+
+
+def _measure_failing(rank: int, folder: str) -> tuple[bool, list[str], float]:
+    times = iter(range(2))
+
+    def clock() -> float:
+        if rank == 1 and next(times, None) is None:
+            raise OSError("no clock")
+        return 0.0
+
+    found, lines = lines_of(lambda: together(folder, good(), clock=clock))
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return found is None, lines, float(total)
+
+
+@pytest.mark.timeout(120)
+def test_an_error_of_one_rank_costs_one_line_and_all_go_on_without(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    first, second = gloo_ranks.run(_measure_failing, str(tmp_path))
+    line = "tw_compile: this node is not measured: "
+    assert first == (True, [f"{line}a rank failed"], 2.0)  # and the program's own group works
+    assert second == (True, [f"{line}OSError: no clock"], 2.0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def _measure_unlike(rank: int, folder: str) -> bool:
     here = replace(HERE, device_name=f"GPU {rank}")
     return measured_together(here, Path(folder), torch.device("cpu"), good(), short, answer_seconds=3.0) is None
@@ -248,6 +292,7 @@ def _compile(rank: int, folder: str, late: float) -> tuple[list[str | None], lis
         patch.setattr(calibrate, "current_node", lambda: Node((9, 0), False))
         patch.setattr(calibrate, "group_facts", lambda name, device: GroupFacts(device, 2, 1))
         patch.setattr(calibrate, "candidates", lambda transports: good())
+        patch.setattr(calibrate, "for_planner", lambda transports, has_profile: [])
         patch.setattr(
             calibrate,
             "measured_together",
@@ -312,3 +357,35 @@ def test_ranks_that_do_not_come_in_time_leave_the_node_unmeasured(tmp_path: Path
             assert names == [None, None, None]
             assert any("not all of 2 ranks came to compile" in line for line in lines)
     assert not (tmp_path / "tw_compile").exists()
+
+
+class Norm(Planted):
+    """Faster than whatever communicates."""
+
+    kind = "bound"
+    reduces = False
+
+
+def _measure_for_the_planner(rank: int, folder: str) -> dict[str, Any]:
+    norm, gemm, few = (
+        Norm("", 0, lambda nbytes: 0.5),
+        Norm("", 0, lambda nbytes: 1000.0),
+        Planted("stream", 8, lambda nbytes: 1.0),
+    )
+    norm.label, gemm.label, few.label = "no-communication", "o_proj", "tw-stream-8sm"
+    norm.algorithm = gemm.algorithm = None
+    gemm.tokens = few.tokens = (8,)
+    return asdict(together(folder, [*good(), norm, gemm, few]))  # type: ignore[call-overload]
+
+
+@pytest.mark.timeout(120)
+def test_what_is_timed_for_the_planner_decides_nothing_about_messages(gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    found, other = gloo_ranks.run(_measure_for_the_planner, str(tmp_path))
+    assert found == other and found["remarks"] == ()
+    assert [step["algorithm"] for step in found["steps"]] == ["push_one_shot", "push_two_shot"]
+    timed = {
+        label: {row["tokens"] for row in found["rows"] if row["label"] == label}
+        for label in ("o_proj", "tw-stream-8sm")
+    }
+    assert timed == {"o_proj": {8}, "tw-stream-8sm": {8}}
+    assert {row["tokens"] for row in found["rows"] if row["label"] == "no-communication"} == {2, 8, 64}

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gpu.checks import accuracy, overlap, producer, run, stress
+from gpu.checks import accuracy, layer_norm, overlap, producer, run, stress
 from gpu.checks.transports import Factors, Subject, Work, finished
 
 from tw_compile import compat
@@ -48,8 +48,15 @@ PRODUCER: dict[str, dict[str, Any]] = {
     "mm_captured_and_replayed": {},
 }
 OVERLAP: dict[str, dict[str, Any]] = {check.__name__: {} for check in run.OF_OVERLAPPED}
+LAYER_NORM: dict[str, dict[str, Any]] = {
+    "layer_norm_accuracy": {"form": "starcoder2"},
+    "layer_norm_of_rows_whose_mean_is_large": {},
+    "layer_norm_by_the_operators": {},
+    "layer_norm_of_a_product": {},
+}
 MODULES = {
     accuracy: ACCURACY,
+    layer_norm: LAYER_NORM,
     stress: STRESS,
     producer: PRODUCER,
     overlap: OVERLAP,
@@ -136,7 +143,7 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
         return make_problem(ctx, min(tokens, 70), max(hidden_size // 32, 128), form, seed)
 
     with ExitStack() as stack:
-        for module in (accuracy, stress, producer, overlap):
+        for module in (accuracy, layer_norm, stress, producer, overlap):
             stack.enter_context(mock.patch.object(module, "subject", lambda _: subject))
         for module in (stress, producer, overlap):
             stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
@@ -158,11 +165,26 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for names in MODULES.values() for name in names])
 def test_right_results_pass(gloo_ranks: GlooRanks, name: str) -> None:
-    options = (ACCURACY | STRESS).get(name, {})
+    options = (ACCURACY | STRESS | LAYER_NORM).get(name, {})
     contexts = gloo_ranks.run(run_check, name, options, None, 0)
     assert [ctx.failures for ctx in contexts] == [[], []]
     if name == "million_launches":
         assert [ctx.counts for ctx in contexts] == [{"launches": 120, "verified": 120}] * 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", [form for form in layer_norm.FORMS if form != "starcoder2"])
+def test_right_results_of_a_layer_norm_pass(gloo_ranks: GlooRanks, form: str) -> None:
+    contexts = gloo_ranks.run(run_check, "layer_norm_accuracy", {"form": form}, None, 0)
+    assert [ctx.failures for ctx in contexts] == [[], []]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", ["element", "rank", "unwritten"])
+@pytest.mark.parametrize("name", ["layer_norm_by_the_operators", "layer_norm_of_rows_whose_mean_is_large"])
+def test_wrong_results_of_a_layer_norm_fail(gloo_ranks: GlooRanks, name: str, fault: str) -> None:
+    contexts = gloo_ranks.run(run_check, name, {}, fault, 0)
+    assert all(ctx.failures for ctx in contexts if fault != "rank") and any(ctx.failures for ctx in contexts)
 
 
 @pytest.mark.parametrize("form", ["first_norm", "from_sharded", "last_norm", "no_weight", "fp16", "fp8"])

@@ -54,6 +54,15 @@ def read_twice(left: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     return leave_layers(*_layer(hidden + residual.sin(), residual, *weights), dist.group.WORLD.group_name)
 
 
+def normed_before_added(left: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Each sum goes through a norm before it is added, so something is computed behind the last one."""
+    hidden, residual = enter_layers(left, dist.group.WORLD.group_name)
+    for weight in weights:
+        residual = residual + _norm(funcol.all_reduce(hidden @ weight, "sum", dist.group.WORLD))
+        hidden = _norm(residual)
+    return leave_layers(hidden, residual, dist.group.WORLD.group_name)
+
+
 def _compiled(function: Any, tokens: int, options: dict[str, Any], seen: list[list[fx.Node]]) -> Any:
     passes = TWCompilePass(Config(strict=True, transport="gloo", **options))
     host = HostGraph((tokens, tokens), HostAttention.HALVES)
@@ -69,7 +78,7 @@ def _compiled(function: Any, tokens: int, options: dict[str, Any], seen: list[li
 
 def _run(rank: int, tokens: int, options: dict[str, Any], name: str) -> dict[str, Any]:
     torch.use_deterministic_algorithms(True)  # what is not written is NaN
-    function = {"group": group, "read_twice": read_twice}[name]
+    function = {"group": group, "read_twice": read_twice, "normed_before_added": normed_before_added}[name]
     generator = torch.Generator().manual_seed(tokens)
     start = torch.randn(tokens, HIDDEN, generator=generator)
     weights = torch.randn(GROUPS, 2, WORLD_SIZE, HIDDEN, HIDDEN, generator=generator) / HIDDEN**0.5
@@ -78,7 +87,8 @@ def _run(rank: int, tokens: int, options: dict[str, Any], name: str) -> dict[str
         if function is read_twice:
             hidden = hidden + residual.sin()
         for weight in pair:
-            residual = residual + sum(hidden @ one for one in weight)
+            summed = sum(hidden @ one for one in weight)
+            residual = residual + (_norm(summed) if function is normed_before_added else summed)
             hidden = _norm(residual)
     seen: list[list[fx.Node]] = []
     with torch.no_grad(), collect_reports() as reports:
@@ -140,6 +150,16 @@ def test_a_residual_that_others_read_is_whole_on_both_sides(ranks: GlooRanks) ->
         for result in ranks.run(_run, 9, options, "read_twice"):
             assert result["error"] < 1e-4
             assert all(given in ((), (False,)) for given in result["rows"])
+
+
+def test_halves_that_are_done_go_on_as_they_are(ranks: GlooRanks) -> None:
+    for options in ({}, {"split": "4"}):
+        for result in ranks.run(_run, 9, options, "normed_before_added"):
+            assert result["error"] < 1e-4 and result["in_flight"] == 0
+            names = result["names"]
+            left = [names.count(f"tw_compile::{one}") for one in ("enter_layers", "arrive_", "leave_done_halves")]
+            assert left == ([2, 0, 1] if options else [1, 0, 0])
+            assert "aten::cat" not in names
 
 
 def test_graphs_that_are_not_fused_leave_whole_tensors(ranks: GlooRanks) -> None:

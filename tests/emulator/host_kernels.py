@@ -12,10 +12,9 @@ import torch
 from emulator.kernels import ALGORITHMS, Call, Form, Machine, make_call, partial_sums, table
 from tw_compile.kernels.algorithms.host.host_rows import COUNTERS_BYTES, HostRowsParams, Shape, half_bytes, outbox_bytes
 from tw_compile.kernels.algorithms.host.host_words import HostWords, HostWordsParams
-from tw_compile.kernels.collective.cuda_variant import row_defines
+from tw_compile.kernels.collective.cuda_variant import row_defines, statistics_bytes
 from tw_compile.kernels.collective.slot import HOST_MAX_CTAS
 from tw_compile.kernels.collective.spec import rows_per_rank
-from tw_compile.kernels.epilogues import EPILOGUES
 
 
 def _source(name: str, folder: Path | None) -> Path:
@@ -59,10 +58,6 @@ class HostMachine(Machine):
             buffers = self.symmetric(capacity, 0, "outbox")
             self.slots.append(Outbox(buffers, table(buffers), self.private(state_words), self.status()))
 
-    @property
-    def statistics_bytes(self) -> int:
-        return EPILOGUES[self.form.epilogue].statistics_bytes
-
 
 class WordsMachine(HostMachine):
     """``host_words.cu``."""
@@ -105,7 +100,7 @@ class WordsMachine(HostMachine):
                 part_bytes=self.capacity // 2,
                 **self.shared_parameters(rank, own),
             )
-            shared_bytes = 2 * self.threads // 32 * self.statistics_bytes
+            shared_bytes = statistics_bytes(own.request, 1, self.threads // 32)
             grid = min(tokens, max_sms)
             self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
         return call

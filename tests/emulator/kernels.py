@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from emulator import Emulator
+from emulator.memory import bits, copy, guarded, guarded_results, margins
 from emulator.wires import expected_bits
 from tw_compile.kernels.algorithms.barrier_kernel import BarrierKernel
 from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.algorithms.multimem.multimem import Shape as MultimemShape
 from tw_compile.kernels.algorithms.push.push import Push, PushParams, part_bytes, threads_for
 from tw_compile.kernels.algorithms.stream.stream import Shape, Stream
-from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines
+from tw_compile.kernels.collective.cuda_variant import numbers_of, row_defines, statistics_bytes
 from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.slot import NOT_ARRIVED
 from tw_compile.kernels.collective.spec import (
@@ -26,6 +27,7 @@ from tw_compile.kernels.collective.spec import (
     operands_of,
     row_range,
     rows_per_rank,
+    scales_of,
 )
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.epilogues import EPILOGUES
@@ -34,7 +36,6 @@ from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_
 
 ALGORITHMS = Path(__file__).parents[2] / "kernels" / "algorithms"
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-_MARGIN_BYTES = 128  # around what kernels write
 _SHARED_BYTES = 64 * 1024
 _STALL_LIMIT = 200_000
 SumOf = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -61,7 +62,11 @@ class Form:
     hidden_dtype: torch.dtype | None = None
     scale: float = 1.0
     epilogue: str = RMS_NORM
+    norm_bias: bool = False
     wire: str = EXACT
+    scale_columns: int = 0
+    min_scale: float = 0.0
+    divides: bool = False
 
     def on(self, wire: str) -> Form:
         """The same with rows that travel so."""
@@ -76,18 +81,32 @@ class Form:
     def norm(self) -> NormSpec:
         hidden_dtype = self.hidden_dtype or self.dtype
         return NormSpec(
-            1e-5, self.weight_offset, self.cast, hidden_dtype, self.residual_dtype, self.scale, self.epilogue
+            1e-5,
+            self.weight_offset,
+            self.cast,
+            hidden_dtype,
+            self.residual_dtype,
+            self.scale,
+            self.epilogue,
+            self.scale_columns,
+            self.min_scale,
+            self.divides,
         )
 
 
 @dataclass
 class Rank:
-    """One rank's tensors of one call. ``given``: copies of what the request holds."""
+    """One rank's tensors of one call. ``given``: copies of what the request holds. ``results``: ``hidden``, and its scales."""
 
     request: Request
     hidden: torch.Tensor
     residual_out: torch.Tensor
     given: list[torch.Tensor]
+    results: torch.Tensor
+
+    @property
+    def scales(self) -> torch.Tensor:
+        return scales_of(self.hidden, self.request.norm.scale_columns)
 
     def inputs(self) -> dict[str, torch.Tensor | None]:
         return operands_of(self.request)._asdict()
@@ -95,16 +114,21 @@ class Rank:
 
 @dataclass(eq=False)
 class Call:
-    """One call on all ranks, with what it must give: ``hidden`` and ``h`` are float64 ``[tokens, hidden]``."""
+    """One call on all ranks, with what it must give: ``hidden`` and ``h`` are float64 ``[tokens, hidden]``.
+
+    ``scales`` are those that it must make; ``hidden`` then is in their units if it is known to the bit (``to_the_bit``).
+    """
 
     tokens: int
     ranks: list[Rank]
     hidden: torch.Tensor
     h: torch.Tensor
+    scales: torch.Tensor | None = None
+    to_the_bit: bool = False
 
     def outputs(self) -> list[torch.Tensor]:
         """The bits of all results of all ranks; rows that a shard has too many are left out."""
-        found = [bits(own.hidden) for own in self.ranks]
+        found = [bits(own.results) for own in self.ranks]
         for rank, own in enumerate(self.ranks):
             begin, end = row_range(self.tokens, len(self.ranks), rank)
             rows = end - begin if own.request.residual_out == "sharded" else len(own.residual_out)
@@ -138,9 +162,11 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int, sum_of: SumOf =
     residual = random(tokens, hidden_size, dtype=form.residual_dtype) if form.residual else None
     bias = random(hidden_size, dtype=form.dtype) if form.bias else None
     weight = random(hidden_size, dtype=form.weight_dtype) if form.weight_dtype else None
+    norm_bias = random(hidden_size, dtype=form.weight_dtype or form.dtype) if form.norm_bias else None
     if weight is not None:
-        weight[-32:] = -form.weight_offset  # results that are zeros of both signs
-    hidden_scale = torch.tensor([0.02]) if norm.hidden_dtype == FP8 else None
+        zeros = 32 if norm.scale_columns in (0, hidden_size) else norm.scale_columns
+        weight[-zeros:] = -form.weight_offset  # results that are zeros of both signs
+    hidden_scale = torch.tensor([0.02]) if norm.hidden_dtype == FP8 and not norm.scale_columns else None
     ranks = []
     for rank, x in enumerate(xs):
         own = copy(residual)
@@ -152,38 +178,27 @@ def make_call(form: Form, xs: Sequence[torch.Tensor], seed: int, sum_of: SumOf =
         request = Request(
             x, own, copy(bias), copy(weight), norm, sharded, wanted, "", 0, copy(hidden_scale), wire=form.wire
         )
+        request = replace(request, norm_bias=copy(norm_bias))
         hidden, residual_out = request.allocate(world_size)
-        made = Rank(request, guarded(hidden), guarded(residual_out), [])
+        results = guarded_results(hidden, norm)
+        hidden = results[: hidden.numel()].view(hidden.shape) if norm.scale_columns else results
+        made = Rank(request, hidden, guarded(residual_out), [], results)
         made.given = [tensor.clone() for tensor in made.inputs().values() if tensor is not None]
         ranks.append(made)
     # A cast before the weight is part of what is asked for, but no part of what is exact.
-    exact = replace(norm, hidden_dtype=torch.float64, residual_dtype=torch.float64, cast_before_weight=None)
-    want_hidden, want_h = load(EPILOGUES[norm.epilogue].reference)(sum_of(xs), residual, bias, weight, exact)
+    exact = replace(
+        norm, hidden_dtype=torch.float64, residual_dtype=torch.float64, cast_before_weight=None, scale_columns=0
+    )
+    want_hidden, want_h = load(EPILOGUES[norm.epilogue].reference)(
+        sum_of(xs), residual, bias, weight, exact, None, norm_bias
+    )
     if hidden_scale is not None:
         want_hidden = (want_hidden / hidden_scale.double()).clamp(-448, 448)
-    return Call(tokens, ranks, want_hidden, want_h)
-
-
-def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
-
-
-def guarded(like: torch.Tensor, fill: int = -1) -> torch.Tensor:
-    """As ``like``, of bytes 0xFF or of int32 words ``fill``, between margins of bytes 0xFF: see :func:`margins`."""
-    whole = torch.full((like.nbytes + 2 * _MARGIN_BYTES,), 0xFF, dtype=torch.uint8)
-    inner = whole[_MARGIN_BYTES:-_MARGIN_BYTES]
-    if fill != -1:
-        inner.view(torch.int32).fill_(fill)
-    return inner.view(like.dtype).view(like.shape)
-
-
-def margins(tensor: torch.Tensor) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return torch.cat([whole[:_MARGIN_BYTES], whole[-_MARGIN_BYTES:]])
+    scales = None
+    if norm.scale_columns:
+        largest = want_hidden.unflatten(-1, (-1, norm.scale_columns)).abs().amax(-1)
+        scales = (largest / 448).clamp_min(norm.min_scale).float()
+    return Call(tokens, ranks, want_hidden, want_h, scales)
 
 
 class Machine:
@@ -245,16 +260,18 @@ class Machine:
 
     def add_call(self, xs: Sequence[torch.Tensor]) -> Call:
         call = make_call(self.form, xs, self.next_seed(), self.sum_of)
-        if self.form.wire != EXACT:
+        norm = self.form.norm
+        if self.form.wire != EXACT or (norm.scale_columns and norm.epilogue == RMS_NORM):
             hidden, h = expected_bits([own.request for own in call.ranks], self.threads)
-            call.hidden, call.h = hidden.double(), h.double()
+            call.scales = scales_of(hidden, norm.scale_columns) if norm.scale_columns else None
+            call.hidden, call.h, call.to_the_bit = hidden.double(), h.double(), True
         self.calls.append(call)
-        self.written += [tensor for own in call.ranks for tensor in (own.hidden, own.residual_out)]
+        self.written += [tensor for own in call.ranks for tensor in (own.results, own.residual_out)]
         return call
 
     def shared_parameters(self, rank: int, own: Rank) -> dict[str, Any]:
         """The parameters that all kernels have: addresses and numbers."""
-        tensors = own.inputs() | {"hidden": own.hidden, "residual_out": own.residual_out}
+        tensors = own.inputs() | {"hidden": own.results, "residual_out": own.residual_out}
         addresses = {
             name: None if tensor is None or tensor.numel() == 0 else self.emulator.alloc(rank, tensor, name=name)
             for name, tensor in tensors.items()
@@ -352,8 +369,7 @@ class PushMachine(Machine):
                     end=end,
                     **shared,
                 )
-                of_a_warp = EPILOGUES[self.form.epilogue].statistics_bytes
-                grid, shared_bytes = min(end - begin, max_sms), 2 * self.threads // 32 * of_a_warp
+                grid, shared_bytes = min(end - begin, max_sms), statistics_bytes(own.request, 1, self.threads // 32)
                 self.emulator.launch(rank, slot, grid, self.threads, shared_bytes, params, programmatic=True)
         return call
 
@@ -462,7 +478,7 @@ class BarrierMachine(Machine):
         if not self.private_output:
             # Results in a slot are overwritten by the next call, but not before the kernels in between have read them.
             for result, name, target in (
-                ("hidden", "hidden", own.hidden),
+                ("hidden", "hidden", own.results),
                 ("residual_out", "residual", own.residual_out),
             ):
                 if name in slot.buffers:
@@ -491,6 +507,7 @@ class StreamMachine(BarrierMachine):
     def __init__(self, world_size: int, hidden_size: int, form: Form, *, shape: Shape, **options: Any) -> None:
         defines = shape.defines() | {"SHARED_BYTES": _SHARED_BYTES}
         cta = {"defines": defines, "block": shape.block, "shared_bytes": _SHARED_BYTES}
+        self.threads = shape.threads
         super().__init__(Stream, world_size, hidden_size, form, **cta, **options)
 
 
@@ -535,12 +552,12 @@ def check(call: Call) -> None:
     """
     world_size, first = len(call.ranks), call.ranks[0]
     norm = first.request.norm
-    compare = close if first.request.wire == EXACT else equal
+    compare = equal if call.to_the_bit else close
     for rank, own in enumerate(call.ranks):
         given = [tensor for tensor in own.inputs().values() if tensor is not None]
         for now, before in zip(given, own.given, strict=True):
             assert torch.equal(bits(now), bits(before)), f"rank {rank} has written to what it was given"
-        assert torch.equal(bits(own.hidden), bits(first.hidden)), f"rank {rank} has other bits than rank 0"
+        assert torch.equal(bits(own.results), bits(first.results)), f"rank {rank} has other bits than rank 0"
         if own.request.residual_out == "replicated":
             assert torch.equal(bits(own.residual_out), bits(first.residual_out)), f"rank {rank}: another residual"
         if own.request.residual_out != "none":
@@ -548,7 +565,18 @@ def check(call: Call) -> None:
             rows = slice(begin, end) if own.request.residual_out == "sharded" else slice(0, call.tokens)
             compare(own.residual_out[: rows.stop - rows.start].double(), call.h[rows], norm.residual_dtype)
     rounded = norm.hidden_dtype if norm.hidden_dtype == FP8 else norm.cast_before_weight or norm.hidden_dtype
-    compare(first.hidden.double(), call.hidden, rounded)
+    want = call.hidden
+    if call.scales is not None and call.to_the_bit:
+        assert torch.equal(first.scales, call.scales), "other scales than those of the rows"
+    elif call.scales is not None:
+        torch.testing.assert_close(first.scales, call.scales, rtol=1e-5, atol=0.0)
+        by = first.scales.double().repeat_interleave(norm.scale_columns, 1)
+        want = (want / by).clamp(-448, 448)
+    if norm.cast_before_weight is not None and first.request.norm_bias is not None:
+        before = call.hidden - first.request.norm_bias.double()  # what is rounded may be larger than the result
+        close(first.hidden.double(), call.hidden, rounded, before)
+    else:
+        compare(first.hidden.double(), want, rounded)
 
 
 def equal(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
@@ -557,10 +585,14 @@ def equal(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     assert not wrong.any(), f"{int(wrong.sum())} elements of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"
 
 
-def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
-    """Within the rounding of ``dtype``, twice where a value is rounded twice; float32 sums err by less. NaN is NaN."""
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, before: torch.Tensor | None = None) -> None:
+    """Within the rounding of ``dtype``, twice where a value is rounded twice; float32 sums err by less. NaN is NaN.
+
+    ``before``: what was rounded first, where something is added to it before it is rounded again.
+    """
     eps = torch.finfo(dtype).eps if dtype != FP8 else 0.125
-    tolerance = (1.01 * eps * want.abs()).clamp_min(2**-9 if dtype == FP8 else 1e-5)
+    largest = want.abs() if before is None else torch.maximum(want.abs(), before.abs())
+    tolerance = (1.01 * eps * largest).clamp_min(2**-9 if dtype == FP8 else 1e-5)
     right = ((got - want).abs() <= tolerance) | (got == want) | (got.isnan() & want.isnan())
     wrong = ~right
     assert not wrong.any(), f"{int(wrong.sum())} elements of {wrong.numel()}, first at {wrong.nonzero()[0].tolist()}"

@@ -24,6 +24,12 @@ FORMS = {
     "fp8": Form(residual="sharded", residual_out="sharded", residual_dtype=FP32, hidden_dtype=FP8),
     "fp8_whole": Form(hidden_dtype=FP8),
     "layer_norm": Form(bias=True, scale=0.5, epilogue="layer_norm"),
+    "layer_norm_bias": Form(
+        residual="sharded", residual_out="sharded", residual_dtype=FP32, epilogue="layer_norm", norm_bias=True
+    ),
+    "layer_norm_bias_fp8": Form(bias=True, hidden_dtype=FP8, epilogue="layer_norm", norm_bias=True),
+    "layer_norm_bias_cast": Form(cast=BF16, residual_out="none", epilogue="layer_norm", norm_bias=True),
+    "bias_alone": Form(weight_dtype=None, norm_bias=True),
     "layer_norm_fp32": Form(FP32, residual_dtype=FP32, weight_dtype=FP32, epilogue="layer_norm"),
     "layer_norm_no_weight": Form(weight_dtype=None, residual_out="none", epilogue="layer_norm"),
 }

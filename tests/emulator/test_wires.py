@@ -288,7 +288,7 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         RUN_PUSH,
         PUSH,
         "push.cu",
-        "store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));",
+        "keep(row, column, piece);",
         "store(p.hidden + row * HIDDEN + column, result);",
     ),
     "lanes beyond the row send": (RUN_PUSH, PUSH, "push.cu", "if (in_row) call.push(sums", "call.push(sums"),

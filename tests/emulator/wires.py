@@ -1,4 +1,4 @@
-"""What calls whose rows travel in codes give, to the bit: the operator in float32, in the order in which the kernels add."""
+"""What calls give to the bit: the operator in float32, in the order in which the kernels add. Rows may travel in codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tw_compile.kernels.collective.codes import round_trip
+from tw_compile.kernels.collective.reference import quantised
 from tw_compile.kernels.collective.spec import FP8, Request, row_range, rows_per_rank
 from tw_compile.kernels.collective.wires import WIRES
 
@@ -20,7 +21,9 @@ def expected_bits(requests: Sequence[Request], threads: int) -> tuple[torch.Tens
     """
     first = requests[0]
     norm, wire, tokens = first.norm, WIRES[first.wire], first.x.shape[0]
-    travelled = [round_trip(request.x, wire.sums).float() for request in requests]
+    travelled = [
+        request.x.float() if wire.sums is None else round_trip(request.x, wire.sums).float() for request in requests
+    ]
     h = torch.zeros(first.x.shape)
     for owner in range(len(requests)):
         begin, end = row_range(tokens, len(requests), owner)
@@ -34,7 +37,7 @@ def expected_bits(requests: Sequence[Request], threads: int) -> tuple[torch.Tens
     if residual is not None:
         h += residual.float()
     hidden = _rms_norm(h, first, threads)
-    if norm.hidden_dtype != FP8:
+    if norm.hidden_dtype != FP8 and wire.results is not None:
         hidden = round_trip(hidden, wire.results).to(norm.hidden_dtype)
     return hidden, h.to(norm.residual_dtype)
 
@@ -51,13 +54,16 @@ def _whole_residual(requests: Sequence[Request]) -> torch.Tensor | None:
 
 def _rms_norm(h: torch.Tensor, request: Request, threads: int) -> torch.Tensor:
     norm, weight = request.norm, request.weight
-    factor = 1.0 / torch.sqrt(_sum_of_squares(h, threads) * (torch.tensor(1.0) / h.shape[1]) + _float(norm.eps))
+    mean = _sum_of_squares(h, threads) * (torch.tensor(1.0) / h.shape[1]) + _float(norm.eps)
+    factor = 1.0 / mean.double().sqrt().float()  # torch may round the root in float32 otherwise than to nearest
     y = h * factor.unsqueeze(-1)
     if weight is not None:
         cast = norm.cast_before_weight
         if cast is not None and cast == weight.dtype == norm.hidden_dtype:
             return y.to(cast) * weight
         y = y.to(cast).float() * weight.float() if cast is not None else y * (weight.float() + norm.weight_offset)
+    if norm.scale_columns:
+        return quantised(y, norm)
     if norm.hidden_dtype == FP8:
         assert request.hidden_scale is not None
         y = (y * (1.0 / request.hidden_scale)).clamp(-448, 448)

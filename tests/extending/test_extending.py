@@ -77,7 +77,9 @@ def test_names_choice_and_benchmark_come_from_the_entry() -> None:
 
 def of(tokens: int) -> Any:
     """A message of as many bytes as tokens."""
-    return SimpleNamespace(x=SimpleNamespace(shape=(tokens, HIDDEN), nbytes=tokens), overlap_sms=0, wire="exact")
+    x = SimpleNamespace(shape=(tokens, HIDDEN), nbytes=tokens)
+    norm = SimpleNamespace(scale_columns=0)
+    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=0, wire="exact")
 
 
 def test_a_table_takes_the_algorithm_and_what_is_to_serve_instead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""An epilogue in a file of its own: LayerNorm without a bias of its own, by its definition in torch."""
+"""An epilogue in a file of its own: LayerNorm, by its definition in torch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ def add_layer_norm(
     weight: torch.Tensor | None,
     norm: NormSpec,
     hidden_scale: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     h = sum_of(reduced, residual, bias, norm)
     centred = h - h.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + norm.eps)
     if weight is not None:
         y = y * (weight.to(h.dtype) + norm.weight_offset)
-    return results_of(y, h, norm, hidden_scale)
+    return results_of(y, h, norm, hidden_scale, norm_bias)
 
 
 ENTRY = EpilogueEntry(

@@ -34,7 +34,7 @@ DEVICE RowFactor row_factor(const RowStatistics& total, float eps) {
 }
 
 DEVICE void normalise(Eight<HIDDEN_TYPE>& result, const float (&h)[8], RowFactor factor, const Eight<WEIGHT_TYPE>& weight,
-                      float weight_offset, float inverse_scale) {
+                      const Eight<NORM_BIAS_TYPE>& norm_bias, float weight_offset, float inverse_scale) {
   float y[8];
   for (int i = 0; i < 8; ++i) y[i] = (h[i] - factor.mean) * factor.inverse_deviation;
   if constexpr (present<WEIGHT_TYPE>) {
@@ -42,5 +42,6 @@ DEVICE void normalise(Eight<HIDDEN_TYPE>& result, const float (&h)[8], RowFactor
     unpack(weight, w);
     for (int i = 0; i < 8; ++i) y[i] *= w[i] + weight_offset;
   }
+  if constexpr (present<NORM_BIAS_TYPE>) add(y, norm_bias);
   pack(result, y);
 }

@@ -29,7 +29,14 @@ class ToyStore(Transport):
             total += partial
         assert not request.residual_sharded, "the entry keeps no shards"
         hidden, residual_out = request.allocate(group.size())
-        operands = (request.residual, request.bias, request.weight, request.norm, request.hidden_scale)
+        operands = (
+            request.residual,
+            request.bias,
+            request.weight,
+            request.norm,
+            request.hidden_scale,
+            request.norm_bias,
+        )
         rows, h = load(EPILOGUES[request.norm.epilogue].reference)(total, *operands)
         hidden.copy_(rows)
         if request.residual_out == "replicated":

@@ -374,7 +374,7 @@ def test_only_selects_by_label_and_names_what_there_is() -> None:
 def test_every_contender_of_gpus_says_what_it_does_not_serve() -> None:
     everyone = {one.label: one for one in contenders(replace(SPEC, tokens=(1, 16384)))}
     kinds = {kind: sum(one.kind == kind for one in everyone.values()) for kind in ("ours", "peer", "bound")}
-    assert kinds == {"ours": 13, "peer": 6, "bound": 1}
+    assert kinds == {"ours": 17, "peer": 6, "bound": 1}
 
     def obstacle(label: str, tokens: int) -> str | None:
         return everyone[label].obstacle(MessageSize(tokens, 8192, "bfloat16"), 4)
@@ -440,6 +440,9 @@ def test_in_place_norm_keeps_repeated_sums_finite() -> None:
         (["--device", "cpu", "--sms", "few"], "--sms", "few"),
         (["--wire", "exact,int8,exact"], "--wire", "exact,int8,exact"),
         (["--wire", ""], "--wire", "''"),
+        (["--norm", "softmax"], "--norm: expected different ones of rms_norm, layer_norm", "'softmax'"),
+        (["--norm", "layer_norm,layer_norm"], "--norm", "layer_norm,layer_norm"),
+        (["--norm", "layer_norm", "--wire", "int8"], "--norm: expected rms_norm with rows in codes", "layer_norm"),
         (
             ["--wire", "int8", "--hidden", "256,200"],
             "--wire: expected hidden sizes that are multiples of 128 for int8",

@@ -13,6 +13,7 @@ import torch
 from test_bench_kernel import SPEC, completed, report_of, row
 
 from tw_compile import compat
+from tw_compile.benchmark.contender import form
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.ours import NO_MULTICAST, Operator
@@ -35,6 +36,24 @@ def test_each_wire_adds_those_that_have_it_and_no_table_names_them() -> None:
     swept = contenders(replace(SPEC, wires=("int6",), only=("tw-push-two-shot-int6", "nccl+norm"), sms=(16, 64)))
     assert [one.label for one in swept] == ["tw-push-two-shot-int6-16sm", "tw-push-two-shot-int6-64sm", "nccl+norm"]
     assert [one.wire for one in swept] == ["int6", "int6", "exact"]
+
+
+def test_each_norm_adds_all_of_ours_and_no_table_names_them() -> None:
+    ours, others = (
+        [one.label for one in contenders(SPEC) if (one.kind == "ours") is wanted] for wanted in (True, False)
+    )
+    everyone = contenders(replace(SPEC, norms=("rms_norm", "layer_norm")))
+    assert [one.label for one in everyone] == [*ours, *(f"{label}-layer_norm" for label in ours), *others]
+    added = [one for one in everyone if one.norm == "layer_norm"]
+    assert [one.algorithm for one in added] == [None] * len(ours)
+    of_form = form(added[0], torch.bfloat16)
+    assert of_form.epilogue == "layer_norm" and of_form.norm_bias and of_form.weight == "plain"
+    assert not form(everyone[0], torch.bfloat16).norm_bias
+
+
+def test_another_norm_has_no_speed_up() -> None:
+    ours = replace(row("tw-nccl-layer_norm", "ours", 20.0), norm="layer_norm")
+    assert not ours.gives_what_peers_give and replace(ours, norm="rms_norm").gives_what_peers_give
 
 
 @pytest.mark.parametrize(
@@ -62,7 +81,7 @@ def test_rows_that_do_not_travel_in_codes_are_no_time_of_the_wire(
     x, row = torch.empty(4, 256, dtype=torch.bfloat16, device="meta"), torch.empty(256, device="meta")
     monkeypatch.setattr(compat, "resolve_process_group", lambda name: SimpleNamespace(size=lambda: 2, rank=lambda: 0))
     ranks: Any = SimpleNamespace(ctx=ctx)
-    operator.prepare(ranks, Problem(Form(), x, x, row, row))()
+    operator.prepare(ranks, Problem(Form(), x, x, row, row, row))()
     assert [request.wire for request in asked] == ["int8"]
     assert operator.deviation(ranks) == deviation and operator.kernel_name() == kernel
 

@@ -8,7 +8,7 @@ import io
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +144,43 @@ def test_who_takes_part() -> None:
 def test_options_of_ours_are_options_that_there_are() -> None:
     for one in variants(SPEC, 1024):
         Config(**one.config)
+
+
+def test_variants_with_a_wire_are_beside_the_exact_ones() -> None:
+    labels = [one.label for one in variants(dataclasses.replace(SPEC, wires=("int8", "int6")), 1024)]
+    exact = [one.label for one in variants(SPEC, 1024)]
+    coded = ["fused-int8", "fused+split-int8", "fused-int6", "fused+split-int6"]
+    assert [label for label in labels if label not in coded] == exact and labels[5:9] == coded
+    only = variants(dataclasses.replace(SPEC, wires=("int8",), only=("fused", "fused+split-int8")), 1024)
+    assert [(one.label, one.wire) for one in only] == [("fused", "exact"), ("fused+split-int8", "int8")]
+    assert only[1].options(1024, 1) == {"wire": "int8", "wire_min_bytes": 0}
+    Config(**only[1].config)
+
+
+def test_a_wire_is_compared_with_exact_rows() -> None:
+    coded = row("fused-int8", "ours", 640.0)
+    coded.wire = "int8"
+    rows = complete([row("fused", "ours", 800.0), coded, row("inductor+nccl", "peer", 1000.0)], "cuda")
+    assert [one.of_exact for one in rows] == [None, 1.25, None]
+    assert "fused-int8: 1.250x of fused" in printed(report_of(rows))
+    assert complete([row("fused", "ours", 800.0), replace(coded, of_exact=None)], "cpu")[1].of_exact is None
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--wire", "int5"], "--wire: expected different ones of exact, int8, int6, got 'int5'"),
+        (["--wire", "int8,int8"], "--wire: expected different ones of exact, int8, int6, got 'int8,int8'"),
+        (["--wire", "auto"], "--wire: expected different ones of exact, int8, int6, got 'auto'"),
+        (["--wire", "exact,int4"], "'int4', which gathers normalised rows in 4 bits"),
+        (["--wire", "int8", "--dtype", "float32"], "--wire: expected exact with --dtype float32"),
+        (["--wire", "int6", "--model", "gpt-oss-20b"], "the hidden size of gpt-oss-20b, 2880, is no multiple of 128"),
+    ],
+)
+def test_wires_that_a_model_cannot_have_are_refused(scope: str, args: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["bench", scope, "--device", "cpu", *args])
+    assert result.exit_code == 2 and words in result.output and result.output.count("\n") == 1
 
 
 def test_split_only_is_halved_and_the_planned_one_is_not_told_where() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_engine import LLM
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -50,78 +51,6 @@ SPEC = VllmSpec(
     "tiny-llama", 2, "bfloat16", (64, 128), (1, 4), prompts=3, prompt_tokens=20, requests=5, decode_tokens=6
 )
 
-# An engine whose "speed" and tokens depend on its arguments, as vLLM's would. "diary": a file that it writes to: processes
-# it leaves behind, which hold all that it has open, and its runs with their requests and the tokens of each. Those in "ends"
-# and "hangs" are its last. Requests come while it sleeps, and it runs when it's awake.
-_LLM = """
-import os, time
-from types import SimpleNamespace as Object
-
-class SamplingParams:
-    def __init__(self, **given): self.__dict__.update(given)
-
-class LLM:
-    def __init__(self, **given):
-        if given.get("broken"): raise ValueError("no such engine")
-        self.given = given
-        print("INFO x] tw_compile: on, fusing" if os.environ["TW_COMPILE"] == "1" else "INFO x] nothing", flush=True)
-        time.sleep(given.get("slow", 0.0))
-        variant = "off-nccl" if given.get("disable_custom_all_reduce") else "off"
-        self.name = "fuse" if given.get("additional_config") else variant
-        if given["dtype"] == "float32": self.name = "reference"
-        self.error = given.get("errors", {}).get(self.name, 0.0)
-        self.runs, self.awake = 0, True
-        if "diary" in given:
-            child = os.fork()
-            if not child:
-                time.sleep(60)
-                os._exit(0)
-            self.write("left", os.getpid(), child)
-
-    def write(self, *words):
-        if "diary" in self.given:
-            with open(self.given["diary"], "a") as diary: print(*words, file=diary)
-
-    def collective_rpc(self, name, args=()):
-        passes = os.environ["TW_COMPILE"] == "1" and not self.given.get("ignored")
-        facts = {"compile_seconds": 1.5, "peak_bytes": 2**30, "device_name": "none", "passes": passes}
-        return [facts] * self.given["tensor_parallel_size"] if name == "tw_compile_facts" else None
-
-    def sleep(self, level):
-        assert level == 0 and self.awake
-        self.awake = False
-
-    def enqueue(self, prompts, params, use_tqdm):
-        assert not self.awake
-        self.asked = list(zip(prompts, params))
-
-    def wake_up(self, tags):
-        assert tags == ["scheduling"]
-        self.awake = True
-
-    def wait_for_completion(self, use_tqdm):
-        assert self.awake
-        self.runs += 1
-        what = self.name, len(self.asked), self.asked[0][1].max_tokens
-        self.write("begin", *what)
-        if self.given.get("ends", {}).get(self.name) == self.runs: os._exit(self.given.get("code", 3))
-        if self.given.get("hangs", {}).get(self.name) == self.runs: time.sleep(60)
-        begin, speed = time.monotonic(), 2.0 if self.given.get("additional_config") else 1.0
-        time.sleep(0.002)
-        found = []
-        for prompt, params in self.asked:
-            ids = [sum(prompt["prompt_token_ids"]) % 97 + number for number in range(params.max_tokens)]
-            last = begin + 1 + (len(ids) - 1) * 0.01 / speed
-            stats = Object(first_token_ts=begin + 1, last_token_ts=last, num_generation_tokens=len(ids))
-            asked = getattr(params, "prompt_logprobs", None) is not None
-            exact = [{token: Object(logprob=-(token % 7) + self.error)} for token in prompt["prompt_token_ids"]]
-            logprobs = [None, *exact[1:]] if asked else None
-            output = Object(token_ids=ids)
-            found.append(Object(request_id="0", outputs=[output], metrics=stats, prompt_logprobs=logprobs))
-        self.write("end", *what)
-        return found
-"""
-
 
 def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() -> None:
     labels = [one.label for one in variants(SPEC)]
@@ -133,6 +62,43 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
         Config(**one.arguments.get("additional_config", {}).get("tw_compile", {}))
     with pytest.raises(UsageError, match=r"--only: expected some of off, .*, got 'on'"):
         variants(dataclasses.replace(SPEC, only=("on",)))
+
+
+def test_engines_with_a_wire_are_beside_the_exact_ones() -> None:
+    spec = dataclasses.replace(SPEC, wires=("int8",), peer_access=False)
+    own = [one.label for one in variants(spec)]
+    assert (
+        own[-3:] == ["fuse-int8", "fuse+split-int8", "reference"]
+        and own[:5] == [one.label for one in variants(SPEC)][:5]
+    )
+    split = next(one for one in variants(dataclasses.replace(spec, split="512")) if one.label == "fuse+split-int8")
+    options = split.arguments["additional_config"]["tw_compile"]
+    assert options == {"split": "512", "wire": "int8", "wire_min_bytes": 2**20} and split.wire == "int8"
+    assert split.arguments["disable_custom_all_reduce"] is True
+    Config(**options)
+
+
+def test_codes_have_a_budget_of_their_own_and_no_control(vllm: Path) -> None:
+    """Here 1.08x of off's error is allowed to what keeps rows exact, and is not allowed to codes."""
+    errors = {"off": 0.01, "fuse": 0.0108}
+    only = ("off", "fuse", "fuse-int8", "reference")
+    spec = dataclasses.replace(SMALL, world_size=4, wires=("int8",), only=only, engine={"errors": errors})
+    report = ran(spec)
+    rows = rows_of(report)
+    assert {row.label for row in failures(rows)} == {"fuse-int8"}
+    assert {row.wire for row in rows if row.label == "fuse-int8"} == {"int8"}
+    text = printed(report)
+    assert "1.05x is allowed" in text and "1.1x of off's at every chunk size, 1.05x with a wire" in text
+    assert text.count("1.080") == 2
+    good = rows_of(ran(dataclasses.replace(spec, only=("off", "fuse-int8", "reference"), engine={})))
+    assert {row.refused for row in good if row.label == "fuse-int8" and row.trace != ACCURACY} == {None}
+    alone = rows_of(ran(dataclasses.replace(spec, only=("off", "fuse-int8"), engine={})))
+    assert {row.refused for row in alone if row.kind == "ours"} == {NO_REFERENCE}
+
+
+def test_an_engine_whose_rows_stay_exact_is_not_one_with_a_wire(vllm: Path) -> None:
+    spec = dataclasses.replace(SMALL, wires=("int8",), only=("fuse-int8",), engine={"exact": True})
+    assert {row.reason for row in rows_of(ran(spec))} == {"no rows travelled in int8: nothing is fused"}
 
 
 def test_no_engine_uses_peers_where_they_are_switched_off() -> None:
@@ -234,7 +200,7 @@ def test_lengths_and_tokens_are_the_seeds() -> None:
 @pytest.fixture
 def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A module of that name, for the processes that are started."""
-    (tmp_path / "vllm.py").write_text(_LLM)
+    (tmp_path / "vllm.py").write_text(LLM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
     return tmp_path
 
@@ -368,7 +334,7 @@ def test_engines_by_themselves_run_all_their_rounds_before_the_next_starts(vllm:
 
 def test_what_wakes_an_engine_is_in_none_of_its_times_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("vllm")
-    exec(_LLM, module.__dict__)
+    exec(LLM, module.__dict__)
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setenv("TW_COMPILE", "0")
     spec = dataclasses.replace(TOGETHER, only=("off", "reference"))

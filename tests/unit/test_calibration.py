@@ -1,10 +1,9 @@
-"""What is kept of a calibration, who goes by it, and where none is made."""
+"""What is kept of a calibration, and who goes by it."""
 
 from __future__ import annotations
 
 import json
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.fx as fx
+from calibrations import FOUND, HERE, SM90, STEPS
 from typer.testing import CliRunner
 
-from tw_compile import agree, backend, calibration, compat, current
-from tw_compile.agree import all_come, refuse
-from tw_compile.calibration import Calibration, MeasuredOn, all_stored, calibration_of, store, stored, text_of
+from tw_compile import calibration, current
+from tw_compile.calibration import all_stored, calibration_of, store, stored, text_of
 from tw_compile.cli.app import app
 from tw_compile.config import Config
 from tw_compile.current import current_gate, own_gate
 from tw_compile.files import write_whole
 from tw_compile.gating import Entry, Layer, Source, Table, table_text
 from tw_compile.gating.facts import Node
-from tw_compile.kernels.algorithms import ALGORITHMS
-from tw_compile.kernels.algorithms.entry import AlgorithmEntry
-from tw_compile.kernels.algorithms.multimem.multimem import Multimem
 from tw_compile.kernels.collective.transports import GroupFacts
-from tw_compile.kernels.registry import Benchmarked
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_for
 from tw_compile.kernels.transports.selection import table_text as kernels_text
-from tw_compile.kernels.transports.slot_transport import SlotTransport
 from tw_compile.runner import machine
-from tw_compile.testing import fake_process_group
 from tw_compile.tuning import calibrate
-from tw_compile.tuning.candidates import SPIN_LIMIT, candidates
-
-SM90, MULTICAST = Node((9, 0), False), Node((9, 0), True)
-HERE = MeasuredOn("A GPU", "sm90", 8, True, False, "570.1", "2.11", "abc")
-SOURCE = Source("measured_tp8", "measured", ("8x A GPU", "torch 2.11", "2026-11-24", "tw_compile.calibrate"))
-LEFT = Entry(8, "nccl", 0, None, "left", None, SOURCE)
-STEPS = (Step(8, 4096, "push_one_shot", 128), Step(8, 8192, "push_two_shot", 128))
-FOUND = Calibration(
-    HERE, Table("calibration", "sm90", (LEFT,)), STEPS, ("stream is left out: no",), ({"label": "a"},), (2.5, 7.0)
-)
 
 
 @pytest.fixture(autouse=True)
@@ -196,222 +178,6 @@ def test_a_gate_that_was_agreed_before_does_not_hide_the_calibration(monkeypatch
         assert verdict.source.startswith("measured on 8x A GPU")
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size", "node", "transport", "expected"),
-    [
-        ("NVIDIA H200", 2, SM90, "p2p", "measured"),
-        ("NVIDIA H200", 8, SM90, "p2p", "measure"),  # the tables end at 4 ranks
-        ("NVIDIA H200", 4, MULTICAST, "p2p", "measure"),  # public tables are no measurement
-        ("NVIDIA H200", 2, SM90, "host", "measure"),  # its kernels have no table
-        ("NVIDIA A100", 2, Node((8, 0), False), "p2p", "measure"),
-        ("A GPU", 8, SM90, "p2p", "stored"),
-    ],
-)
-def test_what_has_been_measured_is_not_measured_again(
-    name: str, world_size: int, node: Node, transport: str, expected: str, tmp_path: Path
-) -> None:
-    store(tmp_path, FOUND)
-    here = replace(HERE, device_name=name, world_size=world_size)
-    kind, text = calibrate.answer(Config(), node, here, transport, tmp_path)
-    assert kind == expected and bool(text) == (expected == "stored")
-
-
-def test_multicast_and_missing_peer_access_choose_the_candidates() -> None:
-    facts = GroupFacts("cuda", 4, 1)
-    assert calibrate.transports_of(facts, SM90) == ["p2p"]
-    assert calibrate.transports_of(facts, MULTICAST) == ["p2p", "multimem"]
-    assert calibrate.transports_of(replace(facts, peer_access=False), MULTICAST) == ["host"]
-    assert calibrate.transports_of(replace(facts, world_size=16), MULTICAST) == []
-
-
-def test_every_kernel_of_the_registry_takes_part_and_can_give_up() -> None:
-    toy = AlgorithmEntry(
-        "toy",
-        "tw_compile.kernels.algorithms.push.push:Push",
-        (("one_shot", True),),
-        sms=8,
-        most_sms=8,
-        benchmarked=(Benchmarked("tw-toy", sharded=False),),
-    )
-    with ALGORITHMS.registered(toy):
-        everyone = candidates(["p2p"])
-    assert [one.label for one in everyone[:2]] == ["nccl+norm", "tw-p2p"]
-    assert {one.algorithm for one in everyone[2:]} >= {"push_one_shot", "push_two_shot", "stream", "toy"}
-    assert all(one.hidden_scale is None for one in everyone)
-    for one in everyone[1:]:
-        transport = one.transport  # type: ignore[attr-defined]
-        assert isinstance(transport, SlotTransport) and transport.spin_limit == SPIN_LIMIT
-        assert transport.algorithm is not None
-    assert {one.algorithm for one in candidates(["host"])[1:]} >= {"host_words", "host_one_shot", "host_two_shot"}
-
-
-def test_multimem_takes_part_where_there_is_multicast_alone() -> None:
-    facts = GroupFacts("cuda", 4, 1)
-    without, everyone = (candidates(calibrate.transports_of(facts, node)) for node in (SM90, MULTICAST))
-    assert "multimem" not in {one.algorithm for one in without}
-    assert [one.label for one in everyone] == [*(one.label for one in without), "tw-multimem"]
-    multimem = everyone[-1]
-    transport = multimem.transport  # type: ignore[attr-defined]
-    assert (transport.name, transport.multicast, transport.spin_limit) == ("multimem", True, SPIN_LIMIT)
-    assert isinstance(transport.algorithm, Multimem) and multimem.max_sms == 16
-    cut_off = candidates(calibrate.transports_of(replace(facts, peer_access=False), MULTICAST))
-    assert "multimem" not in {one.algorithm for one in cut_off}
-
-
-def test_a_kernel_that_gave_up_deviates() -> None:
-    candidate = candidates(["p2p"])[1]
-
-    class GaveUp(SlotTransport):
-        def __init__(self) -> None:
-            pass
-
-        def group_obstacle(self, *args: Any) -> str | None:
-            return None
-
-        def serves(self, request: Any) -> bool:
-            return True
-
-        def check(self) -> None:
-            raise RuntimeError("rank 1, CTA 0 gave up waiting for rank 0")
-
-    candidate.transport = GaveUp()  # type: ignore[attr-defined]
-    assert candidate.deviation(None) == "RuntimeError: rank 1, CTA 0 gave up waiting for rank 0"  # type: ignore[arg-type]
-
-
-def test_ranks_that_come_late_hear_what_the_others_heard() -> None:
-    store = dist.HashStore()
-    heard: list[bool] = []
-    threads = [threading.Thread(target=lambda: heard.append(all_come(store, "a", 3, 20.0))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert heard == [True] * 3
-    assert [all_come(store, "b", 2, 0.1) for _ in range(2)] == [False, False]
-
-
-def _graph(name: str | None) -> fx.GraphModule:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    if name is not None:
-        x = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", name))
-    graph.output(x)
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def test_only_a_graph_that_every_rank_compiles_counts() -> None:
-    with fake_process_group(4):
-        assert dist.group.WORLD is not None
-        some = dist.new_group([0, 1])
-        names = (compat.group_name(dist.group.WORLD), compat.group_name(some), None)
-        assert [calibrate.reduces_over_all_ranks(_graph(name)) for name in names] == [True, False, False]
-        root = fx.GraphModule({"inner": _graph(names[0])}, _graph(None).graph)
-        assert calibrate.reduces_over_all_ranks(root) is False  # a module that no node calls is no part of the graph
-
-
-@pytest.mark.parametrize(
-    ("config", "capturing", "nccl"),
-    [
-        (Config(calibrate="off"), False, True),
-        (Config(calibrate="auto", transport="nccl"), False, True),
-        (Config(calibrate="auto", fuse=False), False, True),
-        (Config(calibrate="auto"), True, True),
-        (Config(calibrate="auto"), False, False),
-        (Config(calibrate="auto"), False, True),
-    ],
-)
-def test_nothing_is_asked_where_nothing_may_be_measured(
-    config: Config, capturing: bool, nccl: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(calibrate, "over_nccl", lambda: nccl)
-    monkeypatch.setattr(calibrate, "reduces_over_all_ranks", lambda graph: bool(asked.append(graph)))
-    with fake_process_group(2):
-        calibrate.before_compile(config, _graph(None))
-    assert len(asked) == (config == Config(calibrate="auto") and nccl and not capturing)
-
-
-def test_by_default_nothing_is_measured_and_what_was_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[Config] = []
-    monkeypatch.setattr(calibrate, "use_stored", used.append)
-    monkeypatch.setattr(calibrate, "measured_together", lambda *_: pytest.fail("measured"))
-    with fake_process_group(2):
-        calibrate.before_compile(Config(), _graph(None))
-    assert used == [Config()]
-
-
-def test_a_node_that_cannot_be_described_is_compiled_for_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken() -> None:
-        raise RuntimeError("no driver")
-
-    monkeypatch.setattr(calibrate, "over_nccl", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(calibrate, "this_node", broken)
-    for config in (Config(), Config(strict=True)):
-        calibrate.asked_in.clear()
-        with fake_process_group(2), caplog.at_level("WARNING"):
-            if config.strict:
-                with pytest.raises(RuntimeError, match="no driver"):
-                    calibrate.before_compile(config, _graph(None))
-            else:
-                calibrate.before_compile(config, _graph(None))
-    assert caplog.text.count("no calibration is used: no driver") == 1
-
-
-@pytest.mark.parametrize(
-    ("config", "nccl"), [("cuda:nccl", True), ("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)]
-)
-def test_only_groups_of_nccl_are_measured(config: str, nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert calibrate.over_nccl() is nccl
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_the_backend_calibrates_on_gpus_in_a_group_alone(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Config] = []
-    monkeypatch.setattr(backend, "load", lambda path: lambda config, graph: asked.append(config))
-    monkeypatch.setattr(backend.compat, "compile_with_inductor", lambda graph, inputs, patches: graph)
-    backend.tw_compile_backend(_graph(None), [])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
-    backend.tw_compile_backend(_graph(None), [])  # no group yet
-    with fake_process_group(2):
-        backend.tw_compile_backend(_graph(None), [], options={"tw_compile.calibrate": "off"})
-        assert asked == []
-        backend.tw_compile_backend(_graph(None), [])
-    assert asked == ([Config()] if on_gpu else [])
-
-
-def test_a_rank_that_refuses_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    refuse(store, "a")
-    begin = time.monotonic()
-    assert not all_come(store, "a", 2, 20.0) and time.monotonic() - begin < 5.0
-
-
-def test_where_ranks_cannot_meet_nothing_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tw_log: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    def no_address(**options: Any) -> None:
-        raise RuntimeError("gloo: no address")
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(dist, "new_group", no_address)
-        assert calibrate.measured_together(HERE, tmp_path, torch.device("cpu"), []) is None
-    finally:
-        dist.destroy_process_group()
-    assert "can't meet by gloo: gloo: no address" in tw_log.messages[-1]
-
-
-def test_agreement_goes_on_where_a_store_has_been_told_already() -> None:
-    store = dist.HashStore()
-    agree.first_value(True, store, "a/all")
-    assert all_come(store, "a", 5, 20.0)
 
 
 def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,9 @@ REFUSED = [
     (["bench", "model", "--device", "cpu", "--layers", "5"], DEPTH),
     (["bench", "kernel", "--device", "cpu", "--tp", "17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
     (["bench", "kernel", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, int4, got 'int5'"),
+    (["bench", "layer", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, got 'int5'"),
     (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),
+    (["bench", "vllm", *TINY, "--dry-run", "--wire", "int4"], "'int4', which gathers normalised rows in 4 bits"),
     (["tune", "--device", "cpu", "--tp", "2,17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
 ]
 

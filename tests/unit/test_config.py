@@ -66,6 +66,7 @@ CHANGED: dict[str, Any] = {
     "wire": "int8",
     "wire_sites": "mlp",
     "wire_min_bytes": 65536,
+    "wire_accuracy": "wire-accuracy.toml",
     "disable_passes": ("reserve_sms",),
     "strict": True,
 }

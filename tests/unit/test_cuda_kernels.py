@@ -45,6 +45,7 @@ def request(
     cast: torch.dtype | None = None,
     hidden_dtype: torch.dtype | None = None,
     epilogue: str = RMS_NORM,
+    norm_bias: bool = False,
 ) -> Request:
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -61,6 +62,7 @@ def request(
         "",
         0,
         empty(1, dtype=FP32) if hidden_dtype == FP8 else None,
+        norm_bias=empty(hidden_size, dtype=dtype) if norm_bias else None,
     )
 
 
@@ -132,6 +134,8 @@ def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp
         {"hidden_dtype": FP8},
         {"hidden_dtype": FP8, "residual_out": "replicated", "residual_dtype": BF16},
         {"epilogue": "layer_norm"},
+        {"epilogue": "layer_norm", "norm_bias": True},
+        {"dtype": FP32, "epilogue": "layer_norm", "norm_bias": True, "residual_out": "replicated"},
     ],
     ids=lambda form: " ".join(str(value).removeprefix("torch.") for value in form.values()),
 )

@@ -26,6 +26,10 @@ from tw_compile.testing.graphs import annotation, assert_annotation, find_ops
 EAGER = ("gemma2", "gpt_oss")
 WINDOWED = ("mistral", "gemma2", "gpt_oss")
 FEW = ("llama", "gemma2", "olmo2", "mixtral", "gpt_oss")
+TWO_OF_FEW = [
+    family if family in ("llama", "mixtral") else pytest.param(family, marks=pytest.mark.full) for family in FEW
+]
+"""A capture takes seconds, so the quick tier has a dense family and one with experts."""
 
 
 @functools.cache
@@ -109,7 +113,7 @@ def test_symbolic_token_count(family: str) -> None:
     assert_same_results(before, graph, {symbol: 1025})
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", TWO_OF_FEW)
 def test_halves_that_are_computed_when_the_graph_runs(family: str) -> None:
     """The compiler knows nothing of them but bounds, so nothing becomes a guard."""
     graph = copy_of(captured(family, 1, 63, dynamic=True, narrow=True))
@@ -131,7 +135,7 @@ def test_a_half_may_end_inside_of_a_request(family: str) -> None:
         assert_same_results(graph, after)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", TWO_OF_FEW)
 def test_whole_requests_have_no_join(family: str) -> None:
     graph = captured(family, 3, 21)
     for first in (1, 2):
@@ -168,7 +172,7 @@ def padding_and_others(graph: fx.Graph) -> list[tuple[bool, Any]]:
     return [(index == integer[1], value) for index, value in enumerate(values)]
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("olmo2", marks=pytest.mark.full)])
 def test_unfused_all_reduces_are_split(family: str) -> None:
     graph = captured(family, 1, 63, fuse=False)
     after, _ = split(graph, 20)
@@ -177,7 +181,7 @@ def test_unfused_all_reduces_are_split(family: str) -> None:
     assert len(find_ops(after, "all_reduce")) == 2 * reduces > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("olmo2", marks=pytest.mark.full)])
 def test_bfloat16_is_no_further_from_float32_than_the_unsplit_graph(family: str) -> None:
     graph = captured(family, 1, 63, dtype=torch.bfloat16)
     after, _ = split(graph, 24)
@@ -388,7 +392,7 @@ def test_halves_are_left_only_by_a_graph_that_enters_with_them(enters: bool) -> 
 
 
 def test_sizes_are_computed_by_nodes_of_their_own() -> None:
-    graph = copy_of(captured("llama", 1, 63, dynamic=True))
+    graph = copy_of(captured("llama", 1, 63, dynamic=True, narrow=True))
     seq = next(node.meta["val"] for node in graph.nodes if isinstance(node.meta["val"], torch.SymInt))
     sizes = Sizes(graph, seq, 5)
     node = sizes.argument(seq * seq * seq + 3 * (seq // 4))

@@ -33,11 +33,11 @@ class Expected:
 
 
 # One all_reduce of the word embeddings, one of each sharded attention, MLP, block of experts and shared expert.
-# Where a LayerNorm has a bias of its own (gpt_neox, nemotron, phi, starcoder2) nothing is fused. exaone4, flex_olmo, olmo2 and
-# olmo3 norm after each block only, so the embeddings' all_reduce has no norm behind it; llama4's experts are added up after
-# their all_reduce.
-# Absorbed are the GEMMs that end attention and MLPs: not those of experts, which are grouped and summed up, nor those of
-# shared experts, whose messages are added to another one; embeddings have none.
+# exaone4, flex_olmo, olmo2 and olmo3 norm after each block only, so the embeddings' all_reduce has no norm behind it; llama4's
+# experts are added up after their all_reduce.
+# Absorbed are the GEMMs that end attention and MLPs: not those of experts, which are grouped and summed up, nor those whose
+# messages are added to another one (shared experts; cohere, gpt_neox and phi, whose attention and MLP are beside each other);
+# embeddings have none.
 EXPECTED: dict[str, Expected] = {
     "apertus": Expected(5, fused=5, absorbed=4),
     "arcee": Expected(5, fused=5, absorbed=4),
@@ -56,7 +56,7 @@ EXPECTED: dict[str, Expected] = {
     "glm": Expected(5, fused=5, absorbed=4),
     "glm4": Expected(5, fused=5, absorbed=4),
     "glm4_moe": Expected(6, fused=6, absorbed=3),
-    "gpt_neox": Expected(4, fused=0, refusals={Refusal.LAYER_NORM_BIAS: 4}),
+    "gpt_neox": Expected(4, fused=4),
     "gpt_oss": Expected(2, fused=2, absorbed=2),
     "granite": Expected(5, fused=5, absorbed=4),
     "helium": Expected(5, fused=5, absorbed=4),
@@ -68,12 +68,12 @@ EXPECTED: dict[str, Expected] = {
     "mistral": Expected(5, fused=5, absorbed=4),
     "mixtral": Expected(5, fused=5, absorbed=2),
     "nanochat": Expected(5, fused=5, absorbed=4),
-    "nemotron": Expected(5, fused=0, refusals={Refusal.LAYER_NORM_BIAS: 5}),
+    "nemotron": Expected(5, fused=5, absorbed=4),
     "olmo": Expected(5, fused=5, absorbed=4),
     "olmo2": Expected(5, fused=4, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
     "olmo3": Expected(5, fused=4, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
     "olmoe": Expected(5, fused=5, absorbed=2),
-    "phi": Expected(5, fused=0, refusals={Refusal.LAYER_NORM_BIAS: 5}),
+    "phi": Expected(5, fused=5),
     "phi3": Expected(5, fused=5, absorbed=4),
     "qwen2": Expected(5, fused=5, absorbed=4),
     "qwen2_moe": Expected(5, fused=5, absorbed=2),
@@ -81,7 +81,7 @@ EXPECTED: dict[str, Expected] = {
     "qwen3_moe": Expected(5, fused=5, absorbed=2),
     "seed_oss": Expected(5, fused=5, absorbed=4),
     "smollm3": Expected(5, fused=5, absorbed=4),
-    "starcoder2": Expected(5, fused=0, refusals={Refusal.LAYER_NORM_BIAS: 5}),
+    "starcoder2": Expected(5, fused=5, absorbed=4),
     "vaultgemma": Expected(5, fused=5, absorbed=4),
 }
 

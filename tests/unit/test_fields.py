@@ -13,7 +13,16 @@ from tw_compile.kernels.algorithms.push.push import PushParams
 from tw_compile.kernels.algorithms.stream.stream import StreamParams
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.cuda_variant import row_defines, variant_of
-from tw_compile.kernels.collective.fields import FIELDS, OPERANDS, PARAMETERS, POINTERS, SCHEMA, Arguments, values_of
+from tw_compile.kernels.collective.fields import (
+    FIELDS,
+    LAST_POINTERS,
+    OPERANDS,
+    PARAMETERS,
+    POINTERS,
+    SCHEMA,
+    Arguments,
+    values_of,
+)
 from tw_compile.kernels.collective.spec import NormSpec, Operands, Request, operands_of, request_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -21,7 +30,7 @@ FIELDS_OF_SCHEMA = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
-    'bool results_in_slot=False, str wire="exact"'
+    'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None'
 )
 
 
@@ -84,7 +93,7 @@ def test_a_request_holds_what_the_arguments_say() -> None:
             )
         elif field.name not in ("transport", "eps_tensor"):
             assert getattr(holder, field.name) is getattr(given, field.name), field.name
-    assert operands_of(made) == (x, made.residual, given.bias, given.weight, None)
+    assert operands_of(made) == (x, made.residual, given.bias, given.weight, None, None)
 
 
 CHANGES: dict[str, Any] = {
@@ -106,7 +115,11 @@ CHANGES: dict[str, Any] = {
     "overlap_sms": 0,
     "results_in_slot": False,
     "wire": "int8",
+    "norm_bias": torch.randn(16, dtype=BF16),
     "epilogue": "another",
+    "scale_columns": 8,
+    "min_scale": 1e-10,
+    "divides_by_scale": True,
 }
 OF_VARIANTS = {
     "residual": "RESIDUAL_TYPE",
@@ -119,7 +132,11 @@ OF_VARIANTS = {
     "residual_out": "RESIDUAL_OUT",
     "results_in_slot": None,
     "wire": "WIRE",
+    "norm_bias": "NORM_BIAS_TYPE",
     "epilogue": "EPILOGUE",
+    "scale_columns": "SCALE_COLUMNS",
+    "min_scale": "MIN_SCALE",
+    "divides_by_scale": "DIVIDES_BY_SCALE",
 }
 
 
@@ -160,11 +177,14 @@ def test_no_weight_means_no_rounding_before_it() -> None:
 
 
 @pytest.mark.parametrize("params", [PushParams, StreamParams, MultimemParams])
-def test_parameters_begin_with_addresses_and_end_with_numbers(params: Any) -> None:
+def test_parameters_begin_with_addresses_and_end_with_numbers_and_what_few_calls_have(params: Any) -> None:
     names = [name for name, *_ in params._fields_]
     assert tuple(names[: len(POINTERS)]) == POINTERS == (
         "x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out"
     )  # fmt: skip
+    assert names.pop() == "norm_bias" and LAST_POINTERS == ("norm_bias",) == tuple(
+        field.name for field in OPERANDS[-1:]
+    )
     assert tuple(names[-len(PARAMETERS) :]) == PARAMETERS == ("eps", "weight_offset", "scale")
     assert [getattr(params, name).offset for name in POINTERS] == [8 * index for index in range(len(POINTERS))]
 

@@ -272,11 +272,6 @@ def centred_and_scaled_by_what_is_not_centred(b: GraphBuilder) -> fx.Node:
     return b.call(aten.mul.Tensor, b.centred(wait), b.input(H))
 
 
-@near(Refusal.LAYER_NORM_BIAS)
-def layer_norm_with_a_bias(b: GraphBuilder) -> fx.Node:
-    return b.layer_norm(b.add(b.all_reduce(b.input(T, H)), b.input(T, H)), b.input(H), b.input(H))
-
-
 @near(Refusal.MEAN_DIM)
 def layer_norm_over_tokens(b: GraphBuilder) -> fx.Node:
     return b.layer_norm(b.all_reduce(b.input(T, H)), dim=0)

@@ -15,7 +15,7 @@ from tw_compile.kernels.algorithms.host.host_words import HostWords
 from tw_compile.kernels.collective.slot import Slot, SymmetricBuffer, state_words
 from tw_compile.kernels.collective.transports import GroupFacts, choose_transport
 from tw_compile.kernels.transports.host import HostTransport
-from tw_compile.kernels.transports.selection import Selector, default_host_steps
+from tw_compile.kernels.transports.selection import Selector, default_steps
 
 __all__ = ["kernels"]
 BF16 = torch.bfloat16
@@ -60,7 +60,8 @@ def test_rows_of_half_vectors_are_refused_by_name() -> None:
     ("world_size", "nbytes", "overlap_sms", "name", "sms"),
     [
         (2, 2**14, 0, "host_words", 128),
-        (2, 2**17, 0, "host_one_shot", 16),
+        (2, 2**17, 0, "host_words", 128),
+        (2, 2**20, 0, "host_one_shot", 8),
         (2, 2**24, 0, "host_two_shot", 16),
         (2, 2**14, 8, "host_two_shot", 16),
         (4, 2**14, 0, "host_words", 128),
@@ -72,19 +73,21 @@ def test_which_kernel_serves_a_message_that_nobody_measured(
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 6))
     x = SimpleNamespace(nbytes=nbytes, shape=(nbytes // 8192, 4096), dtype=BF16, device="cuda:0")
-    norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=BF16)
+    norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=BF16, scale_columns=0)
     asked: Any = SimpleNamespace(
         x=x,
         residual=None,
         bias=None,
         weight=None,
+        norm_bias=None,
         norm=norm,
         residual_sharded=False,
+        residual_out="sharded",
         overlap_sms=overlap_sms,
         wire="exact",
     )
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
-    chosen = Selector(default_host_steps(world_size), "host").choose(asked, state)
+    chosen = Selector(default_steps("host", world_size), "host").choose(asked, state)
     assert chosen.name == name and chosen.sms(10**6, world_size) == sms
 
 

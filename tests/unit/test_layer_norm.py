@@ -36,13 +36,15 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=FP64)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_weight", [False, True])
-def test_float64_is_torchs_layer_norm(with_weight: bool) -> None:
+def test_float64_is_torchs_layer_norm(with_weight: bool, with_bias: bool) -> None:
     x, residual, bias, weight = normal(T, H), normal(T, H, seed=1), normal(H, seed=2), normal(H, seed=3)
     given_weight = weight if with_weight else None
-    hidden, h = add_layer_norm(x, residual, bias, given_weight, replace(spec(FP64), scale=0.5))
+    norm_bias = normal(H, seed=4) if with_bias else None
+    hidden, h = add_layer_norm(x, residual, bias, given_weight, replace(spec(FP64), scale=0.5), None, norm_bias)
     torch.testing.assert_close(h, 0.5 * x + bias + residual, rtol=0, atol=0)
-    torch.testing.assert_close(hidden, layer_norm(h, (H,), given_weight, None, EPS), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(hidden, layer_norm(h, (H,), given_weight, norm_bias, EPS), rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,8 +91,12 @@ def test_operators_are_defined_with_the_schema_of_rms_norms() -> None:
     assert [start._schema.name.removeprefix("tw_compile::") for start in starts] == [
         "all_reduce_rms_norm_start",
         "all_reduce_layer_norm_start",
+        "all_reduce_rms_norm_quant_start",
+        "all_reduce_layer_norm_quant_start",
         "mm_all_reduce_rms_norm_start",
         "mm_all_reduce_layer_norm_start",
+        "mm_all_reduce_rms_norm_quant_start",
+        "mm_all_reduce_layer_norm_quant_start",
     ]
     assert ops.STARTS[0] is ops.start and ops.MM_STARTS[0] is ops.mm_start
     x, residual, weight = normal(T, H).float(), normal(T, H, seed=1).float(), normal(H, seed=2).float()
@@ -133,10 +139,58 @@ def test_a_fused_layer_norm_is_split_as_an_rms_norm_is(absorb_mm: Any) -> None:
     assert any("layer_norm_start" in operator_name(node) for node in result.after.graph.nodes)
 
 
-def test_a_layer_norm_with_a_bias_is_left_as_it_is() -> None:
-    result = rewritten(nn.LayerNorm(64))
-    assert result.report.refusals == {"layer_norm_bias": 1}
-    assert count_ops(result.after.graph, "var_mean") == 1
+@pytest.mark.parametrize("elementwise_affine", [False, True])
+def test_a_bias_of_its_own_is_an_operand(elementwise_affine: bool) -> None:
+    """Which the wait keeps alive, too."""
+    result = rewritten(nn.LayerNorm(64, elementwise_affine=elementwise_affine), absorb_mm="never")
+    assert result.report.refusals == {} and count_ops(result.after.graph, "var_mean") == 0
+    (start,) = (node for node in result.after.graph.nodes if node.target in ops.STARTS)
+    (wait,) = (node for node in result.after.graph.nodes if node.target == ops.wait_)
+    assert ("norm_bias" in start.kwargs) is elementwise_affine
+    if elementwise_affine:
+        weight, bias = start.args[3], start.kwargs["norm_bias"]
+        assert weight.op == bias.op == "placeholder" and weight is not bias and {weight, bias} <= {*wait.args[2]}
+
+
+@pytest.mark.parametrize("absorb_mm", ["never", "always"])
+def test_a_layer_norm_with_a_bias_is_split_as_one_without(absorb_mm: Any) -> None:
+    result, like = (rewritten(nn.LayerNorm(64, bias=bias), split=32, absorb_mm=absorb_mm) for bias in (True, False))
+    assert result.report.split is not None and result.report.split.joins == {}
+    names = (
+        [operator_name(node) for node in each.after.graph.nodes if node.op != "placeholder"] for each in (result, like)
+    )
+    assert next(names) == next(names)
+    starts = [node for node in result.after.graph.nodes if "norm_bias" in node.kwargs]
+    assert starts and {node.kwargs["norm_bias"].op for node in starts} == {"placeholder"}
+
+
+class TwoSums(nn.Module):
+    """Attention and MLP beside each other, each with a bias that is added to its sum, as GPT-NeoX and Phi have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.biases = nn.ParameterList(torch.randn(64) for _ in range(2))
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = []
+        for linear, bias in zip((self.first, self.second), self.biases, strict=True):
+            partial = linear(x)
+            dist.all_reduce(partial)
+            sums.append(partial + bias)
+        h = sums[0] + sums[1] + residual
+        return self.norm(h), h
+
+
+def test_two_sums_with_biases_travel_as_one_message() -> None:
+    x = torch.empty(64, 64, dtype=torch.bfloat16)
+    result = rewrite(TwoSums().bfloat16(), (x, x), config=Config())
+    assert [site.decision for site in result.report.sites] == ["fused", "fused"]
+    assert result.report.sites[0].form == "all_reduce+all_reduce+bias+bias+residual+layer_norm[fp32+bias]"
+    (start,) = (node for node in result.after.graph.nodes if node.target in ops.STARTS)
+    assert start.args[2].meta["val"].dtype == FP32 and start.args[2].meta["val"].shape == (64,)
+    assert count_ops(result.after.graph, "all_reduce.default") == 0
 
 
 TRITON = """
@@ -145,15 +199,16 @@ from tw_compile.kernels.collective.norm_kernel import add_layer_norm_cuda
 from tw_compile.kernels.collective.reference import add_layer_norm
 from tw_compile.kernels.collective.spec import NormSpec
 
-for weighted in (False, True):
+for weighted, biased in ((False, False), (True, False), (True, True), (False, True)):
     for mean in (0.0, 3000.0):
         x, residual = (torch.randn(3, 100) for _ in range(2))  # 100 columns of a block of 128
         x += mean
         weight = torch.randn(100) if weighted else None
+        norm_bias = torch.randn(100) if biased else None
         norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32, epilogue="layer_norm")
         hidden, h = torch.empty_like(x), torch.empty_like(x)
-        add_layer_norm_cuda(x, residual, None, weight, norm, hidden, h, None)
-        want_hidden, want_h = add_layer_norm(x, residual, None, weight, norm)
+        add_layer_norm_cuda(x, residual, None, weight, norm, hidden, h, None, norm_bias)
+        want_hidden, want_h = add_layer_norm(x, residual, None, weight, norm, None, norm_bias)
         torch.testing.assert_close(h, want_h)
         torch.testing.assert_close(hidden, want_hidden, rtol=1e-5, atol=1e-5 if not mean else 3e-3)
 print("same")

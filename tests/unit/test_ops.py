@@ -137,7 +137,8 @@ def test_opcheck_of_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wait_declares_what_it_writes() -> None:
     arguments = {argument.name: argument.is_write for argument in ops.wait_._schema.arguments}
-    assert arguments == {"hidden": True, "residual_out": True, "keep": False, "group_name": False, "slot": False}
+    results = {"hidden": True, "residual_out": True, "scales": True}
+    assert arguments == {"keep": False, "group_name": False, "slot": False} | results
     assert ops.wait_._schema.is_mutable
     assert not ops.start._schema.is_mutable and not ops.mm_start._schema.is_mutable
 
@@ -282,8 +283,9 @@ def test_factors_that_cannot_be_multiplied(a: torch.Tensor, b: torch.Tensor, mes
 
 @pytest.mark.parametrize("start", [ops.start, ops.mm_start])
 def test_graphs_without_the_newest_argument_mean_what_they_meant(start: Any) -> None:
-    newest = {one.name: one.default_value for one in start._schema.arguments[-3:]}
+    newest = {one.name: one.default_value for one in start._schema.arguments}
     assert newest["results_in_slot"] is False and newest.get("overlap_sms", newest.get("reserved_sms")) == 0
+    assert newest["norm_bias"] is None
     a, b = torch.randn(T, H), torch.eye(H)
     message, rest = ((a, b) if start is ops.mm_start else (a,)), start_args(residual=None)[1:]
     older = start(*message, *rest[:-1])

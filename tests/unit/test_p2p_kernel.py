@@ -39,6 +39,7 @@ def compile_all_reduce(arch: int, hidden_size: int, world_size: int, **overrides
     arguments: dict[str, Any] = dict.fromkeys(("x", "residual", "bias", "weight", "hidden", "residual_out"), "*bf16")
     arguments |= dict.fromkeys(("staging_table", "hidden_table", "residual_table", "pads"), "*i64")
     arguments |= {
+        "norm_bias": None,
         "hidden_scale": None,
         "epochs": "*i32",
         "status": "*i32",
@@ -291,6 +292,7 @@ def run_case(case: Case, rank: int, shared: dict[str, list[torch.Tensor]], state
         residual,
         extras["bias"] if case.bias else None,
         None if case.weight == "none" else extras["weight"],
+        None,
         hidden,
         residual_out,
         extras["scale"] if case.fp8 else None,
@@ -337,7 +339,7 @@ def launch_alone(grid: int, shared: dict[str, list[torch.Tensor]], state: dict[s
 
     all_reduce_rms_norm_kernel[(grid,)](
         torch.ones(4, HIDDEN),
-        *(None, None, None),
+        *(None, None, None, None),
         torch.empty(4, HIDDEN),
         torch.empty(0, HIDDEN),
         None,

@@ -76,10 +76,16 @@ class Noting(Costs):
         self.in_slot: list[bool | None] = []
 
     def window(
-        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int = 0, in_slot: bool = False
+        self,
+        computes: str,
+        half: int,
+        steps: Sequence[Computation],
+        message_tokens: int = 0,
+        in_slot: bool = False,
+        summed: str = "attention",
     ) -> PlannedWindow:
         self.in_slot.append(in_slot if message_tokens else None)
-        return super().window(computes, half, steps, message_tokens, in_slot)
+        return super().window(computes, half, steps, message_tokens, in_slot, summed)
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def scale_that_is_an_inverse_float32_has_not(b: Quant, y: fx.Node) -> fx.Node:
 
 
 @left(QuantRefusal.SCALE_NOT_PER_TENSOR)
-def dynamic_per_token(b: Quant, y: fx.Node) -> fx.Node:
-    largest = b.call(aten.amax.default, b.call(aten.abs.default, b.cast(y, F32)), [-1], True)
+def per_token_of_other_values(b: Quant, y: fx.Node) -> fx.Node:
+    largest = b.call(aten.amax.default, b.call(aten.abs.default, b.input(T, H, dtype=F32)), [-1], True)
     return b.quantised(y, b.divided(largest, 448.0))
 
 
@@ -221,6 +221,8 @@ def test_what_is_not_proven_is_left_by_name_behind_the_fused_norm(name: str) -> 
 
 def test_every_reason_has_a_case() -> None:
     elsewhere = {QuantRefusal.SCALE_ON_OTHER_DEVICE, QuantRefusal.DEVICE_NOT_SUPPORTED}  # below
+    of_made_scales = {"scale_form", "scale_group", "scale_bound", "scale_layout", "scale_power_of_two"}
+    elsewhere |= {QuantRefusal(reason) for reason in of_made_scales}  # test_made_scales.py
     assert {reason for reason, _ in LEFT.values()} == set(QuantRefusal) - elsewhere
 
 

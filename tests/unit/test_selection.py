@@ -25,7 +25,9 @@ STATE: Any = SimpleNamespace(world_size=4, rank=1)
 
 
 def message(nbytes: int, overlap_sms: int = 0) -> Any:
-    return SimpleNamespace(x=SimpleNamespace(nbytes=nbytes), overlap_sms=overlap_sms, wire="exact")
+    norm = SimpleNamespace(scale_columns=0)
+    x = SimpleNamespace(nbytes=nbytes)
+    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=overlap_sms, wire="exact")
 
 
 @pytest.fixture
@@ -158,9 +160,18 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     selector = Selector(STEPS)
     x = SimpleNamespace(nbytes=50, shape=(1, 64), dtype=torch.bfloat16, device="cuda:0")
-    norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=torch.bfloat16)
+    norm = SimpleNamespace(epilogue="rms_norm", hidden_dtype=torch.bfloat16, scale_columns=0)
     request: Any = SimpleNamespace(
-        x=x, residual=None, bias=None, weight=None, norm=norm, residual_sharded=False, overlap_sms=0, wire="exact"
+        x=x,
+        residual=None,
+        bias=None,
+        weight=None,
+        norm_bias=None,
+        norm=norm,
+        residual_sharded=False,
+        residual_out="none",
+        overlap_sms=0,
+        wire="exact",
     )
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1
@@ -178,7 +189,7 @@ def test_a_wire_goes_to_the_kernel_that_has_it(
     monkeypatch: pytest.MonkeyPatch, transport: str, name: str, overlap_sms: int
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    steps = STEPS if transport == "p2p" else selection.default_host_steps(2)
+    steps = STEPS if transport == "p2p" else selection.default_steps("host", 2)
     for chooser in (Selector(steps, transport), Insist(TwoShot(), transport)):
         for tokens in (1, 3, 40, 4000):
             request = coded("int8", overlap_sms, tokens)
@@ -193,3 +204,52 @@ def test_without_a_kernel_for_it_rows_travel_as_they_are(monkeypatch: pytest.Mon
         settled = chooser.settled(coded("int6"), STATE)
         assert settled == replace(coded("int6"), x=settled.x, wire="exact")
         assert isinstance(chooser.choose(settled, STATE), TwoShot)
+
+
+@pytest.mark.parametrize("overlap_sms", [0, 4])
+@pytest.mark.parametrize("tokens", [1, 10_000])
+def test_scales_are_made_by_a_kernel_that_can(monkeypatch: pytest.MonkeyPatch, tokens: int, overlap_sms: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    norm = NormSpec(1e-5, 0.0, None, torch.float8_e4m3fn, torch.bfloat16, scale_columns=128)
+    x = torch.empty(tokens, 256, dtype=torch.bfloat16)
+    request = Request(x, None, None, None, norm, False, "none", "", 0, overlap_sms=overlap_sms)
+    for chooser in (Selector(), Selector(STEPS), Insist(TwoShot())):
+        chosen = chooser.choose(chooser.settled(request, STATE), STATE)
+        assert ALGORITHMS[chosen.name].scales and chosen.obstacle(request, STATE) is None
+        given = replace(request, norm=replace(norm, hidden_dtype=torch.bfloat16, scale_columns=0))
+        assert chooser.choose(given, STATE).obstacle(given, STATE) is None
+    if not overlap_sms:
+        assert any(ALGORITHMS[one.name].scales for one in Selector(STEPS).alternatives(request, STATE))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_devices_that_nobody_measured_get_what_was_fastest_on_h200(world_size: int) -> None:
+    measured = selection.shipped_steps("NVIDIA H200", world_size)
+    default = selection.default_steps("p2p", world_size)
+    assert [(step.algorithm, step.sms) for step in default] == [(step.algorithm, step.sms) for step in measured]
+    assert default[0].up_to_bytes == pytest.approx(measured[0].up_to_bytes, rel=1e-3)
+
+
+def test_the_more_ranks_the_sooner_one_shot_ends() -> None:
+    ends = [selection.default_steps("p2p", world_size)[0].up_to_bytes for world_size in range(2, 9)]
+    assert ends == sorted(ends, reverse=True) and ends[-1] > 64 * 1024
+
+
+@pytest.mark.parametrize("transport", ["p2p", "host"])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("tokens", [10_000, 100_000])
+@pytest.mark.parametrize("residual_out", ["replicated", "sharded"])
+def test_two_ranks_that_both_want_all_rows_of_the_residual_have_one_shot(
+    monkeypatch: pytest.MonkeyPatch, transport: str, world_size: int, tokens: int, residual_out: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    selector = Selector(selection.default_steps(transport, world_size), transport)
+    request = replace(coded("exact", tokens=tokens), residual_out=residual_out)
+    state: Any = SimpleNamespace(world_size=world_size, rank=0)
+    one_shot = world_size == 2 and residual_out == "replicated"
+    assert selector.choose(request, state).name.endswith("one_shot" if one_shot else "two_shot")
+    assert selector.choose(request, state) in selector.alternatives(request, state)
+    # Beside other work and without the whole residual it is two-shot as ever.
+    assert selector.choose(replace(request, overlap_sms=8), state).name.endswith(("two_shot", "stream"))
+    shard = torch.empty(1, 256, dtype=torch.float32, device="meta")
+    assert selector.choose(replace(request, residual=shard, residual_sharded=True), state).name.endswith("two_shot")

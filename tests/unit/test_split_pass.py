@@ -24,6 +24,7 @@ from torch._inductor.virtualized import V
 from tw_compile import Config, TWCompilePass, agree, collect_reports, compat, current
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.models.config import config_from_dict, load_config, tensor_parallel_plan
 from tw_compile.models.decoder import build_decoder
 from tw_compile.passes.reasons import SplitRefusal
@@ -33,7 +34,7 @@ from tw_compile.passes.split.analysis.layer import GraphLayer
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.passes.split.rewrite.duplicate import Duplicator
 from tw_compile.passes.split.rules import attention as rules_attention
-from tw_compile.planning import layer_shape, load_profile, plan
+from tw_compile.planning import layer_shape, load_profile, plan, plan_layer
 from tw_compile.report import GraphReport, Split
 from tw_compile.testing import fake_cuda, fake_process_group, find_ops, rewrite
 
@@ -88,6 +89,21 @@ def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
     expected = layer_shape(config, tensor_parallel_plan(config), WORLD_SIZE)
     expected = replace(expected, attention=replace(expected.attention, kernel="flash"))
     assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
+
+
+@pytest.mark.parametrize(
+    ("sites", "wires"),
+    [("all", ("int8", "int8")), ("mlp", ("exact", "int8")), ("attention", ("int8", "exact"))],
+)
+def test_plans_are_for_the_wires_of_the_graph(sites: str, wires: tuple[str, str]) -> None:
+    split, graph = inspected(split="999999", wire="int8", wire_sites=sites, wire_min_bytes=0)
+    axis = find_token_axis(graph)
+    assert isinstance(axis, TokenAxis) and split.mode == "off"
+    layer = layer_of_graph(graph, axis)
+    assert isinstance(layer, GraphLayer) and layer.wires == planned_wires(layer.shape.hidden_size, *wires)
+    auto, _ = inspected(wire="int8", wire_sites=sites, wire_min_bytes=0)
+    expected = plan_layer(H200, layer.shape, 4096, kernel="stream", wires=layer.wires)
+    assert auto.plan is not None and auto.plan.predicted == expected.predicted
 
 
 def test_groups_of_halves_are_rounded_up_to_fewer_rows_and_those_of_the_whole_are_torchs() -> None:
@@ -396,7 +412,7 @@ def test_ranks_plan_for_the_profile_of_the_first(
     found = []
     for name in ("H200", "H100"):
         agree.forget()
-        monkeypatch.setattr(current, "own_profile", lambda config, name=name: load_profile(name))
+        monkeypatch.setattr(current, "own_profile", lambda config, calibrated, name=name: load_profile(name))
         found.append(current.current_profile(config))
     assert [one.name for one in found if one] == ["H200", "H200"]
     assert "device profiles differ between ranks" in tw_log.text

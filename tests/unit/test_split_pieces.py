@@ -28,7 +28,8 @@ from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import manager
 from tw_compile.passes.contract import Context, HostGraph
 from tw_compile.passes.fusion import FusionDecisions
-from tw_compile.passes.reasons import SplitRefusal
+from tw_compile.passes.operators import OneScaleOperator, RowWiseOperator, registered_operators
+from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SPLIT, SplitReport, layer_of_piece, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
 from tw_compile.planning import Attention, Gemm
@@ -81,6 +82,8 @@ class Piece(nn.Module):
             x = x.cumsum(0)
         if self.extra == "unknown":
             x = torch.ops.aten.fft_fft(x).real
+        if self.extra in ("one_scale", "row_wise"):
+            x = declared(x)
         x = self.down(x)
         dist.all_reduce(x)
         residual = residual + x
@@ -93,6 +96,15 @@ class Piece(nn.Module):
         a, b = x.view(x.shape[0], -1, self.head_dim).chunk(2, dim=-1)
         cos, sin = (one.unsqueeze(1).to(x.dtype) for one in (cos, sin))
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(1)
+
+
+@torch.library.custom_op("tw_toy::declared", mutates_args=())
+def declared(x: torch.Tensor) -> torch.Tensor:
+    """An operator that tests declare as one of a host's."""
+    return x * 2
+
+
+declared.register_fake(torch.empty_like)
 
 
 @pytest.fixture(autouse=True)
@@ -302,6 +314,23 @@ def test_pieces_that_are_refused_are_left_as_fused(given: dict[str, Any], reason
     seen = piece(**{"tokens": (8, 64), "split": "5", **given})
     assert seen.split is not None and (seen.split.mode, seen.split.reason) == ("off", reason), seen.split
     assert seen.split.detail and snapshot(seen.graph) == snapshot(seen.fused) and seen.guards == []
+
+
+def test_one_scale_of_all_tokens_is_refused_by_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registered_operators, "tw_toy::declared", OneScaleOperator("tw_toy::declared", writes=False))
+    seen = piece((8, 64), "one_scale", split="5")
+    assert seen.split is not None and (seen.split.mode, seen.split.reason) == ("off", SplitRefusal.SCALE_OF_ALL_TOKENS)
+    assert "tw_toy::declared makes one scale of all tokens" in seen.split.detail
+
+
+def test_row_wise_operators_of_hosts_are_split_and_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = RowWiseOperator("tw_toy::declared", reads=("x",), writes=False)
+    monkeypatch.setitem(registered_operators, operator.name, operator)
+    seen = piece((8, 64), "row_wise", split="5")
+    assert seen.split is not None and seen.split.mode == "split" and not seen.split.joins, seen.split
+    found = layer_of_piece(seen.fused, axis_of(seen.fused))
+    assert isinstance(found, SplitRefused) and found.reason is SplitRefusal.LAYER_NOT_RECOGNISED
+    assert found.detail == "declared is not in the planner's formulas"
 
 
 def test_exception_behind_the_rewrite_restores_the_fused_piece(

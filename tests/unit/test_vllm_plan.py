@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from importlib import metadata
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tw_compile.hosts.vllm.options import asked_options, host_of, switched_off, 
 from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.models.config import load_config, tensor_parallel_plan
-from tw_compile.planning import LayerShape, Mode, Plan, layer_shape, load_profile, plan_layer
+from tw_compile.planning import LayerShape, Off, Plan, layer_shape, load_profile, plan_layer
 
 KIB, MIB = 2**10, 2**20
 ENGINE = plan.Engine(tensor_parallel_size=8, hidden_size=8192, dtype="bfloat16", max_tokens=8192)
@@ -156,23 +157,33 @@ def planned(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "ranks"), [("llama-3.1-8b", 2), ("llama-3.3-70b", 4), ("llama-3.3-70b", 2)])
-def test_steps_are_split_from_where_the_gpu_takes_longer_than_the_host(name: str, ranks: int) -> None:
+def test_steps_are_split_from_where_that_is_faster_however_long_the_host_takes(name: str, ranks: int) -> None:
     ranges, line = planned(name, ranks)
     assert len(ranges) == 2 and ranges[0][0] == 513 and ranges[1][1] == 8192
     first = ranges[1][0]
     assert line == f"split auto: steps of {first} to 8192 tokens"
     layer = layer_of(name, ranks)
     layer = replace(layer, attention=replace(layer.attention, kernel="flash3"))
-    took = [plan_layer(H200, layer, tokens, min_gain=0.0).predicted.split_us for tokens in (first - 64, first)]
-    assert took[0] is not None and took[1] is not None and took[1] >= plan.SPLIT_HOST_US
-    assert took[0] < plan.SPLIT_HOST_US or plan_layer(H200, layer, first - 64).mode is Mode.OFF
+    before, after = (plan_layer(H200, layer, tokens, host_us=plan.SPLIT_HOST_US) for tokens in (first - 64, first))
+    assert after.off is None and after.predicted.split_us is not None
+    assert plan.SPLIT_HOST_US <= after.predicted.split_us < after.predicted.unsplit_us
+    assert before.off in (Off.HOST_SLOWER, Off.NOT_FASTER)
+
+
+def test_without_peers_steps_are_planned_for_the_link_that_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are slow there, so that a split pays although the host needs as long as the device."""
+    monkeypatch.setattr(plan, "gates", functools.partial(plan.gates, peer_access=False))
+    (*_, (first, last)), line = planned("llama-3.1-8b", 2)
+    assert last == 8192 and line == f"split auto: steps of {first} to 8192 tokens"
+    monkeypatch.undo()
+    assert first < planned("llama-3.1-8b", 2)[0][-1][0]
 
 
 def test_full_steps_that_the_host_launches_more_slowly_are_not_split() -> None:
     ranges, line = planned("llama-3.1-8b", 2, max_tokens=2048)
     assert ranges == ((513, 2048),)
     assert line.startswith("split auto: none of up to 2048 tokens pays, at 2048 split is predicted to take ")
-    assert line.endswith(f" us, and the host {plan.SPLIT_HOST_US:.0f} us to launch it")
+    assert f" us, and the host {plan.SPLIT_HOST_US:.0f} us to launch it; unsplit it takes " in line
 
 
 def test_captured_steps_need_no_time_of_the_host() -> None:
@@ -224,6 +235,26 @@ def test_without_a_plan_the_start_says_so() -> None:
     assert ranges == ((513, 1024), (1025, 4096), (4097, 8192)) and "read off its graph" in said
     assert line(None, None, replace(config, split="off")) == (whole, "split off")
     assert line(None, None, replace(config, split="512")) == (whole, "split 512")
+
+
+@pytest.mark.parametrize(
+    ("change", "split", "expected"),
+    [
+        ({"quantised": True}, "auto", "split auto: none, nobody has measured how quantised matmuls run beside a sum"),
+        ({"quantised": True}, "512", "split 512"),
+        (
+            {"returns_experts": True},
+            "512",
+            "split 512: none, a step's choices of experts are recorded by its tokens' numbers",
+        ),
+    ],
+    ids=str,
+)
+def test_the_start_says_what_is_not_split_for_its_operators(change: dict[str, Any], split: str, expected: str) -> None:
+    layer = layer_of("llama-3.3-70b", 4)
+    engine, config = replace(ENGINE, tensor_parallel_size=4, **change), Config(host="vllm-0.24", split=split)
+    found = plan.planned_ranges(engine, config, plan.gates(config, (9, 0)), 513, [], (H200, layer), True)
+    assert found == (((513, 8192),), expected)
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,8 @@ def add_float8_cpu_kernels() -> torch.library.Library:
     library.impl("static_scaled_fp8_quant", _quantise, "CPU")
     library.impl("rms_norm_static_fp8_quant", _norm, "CPU")
     library.impl("fused_add_rms_norm_static_fp8_quant", _add_norm, "CPU")
+    library.impl("dynamic_per_token_scaled_fp8_quant", _quantise_tokens, "CPU")
+    library.impl("rms_norm_dynamic_per_token_quant", _norm_of_tokens, "CPU")
     library.impl("silu_and_mul_quant", _silu_and_mul, "CPU")
     library.impl("cutlass_scaled_mm", _scaled_mm, "CPU")
     return library
@@ -177,6 +179,25 @@ def add_float8_cpu_kernels() -> torch.library.Library:
 
 def _quantise(result: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, group_shape: Any = None) -> None:
     result.copy_((rows.float() * scale.reciprocal()).clamp(-448, 448))
+
+
+def _quantise_tokens(result: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor, upper_bound: Any = None) -> None:
+    scale.copy_((rows.float().abs().amax(-1, keepdim=True) / 448).clamp_min(1 / (448 * 512)))
+    result.copy_((rows.float() / scale).clamp(-448, 448))
+
+
+def _norm_of_tokens(
+    result: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    epsilon: float,
+    upper_bound: Any = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    rows = rows if residual is None else residual.add_(rows)
+    y = rows.float() * torch.rsqrt(rows.float().pow(2).mean(-1, keepdim=True) + epsilon)
+    _quantise_tokens(result, y.to(weight.dtype) * weight, scale)
 
 
 def _silu_and_mul(result: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor) -> None:

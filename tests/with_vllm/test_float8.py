@@ -48,8 +48,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return taken
 
 
-def run(folder: Path, form: str, **arguments: Any) -> torch.Tensor:
-    config = engine_config(folder, hf_overrides=STATIC, compilation=FORMS[form], **arguments)
+def run(folder: Path, form: str, model: dict[str, Any] = STATIC, **arguments: Any) -> torch.Tensor:
+    config = engine_config(folder, hf_overrides=model, compilation=FORMS[form], **arguments)
     with llama(config) as model:
         return model(MAX_TOKENS)
 
@@ -65,5 +65,29 @@ def test_norms_before_quantised_layers_give_float8(folder: Path, read: list[str]
     assert form == "decomposed" or any(_OPERATORS[form] in text for text in read)
     assert any("rms_norm_static_fp8_quant" in text for text in read) == (form == "norm and quantisation in one")
     unfused = run(folder, form)
+    assert fused.dtype == unfused.dtype
+    torch.testing.assert_close(fused, unfused, rtol=0.1, atol=0.1)
+
+
+PER_TOKEN = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}
+"""Of a checkpoint in float8 without scales of activations vLLM quantises each token."""
+_MAKING = {
+    "operator": "dynamic_per_token_scaled_fp8_quant",
+    "norm and quantisation in one": "rms_norm_dynamic_per_token_quant",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_norms_before_layers_that_quantise_tokens_give_float8_and_scales(
+    folder: Path, read: list[str], form: str
+) -> None:
+    with collect_reports() as reports:
+        fused = run(folder, form, PER_TOKEN, additional_config=ON)
+    sites = [site for report in reports for site in report.sites]
+    assert {site.reason or site.decision for site in sites} == {"fused"}, [site.detail for site in sites]
+    wanted = [*["float8_e4m3fn_per_token"] * 4, ""]
+    assert [site.quantisation for site in sites] == wanted, [site.detail for site in sites]
+    assert form == "decomposed" or any(_MAKING[form] in text for text in read)
+    unfused = run(folder, form, PER_TOKEN)
     assert fused.dtype == unfused.dtype
     torch.testing.assert_close(fused, unfused, rtol=0.1, atol=0.1)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 import torch
 
 from tw_compile.benchmark.spec import MessageSize
-from tw_compile.harness.problems import Form, Problem
+from tw_compile.harness.problems import Form, Problem, Scales
 from tw_compile.harness.ranks import Ranks
+from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.wires import EXACT
 
 ContenderCall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -31,9 +33,12 @@ class Contender(ABC):
         kind: "ours", "peer", or "bound". A bound is a limit on the time, not a way to do the work.
         residual_sharded: Residual in and out are this rank's rows; else all rows.
         residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
-        hidden_scale: The scale of float8 results; None where results have the message's dtype.
+        hidden_scale: The scale of float8 results, if one is given.
+        scales: What has a scale of its own, made of float8 results; empty where none is made.
         reduces: False for a bound that leaves the communication out, so that its results are wrong.
         wire: How its rows travel, a name of ``wires.WIRES``.
+        norm: The norm behind the sum, a name of ``epilogues.EPILOGUES``. A LayerNorm has a bias of its own.
+        tokens: The sizes at which a calibration times it, because others say nothing new; None: all.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
     """
 
@@ -42,8 +47,11 @@ class Contender(ABC):
     residual_sharded: bool = False
     residual_narrow: bool = False
     hidden_scale: float | None = None
+    scales: Scales = ""
     reduces: ClassVar[bool] = True
     wire: str = EXACT
+    norm: str = RMS_NORM
+    tokens: tuple[int, ...] | None = None
     algorithm: str | None = None
     max_sms: int | None = None
 
@@ -69,8 +77,15 @@ class Contender(ABC):
 
 
 def form(contender: Contender, dtype: torch.dtype) -> Form:
-    """The operator's form between two fused sites: as Hugging Face Llama's norm, residual in and out laid out alike."""
+    """The operator's form between two fused sites, residual in and out laid out alike, see :func:`form_of_norm`."""
+    of_norm = form_of_norm(dtype, contender.norm)
+    of_norm = replace(of_norm, hidden_scale=contender.hidden_scale, scales=contender.scales)
     if not contender.residual_sharded:
-        return Form(dtype, hidden_scale=contender.hidden_scale)
+        return of_norm
     kept = dtype if contender.residual_narrow else torch.float32
-    return Form(dtype, "sharded", "sharded", residual_dtype=kept, hidden_scale=contender.hidden_scale)
+    return replace(of_norm, residual="sharded", out="sharded", residual_dtype=kept)
+
+
+def form_of_norm(dtype: torch.dtype, norm: str) -> Form:
+    """RMSNorm is Hugging Face Llama's. A LayerNorm is torch's, with weight and bias."""
+    return Form(dtype) if norm == RMS_NORM else Form(dtype, weight="plain", epilogue=norm, norm_bias=True)

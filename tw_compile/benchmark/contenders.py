@@ -12,7 +12,7 @@ from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.scattered import SCATTERED
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import OURS, OURS_ON_CPU, Variant, by_wires, check_wires
+from tw_compile.benchmark.variants import Variant, check_norms, check_wires, taking_part
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
 
@@ -21,12 +21,13 @@ def contenders(spec: BenchSpec) -> list[Contender]:
     """Who takes part, in the order of the report.
 
     Raises:
-        UsageError: ``--only`` names nobody, or ``--sms`` or ``--wire`` is for nobody.
+        UsageError: ``--only`` names nobody, or ``--sms`` or ``--wire`` is for nobody, or no norm is called so.
     """
     check_wires(spec)
+    check_norms(spec)
     gated: list[Contender] = [Gated()] if spec.gated else []
     if spec.device == "cpu":
-        return select(spec, by_wires(OURS_ON_CPU, spec.wires), [UnfusedAllReduce("gloo+norm")]) + gated
+        return select(spec, taking_part(spec), [UnfusedAllReduce("gloo+norm")]) + gated
     others = [
         UnfusedAllReduce("nccl+norm"),
         SymmetricMemory("symm-one-shot+norm", one_shot=True),
@@ -37,7 +38,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
         NoCommunication(),
         *(contender for contender in SCATTERED if contender.label in spec.only),
     ]
-    return select(spec, by_wires(OURS, spec.wires), others) + gated
+    return select(spec, taking_part(spec), others) + gated
 
 
 def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]) -> list[Contender]:

@@ -31,7 +31,8 @@ class Operator(Contender):
     def __init__(self, variant: Variant, sms: int | None = None) -> None:
         self.label = variant.label if sms is None else f"{variant.label}-{sms}sm"
         self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
-        self.hidden_scale, self.wire = variant.hidden_scale, variant.wire
+        self.hidden_scale, self.scales = variant.hidden_scale, variant.scales
+        self.wire, self.norm = variant.wire, variant.norm
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -59,7 +60,7 @@ class Operator(Contender):
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         own_form = form(self, problem.x.dtype)
-        residual = problem.residual.to(own_form.norm().residual_dtype)
+        residual = problem.residual.to(own_form.residual_dtype or own_form.dtype)
         request = replace(problem, form=own_form, residual=residual).request(ranks.ctx)
         request = replace(request, overlap_sms=self._overlap_sms, wire=self.wire)
         meanwhile = self.meanwhile(problem)

@@ -30,6 +30,7 @@ class Row:
         quantises: The normalised rows are float8: fewer bytes than the peers', so it has no speed-up.
         chosen: What the gated contender ran, and the table that says so; others chose nothing.
         regret: Its median time by that of ``best``, the fastest of all who do the same work, less 1.
+        norm: The norm behind its sum. That of the peers is RMSNorm; with another one it has no speed-up.
         wire: How its rows travel. In codes they are fewer bytes than the peers', and not as exact, so it has no speed-up.
     """
 
@@ -58,11 +59,12 @@ class Row:
     regret: float | None = None
     best: str | None = None
     wire: str = EXACT
+    norm: str = "rms_norm"
 
     @property
     def gives_what_peers_give(self) -> bool:
-        """Whether its rows are as exact as the peers', and cross the links whole. Times of others can't be compared."""
-        return not self.quantises and self.wire == EXACT
+        """Whether it has the peers' norm, and rows as exact as theirs that cross the links whole. Else times say nothing."""
+        return not self.quantises and self.wire == EXACT and self.norm == "rms_norm"
 
 
 def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:

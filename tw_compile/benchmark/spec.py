@@ -43,6 +43,7 @@ class BenchSpec:
         sms: SM counts to try for contenders of ours that take one.
         gated: Whether what the gate chooses takes part, see :mod:`tw_compile.benchmark.gated`.
         wires: How rows of ours travel, names of ``wires.WIRES``. Those that can't have a wire take part in the exact one alone.
+        norms: The norms behind ours, see :attr:`Contender.norm`. The peers' is RMSNorm.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -60,6 +61,7 @@ class BenchSpec:
     timeout: float = 1200.0
     gated: bool = False
     wires: tuple[str, ...] = (EXACT,)
+    norms: tuple[str, ...] = ("rms_norm",)
 
     def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:

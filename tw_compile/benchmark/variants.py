@@ -19,8 +19,11 @@ from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.kernels.registry import Benchmarked
 
 if TYPE_CHECKING:
+    from tw_compile.harness.problems import Scales
     from tw_compile.kernels.collective.transport import Transport
 
+NORMS = ("rms_norm", "layer_norm")
+"""What can be behind the sum; the first is what all take part with unless asked for others."""
 FP8_SCALE = 0.02
 """With this scale few of the norm's results are clamped: normal inputs rarely give more than 448 times it."""
 
@@ -36,10 +39,11 @@ class Variant:
         sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
         most_sms: How many it can have.
         algorithm: Its name in tables of ``configs/kernels``; None where no table can ask for it.
-        hidden_scale: See :attr:`Contender.hidden_scale`.
+        hidden_scale, scales: See :attr:`Contender.hidden_scale`.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
             stay there.
         wire: How rows travel.
+        norm: See :attr:`Contender.norm`.
         needs_multicast: Whether it is not run without NVLink multicast.
     """
 
@@ -52,8 +56,10 @@ class Variant:
     algorithm: str | None = None
     in_slot: bool = False
     hidden_scale: float | None = None
+    scales: Scales = ""
     narrow: bool = False
     wire: str = EXACT
+    norm: str = "rms_norm"
     needs_multicast: bool = False
 
 
@@ -86,6 +92,18 @@ def variants(device_type: str) -> tuple[Variant, ...]:
     return tuple(listed)
 
 
+def alone_over(transport: str) -> list[Variant]:
+    """Those over ``transport`` that calibrations and tunings time: what tables of kernels can name, and what serves the rest,
+    which they need not name."""
+    listed = [variant for variant in variants("cuda") if variant.over == transport]
+    named = [variant for variant in listed if variant.algorithm is not None]
+    last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
+    whole = next((variant for variant in listed if variant.algorithm is None), None)
+    if last is None or last.benchmarked or whole is None:
+        return named
+    return [replace(whole, transport=lambda sms: TRANSPORTS[transport].make(last.make())), *named]
+
+
 def _of_algorithms(transport: str) -> list[Variant]:
     """Variants with float8 results come last, as their times can't be compared with the others'."""
     pairs = [(entry, line) for entry in ALGORITHMS if entry.transport == transport for line in entry.benchmarked]
@@ -109,7 +127,8 @@ def _variant(line: Benchmarked, over: str, transport: Callable[[int | None], Tra
         over,
         line.sharded,
         in_slot=line.in_slot,
-        hidden_scale=FP8_SCALE if line.quantises else None,
+        hidden_scale=FP8_SCALE if line.quantises and not line.scales else None,
+        scales=line.scales,
         narrow=line.narrow,
     )
 
@@ -131,6 +150,30 @@ def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, .
         else:
             listed += [replace(each, label=f"{each.label}-{wire}", algorithm=None, wire=wire) for each in able]
     return tuple(listed)
+
+
+def by_norms(of_rms_norm: Sequence[Variant], norms: Iterable[str]) -> tuple[Variant, ...]:
+    """All of ``of_rms_norm`` with each of the norms. Tables of kernels are made from RMSNorm's times alone."""
+    listed: list[Variant] = []
+    for norm in norms:
+        if norm == NORMS[0]:
+            listed += of_rms_norm
+        else:
+            listed += [replace(each, label=f"{each.label}-{norm}", algorithm=None, norm=norm) for each in of_rms_norm]
+    return tuple(listed)
+
+
+def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
+    """The variants of ours for the wires and the norms of ``spec``."""
+    return by_norms(by_wires(OURS if spec.device == "cuda" else OURS_ON_CPU, spec.wires), spec.norms)
+
+
+def check_norms(spec: BenchSpec) -> None:
+    """UsageError, which names ``--norm``, unless all of them are different ones of :data:`NORMS`."""
+    if len(set(spec.norms)) < len(spec.norms) or not set(spec.norms) <= {*NORMS}:
+        raise UsageError(f"--norm: expected different ones of {', '.join(NORMS)}, got {','.join(spec.norms)!r}")
+    if spec.norms != NORMS[:1] and any(wire != EXACT for wire in spec.wires):
+        raise UsageError(f"--norm: expected {NORMS[0]} with rows in codes, got {','.join(spec.norms)!r}")
 
 
 def check_wires(spec: BenchSpec) -> None:

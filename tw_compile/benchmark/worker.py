@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from tw_compile.benchmark.contender import Contender
+from tw_compile.benchmark.contender import Contender, form, form_of_norm
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.results import Row, complete
@@ -24,6 +24,7 @@ from tw_compile.harness.problems import (
     Form,
     Problem,
     Results,
+    dequantised,
     exact,
     expect_same_on_all_ranks,
     expect_within_budget,
@@ -32,8 +33,9 @@ from tw_compile.harness.problems import (
     quantised,
     unfused,
 )
-from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
+from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, one_line, work_as_rank
 from tw_compile.harness.rows import Outcome
+from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.spec import row_range
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
@@ -86,17 +88,17 @@ class SizeReference:
     """What the calls on the first input set must come near to.
 
     Attributes:
-        want: ``(hidden, h)`` in float64.
-        base: The unfused way's, whose error is the budget.
+        want: By norm ``(hidden, h)`` in float64.
+        base: By norm the unfused way's, whose error is the budget.
         coded: By wire torch's with rows in codes, which is the budget of calls with that wire.
     """
 
-    want: Results
-    base: Results
+    want: dict[str, Results]
+    base: dict[str, Results]
     coded: dict[str, Results] = field(default_factory=dict)
 
-    def base_of(self, wire: str) -> Results:
-        return self.base if wire == EXACT else self.coded[wire]
+    def base_of(self, contender: Contender) -> Results:
+        return self.base[contender.norm] if contender.wire == EXACT else self.coded[contender.wire]
 
 
 def bench_size(
@@ -107,13 +109,19 @@ def bench_size(
     # Otherwise Dynamo gives up on the norm after a number of sizes and runs it eagerly.
     torch._dynamo.reset()
     sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from)
-    form = Form(getattr(torch, spec.dtype))
+    plain = Form(getattr(torch, spec.dtype))
     problems = [
-        make_problem(ranks.ctx, size.tokens, size.hidden, form, spec.seed * spec.calls + index) for index in range(sets)
+        make_problem(ranks.ctx, size.tokens, size.hidden, plain, spec.seed * spec.calls + index)
+        for index in range(sets)
     ]
     coded = {wire: in_codes(ranks.ctx, problems[0], WIRES[wire]) for wire in spec.wires if wire != EXACT}
-    reference = SizeReference(exact(ranks.ctx, problems[0]), unfused(ranks.ctx, problems[0]), coded)
-    del coded
+    of_norms = {
+        norm: replace(problems[0], form=form_of_norm(problems[0].x.dtype, norm))
+        for norm in dict.fromkeys((RMS_NORM, *spec.norms))  # in one order on all ranks, as each takes collectives
+    }
+    want, base = ({norm: way(ranks.ctx, each) for norm, each in of_norms.items()} for way in (exact, unfused))
+    reference = SizeReference(want, base, coded)
+    del coded, want, base, of_norms
     entries = []
     for contender in everyone:
         progress(f"{where} checking {contender.label}")
@@ -157,7 +165,7 @@ def admit(
         calls = ranks.together(lambda: [contender.prepare(ranks, problem) for problem in problems])
         _poison(problems[0].x)
         result = ranks.together(lambda: _finished(spec, calls[0]()))
-        deviation = ranks.agree(contender.deviation(ranks))
+        deviation = ranks.agree(deviation_of(contender, ranks))
         if deviation is not None:
             return ContenderAtSize(contender, "error", deviation)
         if contender.reduces:
@@ -170,6 +178,14 @@ def admit(
         return ContenderAtSize(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
     except UnavailableError as error:
         return ContenderAtSize(contender, "error", str(error))
+
+
+def deviation_of(contender: Contender, ranks: Ranks) -> str | None:
+    """What the contender deviates by on this rank; an error that keeps it from telling counts as that."""
+    try:
+        return contender.deviation(ranks)
+    except Exception as error:
+        return one_line(error)
 
 
 def _poison(x: torch.Tensor) -> None:
@@ -194,17 +210,18 @@ def _failure(
     """Why the result is not good enough, the same on all ranks; None when it is."""
     ctx = ranks.ctx
     checked = Context(ctx.rank, ctx.world_size, ctx.device, ctx.group_name)
-    (hidden, residual), (want_hidden, want_h) = result, reference.want
-    base_hidden, base_h = reference.base_of(contender.wire)
+    (hidden, residual), (want_hidden, want_h) = result, reference.want[contender.norm]
+    base_hidden, base_h = reference.base_of(contender)
     budget = "unfused" if contender.wire == EXACT else f"torch in {contender.wire}"
     if contender.residual_sharded:
         begin, end = row_range(size.tokens, ctx.world_size, ctx.rank)
         residual, want_h, base_h = residual[: end - begin], want_h[begin:end], base_h[begin:end]
-    if contender.hidden_scale is None:
+    asked = form(contender, base_hidden.dtype)
+    if not asked.quantises:
         expect_within_budget(checked, "hidden", hidden, base_hidden, want_hidden, budget=budget)
     else:
-        base_hidden = quantised(base_hidden, contender.hidden_scale)
-        got, base = (tensor.float() * contender.hidden_scale for tensor in (hidden, base_hidden))
+        base_hidden = quantised(base_hidden, asked)
+        got, base = (dequantised(tensor, asked) for tensor in (hidden, base_hidden))
         expect_within_budget(checked, "hidden", got, base, want_hidden)
     expect_within_budget(checked, "residual", residual, base_h, want_h, budget=budget)
     if contender.kind == "ours":
@@ -240,9 +257,10 @@ def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int
         p80_us=p80,
         algorithm=contender.algorithm,
         max_sms=contender.max_sms,
-        quantises=contender.hidden_scale is not None,
+        quantises=contender.hidden_scale is not None or bool(contender.scales),
         chosen=contender.choice(),
         wire=contender.wire,
+        norm=contender.norm,
     )
 
 

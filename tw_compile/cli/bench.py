@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import check_wires
+from tw_compile.benchmark.variants import NORMS, check_norms, check_wires
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
     CsvOption,
@@ -122,6 +122,12 @@ def kernel(
             help="How rows travel: of ours that can have them in codes, each of these.",
         ),
     ] = EXACT,
+    norm: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(NORMS) + "[,...]", help="The norm behind the sum: all of ours with each of these."
+        ),
+    ] = NORMS[0],
     gated: Annotated[
         bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
     ] = False,
@@ -167,10 +173,12 @@ def kernel(
         timeout=timeout,
         gated=gated,
         wires=tuple(wire.split(",")),
+        norms=tuple(norm.split(",")),
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})
     check_wires(spec)
+    check_norms(spec)
     spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report

@@ -9,7 +9,11 @@ import typer
 from rich.console import Console
 
 from tw_compile.cli import common
+from tw_compile.cli.common import MEASURED_WIRES
+from tw_compile.config import WHY_NOT_INT4
 from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.collective.wires import EXACT, WIRES
+from tw_compile.model_file import read_model_file
 from tw_compile.runner.spec import DTYPES
 
 CUDA_RANKS = (8, 4, 2)
@@ -29,12 +33,45 @@ SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of al
 TimeoutOption = Annotated[
     float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, with the sizes done by then.")
 ]
+WiresOption = Annotated[
+    str,
+    typer.Option(
+        "--wire",
+        metavar="|".join(MEASURED_WIRES) + "[,...]",
+        help="How rows travel: variants with these wires take part beside the exact ones.",
+    ),
+]
 CsvOption = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")]
 PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw the report as a picture.")]
 
 
 def labels(only: str | None) -> tuple[str, ...]:
     return tuple(only.split(",")) if only else ()
+
+
+def wires(text: str, model: str, dtype: str) -> tuple[str, ...]:
+    """The wires that ``--wire`` names beside exact rows.
+
+    Raises:
+        UsageError: There is no such wire, or the rows of the model can't have it.
+    """
+    names = tuple(text.split(","))
+    if "int4" in names:
+        raise UsageError(f"--wire: {WHY_NOT_INT4}")
+    if len(set(names)) < len(names) or not set(names) <= set(MEASURED_WIRES):
+        raise UsageError(f"--wire: expected different ones of {', '.join(MEASURED_WIRES)}, got {text!r}")
+    coded = tuple(name for name in names if name != EXACT)
+    if coded and dtype == "float32":
+        raise UsageError(f"--wire: expected exact with --dtype float32, as who keeps 32 bits wants them, got {text!r}")
+    common.model_file(model)
+    hidden_size = read_model_file(model)[0].get("hidden_size")
+    for name in coded:
+        if isinstance(hidden_size, int) and hidden_size % WIRES[name].group:
+            group = WIRES[name].group
+            raise UsageError(
+                f"--wire: expected exact, as the hidden size of {model}, {hidden_size}, is no multiple of {group}, got {name!r}"
+            )
+    return coded
 
 
 def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:

@@ -19,9 +19,11 @@ from tw_compile.cli.bench_common import (
     RepeatsOption,
     SeedOption,
     TimeoutOption,
+    WiresOption,
 )
 from tw_compile.cli.common import JsonOption
 from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.collective.wires import EXACT
 
 CUDA_MODEL, CPU_MODEL = "llama-3.3-70b", "tiny-llama"
 CPU_TOKENS, CPU_LAYERS = "8", 1
@@ -70,6 +72,7 @@ def layer(
     sweep_split: Annotated[
         bool, typer.Option("--sweep-split", help="Split at up to 15 other places, too, and compare the planned one.")
     ] = False,
+    wire: WiresOption = EXACT,
     repeats: RepeatsOption = 50,
     seed: SeedOption = 0,
     timeout: TimeoutOption = 1800.0,
@@ -79,10 +82,11 @@ def layer(
 ) -> None:
     """Time a stack of sharded decoder layers, fused and split, beside Inductor with the best unfused all_reduce, in one run.
 
-    Every variant is held to the error budget of `run` first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
+    Every variant is held to the error budget of `run` first; who fails it gets no time. With a wire that budget is the error of
+    the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
     ours failed or token counts are missing, 2 bad input.
     """
-    spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, repeats, seed, timeout)
+    spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, repeats, seed, timeout)
     _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
 
 
@@ -96,6 +100,7 @@ def model(
     layers: Annotated[int | None, _layers_option("model")] = None,
     dtype: DtypeOption = "bfloat16",
     only: OnlyOption = None,
+    wire: WiresOption = EXACT,
     repeats: RepeatsOption = 50,
     seed: SeedOption = 0,
     timeout: TimeoutOption = 3600.0,
@@ -105,10 +110,11 @@ def model(
 ) -> None:
     """Time a sharded model, cut to its first layers, from token ids to the final norm, compiled as `bench layer` does it.
 
-    Every variant is held to the error budget of `run` first; who fails it gets no time. Exit code: 0 ours passed, 1 one of
+    Every variant is held to the error budget of `run` first; who fails it gets no time. With a wire that budget is the error of
+    the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
     ours failed or token counts are missing, 2 bad input.
     """
-    spec = _spec("model", model, device, tokens, batch, layers, dtype, only, repeats, seed, timeout)
+    spec = _spec("model", model, device, tokens, batch, layers, dtype, only, wire, repeats, seed, timeout)
     _bench(spec, tp, csv_file, plot_file, json_file)
 
 
@@ -121,6 +127,7 @@ def _spec(
     layers: int | None,
     dtype: str,
     only: str | None,
+    wire: str,
     repeats: int,
     seed: int,
     timeout: float,
@@ -146,7 +153,7 @@ def _spec(
     for count in spec.tokens:
         if count % batch:
             raise UsageError(f"--tokens: expected multiples of --batch, {batch}, got {count}")
-    return spec
+    return dataclasses.replace(spec, wires=bench_common.wires(wire, spec.model, dtype))
 
 
 def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:

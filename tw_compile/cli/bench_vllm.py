@@ -14,11 +14,12 @@ from rich.console import Console
 
 from tw_compile.benchmark.vllm.spec import KINDS, VllmSpec
 from tw_compile.cli import bench_common, common
-from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption
+from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption, WiresOption
 from tw_compile.cli.common import JsonOption, LayersOption
 from tw_compile.config import whole_number
 from tw_compile.environment import peer_access
 from tw_compile.harness.requests import UsageError
+from tw_compile.kernels.collective.wires import EXACT
 
 MOST_GIB = 2**20
 START_SECONDS = 120.0
@@ -48,6 +49,7 @@ def vllm(
         str, typer.Option(metavar="auto|N", help="How variants that split do it: as planned, or N tokens in half 1.")
     ] = "auto",
     only: OnlyOption = None,
+    wire: WiresOption = EXACT,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
     together: Annotated[
         bool,
@@ -68,9 +70,9 @@ def vllm(
 ) -> None:
     """Run vLLM without the passes, fusing, and fusing and splitting, in turn, on the same traces.
 
-    There is no speed-up where log-probabilities are further from float32's than 1.1x vLLM's own, or where, with more than 2
-    ranks, greedy tokens are vLLM's less often than those of vLLM with another all_reduce. Exit code: 0 all ran and none of ours
-    was found worse than vLLM alone, 1 an engine failed or ours are worse, 2 bad input.
+    There is no speed-up where log-probabilities are further from float32's than 1.1x vLLM's own, 1.05x with a wire, or where,
+    with more than 2 ranks and no wire, greedy tokens are vLLM's less often than those of vLLM with another all_reduce. Exit
+    code: 0 all ran and none of ours was found worse than vLLM alone, 1 an engine failed or ours are worse, 2 bad input.
     """
     spec = VllmSpec(
         model=model,
@@ -87,6 +89,7 @@ def vllm(
         repeats=repeats,
         split=split,
         only=bench_common.labels(only),
+        wires=bench_common.wires(wire, model, dtype),
         kv_cache_bytes=_bytes(kv_cache_gib),
         engine=_table(engine),
         peer_access=peer_access(),

@@ -55,6 +55,8 @@ SplitOption = Annotated[
         "--split", metavar="off|auto|N", help="Split the tokens into two halves: as planned, or N tokens and the rest."
     ),
 ]
+MEASURED_WIRES = tuple(choice for choice in WIRE_CHOICES if choice != "auto")
+"""Those that a table or a user can name; ``auto`` is none by itself."""
 WireOption = Annotated[
     str,
     typer.Option(
@@ -231,6 +233,13 @@ def thresholds() -> None:
 def one_of(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise UsageError(f"{option}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def measured_wire(wire: str) -> None:
+    """UsageError unless ``--wire`` names one wire by itself."""
+    if wire == "int4":
+        raise UsageError(f"--wire: {WHY_NOT_INT4}")
+    one_of("--wire", wire, MEASURED_WIRES)
 
 
 def wires(wire: str, wire_sites: str, wire_min_bytes: int | None) -> None:

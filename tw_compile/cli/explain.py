@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tw_compile.calibration import LAYER, Calibration, all_stored, default_folder
 from tw_compile.cli import common
 from tw_compile.cli.common import JsonOption, WireOption
 from tw_compile.cli.plan import layer_of_model, named_profile, node_link
@@ -21,11 +22,13 @@ from tw_compile.gating.gate import Gate
 from tw_compile.gating.hosts import DEFAULT_HOST, host_names
 from tw_compile.gating.layers import Layer, tables_of, threshold_layers
 from tw_compile.gating.table import size
+from tw_compile.gating.wire_accuracy import load_accuracy
 from tw_compile.harness.requests import UsageError
 from tw_compile.hosts import host_named
+from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
 from tw_compile.kernels.collective.wires import EXACT
-from tw_compile.planning import DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
+from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
 from tw_compile.sources import source_digest, torch_version
 
 HIDDEN_SIZE = 8192
@@ -79,6 +82,12 @@ def explain(
         int | None,
         typer.Option(metavar="N", help="As the option tw_compile.wire_min_bytes.", show_default="the tables decide"),
     ] = None,
+    wire_accuracy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="As the option tw_compile.wire_accuracy.", show_default="nothing was measured"
+        ),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Say for each message what an unfused all_reduce would use, whether it is fused, and why. Needs no GPU.
@@ -100,31 +109,36 @@ def explain(
     try:
         facts = HostFacts(backend, disable_custom_all_reduce=disable_custom_all_reduce)
         settings = Settings.from_environment(host, os.environ, facts)
-        layers = threshold_layers(thresholds, node.device_class, calibrated=_calibrated(node, tp))
-        gate = Gate(node, settings, tables_of(layers, node.device_class))
+        calibration = _calibration(node, tp)
+        layer_of_ranks = None
+        if calibration is not None:
+            layer_of_ranks = Layer(LAYER, calibration.measured_on.file_name, calibration.table)
+        layers = threshold_layers(thresholds, node.device_class, calibrated=layer_of_ranks)
+        accuracy = None if wire_accuracy is None else load_accuracy(wire_accuracy)
+        gate = Gate(node, settings, tables_of(layers, node.device_class), accuracy)
     except ValueError as error:
         raise UsageError(str(error)) from error
     console = common.make_console(json_file)  # refuses a file that cannot be written before the model is read
-    profile = _profile(device_profile, node.device_class)
+    profile = _profile(device_profile, node.device_class, None if calibration is None else calibration.profile)
     link = node_link()
     layer = None if model is None else layer_of_model(model, tp)[0]
     if layer is not None and hidden not in (None, layer.hidden_size):
         raise UsageError(f"--hidden: expected {layer.hidden_size}, that of --model {model}, or none, got {hidden}")
     hidden = hidden or (HIDDEN_SIZE if layer is None else layer.hidden_size)
     messages = []
+    config = Config(wire=wire, wire_min_bytes=wire_min_bytes, wire_accuracy=wire_accuracy)
     for count in counts:
         message = {"tokens": count, **_decision(gate, count, tp, hidden, dtype)}
-        message["wire"] = (
-            None
-            if wire == EXACT
-            else _wire(Config(wire=wire, wire_min_bytes=wire_min_bytes), gate, tp, hidden, dtype, message)
-        )
+        message["wire"] = None if wire == EXACT else _wire(config, gate, tp, hidden, dtype, message)
         named = device_profile != "auto"
-        split = None if layer is None else _split(layer, profile, named, dtype, host, message, link)
+        travels = EXACT if message["wire"] is None else message["wire"]["wire"]
+        split = None if layer is None else _split(layer, profile, named, dtype, host, message, link, travels)
         messages.append(message | {"split": split})
     _print(console, messages)
     if layer is None:
         console.print(WITHOUT_MODEL, style="dim", markup=False)
+    elif profile is not None:
+        console.print(f"splits are planned for {profile.name}", style="dim", markup=False)
     report = {
         "schema_version": 2,
         "command": "explain",
@@ -144,26 +158,24 @@ def explain(
     common.write_json(report, json_file)
 
 
-def _calibrated(node: Node, world_size: int) -> Layer | None:
+def _calibration(node: Node, world_size: int) -> Calibration | None:
     """What ranks of such a node have measured with this torch and these kernels; the GPU and its driver need not be here."""
-    from tw_compile.calibration import LAYER, all_stored, default_folder
-
     made_with = (node.device_class, world_size, node.multicast, True, torch_version(), source_digest()[:12])
     for calibration in all_stored(default_folder()):
         here = calibration.measured_on
         theirs = (here.device_class, here.world_size, here.multicast, here.peer_access, here.torch, here.source)
         if theirs == made_with:
-            return Layer(LAYER, here.file_name, calibration.table)
+            return calibration
     return None
 
 
-def _profile(device_profile: str, device_class: str) -> DeviceProfile | None:
-    """What is planned for; None where no profile is known for the class of devices."""
+def _profile(device_profile: str, device_class: str, measured: DeviceProfile | None) -> DeviceProfile | None:
+    """What is planned for; where no profile is known for the class of devices, what ranks ``measured`` of one, if they did."""
     if device_profile != "auto":
         return named_profile(device_profile)
     device = PLANNED_DEVICES.get(device_class)
     try:
-        return None if device is None else profile_of_device(device)
+        return measured if device is None else profile_of_device(device)
     except ValueError as error:  # the user's own file
         raise UsageError(str(error)) from error
 
@@ -213,6 +225,7 @@ def _split(
     host: str,
     message: dict[str, Any],
     link: Link,
+    wire: str,
 ) -> dict[str, Any]:
     """What the pass would plan for a graph of this layer and one sequence (``passes/split/analysis/choose.py``), as JSON.
 
@@ -238,15 +251,18 @@ def _split(
         return not_planned(
             SplitRefusal.LAYER_NOT_RECOGNISED, "a gather before attention is not in the planner's formulas"
         )
-    transport = message["transport"]
+    transport, wires = message["transport"], planned_wires(layer.hidden_size, wire, wire)
     if link.serves(transport, peer_access=True):
-        plan = plan_layer(profile, layer, message["tokens"], kernel=transport, link=link)
+        plan = plan_layer(profile, layer, message["tokens"], kernel=transport, link=link, wires=wires)
     else:
         kernel = profile.kernel_of_transport(transport, named)
         if kernel is None:
             detail = f"neither {profile.name}'s profile nor a link has rates of the transport {transport} here"
             return not_planned(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
-        plan = plan_layer(profile, layer, message["tokens"], kernel=kernel)
+        if wires != ALL_EXACT and profile.coded_kernel is None:
+            detail = f"{profile.name}'s profile has no kernel whose rows travel in codes"
+            return not_planned(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
+        plan = plan_layer(profile, layer, message["tokens"], kernel=kernel, wires=wires)
     if plan.off is not None:
         return not_planned(plan.off, plan.reason) | {"plan": asdict(plan)}
     return {

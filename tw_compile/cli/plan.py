@@ -11,11 +11,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from tw_compile.calibration import all_stored, default_folder
 from tw_compile.cli import common
-from tw_compile.cli.common import JsonOption, ModelOption
+from tw_compile.cli.common import MEASURED_WIRES, JsonOption, ModelOption
+from tw_compile.cli.plan_published import beside_published, print_published
 from tw_compile.config import whole_number
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.table import plain_table, widen
+from tw_compile.kernels.collective.planned_wires import planned_wires
+from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.planning import (
     DeviceProfile,
     LayerShape,
@@ -48,7 +52,11 @@ def plan(
         str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts; a range doubles.")
     ] = "512:65536",
     device_profile: Annotated[
-        str, typer.Option(metavar="NAME|FILE.toml", help="A profile of configs/devices, or a file of that form.")
+        str,
+        typer.Option(
+            metavar="NAME|FILE.toml",
+            help="A profile of configs/devices, a file of that form, or a device that ranks have calibrated, by its name.",
+        ),
     ] = "H200",
     kernel: Annotated[
         str | None, typer.Option(metavar="NAME", help="A fused kernel of the profile.", show_default="the profile's")
@@ -65,6 +73,12 @@ def plan(
     attention: Annotated[
         str, typer.Option(metavar="|".join(ATTENTION), help="join: attention of both halves at once.")
     ] = "auto",
+    wire: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(MEASURED_WIRES), help="How rows of fused sums travel, whatever a message's size."
+        ),
+    ] = EXACT,
     plot_file: Annotated[
         str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw speed-ups and one layer's timeline.")
     ] = None,
@@ -74,6 +88,7 @@ def plan(
     common.ranks("--tp", tp)
     common.positive("--batch", batch)
     common.one_of("--attention", attention, ATTENTION)
+    common.measured_wire(wire)
     counts = token_counts(tokens)
     if batch > min(counts):
         raise UsageError(f"--batch: expected at most {min(counts)}, the fewest tokens, got {batch}")
@@ -93,6 +108,8 @@ def plan(
         raise UsageError(f"--{error}") from error
     layer, layers = layer_of_model(model, tp)
     served_by = kernel if link is None else transport
+    _check_wire(wire, profile, kernel, link, layer)
+    wires = planned_wires(layer.hidden_size, wire, wire)
     plans = [
         plan_layer(
             profile,
@@ -102,10 +119,12 @@ def plan(
             sequences=sequences(count, batch),
             attention=attention,
             link=link,
+            wires=wires,
         )
         for count in counts
     ]
     known = evidence(profile, served_by, link)
+    published = None if link is not None else beside_published(model, tp, layer.hidden_size, profile, kernel, plans)
     report = {
         "schema_version": SCHEMA_VERSION,
         "command": "plan",
@@ -115,6 +134,7 @@ def plan(
         "device_profile": profile.name,
         "kernel": profile.kernel if served_by is None else served_by,
         "link": "" if link is None else link.name,
+        "wire": wire,
         "batch": batch,
         "layer": dataclasses.asdict(layer),
         "evidence": {
@@ -128,6 +148,7 @@ def plan(
         "plans": [
             dataclasses.asdict(layer_plan) | {"us": layer_plan.us, "gain": layer_plan.gain} for layer_plan in plans
         ],
+        "published": published,
     }
     _print(console, report, plans)
     common.write_json(report, json_file)
@@ -135,6 +156,25 @@ def plan(
         from tw_compile.cli.plan_plot import plot
 
         plot(plans, f"{model}, {tp} x {profile.name}, {report['kernel']}", plot_file)
+
+
+def _check_wire(wire: str, profile: DeviceProfile, kernel: str | None, link: Link | None, layer: LayerShape) -> None:
+    """UsageError where rows of such sums can't travel by ``wire``."""
+    if wire == EXACT:
+        return
+    group = WIRES[wire].group
+    if layer.hidden_size % group:
+        raise UsageError(
+            f"--wire: expected exact, as the hidden size {layer.hidden_size} is no multiple of {group}, got {wire!r}"
+        )
+    if link is None and profile.fused_kernel(kernel).multicast:
+        raise UsageError(
+            f"--wire: expected exact with --kernel {kernel}, whose switch adds rows as they are, got {wire!r}"
+        )
+    if link is None and profile.coded_kernel is None:
+        raise UsageError(
+            f"--wire: expected exact, as {profile.name}'s profile has no kernel whose rows travel in codes, got {wire!r}"
+        )
 
 
 def token_counts(text: str) -> tuple[int, ...]:
@@ -157,10 +197,13 @@ def sequences(tokens: int, batch: int) -> tuple[int, ...]:
 
 
 def named_profile(name: str) -> DeviceProfile:
-    """The profile that ``--device-profile`` names."""
+    """The profile that ``--device-profile`` names; also by a device's name what ranks have measured of it."""
     try:
         return load_profile(name)
     except ValueError as error:
+        for calibration in all_stored(default_folder()):
+            if calibration.measured_on.device_name == name and calibration.profile is not None:
+                return calibration.profile
         raise UsageError(f"--device-profile: {error}") from error
 
 
@@ -202,6 +245,11 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
         style="bold",
         markup=False,
     )
+    if report["wire"] != EXACT:
+        bytes_only = (
+            f"rows of fused sums in {report['wire']}: their bytes are counted, and what it takes to encode them is not"
+        )
+        console.print(bytes_only, style="dim", markup=False)
     if plans[0].rates:
         console.print(plans[0].rates, style="dim", markup=False)
     console.print("predicted microseconds a layer; waves: of all GEMMs, whole -> half 1 + half 2", style="dim")
@@ -215,6 +263,8 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     if split:
         console.print()
         _print_windows(console, split)
+    if report["published"] is not None:
+        print_published(console, report["published"])
     for plan in plans:
         if plan.off is not None:
             console.print(f"{plan.tokens} tokens: off, {plan.off}: {plan.reason}", style="yellow", markup=False)

@@ -20,7 +20,7 @@ from tw_compile.cli.common import (
     WireOption,
     WireSitesOption,
 )
-from tw_compile.cli.wire_cost import MAX_DNLL, WireCostOptions, show_cost
+from tw_compile.cli.wire_cost import MAX_DNLL, TEXT_TOKENS, WireCostOptions, show_cost
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.transports import AUTO, names_for
 from tw_compile.kernels.collective.wires import EXACT
@@ -75,7 +75,7 @@ def run(
             metavar="DIR|FILE.gguf|PACKAGE", help="With --text: a model with weights, or a package that holds one."
         ),
     ] = None,
-    text_tokens: Annotated[int, typer.Option(metavar="N", help="With --text: so many tokens of it.")] = 3072,
+    text_tokens: Annotated[int, typer.Option(metavar="N", help="With --text: so many tokens of it.")] = TEXT_TOKENS,
     max_dnll: Annotated[
         float, typer.Option(metavar="NATS", help="With --text: what the wire may cost; more is exit code 1.")
     ] = MAX_DNLL,

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tw_compile.cli import bench_common, common
-from tw_compile.cli.common import JsonOption
+from tw_compile.cli.common import JsonOption, WireSitesOption
+from tw_compile.cli.tune_wires import WireTuning, check_wires_alone, finish_wires, measure_checkpoint, wires_of
+from tw_compile.cli.wire_cost import TEXT_TOKENS
 from tw_compile.environment import PEER_ACCESS, peer_access
 from tw_compile.harness.requests import UsageError
+
+if TYPE_CHECKING:
+    from tw_compile.calibration import Calibration
 
 WORLD_SIZES = "2,4"
 RESULTS = {"cuda": "tune.json", "cpu": "tune-cpu.json"}
@@ -36,6 +41,28 @@ def tune(
             show_default="everything else",
         ),
     ] = None,
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8|int6[,...]",
+            help="Time only these wires, and add [[wires]] to thresholds.toml; with --checkpoint what they cost a model.",
+            show_default="everything else",
+        ),
+    ] = None,
+    wire_sites: WireSitesOption = "all",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|FILE.gguf|PACKAGE",
+            help="With --wire and --text: keep what the wires cost this model. Needs no GPU.",
+        ),
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(metavar="FILE", help="With --checkpoint: the text; ranks are simulated on the CPU.")
+    ] = None,
+    text_tokens: Annotated[
+        int, typer.Option(metavar="N", help="With --text: so many of its tokens at most.")
+    ] = TEXT_TOKENS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
     quick: Annotated[
         bool,
@@ -59,8 +86,9 @@ def tune(
     """Measure every unfused all_reduce and every kernel of ours here, alone and beside GEMMs, and write tables from it.
 
     Files: thresholds.toml, kernels.toml, device.toml, and tune.json with all that was measured; with --transport
-    host-memory.toml and tune-NAME.json. Exit code: 0 done, 1 one of
-    ours failed or a rank did, 2 bad input or a GPU that is busy.
+    host-memory.toml and tune-NAME.json; with --wire thresholds.toml and tune-wires.json; with --checkpoint one file for each
+    checkpoint. Exit code: 0 done, 1 one of ours failed or a rank did, or a wire costs the checkpoint more than 0.01 nats a
+    token, 2 bad input or a GPU that is busy.
     """
     common.one_of("--device", device, tuple(RESULTS))
     common.seconds("--timeout", timeout)
@@ -73,6 +101,20 @@ def tune(
                 f"--plot: expected --device cuda with it, as a smoke test has no crossovers, got {plot_file!r}"
             )
         require(plot_file)
+    wires = () if wire is None else wires_of(wire)
+    if wires:
+        check_wires_alone({"--transport": transport, "--plot": plot_file, "--quick": "--quick" if quick else None})
+    for option, value in (("--checkpoint", checkpoint), ("--text", text)):
+        if value is not None and not wires:
+            raise UsageError(f"{option}: expected --wire with it, got {value!r} alone")
+    if checkpoint is not None or text is not None:
+        counts = common.numbers("--tp", tp) if tp is not None else None
+        tuning = WireTuning(wires, wire_sites, checkpoint, text, text_tokens, counts, dry_run)
+        raise typer.Exit(measure_checkpoint(tuning, _folder(out), json_file))
+    if wire_sites != "all":
+        raise UsageError(f"--wire-sites: expected all without --checkpoint, got {wire_sites!r}")
+    if wires and device != "cuda":
+        raise UsageError(f"--device: expected cuda with --wire, as times of gloo ranks are no table, got {device!r}")
     if quick:
         _check_quick(device, {"--transport": transport, "--plot": plot_file, "--out": out})
         _quick(
@@ -92,9 +134,11 @@ def tune(
     labels = () if transport is None else _link_labels(transport, device, plot_file, dry_run)
     from tw_compile.tuning.show import print_grid
     from tw_compile.tuning.spec import TuneSpec
+    from tw_compile.tuning.wires import labels_of
 
     console = common.make_console(json_file)
-    spec = TuneSpec(world_sizes, device, timeout, labels)
+    over = _transports(world_sizes, device, dry_run)
+    spec = TuneSpec(world_sizes, device, timeout, labels, wires, labels_of(wires) if wires else (), over)
     if dry_run:
         print_grid(console, spec)
         console.print(f"would write to {folder}", markup=False, soft_wrap=True)
@@ -105,6 +149,9 @@ def tune(
     report, derived = _measure(spec, folder, resume, json_file)
     if transport is not None:
         _finish_link(report, transport, folder, json_file)
+        return
+    if wires:
+        finish_wires(report, wires, folder, json_file)
         return
     failed = _finish(report, derived, folder, plot_file, json_file)
     raise typer.Exit(common.EXIT_FAILED if failed else 0)
@@ -155,16 +202,50 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 
     console = common.make_console(json_file)
     devices = _ready(spec, folder)
+    calibrations = _calibrations(spec, devices)
     key = key_of(spec, devices)
     if not resume:
         (folder / PARTIAL).unlink(missing_ok=True)
     stages = earlier_stages(folder, key)
+    for calibration in calibrations:
+        here = calibration.measured_on
+        console.print(f"goes on from what {here.world_size} ranks have measured: {here.file_name}", markup=False)
     if stages:
         console.print(f"resumed, done before: {', '.join(stages)}", markup=False, soft_wrap=True)
     total = sum(steps(stage) for stage in spec.stages() if stage.name not in stages)
     with common.stages(console, total) as progress:
-        report = tune(spec, key, stages, folder, progress)
-    return report, derive(report) if spec.device == "cuda" and not spec.link_labels else None
+        report = tune(spec, key, stages, folder, progress, calibrations)
+    return report, derive(report) if spec.device == "cuda" and not (spec.link_labels or spec.wires) else None
+
+
+def _transports(world_sizes: tuple[int, ...], device: str, dry_run: bool) -> tuple[str, ...]:
+    """Whose kernels are timed: as in a calibration of this node, or of one whose GPUs reach each other where it is not here."""
+    if device == "cpu" or dry_run:
+        return ("p2p",) if peer_access() else ("host",)
+    from tw_compile.current import current_node
+    from tw_compile.harness.variables import for_measurements
+    from tw_compile.kernels.collective.transport import node_facts
+    from tw_compile.tuning.calibrate import transports_of
+
+    with for_measurements():
+        return tuple(transports_of(node_facts("cuda", max(world_sizes)), current_node()))
+
+
+def _calibrations(spec: Any, devices: list[str]) -> list[Calibration]:
+    """What ranks have measured of this node before, with multicast as it is when they are timed now."""
+    from tw_compile.calibration import default_folder, stored
+    from tw_compile.current import current_node, measured_on
+    from tw_compile.harness.variables import for_measurements
+    from tw_compile.kernels.collective.transport import node_facts
+
+    if not devices or spec.link_labels or spec.wires:
+        return []
+    with for_measurements():
+        node = current_node()
+        of_sizes = [
+            measured_on(devices[0], ranks, node, node_facts("cuda", ranks).peer_access) for ranks in spec.world_sizes
+        ]
+    return [found for here in of_sizes if (found := stored(default_folder(), here)) is not None]
 
 
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:

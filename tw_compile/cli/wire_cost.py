@@ -7,12 +7,13 @@ from pathlib import Path
 
 from tw_compile.cli import common
 from tw_compile.files import read_text
+from tw_compile.gating.wire_accuracy import BUDGET_NATS
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import WIRES
 
-MAX_DNLL = 0.01
-"""One percent more perplexity."""
+MAX_DNLL = BUDGET_NATS
 WORLD_SIZES = (2, 4)
+TEXT_TOKENS = 3072
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class WireCostOptions:
     text_tokens: int
     max_dnll: float
     tp: int | None
+
+
+def text_of(file: str) -> str:
+    """What the file of ``--text`` holds; UsageError where it can't be read."""
+    try:
+        return read_text(Path(file), "--text")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def show_cost(options: WireCostOptions, json_file: str | None) -> int:
@@ -42,10 +51,7 @@ def show_cost(options: WireCostOptions, json_file: str | None) -> int:
     if not options.max_dnll >= 0:
         raise UsageError(f"--max-dnll: expected 0 nats or more, got {options.max_dnll}")
     common.ranks("--tp", options.tp, least=2)
-    try:
-        text = read_text(Path(options.text), "--text")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    text = text_of(options.text)
     console = common.make_console(json_file)
     with common.stages(console) as progress:
         progress("importing torch and transformers")

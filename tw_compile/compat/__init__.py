@@ -508,7 +508,12 @@ def functorch_config(settings: dict[str, Any]) -> contextlib.AbstractContextMana
 
 
 def multicast_support(device_index: int) -> bool | None:
-    """Whether torch says that a GPU has NVLink multicast; None when this build can't tell. Creates nothing."""
+    """Whether torch says that a GPU has NVLink multicast; None when this build can't tell. Creates nothing.
+
+    Where the variable by which torch leaves it unused is set, there is none, whatever this build of torch makes of it here.
+    """
+    if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
+        return False
     from torch._C import _distributed_c10d
 
     symmetric_memory = getattr(_distributed_c10d, "_SymmetricMemory", None)

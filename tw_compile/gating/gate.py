@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from tw_compile.gating.backend import active_backend, backend_bounds
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.table import ANY, Entry, Key, Table, WireEntry, size
+from tw_compile.gating.wire_accuracy import CheckpointAccuracy
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,14 @@ class Gate:
 
     A pure function of values that are equal on all ranks (:mod:`tw_compile.current` sees to it), so that no rank waits
     in a kernel that another one did not launch. The last table has a range for everything.
+
+    ``accuracy``: what wires cost the checkpoint that is running, where an option names a file that says it.
     """
 
     node: Node
     settings: Settings
     tables: tuple[Table, ...]
+    accuracy: CheckpointAccuracy | None = None
 
     def __post_init__(self) -> None:
         if not self.tables or not self.tables[-1].ranges((ANY, ANY)):

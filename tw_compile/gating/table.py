@@ -156,22 +156,25 @@ def table_text(table: Table, comment: str = "") -> str:
     lines += [f"schema_version = {SCHEMA_VERSION}", f"device_class = {_text(table.device_class)}"]
     for name, source in sources.items():
         lines += ["", f"[sources.{_text(name)}]", f"kind = {_text(source.kind)}"]
-        lines += _assignments(zip(SOURCE_KEYS[source.kind], source.values, strict=True))
+        lines += assignments(zip(SOURCE_KEYS[source.kind], source.values, strict=True))
     for entry in table.entries:
         values: dict[str, Any] = {"world_size": entry.world_size, "backend": entry.backend}
         values |= {"from_bytes": entry.from_bytes, "to_bytes": entry.to_bytes}
         values |= {"decision": entry.decision, "transport": entry.transport, "source": entry.source.name}
-        lines += ["", "[[entries]]", *_assignments(values.items())]
+        lines += ["", "[[entries]]", *assignments(values.items())]
     for wire in table.wires:
         values = {"wire": wire.wire, "world_size": wire.world_size, "transport": wire.transport}
         values |= {"from_bytes": wire.from_bytes, "source": wire.source.name}
-        lines += ["", "[[wires]]", *_assignments(values.items())]
+        lines += ["", "[[wires]]", *assignments(values.items())]
     return "\n".join(lines) + "\n"
 
 
-def _assignments(values: Iterable[tuple[str, Any]]) -> list[str]:
+def assignments(values: Iterable[tuple[str, Any]]) -> list[str]:
+    """Lines of TOML: numbers as they are, all else as text; those of None are left out."""
     return [
-        f"{key} = {value if isinstance(value, int) else _text(value)}" for key, value in values if value is not None
+        f"{key} = {value if isinstance(value, int | float) else _text(value)}"
+        for key, value in values
+        if value is not None
     ]
 
 

@@ -8,20 +8,39 @@ The group is NCCL's, or gloo's where ranks share GPUs: a ring too, whose hops ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.kernels.collective.codes import round_trip
-from tw_compile.kernels.collective.reference import add_rms_norm
-from tw_compile.kernels.collective.spec import FP8, FP8_MAX, NormSpec, Request, ResidualOut, row_range, rows_per_rank
+from tw_compile.kernels.collective.fields import LAYER_NORM, RMS_NORM
+from tw_compile.kernels.collective.reference import quantised as by_made_scales
+from tw_compile.kernels.collective.spec import (
+    FP8,
+    FP8_MAX,
+    NormSpec,
+    Request,
+    ResidualOut,
+    row_range,
+    rows_per_rank,
+    scales_of,
+)
 from tw_compile.kernels.collective.wires import Wire
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.registry import load
 
 EPS = 1e-6
 ERROR_RATIO = 1.1
 BF16 = torch.bfloat16
+LEAST_SCALE = 1 / (FP8_MAX * 512)
+LEAST_AMAX = 1e-10
+SCALE_GROUP = 128
+
+Scales = Literal["", "token", "group"]
+"""What has a float8 scale of its own, made of the values: each token, or each group of 128 columns; empty: none is made."""
 
 
 @dataclass
@@ -64,12 +83,32 @@ class Form:
     weight_dtype: torch.dtype | None = None
     residual_dtype: torch.dtype | None = None
     hidden_scale: float | None = None  # float8 output
+    scales: Scales = ""
+    epilogue: str = RMS_NORM
+    norm_bias: bool = False
 
-    def norm(self) -> NormSpec:
+    def norm(self, hidden_size: int | None = None) -> NormSpec:
+        """What the operator is asked for. ``hidden_size`` has to be said if scales are made of rows."""
         cast = self.dtype if self.weight == "cast" else None
         offset = 1.0 if self.weight == "offset" else 0.0
-        hidden_dtype = self.dtype if self.hidden_scale is None else FP8
-        return NormSpec(EPS, offset, cast, hidden_dtype, self.residual_dtype or self.dtype)
+        hidden_dtype = FP8 if self.quantises else self.dtype
+        kept = self.residual_dtype or self.dtype
+        norm = NormSpec(EPS, offset, cast, hidden_dtype, kept, epilogue=self.epilogue)
+        if not self.scales:
+            return norm
+        assert hidden_size is not None, "scales of tokens are made of all columns"
+        return made_scales(norm, self.scales, hidden_size)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether results are float8."""
+        return self.hidden_scale is not None or bool(self.scales)
+
+
+def made_scales(norm: NormSpec, scales: Scales, hidden_size: int) -> NormSpec:
+    """``norm`` with float8 results whose scales are made of them, as vLLM does for each token, or group of 128 columns."""
+    columns, least = (hidden_size, LEAST_SCALE) if scales == "token" else (SCALE_GROUP, LEAST_AMAX / FP8_MAX)
+    return replace(norm, hidden_dtype=FP8, scale_columns=columns, min_scale=least, divides_by_scale=True)
 
 
 @dataclass
@@ -81,6 +120,7 @@ class Problem:
     residual: torch.Tensor
     bias: torch.Tensor
     weight: torch.Tensor
+    norm_bias: torch.Tensor
 
     def request(self, ctx: Context, group_name: str | None = None, slot: int = 0) -> Request:
         form, residual = self.form, None
@@ -98,12 +138,13 @@ class Problem:
             residual,
             self.bias if form.bias else None,
             None if form.weight == "none" else self.weight,
-            form.norm(),
+            form.norm(self.x.shape[1]),
             form.residual == "sharded",
             form.out,
             name,
             slot,
             None if form.hidden_scale is None else self.x.new_tensor([form.hidden_scale], dtype=torch.float32),
+            norm_bias=self.norm_bias if form.norm_bias else None,
         )
 
     def rows(self, ctx: Context) -> slice:
@@ -118,8 +159,8 @@ class Problem:
         return residual[: rows.stop - rows.start]
 
     def dequantised(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` times its scale, in float32; unchanged where it has none."""
-        return hidden if self.form.hidden_scale is None else hidden.float() * self.form.hidden_scale
+        """``hidden`` times its scales, in float32; unchanged where it has none."""
+        return dequantised(hidden, self.form)
 
 
 def make_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: int = 0) -> Problem:
@@ -137,6 +178,7 @@ def make_problem(ctx: Context, tokens: int, hidden_size: int, form: Form, seed: 
         normal(shared, residual_dtype, tokens, hidden_size),
         normal(shared, form.dtype, hidden_size),
         normal(shared, weight_dtype, hidden_size),
+        normal(shared, weight_dtype, hidden_size),
     )
 
 
@@ -144,20 +186,42 @@ def exact(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` in float64."""
     form, total = problem.form, problem.x.double()
     dist.all_reduce(total)
-    norm = NormSpec(EPS, form.norm().weight_offset, None, torch.float64, torch.float64)
+    norm = NormSpec(
+        EPS, problem.request(ctx).norm.weight_offset, None, torch.float64, torch.float64, epilogue=form.epilogue
+    )
+    return _add_norm(ctx, problem, total, norm)
+
+
+def _add_norm(ctx: Context, problem: Problem, total: torch.Tensor, norm: NormSpec) -> Results:
+    """``(hidden, h)`` of the sums ``total [tokens, hidden]`` by the epilogue's reference."""
     request = problem.request(ctx)
-    residual = problem.residual if form.residual != "none" else None
-    return add_rms_norm(total, residual, request.bias, request.weight, norm)
+    residual = problem.residual if problem.form.residual != "none" else None
+    operands = (total, residual, request.bias, request.weight, norm, None, request.norm_bias)
+    results: Results = load(EPILOGUES[norm.epilogue].reference)(*operands)
+    return results
 
 
 def unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """``(hidden, h)`` by all_reduce and eager operators, each of which rounds to its dtype; float8 is quantised last."""
     hidden, h = _unfused(ctx, problem)
-    return (hidden if problem.form.hidden_scale is None else quantised(hidden, problem.form.hidden_scale)), h
+    return quantised(hidden, problem.form), h
 
 
-def quantised(hidden: torch.Tensor, scale: float) -> torch.Tensor:
-    """float8, saturating, as operators of its own do it."""
+def dequantised(hidden: torch.Tensor, form: Form) -> torch.Tensor:
+    """``hidden`` of a call of that form times its scales, in float32; unchanged where it has none."""
+    if form.scales:
+        columns = form.norm(hidden.shape[1]).scale_columns
+        return hidden.float() * scales_of(hidden, columns).repeat_interleave(columns, 1)
+    return hidden if form.hidden_scale is None else hidden.float() * form.hidden_scale
+
+
+def quantised(hidden: torch.Tensor, form: Form) -> torch.Tensor:
+    """float8, saturating, as operators of its own do it; unchanged where the form asks for none."""
+    if form.scales:
+        return by_made_scales(hidden, form.norm(hidden.shape[1]))
+    if form.hidden_scale is None:
+        return hidden
+    scale = form.hidden_scale
     return (
         (hidden.float() * hidden.new_tensor(scale, dtype=torch.float32).reciprocal()).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     )
@@ -165,20 +229,24 @@ def quantised(hidden: torch.Tensor, scale: float) -> torch.Tensor:
 
 def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     form, h = problem.form, problem.x.clone()
-    norm = form.norm()
     dist.all_reduce(h)
     request = problem.request(ctx)
+    norm = request.norm
     if request.bias is not None:
         h = h + request.bias
     if form.residual != "none":
         h = (problem.residual + h).to(norm.residual_dtype)
     y = h.float()
+    if form.epilogue == LAYER_NORM:
+        y = y - y.mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
-    if request.weight is None:
-        return y.to(form.dtype), h
-    if form.weight == "cast":
-        return (request.weight * y.to(form.dtype)).to(form.dtype), h
-    return (y * (norm.weight_offset + request.weight.float())).to(form.dtype), h
+    if request.weight is not None and form.weight == "cast":
+        y = (request.weight * y.to(form.dtype)).to(form.dtype)
+    elif request.weight is not None:
+        y = y * (norm.weight_offset + request.weight.float())
+    if request.norm_bias is not None:
+        y = y + request.norm_bias
+    return y.to(form.dtype), h
 
 
 def in_codes(ctx: Context, problem: Problem, wire: Wire) -> Results:
@@ -190,9 +258,7 @@ def in_codes(ctx: Context, problem: Problem, wire: Wire) -> Results:
     total = round_trip(problem.x, wire.sums).to(torch.float32, copy=True)
     total[own] = problem.x[own].float()
     dist.all_reduce(total)
-    request = problem.request(ctx)
-    residual = problem.residual if problem.form.residual != "none" else None
-    hidden, h = add_rms_norm(total, residual, request.bias, request.weight, request.norm)
+    hidden, h = _add_norm(ctx, problem, total, problem.form.norm())
     return round_trip(hidden, wire.results).to(hidden.dtype), h
 
 

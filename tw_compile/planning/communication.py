@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tw_compile.planning.device import DeviceProfile, FusedKernel
+from dataclasses import dataclass
+
+from tw_compile.planning.device import CODED_KERNELS, DeviceProfile, FusedKernel
 from tw_compile.planning.links import LinkTransport
 
 ELEMENT_BYTES = 2
@@ -10,8 +12,23 @@ COPY_SHARE = 0.5
 """What a row that is only copied costs of ``row_us``; fitted with it to rows with none, one and two copies."""
 
 
-def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
-    """Bytes that cross one direction of a rank's links for a message of ``nbytes``.
+@dataclass(frozen=True)
+class RowShares:
+    """What the bytes of a row are on its way, as shares of its 16 bits a column: of partial sums, and of results.
+
+    ``wire`` is the name of the codes. What it takes to encode a row is not counted.
+    """
+
+    sums: float = 1.0
+    results: float = 1.0
+    wire: str = "exact"
+
+
+EXACT_ROWS = RowShares()
+
+
+def traffic_bytes(kind: str, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS) -> float:
+    """Bytes that cross one direction of a rank's links for a message of ``nbytes``; ``rows`` count in two-shot alone.
 
     Two-shot reads N-1 peers' parts of its own rows and writes those rows to N-1 peers. With multicast the switch adds up, so a
     rank sends its whole message once and its own rows once. One-shot reads N-1 peers' messages whole.
@@ -20,7 +37,7 @@ def traffic_bytes(kind: str, nbytes: int, world_size: int) -> float:
         return nbytes * (world_size + 1) / world_size
     if kind == "one_shot":
         return nbytes * (world_size - 1.0)
-    return nbytes * 2.0 * (world_size - 1) / world_size
+    return nbytes * (rows.sums + rows.results) * (world_size - 1) / world_size
 
 
 def sm_us(
@@ -31,6 +48,7 @@ def sm_us(
     staged: bool = False,
     narrow: bool = False,
     in_slot: bool = False,
+    rows: RowShares = EXACT_ROWS,
 ) -> float:
     """What rows of ``[tokens, hidden]`` cost one rank's SMs, on a single CTA.
 
@@ -38,15 +56,17 @@ def sm_us(
     itself and the new residual, then loads and stores N-1 rows that peers have finished. ``staged``: the message is an ordinary
     tensor, and N-1 more rows are copied to where peers read them. ``narrow``: the residual has 16 bits, as that of calls beside
     other work, and not 32. ``in_slot``: rows that peers have finished are read where they are, if the kernel can
-    leave them there. Multicast: one row and a 16-bit
-    residual each way.
+    leave them there. Rows in codes have to be decoded. Multicast: one row and a 16-bit residual each way.
     """
     own = tokens / world_size
     if kernel.traffic == "multicast":
-        moved, copied = 4, 0
+        moved, copied = 4.0, 0
     else:
-        copied = (world_size - 1) * (staged + (not (in_slot and kernel.in_slot)))
-        moved = 2 * world_size + (2 if narrow else 4) + 2 * copied
+        stays = in_slot and kernel.in_slot and rows == EXACT_ROWS
+        peers = world_size - 1
+        copied = peers * (staged + (not stays))
+        summed = 2 + peers * (rows.sums + rows.results) + (2 if narrow else 4)
+        moved = summed + peers * (staged * (1 + rows.sums) + (not stays) * (rows.results + 1))
     nbytes = moved * hidden_size * ELEMENT_BYTES
     return own * (kernel.row_us * (1.0 + COPY_SHARE * copied) + nbytes / (kernel.cta_gb_per_s * 1e3))
 
@@ -60,26 +80,32 @@ def fused_us(
     staged: bool = False,
     narrow: bool = False,
     in_slot: bool = False,
+    rows: RowShares = EXACT_ROWS,
 ) -> float:
-    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. The last three: see :func:`sm_us`.
+    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. The last four: see :func:`sm_us`.
 
     A smooth maximum of links and SMs, ``(links^p + sms^p)^(1/p)`` with p the kernel's ``sharpness``: measured kernels reach the
     links' rate gradually.
     """
     nbytes = tokens * hidden_size * ELEMENT_BYTES
-    links = traffic_bytes(kernel.traffic, nbytes, world_size) / (kernel.link_gb_per_s * 1e3)
-    sms = sm_us(kernel, tokens, hidden_size, world_size, staged, narrow, in_slot) / ctas
+    links = traffic_bytes(kernel.traffic, nbytes, world_size, rows) / (kernel.link_gb_per_s * 1e3)
+    sms = sm_us(kernel, tokens, hidden_size, world_size, staged, narrow, in_slot, rows) / ctas
     return kernel.latency_us + (links**kernel.sharpness + sms**kernel.sharpness) ** (1.0 / kernel.sharpness)
 
 
 def fastest_alone(
-    profile: DeviceProfile, multicast: bool, tokens: int, hidden_size: int, world_size: int
+    profile: DeviceProfile,
+    multicast: bool,
+    tokens: int,
+    hidden_size: int,
+    world_size: int,
+    rows: RowShares = EXACT_ROWS,
 ) -> tuple[int, float]:
     """CTAs and microseconds of the profile's fastest kernel of the transport when nothing runs beside it."""
     us, ctas = min(
-        (fused_us(kernel, tokens, hidden_size, world_size, ctas), ctas)
-        for kernel in profile.fused.values()
-        if kernel.multicast == multicast
+        (fused_us(kernel, tokens, hidden_size, world_size, ctas, rows=rows), ctas)
+        for name, kernel in profile.fused.items()
+        if kernel.multicast == multicast and (rows == EXACT_ROWS or name in CODED_KERNELS)
         for ctas in kernel.ctas
     )
     return ctas, us
@@ -94,11 +120,12 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
     )
 
 
-def link_us(transport: LinkTransport, nbytes: int, world_size: int) -> float:
-    """A message over a link that is no peer memory, alone, by the transport's fastest way."""
+def link_us(transport: LinkTransport, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS) -> float:
+    """A message over a link that is no peer memory, alone, by the transport's fastest way. Codes have no one-shot way."""
     return min(
-        way.latency_us + traffic_bytes(way.traffic, nbytes, world_size) / (way.gb_per_s * 1e3)
+        way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.gb_per_s * 1e3)
         for way in transport.ways.values()
+        if rows == EXACT_ROWS or way.traffic == "two_shot"
     )
 
 
@@ -120,11 +147,12 @@ def beside_us(
     world_size: int,
     ctas: int,
     in_slot: bool = False,
+    rows: RowShares = EXACT_ROWS,
 ) -> float:
     """A call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
     if isinstance(kernel, LinkTransport):
-        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size)
-    alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot)
+        return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size, rows)
+    alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot, rows=rows)
     return profile.slower_beside(world_size) * alone
 
 

@@ -103,6 +103,10 @@ class AllReduceTimes:
     link_gb_per_s: float
 
 
+CODED_KERNELS = ("push",)
+"""The fused kernels whose rows can travel in codes, by their names in profiles."""
+
+
 @dataclass(frozen=True)
 class FusedKernel:
     """A kernel that does all_reduce + residual + RMSNorm, and how its rate grows with its CTAs.
@@ -147,6 +151,7 @@ class DeviceProfile:
         communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do, with two
             ranks; see :meth:`slower_beside`.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
+        estimated: Whether most of it is another device's, scaled by a few times that ranks have measured (``calibration.py``).
     """
 
     name: str
@@ -164,6 +169,7 @@ class DeviceProfile:
     attention: Mapping[str, AttentionRates]
     all_reduce: Mapping[str, AllReduceTimes]
     fused: Mapping[str, FusedKernel]
+    estimated: bool = False
 
     def slower_beside(self, world_size: int) -> float:
         """Factor on the time of a fused kernel beside others. Every rank more that it waits for adds as much, up to 4 of them:
@@ -191,6 +197,11 @@ class DeviceProfile:
         if key not in self.fused:
             raise ValueError(f"kernel: expected one of {', '.join(self.fused)} ({self.name}), got {key!r}")
         return self.fused[key]
+
+    @property
+    def coded_kernel(self) -> FusedKernel | None:
+        """The kernel that serves calls whose rows travel in codes; None where the profile has none."""
+        return next((self.fused[name] for name in CODED_KERNELS if name in self.fused), None)
 
     def kernel_of_transport(self, transport: str, named: bool) -> str | None:
         """The kernel that plans are for where messages travel by ``transport``; None where there is none.

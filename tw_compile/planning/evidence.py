@@ -25,6 +25,10 @@ UNMEASURED_MARGIN = 0.05
 """The margin for a device without measured layers. No constant of a profile was fitted to the Qwen2.5-72B layers of
 ``configs/layers``. For them the planner was up to 4% too optimistic, with measured GEMMs. Estimates are no better than that."""
 
+ESTIMATED_MARGIN = 0.10
+"""The margin for a device whose profile is an estimate. Twice that of a device without measured layers, because it has another
+device's tiles, attention kernels, launches and contention on top: only a GEMM, a norm and the calls themselves were timed."""
+
 _PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
@@ -95,10 +99,11 @@ class LayerError:
 class Evidence:
     """The known errors of the planner for one device and kernel.
 
-    ``errors``: one for each measured layer.
+    ``errors``: one for each measured layer. ``estimated``: see :class:`~tw_compile.planning.device.DeviceProfile`.
     """
 
     errors: tuple[LayerError, ...]
+    estimated: bool = False
 
     @property
     def counted(self) -> tuple[LayerError, ...]:
@@ -108,7 +113,9 @@ class Evidence:
     @property
     def margin(self) -> float:
         """The gain, as a share of the unsplit layer's time, from which on a split is taken."""
-        return fmean(abs(error.ratio) for error in self.counted) if self.counted else UNMEASURED_MARGIN
+        if self.counted:
+            return fmean(abs(error.ratio) for error in self.counted)
+        return ESTIMATED_MARGIN if self.estimated else UNMEASURED_MARGIN
 
     @property
     def mean(self) -> float:
@@ -123,7 +130,8 @@ class Evidence:
     def __str__(self) -> str:
         rule = f"a split must be predicted to save more than {self.margin:.1%}"
         if not self.counted:
-            return f"{rule}, because no layer was measured with this kernel on this device"
+            what = "of the device little but calls, a GEMM and a norm was" if self.estimated else "no layer was"
+            return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"
         what = "groups" if self.counted[0].layer.group else "single ranks, with stand-ins for calls"
         return (
             f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average: "

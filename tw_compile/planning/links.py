@@ -109,12 +109,12 @@ def shipped_link() -> Link:
     return parse_link(file.read_text(), f"configs/links/{HOST_MEMORY}.toml")
 
 
-def link_of_node() -> Link:
-    """Host memory, as the user's file has it if there is one, else as shipped.
+def link_of_node(measured: Link | None = None) -> Link:
+    """Host memory, as the user's file has it if there is one, else as ranks ``measured`` it, else as shipped.
 
     Raises:
         ValueError: The user's file is wrong, or cannot be read.
     """
     file = user_file(USER_FILE)
     text = read_if_there(file, "link")
-    return shipped_link() if text is None else parse_link(text, str(file))
+    return (measured or shipped_link()) if text is None else parse_link(text, str(file))

@@ -13,7 +13,7 @@ from tw_compile.planning.evidence import Evidence, LayerError, measured_layers
 from tw_compile.planning.gemm import full_wave_tokens
 from tw_compile.planning.layer import LayerShape
 from tw_compile.planning.links import UNFUSED, Link, shipped_link
-from tw_compile.planning.windows import Costs, PlannedWindow, weave, weave_joined
+from tw_compile.planning.windows import ALL_EXACT, ATTENTION, MLP, Costs, PlannedWindow, Wires, weave, weave_joined
 
 ROW_MULTIPLE = 16
 MAX_CANDIDATES = 32
@@ -48,7 +48,7 @@ class Predicted:
         unfused_us: The fastest all_reduce, then residual add and RMSNorm.
         no_communication_us: Without the all_reduces, norms kept.
         fused_us: all_reduce + residual + RMSNorm fused, nothing split.
-        split_us: The weave.
+        split_us: The weave, or the time that the host needs to launch it, if that is longer.
     """
 
     unfused_us: float
@@ -146,6 +146,7 @@ def plan_layer(
     min_gain: float | None = None,
     host_us: float = 0.0,
     link: Link | None = None,
+    wires: Wires = ALL_EXACT,
 ) -> Plan:
     """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
 
@@ -164,17 +165,20 @@ def plan_layer(
         row_multiple: Half 1 must be a multiple of this, and also of the number of ranks.
         min_gain: The split must be predicted faster than every unsplit layer by this share of its time; default: the margin
             of :func:`evidence`.
-        host_us: Microseconds that the host needs to launch a split layer. If the device is faster, it waits for the host.
+        host_us: Microseconds that the host needs to launch a split layer. If the device is faster, it waits for the host, and
+            the layer takes that long.
         link: The link that messages travel over; default: peer memory, with the rates of the profile.
+        wires: How rows of fused sums travel. Their bytes are counted, and what it takes to encode them is not. Unfused sums are
+            exact.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: No kernel serves rows in codes, or an argument is out of range.
     """
     transport = UNFUSED if kernel is None else kernel
     calls = profile.fused_kernel(kernel) if link is None else link.transport(transport)
     min_gain = evidence(profile, kernel, link).margin if min_gain is None else min_gain
     batch = _checked(tokens, sequences, attention, first, row_multiple, min_gain)
-    costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link, joins_gemms)
+    costs = Costs(profile, layer, calls, batch, gemms_leave_sms, link, joins_gemms, wires)
     unfused, silent, fused, ctas = _unsplit(costs, tokens)
     starts = _starts(batch)
     multiple = math.lcm(row_multiple, layer.world_size)
@@ -198,11 +202,10 @@ def plan_layer(
     ]
     near = min(us for us, _, _ in weaves) * (1.0 + RESOLUTION) if weaves else 0.0
     best = next((weave for weave in weaves if weave[0] <= near), None)
-    predicted = Predicted(unfused, silent, fused, best[0] if best else None)
-    if best is not None and best[0] < host_us:
-        off = Off.HOST_SLOWER
-    elif best is not None and best[0] > predicted.unsplit_us * (1.0 - min_gain):
-        off = Off.NOT_FASTER
+    predicted = Predicted(unfused, silent, fused, max(best[0], host_us) if best else None)
+    most = predicted.unsplit_us * (1.0 - min_gain)
+    if best is not None and max(best[0], host_us) > most:
+        off = Off.NOT_FASTER if best[0] > most else Off.HOST_SLOWER
     windows = best[2] if best else ()
     mode = Mode.OFF if off or best is None else Mode.JOIN if len(windows) == 5 else Mode.SPLIT
     first = best[1] if best is not None else tokens
@@ -212,7 +215,7 @@ def plan_layer(
         sizes=(tokens,) if mode is Mode.OFF else (first, tokens - first),
         cuts_sequence=mode is not Mode.OFF and first not in starts,
         off=off,
-        reason=_reason(off, predicted, min_gain, multiple, host_us),
+        reason=_reason(off, predicted, min_gain, multiple, best[0] if best else 0.0),
         fused_ctas=ctas,
         predicted=predicted,
         windows=windows,
@@ -231,7 +234,7 @@ def evidence(profile: DeviceProfile, kernel: str | None = None, link: Link | Non
     """
     device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
     if device is None:
-        return Evidence(())
+        return Evidence((), profile.estimated)
     if link is None:
         return _evidence(device, profile.kernel if kernel is None else kernel, "")
     return _evidence(device, UNFUSED if kernel is None else kernel, link.name)
@@ -297,8 +300,10 @@ def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
     silent = compute if costs.norm_apart else compute + sums * costs.norm_us(tokens)
     if not sums:
         return silent, silent, silent - compute + joined, costs.kernel.ctas[0]
-    ctas, call = costs.call_alone(tokens)
-    return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, joined + sums * call, ctas
+    parts = [part for part, summed in ((ATTENTION, layer.attention_summed), (MLP, layer.mlp_summed)) if summed]
+    calls = [costs.call_alone(tokens, part) for part in parts]
+    ctas, us = max(ctas for ctas, _ in calls), sum(us for _, us in calls)
+    return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, joined + us, ctas
 
 
 def _starts(sequences: Sequence[int]) -> frozenset[int]:
@@ -322,9 +327,8 @@ def candidate_sizes(costs: Costs, tokens: int, starts: Iterable[int], multiple: 
         sms = costs.profile.sms
         joint = [candidate for candidate in (costs.joint_qkv, costs.joint_gate_up) if candidate is not None]
         for gemm in dict.fromkeys((*(of_layer.of_half(costs.profile) for of_layer in costs.layer.gemms), *joint)):
-            for budget in dict.fromkeys(
-                (sms, *(costs.profile.sms_beside(costs.kernel, ctas) for ctas in costs.kernel.ctas))
-            ):
+            beside = [costs.profile.sms_beside(kernel, ctas) for kernel in costs.kernels for ctas in kernel.ctas]
+            for budget in dict.fromkeys((sms, *beside)):
                 tile = costs.gemm(gemm, middle or 1, budget).tile
                 for size in full_wave_tokens(gemm, tile, budget, middle):
                     wanted |= {size // multiple * multiple, (tokens - size) // multiple * multiple}
@@ -353,7 +357,8 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple
     return tuple(result)
 
 
-def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int, host_us: float) -> str:
+def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int, device_us: float) -> str:
+    """In words; ``device_us``: what the device takes for a split layer, however long the host launches it."""
     if off is Off.NO_COMMUNICATION:
         return "no all_reduce that could be hidden"
     if off is Off.TOO_FEW_TOKENS:
@@ -362,7 +367,10 @@ def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: in
         return "one sequence, which may not be cut"
     assert predicted.split_us is not None
     if off is Off.HOST_SLOWER:
-        return f"split is predicted to take {predicted.split_us:.0f} us, and the host {host_us:.0f} us to launch it"
+        return (
+            f"split is predicted to take {device_us:.0f} us, and the host {predicted.split_us:.0f} us to launch it; unsplit it "
+            f"takes {predicted.unsplit_us:.0f} us"
+        )
     share = predicted.split_us / predicted.unsplit_us
     text = f"split is predicted to take {share:.1%} of the unsplit layer's time"
     return f"{text}, more than {1.0 - min_gain:.1%}" if off is Off.NOT_FASTER else text

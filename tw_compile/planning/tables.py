@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Table = TypeVar("Table")
@@ -25,16 +25,18 @@ def read_table(kind: type[Table], text: str, source: str) -> Table:
 
 
 def _part(kind: type[Table], values: Any, where: str) -> Table:
-    """``kind`` with every field from the key of its name; no key may be missing or left over."""
+    """``kind`` with every field from the key of its name; no key may be left over, and only those with a default be missing."""
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected a table, got {values!r}")
     hints = get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for name in (*values.keys() - set(names), *set(names) - values.keys()):
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    names = [field.name for field in fields]
+    needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+    for name in (*values.keys() - set(names), *needed - values.keys()):
         raise ValueError(
             f"{where}: expected the keys {', '.join(names)}, {'got' if name in values else 'not without'} {name!r}"
         )
-    return kind(**{name: _value(hints[name], values[name], f"{where}: {name}") for name in names})
+    return kind(**{name: _value(hints[name], values[name], f"{where}: {name}") for name in names if name in values})
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
@@ -67,3 +69,34 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ValueError(f"{where}: expected a positive {hint.__name__}, got {value!r}")
         return hint(value)
     return _part(hint, value, where)
+
+
+def toml_of(part: object, origin: Callable[[str], str] | None = None) -> str:
+    """The TOML of a table, as :func:`read_table` reads it. ``origin``: what is said of a value, by its dotted name."""
+    return "\n".join(_lines(part, "", origin)) + "\n"
+
+
+def _lines(part: object, path: str, origin: Callable[[str], str] | None) -> list[str]:
+    """Plain values first, then tables."""
+    values = part if isinstance(part, Mapping) else {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
+    lines, tables = [], []
+    for key, value in values.items():
+        name = f"{path}{key}"
+        if isinstance(value, Mapping):
+            for inner, entry in value.items():
+                tables += ["", f"[{name}.{inner}]", *_lines(entry, f"{name}.{inner}.", origin)]
+        elif dataclasses.is_dataclass(value):
+            tables += ["", f"[{name}]", *_lines(value, f"{name}.", origin)]
+        else:
+            lines.append(f"{key} = {_text(value)}" + ("" if origin is None else f"  # {origin(name)}"))
+    return lines + tables
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(_text(item) for item in value)}]"
+    return repr(value)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tw_compile.planning import communication
-from tw_compile.planning.communication import ELEMENT_BYTES, elementwise_us
+from tw_compile.planning.communication import ELEMENT_BYTES, EXACT_ROWS, RowShares, elementwise_us
 from tw_compile.planning.device import DeviceProfile, FusedKernel
 from tw_compile.planning.gemm import Gemm, GemmTime, gemm_time, joint_gemm
 from tw_compile.planning.layer import LayerShape, attention_us
@@ -78,6 +78,33 @@ class PlannedWindow:
     us: float
 
 
+ATTENTION, MLP = "attention", "mlp"
+"""The part that a sum is behind."""
+
+
+@dataclass(frozen=True)
+class Wires:
+    """How the rows of a layer's two sums travel: that behind attention and that behind the MLP."""
+
+    attention: RowShares = EXACT_ROWS
+    mlp: RowShares = EXACT_ROWS
+
+    def __str__(self) -> str:
+        same = self.attention == self.mlp
+        return self.mlp.wire if same else f"{self.attention.wire} behind attention, {self.mlp.wire} behind the MLP"
+
+
+ALL_EXACT = Wires()
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """What serves the sums behind one part, and what their rows are on the way."""
+
+    kernel: FusedKernel | LinkTransport
+    rows: RowShares
+
+
 @dataclass(frozen=True)
 class Gemms:
     """GEMMs of one input, of ``tokens`` tokens; ``joint`` is what they can be computed as, if they can.
@@ -100,7 +127,11 @@ class Costs:
 
     ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`. ``link``:
     what messages travel over, where that is no peer memory; ``kernel`` is then a transport of it. ``joins_gemms``: whether
-    GEMMs of one input are computed as one where nothing is split, if that is faster.
+    GEMMs of one input are computed as one where nothing is split, if that is faster. ``wires``: how rows travel; over peer
+    memory it may take another kernel than ``kernel`` to serve those in codes.
+
+    Raises:
+        ValueError: The profile has no kernel that does.
     """
 
     def __init__(
@@ -112,6 +143,7 @@ class Costs:
         gemms_leave_sms: bool = True,
         link: Link | None = None,
         joins_gemms: bool = True,
+        wires: Wires = ALL_EXACT,
     ) -> None:
         self.link = link
         self.joins_gemms = joins_gemms
@@ -125,6 +157,23 @@ class Costs:
             joint_gemm(profile, gemms) if gemms_leave_sms else None for gemms in (layer.qkv, layer.mlp[:-1])
         )
         self._gemms: dict[tuple[Gemm, int, int], GemmTime] = {}
+        self._calls = {ATTENTION: self._calls_with(wires.attention), MLP: self._calls_with(wires.mlp)}
+        attention, mlp = (calls.kernel for calls in self._calls.values())
+        self.kernels = (attention,) if attention == mlp else (attention, mlp)
+
+    def _calls_with(self, rows: RowShares) -> _Calls:
+        kernel = self.kernel
+        if rows != EXACT_ROWS and isinstance(kernel, FusedKernel):
+            coded = None if kernel.multicast else self.profile.coded_kernel
+            if coded is None:
+                what = (
+                    "multicast, whose switch adds rows as they are"
+                    if kernel.multicast
+                    else f"{self.profile.name}'s kernels"
+                )
+                raise ValueError(f"wire: expected exact with {what}, got {rows.wire}")
+            kernel = coded
+        return _Calls(kernel, rows)
 
     def gemm(self, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
         key = (gemm, tokens, sms)
@@ -132,13 +181,17 @@ class Costs:
             self._gemms[key] = gemm_time(self.profile, gemm, tokens, sms)
         return self._gemms[key]
 
-    def beside(self, gemm: Gemm, tokens: int, ctas: int, left_us: float) -> tuple[GemmTime, float]:
-        """A GEMM that begins while ``ctas`` CTAs are taken for another ``left_us``, and its microseconds without contention.
+    def beside(
+        self, gemm: Gemm, tokens: int, ctas: int, left_us: float, kernel: FusedKernel | LinkTransport | None = None
+    ) -> tuple[GemmTime, float]:
+        """A GEMM that begins while ``ctas`` CTAs of ``kernel`` are taken for another ``left_us``, and its microseconds.
+
+        These are without contention. None: the kernel of exact rows.
 
         cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn, and so do grouped GEMMs. Those that
         find no SMs begin when the other kernel or the first of the rest ends, and then take as long as all others.
         """
-        free = self.profile.sms_beside(self.kernel, ctas)
+        free = self.profile.sms_beside(kernel or self.kernel, ctas)
         if self.gemms_leave_sms:
             time = self.gemm(gemm, tokens, free)
             return time, time.us
@@ -197,35 +250,52 @@ class Costs:
         return min(each, self.gemm(step.joint, step.tokens, sms).us - step.gated_us)
 
     def window(
-        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int = 0, in_slot: bool = False
+        self,
+        computes: str,
+        half: int,
+        steps: Sequence[Computation],
+        message_tokens: int = 0,
+        in_slot: bool = False,
+        summed: str = ATTENTION,
     ) -> PlannedWindow:
         """The window with the CTA count that makes it shortest, with :data:`SLACK`; the fewest CTAs of :data:`NEAR` ones.
 
-        ``message_tokens``: of the other half, whose sum travels; 0 when none does. ``in_slot``: its results are
-        read where peers write them.
+        ``message_tokens``: of the other half, whose sum behind the part ``summed`` travels; 0 when none does. ``in_slot``: its
+        results are read where peers write them.
         """
         if not message_tokens:
             return self._window(computes, half, steps, 0, 0, False)
-        options = [self._window(computes, half, steps, message_tokens, ctas, in_slot) for ctas in self.kernel.ctas]
+        options = [
+            self._window(computes, half, steps, message_tokens, ctas, in_slot, summed)
+            for ctas in self._calls[summed].kernel.ctas
+        ]
         costs = [max(window.compute_us, SLACK * window.communication_us) for window in options]
         return next(window for window, cost in zip(options, costs, strict=True) if cost <= NEAR * min(costs))
 
     def _window(
-        self, computes: str, half: int, steps: Sequence[Computation], message_tokens: int, ctas: int, in_slot: bool
+        self,
+        computes: str,
+        half: int,
+        steps: Sequence[Computation],
+        message_tokens: int,
+        ctas: int,
+        in_slot: bool,
+        summed: str = ATTENTION,
     ) -> PlannedWindow:
         """While the sum travels, compute has the SMs that are left, GEMMs as many as fit; contention slows both."""
-        profile = self.profile
+        profile, calls = self.profile, self._calls[summed]
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
         if ctas:
             communication_us = communication.beside_us(
                 profile,
-                self.kernel,
+                calls.kernel,
                 message_tokens,
                 self.layer.hidden_size,
                 self.layer.world_size,
                 ctas,
                 in_slot,
+                calls.rows,
             )
         clock = 0.0
         gemms: list[GemmPlan] = []
@@ -233,14 +303,14 @@ class Costs:
             if isinstance(step, Gemms):
                 ways = [step.gemms, *([(step.joint,)] if ctas and step.joint is not None else [])]
                 clock, chosen = min(
-                    (self._one_by_one(way, step.tokens, ctas, communication_us, clock) for way in ways),
+                    (self._one_by_one(way, step.tokens, ctas, communication_us, clock, calls.kernel) for way in ways),
                     key=lambda way: way[0],
                 )
                 gemms += chosen
             else:
                 begun = ctas if clock < SLACK * communication_us else 0
                 clock = self._after(clock, step(profile.sms - begun), communication_us)
-        communication_us = communication.overlapped_us(self.kernel, communication_us, clock)
+        communication_us = communication.overlapped_us(calls.kernel, communication_us, clock)
         return PlannedWindow(
             computes=computes,
             half=half,
@@ -254,13 +324,19 @@ class Costs:
         )
 
     def _one_by_one(
-        self, gemms: Sequence[Gemm], tokens: int, ctas: int, communication_us: float, clock: float
+        self,
+        gemms: Sequence[Gemm],
+        tokens: int,
+        ctas: int,
+        communication_us: float,
+        clock: float,
+        kernel: FusedKernel | LinkTransport,
     ) -> tuple[float, list[GemmPlan]]:
         """When the last one has ended that begin at ``clock``, and what they are planned for."""
         plans = []
         for gemm in gemms:
             begun = ctas if clock < SLACK * communication_us else 0
-            time, us = self.beside(gemm, tokens, begun, max(communication_us - clock, 0.0))
+            time, us = self.beside(gemm, tokens, begun, max(communication_us - clock, 0.0), kernel)
             tile = (time.tile.rows, time.tile.columns)
             plans.append(GemmPlan(gemm.name, tokens, time.sms, tile, time.tiles, time.waves, us, len(gemm.joint)))
             clock = self._after(clock, us, communication_us)
@@ -288,13 +364,14 @@ class Costs:
         assert isinstance(self.kernel, FusedKernel)
         return communication.all_reduce_us(self.profile, nbytes, ranks, self.kernel.multicast)
 
-    def call_alone(self, tokens: int) -> tuple[int, float]:
-        """CTAs and microseconds of a call of ``[tokens, hidden]`` with nothing beside it."""
-        if isinstance(self.kernel, LinkTransport):
+    def call_alone(self, tokens: int, summed: str = ATTENTION) -> tuple[int, float]:
+        """CTAs and microseconds of a call of ``[tokens, hidden]`` behind the part ``summed`` with nothing beside it."""
+        calls, ranks = self._calls[summed], self.layer.world_size
+        if isinstance(calls.kernel, LinkTransport):
             nbytes = self.layer.message_bytes(tokens)
-            return self.kernel.sms, communication.link_us(self.kernel, nbytes, self.layer.world_size)
-        multicast, hidden_size = self.kernel.multicast, self.layer.hidden_size
-        return communication.fastest_alone(self.profile, multicast, tokens, hidden_size, self.layer.world_size)
+            return calls.kernel.sms, communication.link_us(calls.kernel, nbytes, ranks, calls.rows)
+        multicast, hidden_size = calls.kernel.multicast, self.layer.hidden_size
+        return communication.fastest_alone(self.profile, multicast, tokens, hidden_size, ranks, calls.rows)
 
     def _norm(self, tokens: int, summed: bool) -> list[Computation]:
         """The norm behind a part, unless the sum brings it along. One that waits for the sum runs a part later, for as long."""
@@ -313,12 +390,12 @@ def weave(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
     layer = costs.layer
     matmuls = layer.has_dense_mlp
     return (
-        costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second, True),
+        costs.window("attention", 1, costs.attention_part(range(first)), layer.mlp_summed * second, True, MLP),
         costs.window(
             "attention", 2, costs.attention_part(range(first, tokens)), layer.attention_summed * first, matmuls
         ),
         costs.window("mlp", 1, costs.mlp_part(first, True), layer.attention_summed * second, matmuls),
-        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True),
+        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True, MLP),
     )
 
 
@@ -332,9 +409,9 @@ def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, 
     matmuls = layer.has_dense_mlp
     joined = [*costs.qkv(second), *costs.join(tokens), *costs.attention(range(tokens)), *costs.o_proj(first)]
     return (
-        costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second, True),
+        costs.window("qkv", 1, costs.qkv(first), layer.mlp_summed * second, True, MLP),
         costs.window("join", 2, joined),
         costs.window("o_proj", 2, costs.o_proj(second), layer.attention_summed * first, matmuls),
         costs.window("mlp", 1, costs.mlp_part(first, True), layer.attention_summed * second, matmuls),
-        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True),
+        costs.window("mlp", 2, costs.mlp_part(second, True), layer.mlp_summed * first, True, MLP),
     )

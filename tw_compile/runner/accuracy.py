@@ -7,6 +7,7 @@ float32. The text is cut into pieces that the model reads one by one.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,15 @@ def load_checkpoint(source: str) -> tuple[Any, Any]:
         return _unpacked(model).to(torch.bfloat16).eval(), AutoTokenizer.from_pretrained(packed.parent, **given)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"--checkpoint: expected one that can be read, got {source!r} ({error})") from error
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """SHA-256 of the names, dtypes and values of all parameters, in the order of their names."""
+    hasher = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        hasher.update(f"{name} {parameter.dtype} {list(parameter.shape)}\n".encode())
+        hasher.update(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def _packed_in_package(name: str) -> Path | None:

@@ -76,7 +76,7 @@ def examine() -> Report:
         },
         "thresholds": thresholds_report(gate, calibrated),
         "kernel_tables": kernel_tables_report(gpus, calibrations),
-        "device_profile": _device_profile(gpus),
+        "device_profile": device_profile_report(gpus, calibrations),
         "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
     }
 
@@ -142,10 +142,16 @@ def _ranks(world_sizes: list[int]) -> str:
     return f"{', '.join(map(str, world_sizes))} ranks" if world_sizes else "none for this device"
 
 
-def _device_profile(gpus: list[Report]) -> Report:
+def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -> Report:
     """Where the planner's profile comes from, the lowest layer first; the option is that of a compile."""
     name = gpus[0]["name"] if gpus else None
     shipped, own = shipped_profile(name) if name else None, user_profile()
+    measured = next((calibration.profile for calibration in calibrations if calibration.profile is not None), None)
+    calibrated = {
+        "layer": LAYER,
+        "from": str(default_folder() or "-"),
+        "state": "absent" if measured is None else measured.name,
+    }
     if own is None:
         state = "absent"
     elif name in own.device_names:
@@ -154,6 +160,7 @@ def _device_profile(gpus: list[Report]) -> Report:
         state = f"not used: it is about {', '.join(own.device_names)}"
     return {
         "layers": [
+            *([calibrated] if gpus else []),  # the lowest: it is of a device that nothing else is known of
             {
                 "layer": "shipped",
                 "from": "configs/devices",
@@ -206,15 +213,14 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
 def kernels_by_size(device_name: str, world_size: int, transport: str) -> str:
     """Which kernel of ``p2p`` or ``host`` serves messages up to which size."""
     steps = selection.steps_for(device_name, world_size, transport)
-    if not steps and transport == "p2p":
-        return f"two_shot for all messages (none measured for {device_name}, {world_size} ranks)"
-    *smaller, last = steps or selection.default_host_steps(world_size)
+    *smaller, last = steps or selection.default_steps(transport, world_size)
     named = [f"{step.algorithm} ({step.sms} CTAs) to {step.up_to_bytes / 2**20:g} MiB" for step in smaller]
     if last.up_to_bytes < selection.UNLIMITED:
         named.append(f"{last.algorithm} ({last.sms} CTAs) to {last.up_to_bytes / 2**20:g} MiB and beyond")
     else:
         named.append(f"{last.algorithm} ({last.sms} CTAs) beyond")
-    return ", ".join(named)
+    measured = "" if steps else f" (none measured for {device_name}, {world_size} ranks)"
+    return ", ".join(named) + measured
 
 
 def _gpus() -> list[Report]:

@@ -152,10 +152,11 @@ def _errors(call: RecordedCall, group: dist.ProcessGroup) -> dict[str, dict[str,
     add_and_normalise = load(EPILOGUES[request.norm.epilogue].reference)
     wide = replace(request.norm, hidden_dtype=torch.float64, residual_dtype=torch.float64, cast_before_weight=None)
     true_sum = add_in_rank_order([partial.double() for partial in partials])
-    true_hidden, true_h = add_and_normalise(true_sum, *given, wide)
+    last = (request.hidden_scale, request.norm_bias)
+    true_hidden, true_h = add_and_normalise(true_sum, *given, wide, None, request.norm_bias)
     rounded = true_sum.to(request.x.dtype)
-    exact_hidden, exact_h = add_and_normalise(rounded, *given, request.norm, request.hidden_scale)
-    coded_hidden, coded_h = all_reduce_with_wire(partials, *given, request.norm, request.wire, request.hidden_scale)
+    exact_hidden, exact_h = add_and_normalise(rounded, *given, request.norm, *last)
+    coded_hidden, coded_h = all_reduce_with_wire(partials, *given, request.norm, request.wire, *last)
     coded_sum = sums_of_owners(partials, WIRES[request.wire].sums)
     errors = {"sum": _compared(coded_sum, rounded, coded_sum, true_sum)}
     if call.hidden.dtype != FP8:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import datetime
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 
 from tw_compile import __version__, compat
-from tw_compile.agree import agreed, all_come, refuse
+from tw_compile.agree import agreed, all_come, first_value, refuse
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.calibration import (
@@ -37,21 +37,27 @@ from tw_compile.calibration import (
 from tw_compile.config import Config
 from tw_compile.current import current_node, measured_on, own_gate
 from tw_compile.gating.facts import Backend, Node
+from tw_compile.gating.hosts import DEFAULT_HOST
 from tw_compile.gating.table import Table
 from tw_compile.harness.launch import Progress
 from tw_compile.harness.problems import Context
-from tw_compile.harness.ranks import Keep, Ranks, work_as_rank
+from tw_compile.harness.ranks import Keep, Ranks, one_line, work_as_rank
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.versions import nccl_version
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport
 from tw_compile.kernels.transports.selection import shipped_steps, user_steps
-from tw_compile.tuning.candidates import candidates
+from tw_compile.planning.device import shipped_profile
+from tw_compile.planning.links import shipped_link
+from tw_compile.tuning.candidates import candidates, for_planner
+from tw_compile.tuning.estimate import estimated_profile, measured_link
 from tw_compile.tuning.measured import run_made_with
 from tw_compile.tuning.short import HIDDEN, SECONDS, ShortRun, short_spec
 from tw_compile.tuning.tables import decide, shipped_gate
 
 logger = logging.getLogger("tw_compile")
+
+T = TypeVar("T")
 
 OPTION = "tw_compile.calibrate"
 COMING_SECONDS = 30.0
@@ -59,11 +65,15 @@ COMING_SECONDS = 30.0
 ANSWER_SECONDS = 60.0
 """After which a rank that does not answer has failed."""
 
-Answer = tuple[Literal["measured", "stored", "measure"], str]
-"""The state of a rank: it has measured tables, or a stored calibration with its text, or it would have to measure."""
+Answer = tuple[Literal["measured", "stored", "measure", "failed"], str]
+"""The state of a rank: it has measured tables or no use for any, or a stored calibration with its text, or it would have to
+measure, or it can't tell."""
 
-_control_groups = itertools.count()
-"""Numbers the control groups. All ranks make them together, so they agree on the numbers."""
+_BEGIN = f"{LAYER}/begin"
+"""Where ranks meet that would measure."""
+
+_calibrations = itertools.count()
+"""Numbers them. All ranks begin them together, so they agree on the numbers."""
 asked_in: list[object] = []
 """The default process group in which this process has asked already."""
 
@@ -71,41 +81,58 @@ asked_in: list[object] = []
 def before_compile(config: Config, graph: fx.GraphModule) -> None:
     """Have this process go by a calibration of the node, which is measured if there is none, where ``graph`` needs all ranks.
 
-    Nothing is done while a CUDA graph is captured, for groups that kernels of ours can't serve, and twice in a group.
+    Nothing is done while a CUDA graph is captured, for groups that kernels of ours can't serve, and twice in a group. Nothing
+    is measured for hosts that reduce by other ways than NCCL's, which a calibration does not time. What goes wrong costs one
+    line, and public tables are left.
 
     Raises:
-        RuntimeError: A rank died, or did not answer, while all measured.
+        RuntimeError: A rank died, or did not answer, while all measured; with ``strict`` whatever went wrong.
     """
-    world = dist.group.WORLD
-    if config.calibrate == "stored":
-        return _use_stored_if_possible(config)
-    if world in asked_in or not _may_calibrate(config) or not reduces_over_all_ranks(graph):
-        return None
-    asked_in[:] = [world]
-    here, transports = this_node()
-    if transports and _use_stored(config, here, transports[0]) == "measure" and _all_are_here(here.world_size):
-        use(measured_together(here, default_folder(), _device(), candidates(transports)))
-
-
-def _use_stored_if_possible(config: Config) -> None:
-    """Like :func:`use_stored`, but an error there does not stop the compile unless ``strict`` is set."""
-    try:
-        use_stored(config)
-    except Exception as error:
-        if config.strict:
-            raise
-        logger.warning("tw_compile: no calibration is used: %s", error)
+    measures = config.calibrate == "auto" and config.host == DEFAULT_HOST
+    if _may_calibrate(config) and (not measures or reduces_over_all_ranks(graph)):
+        _calibrate(config, measures)
 
 
 def use_stored(config: Config) -> None:
     """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
-    world = dist.group.WORLD
-    if world in asked_in or not _may_calibrate(config):
+    if _may_calibrate(config):
+        _calibrate(config, measures=False)
+
+
+def _calibrate(config: Config, measures: bool) -> None:
+    """All ranks do the same: what one of them could not find out is not measured by any."""
+    asked_in[:] = [dist.group.WORLD]
+    own: list[tuple[MeasuredOn, list[str]]] = []
+
+    def own_answer() -> Answer:
+        try:
+            here, transports = this_node()
+            own.append((here, transports))
+            if not transports:
+                return "measured", ""
+            return answer(config, current_node(), here, transports[0], default_folder())
+        except Exception as error:
+            own.clear()
+            if config.strict:
+                raise
+            logger.warning("tw_compile: no calibration is used: %s", one_line(error))
+            return "failed", ""
+
+    found, text = agreed(LAYER, own_answer)
+    use(calibration_of(text, LAYER) if found == "stored" else None)
+    if found != "measure" or not measures:
         return
-    asked_in[:] = [world]
-    here, transports = this_node()
-    if transports:
-        _use_stored(config, here, transports[0])
+    if not own:
+        refuse(compat.default_store(), _BEGIN)
+        return
+    here, transports = own[0]
+    if _all_are_here(here.world_size):
+        use(measured_together(here, default_folder(), _device(), everyone(here, transports)))
+
+
+def everyone(here: MeasuredOn, transports: Sequence[str]) -> list[Contender]:
+    """All that are timed on such a node."""
+    return [*candidates(transports), *for_planner(transports, shipped_profile(here.device_name) is not None)]
 
 
 def this_node() -> tuple[MeasuredOn, list[str]]:
@@ -120,16 +147,8 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _use_stored(config: Config, here: MeasuredOn, transport: str) -> str:
-    """Ask the rank that came first what there is, and use a calibration if it has one."""
-    node = current_node()
-    found, text = agreed(LAYER, lambda: answer(config, node, here, transport, default_folder()))
-    use(calibration_of(text, LAYER) if found == "stored" else None)
-    return found
-
-
 def _may_calibrate(config: Config) -> bool:
-    if config.calibrate == "off" or not config.fuse or config.transport != "auto":
+    if config.calibrate == "off" or not config.fuse or config.transport != "auto" or dist.group.WORLD in asked_in:
         return False
     return over_nccl() and dist.is_gloo_available() and not torch.cuda.is_current_stream_capturing()
 
@@ -177,7 +196,7 @@ def answer(config: Config, node: Node, here: MeasuredOn, transport: str, folder:
 
 
 def _all_are_here(ranks: int) -> bool:
-    if all_come(compat.default_store(), f"{LAYER}/begin", ranks, COMING_SECONDS):
+    if all_come(compat.default_store(), _BEGIN, ranks, COMING_SECONDS):
         return True
     logger.warning(
         "tw_compile: this node is not measured: not all of %s ranks came to compile within %.0f s (%s=off does not wait)",
@@ -192,7 +211,7 @@ def measured_together(
     here: MeasuredOn,
     folder: Path | None,
     device: torch.device,
-    everyone: Sequence[Contender],
+    contenders: Sequence[Contender],
     run: Callable[..., ShortRun] = ShortRun,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> Calibration | None:
@@ -208,32 +227,74 @@ def measured_together(
         logger.info(
             "tw_compile: measuring %s x %s, once, in %.0f s (%s)", here.world_size, here.device_name, SECONDS, OPTION
         )
-    control = _control_group(here.world_size, answer_seconds)
+    store, key = compat.default_store(), f"{LAYER}/{next(_calibrations)}"
+    control = _control_group(f"{key}/control", here.world_size, answer_seconds)
     if control is None:
         return None
+    ranks = _Answering(Context(rank, here.world_size, device, compat.group_name(world)), control)
+    found, failure, failed = None, "", f"{key}/failed"
     try:
-        ranks = Ranks(Context(rank, here.world_size, device, compat.group_name(world)), control)
-        if len(set(ranks.gather(here))) > 1:
-            logger.warning("tw_compile: this node is not measured: its ranks run on different devices")
-            return None
-        short = run(ranks, short_spec(here.world_size, device.type), everyone)
-        with torch.no_grad():
-            short.run()
-        text, file = ranks.gather(_kept(here, short, folder) if rank == 0 else None)[0]
-        dist.destroy_process_group(control)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{OPTION}: expected all {here.world_size} ranks to answer within {answer_seconds:.0f} s while they measure this "
-            f"node, got {error}; a rank died or hangs. 'off' leaves it out"
-        ) from error
-    if rank == 0:
+        found = _measured(ranks, here, folder, contenders, run)
+    except _NoAnswerError as error:
+        # A rank that has failed, and lives, has said so before: the others waited for it in vain.
+        if not first_value(False, store, failed):
+            raise RuntimeError(
+                f"{OPTION}: expected all {here.world_size} ranks to answer within {answer_seconds:.0f} s while they measure "
+                f"this node, got {error}; a rank died or hangs. 'off' leaves it out"
+            ) from error
+        failure = "a rank failed"
+    except Exception as error:
+        if not first_value(True, store, failed):  # the others have given this rank up
+            raise
+        failure = one_line(error)
+    dist.destroy_process_group(control)
+    if failure:
+        logger.warning("tw_compile: this node is not measured: %s", failure)
+    return found
+
+
+class _NoAnswerError(RuntimeError):
+    """A rank did not come to where the others are."""
+
+
+class _Answering(Ranks):
+    """Tells ranks that are gone from errors of this one."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :class:`Ranks`."""
+        return self._answered(lambda: super(_Answering, self).gather(value))
+
+    def barrier(self) -> None:
+        """See :class:`Ranks`."""
+        self._answered(super().barrier)
+
+    def _answered(self, meet: Callable[[], T]) -> T:
+        try:
+            return meet()
+        except RuntimeError as error:
+            raise _NoAnswerError(one_line(error)) from error
+
+
+def _measured(
+    ranks: Ranks, here: MeasuredOn, folder: Path | None, contenders: Sequence[Contender], run: Callable[..., ShortRun]
+) -> Calibration | None:
+    if len(set(ranks.gather(here))) > 1:
+        logger.warning("tw_compile: this node is not measured: its ranks run on different devices")
+        return None
+    short = run(ranks, short_spec(here.world_size, ranks.ctx.device.type), contenders)
+    with torch.no_grad():
+        short.run()
+    # Kernels on fewer SMs are for the planner: a message that travels alone has what is fastest alone.
+    beside = frozenset(contender.label for contender in contenders if contender.tokens is not None)
+    text, file = ranks.gather(_kept(here, short, folder, beside) if ranks.ctx.rank == 0 else None)[0]
+    if ranks.ctx.rank == 0:
         logger.info("tw_compile: measured this node in %.1f + %.1f s, see %s", *short.took, file or "no file")
     return None if text is None else calibration_of(text, LAYER)
 
 
-def _control_group(world_size: int, seconds: float) -> dist.ProcessGroup | None:
+def _control_group(key: str, world_size: int, seconds: float) -> dist.ProcessGroup | None:
     """All ranks by gloo, which works whatever state the GPUs are in; None, on all ranks, where one can't have it."""
-    key, store = f"{LAYER}/control/{next(_control_groups)}", compat.default_store()
+    store = compat.default_store()
     obstacle = "a rank did not come"
     try:
         control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
@@ -246,17 +307,19 @@ def _control_group(world_size: int, seconds: float) -> dist.ProcessGroup | None:
     return None
 
 
-def _kept(here: MeasuredOn, short: ShortRun, folder: Path | None) -> tuple[str | None, str | None]:
+def _kept(
+    here: MeasuredOn, short: ShortRun, folder: Path | None, beside: frozenset[str]
+) -> tuple[str | None, str | None]:
     """The text of the calibration, and where it is kept."""
-    if not short.rows:
+    if not any(row.kind != "bound" for row in short.rows):
         logger.warning("tw_compile: this node is not measured: no candidate could be timed")
         return None, None
-    calibration = decided(here, short)
+    calibration = decided(here, short, beside)
     return text_of(calibration), str(store(folder, calibration) or "") or None
 
 
-def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
-    """The tables that follow from the times, by the rules of ``tw-compile tune``."""
+def decided(here: MeasuredOn, short: ShortRun, beside: Collection[str] = ()) -> Calibration:
+    """What follows from the times, by the rules of ``tw-compile tune``. ``beside``: labels that no table is made of."""
     made_with = {
         "world_size": here.world_size,
         "device_name": here.device_name,
@@ -265,10 +328,18 @@ def decided(here: MeasuredOn, short: ShortRun) -> Calibration:
         "commit": __version__,
         "date": datetime.date.today().isoformat(),
     }
-    decided_by = decide(run_made_with(made_with, short.rows, OPTION), shipped_gate(here.device_class))
+    alone = [row for row in short.rows if row.label not in beside]
+    decided_by = decide([run_made_with(made_with, alone, OPTION)], shipped_gate(here.device_class))
+    run = run_made_with(made_with, short.rows, OPTION)
+    device = short.ranks.ctx.device
+    profile = None
+    if device.type == "cuda" and shipped_profile(here.device_name) is None:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        profile = estimated_profile(here.device_name, here.device_class, sms, run)
     table = Table(LAYER, here.device_class, decided_by.entries)
     rows = tuple(asdict(row) for row in short.rows)
-    return Calibration(here, table, decided_by.steps, tuple(short.remarks), rows, short.took)
+    link = measured_link(shipped_link(), run)
+    return Calibration(here, table, decided_by.steps, tuple(short.remarks), rows, short.took, profile, link)
 
 
 def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection) -> None:
@@ -281,5 +352,5 @@ def _as_rank(ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
     if not transports:
         raise UsageError(f"--quick: expected ranks that kernels of ours can serve, got {here}")
     progress(f"measuring {here.world_size} x {here.device_name}")
-    found = measured_together(here, default_folder(), ranks.ctx.device, candidates(transports))
+    found = measured_together(here, default_folder(), ranks.ctx.device, everyone(here, transports))
     return {"calibration": None if found is None else text_of(found)}

@@ -1,5 +1,8 @@
 """Who takes part in a calibration: the unfused way, and every kernel of the registries that the node's transports have.
 
+For the planner also a norm and, of a device without a profile, a GEMM alone and the kernels that run beside other work on fewer
+SMs, all at a few sizes.
+
 They are contenders of ``tw-compile bench kernel``, except that nothing of them can wait for ever, and that Inductor has no part
 in them: a calibration runs inside of its caller.
 """
@@ -8,34 +11,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.contender import Contender, ContenderCall, ContenderKind
 from tw_compile.benchmark.ours import Operator
-from tw_compile.benchmark.variants import Variant, variants
+from tw_compile.benchmark.variants import Variant, alone_over
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks, one_line
-from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.transport import Transport
-from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.epilogues import EPILOGUES
 from tw_compile.kernels.registry import load
 from tw_compile.kernels.transports.slot_transport import SlotTransport
+from tw_compile.tuning.estimate import GEMM
+from tw_compile.tuning.profile import NORM_ALONE
 
+BESIDE_TOKENS = (256, 1024)
+NORM_TOKENS = (16, 256, 1024, 4096)
+BESIDE_SMS = {"stream": 8, "push_two_shot": 32}
+"""Of kernels that profiles know: a second number, from which the rate of one SM follows."""
 SPIN_LIMIT = 500_000
 """Polls of about 1 us. Ranks meet before each call, so one that waits longer for a peer waits for ever."""
 
 
-class Unfused(Contender):
-    """The process group's all_reduce in place, then one norm kernel, as Inductor makes it of an unfused graph.
+class NormAlone(Contender):
+    """Residual add and norm in place, by one kernel as Inductor makes it of an unfused graph.
 
     The kernel is that of the ``nccl`` transport: compiling one would take longer than all the rest.
     """
 
-    label = "nccl+norm"
+    label = NORM_ALONE
+    tokens: tuple[int, ...] | None = NORM_TOKENS
+    kind: ClassVar[ContenderKind] = "bound"
+    reduces = False
+
+    def reduce(self, x: torch.Tensor) -> None:
+        """What comes before the norm."""
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
@@ -45,12 +59,50 @@ class Unfused(Contender):
         kernel = EPILOGUES[request.norm.epilogue].local_kernel
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
-            dist.all_reduce(x)
+            self.reduce(x)
             if x.is_cuda and kernel is not None:
                 load(kernel)(*operands, x, residual, None)
                 return x, residual
             hidden, h = add_rms_norm(*operands)
             return x.copy_(hidden), h
+
+        return call
+
+
+class Unfused(NormAlone):
+    """The process group's all_reduce in place before it."""
+
+    label = "nccl+norm"
+    tokens = None
+    kind = "peer"
+    reduces = True
+
+    def reduce(self, x: torch.Tensor) -> None:
+        """See :class:`NormAlone`."""
+        dist.all_reduce(x)
+
+
+class GemmAlone(Contender):
+    """The projection behind attention: ``[tokens, hidden / world_size] @ [hidden / world_size, hidden]``."""
+
+    label = GEMM
+    kind = "bound"
+    reduces = False
+    tokens = BESIDE_TOKENS
+
+    _weight: torch.Tensor | None = None
+
+    def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
+        hidden = problem.x.shape[1]
+        inner = hidden // ranks.ctx.world_size
+        a = problem.x[:, :inner].contiguous()
+        if self._weight is None:  # one for all sizes: it is large
+            self._weight = torch.randn((inner, hidden), device=a.device).to(a.dtype)
+        b = self._weight
+
+        def call() -> tuple[torch.Tensor, torch.Tensor]:
+            product = torch.mm(a, b)
+            return product, product
 
         return call
 
@@ -79,19 +131,30 @@ class Bounded(Operator):
 
 def candidates(transports: Sequence[str]) -> list[Contender]:
     """All that can serve messages over ``transports``, by their names in the registry."""
-    ours = [variant for name in transports for variant in _over(name)]
-    return [Unfused(), *(Bounded(replace(variant, transport=_bounded(variant.transport))) for variant in ours)]
+    return [Unfused(), *map(_operator, _variants(transports))]
 
 
-def _over(transport: str) -> list[Variant]:
-    """What tables of kernels can name, and what serves the rest, which they need not name."""
-    listed = [variant for variant in variants("cuda") if variant.over == transport]
-    named = [variant for variant in listed if variant.algorithm is not None]
-    last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
-    whole = next((variant for variant in listed if variant.algorithm is None), None)
-    if last is None or last.benchmarked or whole is None:
-        return named
-    return [replace(whole, transport=lambda sms: TRANSPORTS[transport].make(last.make())), *named]
+def for_planner(transports: Sequence[str], has_profile: bool) -> list[Contender]:
+    """What the planner needs beside these: of the link if that is host memory, and of a device that has no profile yet."""
+    norm: list[Contender] = [NormAlone()] if "host" in transports or not has_profile else []
+    return norm if has_profile else [*norm, GemmAlone(), *_beside(_variants(transports))]
+
+
+def _variants(transports: Sequence[str]) -> list[Variant]:
+    return [variant for name in transports for variant in alone_over(name)]
+
+
+def _beside(ours: Sequence[Variant]) -> list[Contender]:
+    listed: list[Contender] = []
+    for variant in ours:
+        if variant.algorithm in BESIDE_SMS:
+            listed.append(_operator(variant, BESIDE_SMS[variant.algorithm]))
+            listed[-1].tokens = BESIDE_TOKENS
+    return listed
+
+
+def _operator(variant: Variant, sms: int | None = None) -> Contender:
+    return Bounded(replace(variant, transport=_bounded(variant.transport)), sms)
 
 
 def _bounded(make: Callable[[int | None], Transport]) -> Callable[[int | None], Transport]:

@@ -59,7 +59,14 @@ def fitted_link(base: Link, transport: str, runs: Sequence[KernelRun]) -> Measur
     """
     rates = base.transport(transport)
     label = labels_of(base, transport)[0]
-    times = [time for run in runs for time in alone_us(run, label, subtract_norm=rates.norm_apart)]
+    return fitted_ways(
+        base, transport, [time for run in runs for time in alone_us(run, label, subtract_norm=rates.norm_apart)]
+    )
+
+
+def fitted_ways(base: Link, transport: str, times: Sequence[tuple[int, int, float]]) -> MeasuredLink:
+    """The same of ``times``: ranks, bytes and microseconds of calls, without a norm that is apart."""
+    rates = base.transport(transport)
     ways, measured = dict(rates.ways), set[str]()
     for name, way in rates.ways.items():
         alone = replace(rates, ways={name: way})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.planning.communication import sm_us, traffic_bytes
 from tw_compile.planning.device import AllReduceTimes, DeviceProfile, FusedKernel
 from tw_compile.planning.links import Link
+from tw_compile.planning.tables import toml_of
 from tw_compile.tuning.measured import KernelRun
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
@@ -145,31 +145,5 @@ def profile_text(
 
     ``kept``: that of the values that were not measured.
     """
-    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
-    return "\n".join([*lines, *_table(profile, "", measured, kept)]) + "\n"
-
-
-def _table(part: object, path: str, measured: frozenset[str], kept: str) -> list[str]:
-    """Plain values first, then tables."""
-    values = part if isinstance(part, Mapping) else {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}  # type: ignore[arg-type]
-    lines, tables = [], []
-    for key, value in values.items():
-        name = f"{path}{key}"
-        if isinstance(value, Mapping):
-            for inner, entry in value.items():
-                tables += ["", f"[{name}.{inner}]", *_table(entry, f"{name}.{inner}.", measured, kept)]
-        elif dataclasses.is_dataclass(value):
-            tables += ["", f"[{name}]", *_table(value, f"{name}.", measured, kept)]
-        else:
-            lines.append(f"{key} = {_value(value)}  # {'measured' if name in measured else kept}")
-    return lines + tables
-
-
-def _value(value: object) -> str:
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(_value(item) for item in value)}]"
-    return repr(value)
+    text = toml_of(profile, lambda name: "measured" if name in measured else kept)
+    return "\n".join(f"# {line}".rstrip() for line in comment.splitlines()) + "\n" + text

@@ -6,11 +6,12 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.worker import rank_process
+from tw_compile.calibration import Calibration, text_of
 from tw_compile.files import read_if_there, write_whole
 from tw_compile.harness.launch import spawn_ranks
 from tw_compile.harness.requests import UsageError
@@ -65,9 +66,16 @@ def earlier_stages(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
 
 
 def tune(
-    spec: TuneSpec, key: dict[str, Any], stages: dict[str, Any], folder: Path, progress: Callable[[str], None]
+    spec: TuneSpec,
+    key: dict[str, Any],
+    stages: dict[str, Any],
+    folder: Path,
+    progress: Callable[[str], None],
+    calibrations: Sequence[Calibration] = (),
 ) -> dict[str, Any]:
     """Measures the stages that ``stages`` lacks; each is kept in ``folder`` once it is done. The whole report.
+
+    ``calibrations``: what ranks have measured of this node before; the report has them as the first rows.
 
     Raises:
         RankError: A rank failed, died or did not finish in time.
@@ -91,6 +99,7 @@ def tune(
         "peer_access": peer_access_word(),
         "device": spec.device,
         "world_sizes": list(spec.world_sizes),
+        "calibrations": [json.loads(text_of(calibration)) for calibration in calibrations],
         "stages": stages,
         "versions": all_versions(spec.device),
     }

@@ -9,20 +9,29 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, input_sets
-from tw_compile.benchmark.worker import CPU_CACHE_BYTES, ContenderAtSize, MakeTimer, SizeReference, admit, row_of
+from tw_compile.benchmark.worker import (
+    CPU_CACHE_BYTES,
+    ContenderAtSize,
+    MakeTimer,
+    SizeReference,
+    admit,
+    deviation_of,
+    row_of,
+)
 from tw_compile.calibration import Calibration
 from tw_compile.gating.table import size as bytes_text
 from tw_compile.harness.measure import WARM_UP_ROUNDS, interleaved
 from tw_compile.harness.problems import Form, exact, make_problem, unfused
 from tw_compile.harness.ranks import Ranks, UnavailableError
 from tw_compile.harness.table import mebibytes
+from tw_compile.kernels.collective.fields import RMS_NORM
 
 logger = logging.getLogger("tw_compile")
 
@@ -34,6 +43,10 @@ TOKENS = (64, 1, 1024, 16, 4096, 256, 4, 512, 128, 32)
 """The order is that of their worth: where time runs out, there are still sizes from end to end."""
 HIDDEN = 8192
 CALLS, REPEATS = 5, 9
+"""Of different inputs, where messages rotate; and timed replays."""
+BYTES_A_REPLAY, FEWEST_CALLS, MOST_CALLS = 40 * 2**20, 2, 32
+"""Calls in one replay are as many as move so many bytes together. When a rank begins is uncertain by some 30 us, which many
+short calls share; and a few long ones take long enough."""
 MOST_TIMES_THE_FASTEST = 10.0
 """What of ours takes longer is no choice at this size nor at larger ones, and would use up the time of the others."""
 _BYTES_A_MESSAGE_BYTE = 96
@@ -42,6 +55,11 @@ _BYTES_A_MESSAGE_BYTE = 96
 
 def short_spec(world_size: int, device: str = "cuda") -> BenchSpec:
     return BenchSpec(world_size, device, "bfloat16", (HIDDEN,), TOKENS, calls=CALLS, repeats=REPEATS)
+
+
+def calls_of(nbytes: int) -> int:
+    """Calls in one replay of messages of so many bytes."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, BYTES_A_REPLAY // nbytes))
 
 
 class Deadline:
@@ -65,9 +83,11 @@ def lines(calibration: Calibration) -> list[str]:
         for entry in calibration.table.entries
     ]
     measuring, loading = calibration.seconds
+    planned = [] if calibration.profile is None else [f"device profile for the planner: {calibration.profile.name}"]
     return [
         f"{here.world_size} x {here.device_name}: {', '.join(kernels) or 'no kernels'}",
         *entries,
+        *planned,
         *calibration.remarks,
         f"measured in {measuring:.1f} s, after {loading:.1f} s of loading kernels",
     ]
@@ -141,9 +161,13 @@ class ShortRun:
         problems = self.ranks.together(
             lambda: [make_problem(ctx, size.tokens, size.hidden, form, index) for index in range(sets)]
         )
-        reference = self.ranks.together(lambda: SizeReference(exact(ctx, problems[0]), unfused(ctx, problems[0])))
+        reference = self.ranks.together(
+            lambda: SizeReference({RMS_NORM: exact(ctx, problems[0])}, {RMS_NORM: unfused(ctx, problems[0])})
+        )
         entries = []
         for contender in list(self.everyone):
+            if contender.tokens is not None and size.tokens not in contender.tokens:
+                continue
             if self._slow_from.get(contender.label, size.nbytes + 1) <= size.nbytes:
                 continue
             if not deadline.allows():
@@ -151,7 +175,9 @@ class ShortRun:
                     return []
                 self._leave_out(contender, "the time for compiling kernels was over")
                 continue
-            entry = admit(spec, self.ranks, contender, size, problems, reference, self.make)
+            entry = admit(
+                replace(spec, calls=calls_of(size.nbytes)), self.ranks, contender, size, problems, reference, self.make
+            )
             if entry.outcome == "timed":
                 entries.append(entry)
             else:
@@ -161,15 +187,16 @@ class ShortRun:
     def _time(self, size: MessageSize, entries: list[ContenderAtSize], deadline: Deadline) -> list[Row] | None:
         """None where it would take too long, or nobody is there to be timed."""
         first = self._first_times(entries)
-        if not first:
+        ways = [first[entry.contender.label] for entry in entries if entry.contender.kind != "bound"]
+        if not ways:
             return None
-        limit = MOST_TIMES_THE_FASTEST * min(first.values())
+        limit = MOST_TIMES_THE_FASTEST * min(ways)
         # Once more, as a first replay may have something else to do.
         first |= self._first_times([entry for entry in entries if first[entry.contender.label] > limit])
         timed = []
         for entry in entries:
             label, us = entry.contender.label, first[entry.contender.label]
-            if us <= limit or entry.contender.kind == "peer":
+            if us <= limit or entry.contender.kind != "ours":
                 timed.append(entry)
                 continue
             self._slow_from[label] = min(size.nbytes, self._slow_from.get(label, size.nbytes))
@@ -177,14 +204,14 @@ class ShortRun:
                 f"{label} is left out from {bytes_text(size.nbytes)} on: {us:.0f} us a call, limit {limit:.0f} us"
             )
         rounds = WARM_UP_ROUNDS + self.spec.repeats
-        us = sum(first[entry.contender.label] for entry in timed) * self.spec.calls * rounds
+        us = sum(first[entry.contender.label] for entry in timed) * calls_of(size.nbytes) * rounds
         if not deadline.allows(us * 1e-6):
             return None
         timers = {entry.contender.label: entry.timer for entry in timed if entry.timer is not None}
         times = interleaved(self.ranks, timers, self.spec.repeats)
         rows = []
         for entry in timed:
-            deviation = self.ranks.agree(entry.contender.deviation(self.ranks))
+            deviation = self.ranks.agree(deviation_of(entry.contender, self.ranks))
             if deviation is not None:
                 self._leave_out(entry.contender, deviation)
                 continue
@@ -204,7 +231,8 @@ class ShortRun:
     def _sets(self, size: MessageSize) -> int:
         cuda = self.spec.device == "cuda"
         cache = torch.cuda.get_device_properties(self.ranks.ctx.device).L2_cache_size if cuda else CPU_CACHE_BYTES
-        return input_sets(size.nbytes, cache, self.spec.calls, self.spec.rotate_from)
+        calls = min(self.spec.calls, calls_of(size.nbytes))
+        return input_sets(size.nbytes, cache, calls, self.spec.rotate_from)
 
     def _leave_out(self, contender: Contender, reason: str) -> None:
         self.everyone = [other for other in self.everyone if other is not contender]

@@ -7,16 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tw_compile.benchmark.spec import BenchSpec, bus_bytes
+from tw_compile.benchmark.variants import alone_over
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.tuning.pairs import trials
 
 CUDA_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CUDA_HIDDEN = (4096, 8192)
 """Together each size of message is twice the one before."""
-CUDA_CONTENDERS = (
-    "tw-p2p",
-    "tw-push-one-shot",
-    "tw-push-two-shot",
-    "tw-stream",
+CUDA_OTHERS = (
     "tw-nccl",
     "nccl+norm",
     "symm-one-shot+norm",
@@ -25,8 +23,10 @@ CUDA_CONTENDERS = (
     "flashinfer-two-shot",
     "no-communication",
 )
+"""Who takes part beside the kernels of the node's transports, which are those of a calibration."""
 CPU_CONTENDERS = ("tw-gloo", "gloo+norm")
 LINK_TOKENS = (16, 64, 256, 1024, 4096, 16384)
+WIRE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 16384)
 BESIDE_TOKENS = (1024, 4096)
 BESIDE_SMS = (8, 16, 32)
 CPU_TOKENS, CPU_HIDDEN, CPU_BESIDE_SMS = (1, 16), (256,), (4,)
@@ -36,7 +36,7 @@ REPEATS = 20
 _START_SECONDS = 20.0
 _CONTENDER_SECONDS = 0.25
 _CALL_US = 15.0
-_GB_PER_S = {"kernel": 300.0, "beside": 300.0, "link": 30.0}
+_GB_PER_S = {"kernel": 300.0, "beside": 300.0, "link": 30.0, "wires": 30.0}
 _GEMM_TFLOPS = 600.0
 _WARM_UP_ROUNDS = 3
 
@@ -44,9 +44,9 @@ _WARM_UP_ROUNDS = 3
 @dataclass(frozen=True)
 class Stage:
     """One start of the ranks. ``kernel``: every way to do the operator at every size; ``beside``: ours beside a GEMM;
-    ``link``: one transport alone."""
+    ``link``: one transport alone; ``wires``: ours with rows in codes beside exact ones."""
 
-    kind: Literal["kernel", "beside", "link"]
+    kind: Literal["kernel", "beside", "link", "wires"]
     bench: BenchSpec
 
     @property
@@ -63,18 +63,26 @@ class Stage:
 class TuneSpec:
     """One tuning. ``device``: ``cuda``, or ``cpu`` for a smoke test on gloo ranks. ``timeout``: seconds of each stage.
 
-    ``link_labels``: the contenders by which a transport over a link is timed; if there are any, nothing else is measured.
+    ``link_labels``: the contenders by which a transport over a link is timed; ``wire_labels``: those by which ``wires`` are. If
+    there are any of either, nothing else is measured.
+    ``transports``: whose kernels are timed, as in a calibration.
     """
 
     world_sizes: tuple[int, ...]
     device: str = "cuda"
     timeout: float = 600.0
     link_labels: tuple[str, ...] = ()
+    wires: tuple[str, ...] = ()
+    wire_labels: tuple[str, ...] = ()
+    transports: tuple[str, ...] = ("p2p",)
 
     def stages(self) -> Iterator[Stage]:
         for world_size in self.world_sizes:
             if self.link_labels:
                 yield Stage("link", self._link(world_size))
+                continue
+            if self.wires:
+                yield Stage("wires", self._wires(world_size))
                 continue
             yield Stage("kernel", self._kernel(world_size))
             yield Stage("beside", self._beside(world_size))
@@ -89,6 +97,7 @@ class TuneSpec:
     def _kernel(self, world_size: int) -> BenchSpec:
         cuda = self.device == "cuda"
         tokens, hidden = (CUDA_TOKENS, CUDA_HIDDEN) if cuda else (CPU_TOKENS, CPU_HIDDEN)
+        kernels = [variant.label for transport in self.transports for variant in alone_over(transport)]
         return BenchSpec(
             world_size,
             self.device,
@@ -97,7 +106,7 @@ class TuneSpec:
             tokens,
             calls=20 if cuda else 3,
             repeats=REPEATS,
-            only=CUDA_CONTENDERS if cuda else CPU_CONTENDERS,
+            only=(*kernels, *CUDA_OTHERS) if cuda else CPU_CONTENDERS,
             timeout=self.timeout,
         )
 
@@ -112,6 +121,20 @@ class TuneSpec:
             repeats=REPEATS,
             only=self.link_labels,
             timeout=self.timeout,
+        )
+
+    def _wires(self, world_size: int) -> BenchSpec:
+        return BenchSpec(
+            world_size,
+            self.device,
+            "bfloat16",
+            CUDA_HIDDEN,
+            WIRE_TOKENS,
+            calls=10,
+            repeats=REPEATS,
+            only=self.wire_labels,
+            timeout=self.timeout,
+            wires=(EXACT, *self.wires),
         )
 
     def _beside(self, world_size: int) -> BenchSpec:

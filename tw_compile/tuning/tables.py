@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tw_compile.benchmark.results import rows_of
+from tw_compile.benchmark.results import Row, rows_of
+from tw_compile.calibration import LAYER, Calibration, calibration_of
 from tw_compile.files import read_if_there, write_whole
 from tw_compile.gating.facts import Backend, Node, Settings
 from tw_compile.gating.gate import Gate
@@ -39,7 +41,7 @@ class Derived:
     Attributes:
         table: Thresholds of the world sizes and backends that were measured.
         steps: Which kernel serves which message.
-        profile: None where no profile is shipped that could be the base: what compute takes is not measured.
+        profile: None where no profile could be the base, shipped or a calibration's: what compute takes is not measured.
         measured: The values of ``profile`` that are measured.
         bands: Fused against left alone, by world size and backend.
     """
@@ -68,8 +70,9 @@ def derive(report: dict[str, Any]) -> Derived:
     bands: dict[tuple[int, Backend], Band] = {}
     kernel_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "kernel"]
     beside_runs = [kernel_run(report, stage) for stage in stages if stage["kind"] == "beside"]
+    first = calibrations_of(report)
     for run in sorted(kernel_runs, key=lambda run: run.world_size):
-        decided = decide(run, shipped)
+        decided = decide([*rows_before(first, run), run], shipped)
         steps += decided.steps
         entries += decided.entries
         bands |= decided.bands
@@ -80,12 +83,30 @@ def derive(report: dict[str, Any]) -> Derived:
         if stage["kind"] == "beside"
         for cost in pair_costs(rows_of(stage), benches[name])
     ]
-    base = shipped_profile(device_name)
+    estimates = (calibration.profile for calibration in first if calibration.profile is not None)
+    base = shipped_profile(device_name) or next(estimates, None)
     profile, measured = None, frozenset[str]()
     if base is not None:
         profile, measured = fitted(base, kernel_runs, beside_runs, contentions(pairs))
     table = Table(THRESHOLDS_FILE, device_class, tuple(entries))
     return Derived(device_name, table, tuple(steps), profile, measured, tuple(pairs), bands)
+
+
+def calibrations_of(report: dict[str, Any]) -> list[Calibration]:
+    """What ranks had measured of this node before."""
+    return [calibration_of(json.dumps(values), LAYER) for values in report.get("calibrations", ())]
+
+
+def rows_before(calibrations: Iterable[Calibration], run: KernelRun) -> list[KernelRun]:
+    """The rows of a calibration of as many ranks at sizes that ``run`` lacks. At others the longer measurement counts."""
+    sizes = {(row.nbytes, row.hidden) for row in run.rows}
+    before = []
+    for calibration in calibrations:
+        if calibration.measured_on.world_size == run.world_size:
+            rows = [Row(**values) for values in calibration.rows]
+            kept = tuple(row for row in rows if (row.nbytes, row.hidden) not in sizes)
+            before.append(replace(run, rows=kept))
+    return before
 
 
 @dataclass(frozen=True)
@@ -97,13 +118,14 @@ class Decided:
     bands: dict[tuple[int, Backend], Band]
 
 
-def decide(run: KernelRun, shipped: Gate) -> Decided:
-    """A pure function of measured times; ``shipped``: see :func:`shipped_gate`."""
-    steps = measured_steps([run], shipped_steps(run.device_name, run.world_size))
+def decide(runs: Sequence[KernelRun], shipped: Gate) -> Decided:
+    """A pure function of measured times; ``shipped``: see :func:`shipped_gate`. The last run names the source."""
+    run = runs[-1]
+    steps = measured_steps(runs, shipped_steps(run.device_name, run.world_size))
     entries: list[Entry] = []
     bands: dict[tuple[int, Backend], Band] = {}
     for backend in UNFUSED:
-        times = timings([run], backend, steps)
+        times = timings(runs, backend, steps)
         if not any(timing.way == LEFT for timing in times):
             continue
         default = shipped.entries(run.world_size, backend)
@@ -167,7 +189,7 @@ def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
         UsageError: A file there is wrong, or is about another device; nothing is written.
     """
     texts = {
-        THRESHOLDS_FILE: table_text(_merged_table(folder / THRESHOLDS_FILE, derived.table), comment),
+        THRESHOLDS_FILE: table_text(merged_table(folder / THRESHOLDS_FILE, derived.table), comment),
         KERNELS_FILE: selection.table_text(
             derived.device_name, _merged_steps(folder / KERNELS_FILE, derived.device_name, derived.steps), comment
         ),
@@ -187,7 +209,7 @@ def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
 def check_folder(folder: Path, device_class: str | None = None, device_name: str | None = None) -> None:
     """UsageError where files of ``folder`` are wrong or about another device: before anything is measured."""
     if device_class is not None:
-        _merged_table(folder / THRESHOLDS_FILE, Table("", device_class, ()))
+        merged_table(folder / THRESHOLDS_FILE, Table("", device_class, ()))
     if device_name is not None:
         _merged_steps(folder / KERNELS_FILE, device_name, ())
 
@@ -211,7 +233,8 @@ def _read(file: Path, what: str, parse: Callable[[str, str], AnyTable]) -> AnyTa
         raise UsageError(f"--out: expected a table that can be read, got {error}") from error
 
 
-def _merged_table(file: Path, own: Table) -> Table:
+def merged_table(file: Path, own: Table) -> Table:
+    """``own`` with what the file has about other world sizes and backends, and its wires; UsageError where that is wrong."""
     there = _read(file, "thresholds", read_table)
     if there is None:
         return own
@@ -221,7 +244,7 @@ def _merged_table(file: Path, own: Table) -> Table:
         )
     keys = {entry.key for entry in own.entries}
     entries = [*own.entries, *(entry for entry in there.entries if entry.key not in keys)]
-    return Table(own.file, own.device_class, tuple(_distinct_sources(entries)))
+    return Table(own.file, own.device_class, tuple(_distinct_sources(entries)), there.wires)
 
 
 def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:

@@ -49,6 +49,7 @@
 
 #include "epilogue.cuh"
 #include "wire.cuh"
+#include "scales.cuh"
 
 struct HostRowsParams {
   const X_TYPE* x;                  // [tokens, HIDDEN], this rank's partial sums
@@ -67,10 +68,11 @@ struct HostRowsParams {
   float eps;
   float weight_offset;
   float scale;
+  const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
 };
 
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
-static_assert(!ONE_SHOT || !(SumRow::CODED || ResultRow::CODED), "only owners of rows read codes");
+static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
 
 inline constexpr int COUNTERS_WIDTH = 16;  // those of a CTA have a line of the CPU's caches to themselves
 inline constexpr int HALVES_OFFSET = MAX_CTAS * COUNTERS_WIDTH * sizeof(uint32_t);
@@ -105,6 +107,9 @@ struct Shared {
   uint32_t done[COUNTERS];               // of this call: what the workers have done
   uint32_t heard[WORLD_SIZE][COUNTERS];  // and what the peers have done, as far as the listener knows
   RowStatistics partials[2][GROUPS][WARPS];
+#if SCALE_COLUMNS
+  float maxima[GROUPS][WARPS];
+#endif
 };
 inline constexpr int STAGES_OFFSET = (sizeof(Shared) + 127) / 128 * 128;
 static_assert(STAGES_OFFSET + DEPTH * STAGE_BYTES <= SHARED_BYTES, "the launch gives less shared memory than this needs");
@@ -359,7 +364,11 @@ struct Worker {
           get_vector(result, staged(turn, step, v, SUM_BYTES, RESULT_BYTES));
         else
           load_result<ResultRow>(result, from, column);
+#if SCALE_COLUMNS
+        store_result(p.hidden, p.tokens, element / HIDDEN, column, result);
+#else
         store(p.hidden + element + column, received<HIDDEN_TYPE>(result));
+#endif
         if constexpr (RESIDUAL_OUT == ALL_ROWS) {
           Eight<RESIDUAL_OUT_TYPE> kept;
           if constexpr (DEPTH > 0)
@@ -374,7 +383,8 @@ struct Worker {
 
   DEVICE void work() {
     const int turns = cta.turns, ahead = smaller(AHEAD, turns);
-    const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+    [[maybe_unused]] const float inverse_scale =
+        sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
     Loaded<THREADS, WEIGHT_TYPE> weight;
     weight.fetch(p.weight, thread);
     // What is loaded when it is taken is counted a turn later.
@@ -415,6 +425,10 @@ struct Worker {
           if (computing >= RESULT_RING) cta.await(TAKEN, computing - RESULT_RING + 1, known[TAKEN]);
         const auto factor = row_factor(total<WARPS>(partials), p.eps);
         uint8_t* const to = computed_row(p.rank, computing);
+#if SCALE_COLUMNS
+        const auto scales =
+            scales_of_row<THREADS>(h, factor, weight, p.weight_offset, cta.shared.maxima[group], thread, 2 + group);
+#endif
         Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
           if (RESIDUAL_OUT != NO_ROWS && in_row) {
             Eight<RESIDUAL_OUT_TYPE> kept;
@@ -423,13 +437,20 @@ struct Worker {
             if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
             if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS) store((RESIDUAL_OUT_TYPE*)(to + HIDDEN_ROW) + column, kept);
           }
+#if SCALE_COLUMNS
+          const auto piece = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
+          if (!in_row) return;
+          store_result(p.hidden, p.tokens, row, column, piece);
+          if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), piece);
+#else
           Eight<HIDDEN_TYPE> result;
-          normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+          normalise(result, h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
           const auto& piece = ResultRow::encoded(result);
           if (!in_row) return;
           store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
           if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), piece);
           if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, result);
+#endif
         });
       }
       if constexpr (LATER == 1)

@@ -12,12 +12,15 @@ import torch
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
     HOST_KERNELS,
-    NUMBER_FIELDS,
+    LAST_FIELDS,
     PEER_KERNELS,
     POINTER_FIELDS,
     VECTOR,
     address,
     numbers_of,
+    result_bytes,
+    result_vector_bytes,
+    statistics_bytes,
     travelling_bytes,
     vector_bytes,
 )
@@ -26,7 +29,6 @@ from tw_compile.kernels.collective.slot import HOST_MAX_CTAS as MAX_CTAS
 from tw_compile.kernels.collective.slot import OUTBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import WIRES
-from tw_compile.kernels.epilogues import EPILOGUES
 
 WORKERS = 512
 """Threads of a CTA that move rows, if a row does not need more."""
@@ -46,7 +48,7 @@ class HostRowsParams(Structure):
         *((name, c_void_p) for name in ("outboxes", "state", "status")),
         ("half_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens")),
-        *NUMBER_FIELDS,
+        *LAST_FIELDS,
     ]
 
 
@@ -140,17 +142,17 @@ def shape_of(
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
     turn_bytes = (1 if one_shot else peers) * groups * row_bytes
-    result_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums)
+    computed_bytes, staged = 0, vector_bytes(request.x.dtype, wire.sums)
     if not one_shot:
-        result_bytes = _aligned(travelling_bytes(hidden_size, norm.hidden_dtype, wire.results), 16)
-        staged += vector_bytes(norm.hidden_dtype, wire.results)
+        computed_bytes = _aligned(result_bytes(request), 16)
+        staged += result_vector_bytes(request)
         if request.residual_out == "replicated":
-            result_bytes += hidden_size * norm.residual_dtype.itemsize
+            computed_bytes += hidden_size * norm.residual_dtype.itemsize
             staged += vector_bytes(norm.residual_dtype, None)
     stage_bytes = peers * each * groups * threads * staged
-    statistics = 2 * groups * (threads // 32) * EPILOGUES[norm.epilogue].statistics_bytes
+    statistics = statistics_bytes(request, groups, threads // 32)
     shared_bytes = _aligned(16 + 24 * world_size + statistics, _ALIGNMENT) + depth * stage_bytes
-    half_bytes = _aligned(ring * turn_bytes + result_ring * groups * result_bytes, _ALIGNMENT)
+    half_bytes = _aligned(ring * turn_bytes + result_ring * groups * computed_bytes, _ALIGNMENT)
     return Shape(threads, groups, ring, ahead, depth, behind, result_ring, shared_bytes, half_bytes)
 
 

@@ -18,6 +18,8 @@
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "epilogue.cuh"
+#include "wire.cuh"
+#include "scales.cuh"
 
 struct HostWordsState {
   uint32_t calls;     // that have ended
@@ -41,6 +43,7 @@ struct HostWordsParams {
   float eps;
   float weight_offset;
   float scale;
+  const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
 };
 
 static_assert(!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS, "every rank needs and gives all rows");
@@ -107,7 +110,8 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
   const uint32_t thread = threadIdx.x;
   const Call call{p, p.state->calls + 1};
   const int first = blockIdx.x, stride = gridDim.x;
-  const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+  [[maybe_unused]] const float inverse_scale =
+      sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const auto send = [&](int row) {
     Row::each(thread, [&](int, uint32_t column) {
       Eight<X_TYPE> own;
@@ -123,9 +127,11 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     Loaded<THREADS, X_TYPE> own;
     Loaded<THREADS, RESIDUAL_TYPE> residual;
     Loaded<THREADS, WEIGHT_TYPE> weight;
+    Loaded<THREADS, NORM_BIAS_TYPE> norm_bias;
     own.fetch(p.x + element, thread);
     residual.fetch(p.residual + element, thread);
     weight.fetch(p.weight, thread);
+    norm_bias.fetch(p.norm_bias, thread);
     if (row + stride < p.tokens) send(row + stride);
     float h[VECTORS][8];
     Row::each(thread, [&](int v, uint32_t column) {
@@ -139,15 +145,23 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
     const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
     parity ^= 1;
+#if SCALE_COLUMNS
+    float* const maxima = (float*)(partials + 2 * WARPS);  // see push.cu
+    const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
+#endif
     Row::each(thread, [&](int v, uint32_t column) {
       if constexpr (RESIDUAL_OUT == ALL_ROWS) {
         Eight<RESIDUAL_OUT_TYPE> kept;
         pack(kept, h[v]);
         store(p.residual_out + element + column, kept);
       }
+#if SCALE_COLUMNS
+      store_result(p.hidden, p.tokens, row, column, quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v)));
+#else
       Eight<HIDDEN_TYPE> result;
-      normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+      normalise(result, h[v], factor, weight.vectors[v], norm_bias.vectors[v], p.weight_offset, inverse_scale);
       store(p.hidden + element + column, result);
+#endif
     });
   }
   grid_dependency_launch();  // not before: see push.cu

@@ -9,15 +9,15 @@ from typing import Any
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
     HOST_KERNELS,
-    NUMBER_FIELDS,
+    LAST_FIELDS,
     POINTER_FIELDS,
     VECTOR,
     address,
     numbers_of,
+    statistics_bytes,
 )
 from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
-from tw_compile.kernels.epilogues import EPILOGUES
 
 _PARTS = 2
 _WORDS = 2
@@ -32,7 +32,7 @@ class HostWordsParams(Structure):
         *((name, c_void_p) for name in ("outboxes", "state", "status")),
         ("part_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens")),
-        *NUMBER_FIELDS,
+        *LAST_FIELDS,
     ]
 
 
@@ -68,8 +68,7 @@ class HostWords(RowKernel):
         threads = threads_for(request.x.shape[1], state.world_size)
         return {
             "block": threads,
-            # Statistics of the warps, of two rows.
-            "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
+            "shared_bytes": statistics_bytes(request, 1, threads // 32),
             **self.stream_options(request, state),
         }
 

@@ -63,6 +63,7 @@ struct MultimemParams {
   float eps;
   float weight_offset;
   float scale;
+  const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
 };
 
 using Row = RowPart<THREADS>;
@@ -192,7 +193,7 @@ struct Cta {
         }
         Eight<HIDDEN_TYPE> results[VECTORS];
         Row::each(thread, [&](int v, uint32_t column) {
-          normalise(results[v], h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+          normalise(results[v], h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
           if constexpr (PULL) store(p.hidden + row * HIDDEN + column, results[v]);
         });
         hidden.store(row, results, thread);

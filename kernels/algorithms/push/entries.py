@@ -14,6 +14,7 @@ ONE_SHOT = AlgorithmEntry(
     sms=128,
     most_sms=128,
     needs_whole_residual=True,
+    scales=True,
     instead="push_two_shot",  # what it can't serve, for want of the whole residual, is small all the same
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
@@ -25,11 +26,15 @@ TWO_SHOT = AlgorithmEntry(
     sms=128,
     most_sms=128,
     beside=1,
+    two_whole="push_one_shot",
     wires=True,
+    scales=True,
     profile="push",
     benchmarked=(
         Benchmarked("tw-push-two-shot", sharded=True),
         Benchmarked("tw-push-two-shot-fp8", sharded=True, quantises=True),
+        Benchmarked("tw-push-two-shot-fp8-token", sharded=True, quantises=True, scales="token"),
+        Benchmarked("tw-push-two-shot-fp8-group", sharded=True, quantises=True, scales="group"),
     ),
     checked=(Checked("push_two_shot"),),
 )

@@ -33,6 +33,7 @@
 
 #include "epilogue.cuh"
 #include "wire.cuh"
+#include "scales.cuh"
 
 struct PushState {
   uint32_t part;      // that the next call receives in
@@ -59,10 +60,11 @@ struct PushParams {
   float eps;
   float weight_offset;
   float scale;
+  const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
 };
 
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
-static_assert(!ONE_SHOT || !(SumRow::CODED || ResultRow::CODED), "only owners of rows read codes");
+static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
 
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
@@ -191,6 +193,14 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     }
   };
 
+  const auto keep = [&](uint64_t row, uint32_t column, const ResultRow::Piece& piece) {
+#if SCALE_COLUMNS
+    store_result(p.hidden, p.tokens, row, column, piece);
+#else
+    store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
+#endif
+  };
+
   // Takes the rows of this number that the peers computed.
   [[maybe_unused]] const auto take = [&](int local) {
     const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
@@ -199,7 +209,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       ResultRow::Piece got[PEERS];
       call.receive(got, normalised, local - p.begin, column, 2, computed);
       for (int section = 0; section < PEERS; ++section)
-        if (computed(section)) store(p.hidden + row_of(section) * HIDDEN + column, received<HIDDEN_TYPE>(got[section]));
+        if (computed(section)) keep(row_of(section), column, got[section]);
       if constexpr (RESIDUAL_OUT == ALL_ROWS) {
         Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
         call.receive(kept, residuals, local - p.begin, column, 3, computed);
@@ -220,7 +230,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 
   // A CTA sends, computes and takes rows in turn, so that the links have something to carry all the time. What a turn waits
   // for was sent by the peers in that turn or before.
-  const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+  [[maybe_unused]] const float inverse_scale =
+      sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const int computed_end = smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank));
   int parity = 0;
   for (int ahead = first; ahead < p.end + (AHEAD + BEHIND) * stride; ahead += stride) {
@@ -230,10 +241,12 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     Eight<X_TYPE> own[VECTORS];
     Loaded<THREADS, RESIDUAL_TYPE> residual;
     Loaded<THREADS, WEIGHT_TYPE> weight;
+    Loaded<THREADS, NORM_BIAS_TYPE> norm_bias;
     if (computes) {
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
       residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
       weight.fetch(p.weight, thread);
+      norm_bias.fetch(p.norm_bias, thread);
     }
     if (ahead < p.end) send(ahead);
     if (computes) {
@@ -247,6 +260,10 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
       const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
       parity ^= 1;
+#if SCALE_COLUMNS
+      float* const maxima = (float*)(partials + 2 * WARPS);  // rows need not take turns: the sums' barrier is between two uses
+      const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
+#endif
 
       Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
         if (RESIDUAL_OUT != NO_ROWS && in_row) {
@@ -258,12 +275,16 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
           if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS)
             for (int step = 0; step < PEERS; ++step) call.push(residuals, step, local - p.begin, column, kept);
         }
+#if SCALE_COLUMNS
+        const auto piece = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
+#else
         Eight<HIDDEN_TYPE> result;
-        normalise(result, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+        normalise(result, h[v], factor, weight.vectors[v], norm_bias.vectors[v], p.weight_offset, inverse_scale);
         if constexpr (!ResultRow::CODED) drop_negative_zeros(result);
         const auto& piece = ResultRow::encoded(result);
+#endif
         if (!in_row) return;
-        store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
+        keep(row, column, piece);
         if constexpr (!ONE_SHOT)
           for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, piece);
       });

@@ -8,18 +8,19 @@ from typing import Any
 
 from tw_compile.kernels.algorithms.row_kernel import RowKernel
 from tw_compile.kernels.collective.cuda_variant import (
-    NUMBER_FIELDS,
+    LAST_FIELDS,
     PEER_KERNELS,
     POINTER_FIELDS,
     VECTOR,
     address,
     numbers_of,
+    result_bytes,
+    statistics_bytes,
     travelling_bytes,
 )
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import WIRES
-from tw_compile.kernels.epilogues import EPILOGUES
 
 PARTS = 3
 MOST_INBOX_BYTES = 256 * 2**20
@@ -34,7 +35,7 @@ class PushParams(Structure):
         *((name, c_void_p) for name in ("inboxes", "state", "status")),
         ("part_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens", "begin", "end")),
-        *NUMBER_FIELDS,
+        *LAST_FIELDS,
     ]
 
 
@@ -101,7 +102,7 @@ class Push(RowKernel):
         hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
         row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
         if not self._one_shot:
-            row_bytes += travelling_bytes(hidden_size, norm.hidden_dtype, wire.results)
+            row_bytes += result_bytes(request)
             if request.residual_out == "replicated":
                 row_bytes += hidden_size * norm.residual_dtype.itemsize
         return (world_size - 1) * row_bytes
@@ -117,8 +118,7 @@ class Push(RowKernel):
         threads = threads_for(request.x.shape[1], state.world_size)
         return {
             "block": threads,
-            # Statistics of the warps, of two rows.
-            "shared_bytes": 2 * threads // 32 * EPILOGUES[request.norm.epilogue].statistics_bytes,
+            "shared_bytes": statistics_bytes(request, 1, threads // 32),
             **self.stream_options(request, state),
         }
 

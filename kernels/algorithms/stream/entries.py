@@ -11,10 +11,13 @@ STREAM = AlgorithmEntry(
     sms=16,
     most_sms=32,
     beside=0,  # on few SMs it makes the most of them
+    scales=True,
     profile="stream",
     benchmarked=(
         Benchmarked("tw-stream", sharded=True, narrow=True),
         Benchmarked("tw-stream-in-slot", sharded=True, narrow=True, in_slot=True),
+        Benchmarked("tw-stream-fp8-token", sharded=True, narrow=True, quantises=True, scales="token"),
+        Benchmarked("tw-stream-fp8-group", sharded=True, narrow=True, quantises=True, scales="group"),
     ),
     checked=(Checked("stream"), Checked("stream_in_slot", beside=False, in_slot=True)),
 )

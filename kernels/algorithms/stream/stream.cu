@@ -13,6 +13,7 @@
 // PULL=0: the results go straight to every rank's part of the symmetric output (`hidden_table`), which is `hidden`.
 // PULL=1: the results go to this rank's part of it and to `hidden`, an ordinary tensor; after the second barrier each
 //         rank copies the peers' rows from there to `hidden`. A replicated residual takes the same way.
+// The scales of float8 rows, if they are made here (scales.cuh), go there in ordinary stores, and are copied in ordinary loads.
 // STAGED=1: `x` is an ordinary tensor; its rows for the peers are first copied to this rank's part of `x_table`.
 //
 // Proxies. Bulk copies are made by the async proxy. Ordinary writes that they read are followed by fence.proxy.async in
@@ -28,6 +29,8 @@
 
 #include "pads.cuh"
 #include "epilogue.cuh"
+#include "wire.cuh"
+#include "scales.cuh"
 
 struct StreamParams {
   const X_TYPE* x;                  // [tokens, HIDDEN], this rank's partial sums
@@ -48,6 +51,7 @@ struct StreamParams {
   float eps;
   float weight_offset;
   float scale;
+  const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
 };
 
 using Row = RowPart<THREADS>;
@@ -77,6 +81,9 @@ struct Shared {
   uint64_t squared[GROUPS][2];          // partial sums of squares, of two rows in turn: one arrival of each warp
   uint64_t copied[COPY_STAGES];         // the rings as one for copies of rows, before and after the sums
   RowStatistics partials[2][GROUPS][WARPS];
+#if SCALE_COLUMNS
+  float maxima[GROUPS][WARPS];
+#endif
   uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: addresses that every row needs
 };
 inline constexpr int RESULTS_OFFSET = aligned(sizeof(Shared));
@@ -125,10 +132,36 @@ struct Cta {
 
   DEVICE uint8_t* result(int group, int buffer) const { return results + (group * RESULTS + buffer) * RESULT_BYTES; }
 
+#if SCALE_COLUMNS
+  // Stores a scale where the row goes, in ordinary stores: the second barrier is behind them.
+  DEVICE void spread_scale(uint64_t row, uint32_t index, const uint32_t (&word)[1]) const {
+    store_global((uint8_t*)(scales_at(p.hidden, p.tokens, row) + index), word);
+    for (int rank = 0; rank < WORLD_SIZE; ++rank)
+      if ((rank == p.rank) == PULL)
+        store_global((uint8_t*)(scales_at((HIDDEN_TYPE*)shared.tables[1][rank], p.tokens, row) + index), word);
+  }
+
+  // All threads: copies the scales of this CTA's share of the peers' rows.
+  DEVICE void copy_scales(uint32_t thread) const {
+    for (int step = 1; step < WORLD_SIZE; ++step) {
+      const int owner = (p.rank + step) % WORLD_SIZE;
+      const uint64_t row = owner * per_rank + first();
+      const float* const from = scales_at((HIDDEN_TYPE*)shared.tables[1][owner], p.tokens, row);
+      float* const to = scales_at(p.hidden, p.tokens, row);
+      for (int i = thread; i < share_of(owner) * SCALES; i += BLOCK) {
+        uint32_t word[1];
+        load_relaxed_sys(word, (const uint8_t*)(from + i));
+        store_global((uint8_t*)(to + i), word);
+      }
+    }
+  }
+#endif
+
   // One group of threads: the rows group, group + GROUPS, ... of this CTA.
   DEVICE void compute(int group, uint32_t thread) const {
     const uint8_t* const ring = rings + group * STAGES * STAGE_BYTES;
-    const float inverse_scale = sizeof(HIDDEN_TYPE) == 1 ? 1.0f / *p.hidden_scale : 1.0f;
+    [[maybe_unused]] const float inverse_scale =
+        sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
     Loaded<THREADS, WEIGHT_TYPE> weight;
     weight.fetch(p.weight, thread);
     int stage = 0, buffer = 0;
@@ -160,6 +193,10 @@ struct Cta {
       warp_sync();
       wait_for(&shared.squared[group][turn & 1], turn / 2 & 1);
       const auto factor = row_factor(total<WARPS>(shared.partials[turn & 1][group]), p.eps);
+#if SCALE_COLUMNS
+      const auto scales =
+          scales_of_row<THREADS>(h, factor, weight, p.weight_offset, shared.maxima[group], thread, 1 + group);
+#endif
       if (turn >= RESULTS) wait_for(&shared.taken[group][buffer], buffer_parity);
       uint8_t* const piece = result(group, buffer);
       Row::each(thread, [&](int v, uint32_t column) {
@@ -168,8 +205,14 @@ struct Cta {
           pack(kept, h[v]);
           store_shared_eight((RESIDUAL_OUT_TYPE*)(piece + KEPT_OFFSET) + column, kept);
         }
+#if SCALE_COLUMNS
+        const auto coded = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
+        if (column % SCALE_COLUMNS == 0) spread_scale(row, column / SCALE_COLUMNS, coded.word);
+        const Eight<HIDDEN_TYPE> eight{{coded.codes[0], coded.codes[1]}};
+#else
         Eight<HIDDEN_TYPE> eight;
-        normalise(eight, h[v], factor, weight.vectors[v], p.weight_offset, inverse_scale);
+        normalise(eight, h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
+#endif
         store_shared_eight((HIDDEN_TYPE*)piece + column, eight);
       });
       fence_proxy_async_shared();
@@ -315,6 +358,9 @@ KERNEL(BLOCK, 1) stream(GRID_CONSTANT StreamParams p) {
   meet_peers(p.pads, p.status, epoch + 2, p.rank, 2, BLOCK);
   grid_dependency_launch();  // not before: see push.cu
   if (thread == 0) p.epochs[blockIdx.x] = epoch + 2;
+#if SCALE_COLUMNS
+  if constexpr (PULL) cta.copy_scales(thread);
+#endif
   if (PULL && fills) {
     copied = cta.copy_rows([&](int owner) { return p.hidden_table[owner]; }, p.hidden, copied);
     if constexpr (PULL_RESIDUAL)

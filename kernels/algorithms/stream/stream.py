@@ -101,7 +101,7 @@ class Stream(BarrierKernel):
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
-        obstacle = row_obstacle(request)
+        obstacle = row_obstacle(request, scales=True)
         if obstacle is not None:
             return obstacle
         hidden_size = request.x.shape[1]

@@ -85,6 +85,7 @@ def all_reduce_rms_norm_kernel(
     residual,
     bias,
     weight,
+    norm_bias,
     hidden,
     residual_out,
     hidden_scale,
@@ -112,11 +113,11 @@ def all_reduce_rms_norm_kernel(
     """See the module docstring. Launch with a grid that is the same on every rank, at most ``MAX_CTAS``.
 
     ``x``, ``hidden``: ``[tokens, HIDDEN]``. ``residual``: the same, or ``[per_rank, HIDDEN]`` with
-    ``RESIDUAL_SHARDED``, or None. ``bias``, ``weight``: ``[HIDDEN]`` or None. ``residual_out``: ``[tokens | per_rank,
-    HIDDEN]`` as ``RESIDUAL_OUT`` is "replicated" or "sharded"; not touched for "none". ``hidden_scale``: float32 ``[1]`` or
-    None. The tables are ``int64 [world]``: the addresses of every rank's symmetric buffers with x's, hidden's and
-    residual_out's dtype (``residual_table`` only for "replicated"), and pads. ``STAGED``: x is not this rank's staging buffer
-    itself.
+    ``RESIDUAL_SHARDED``, or None. ``bias``, ``weight``, ``norm_bias``: ``[HIDDEN]`` or None. ``residual_out``:
+    ``[tokens | per_rank, HIDDEN]`` as ``RESIDUAL_OUT`` is "replicated" or "sharded"; not touched for "none".
+    ``hidden_scale``: float32 ``[1]`` or None. The tables are ``int64 [world]``: the addresses of every rank's symmetric
+    buffers with x's, hidden's and residual_out's dtype (``residual_table`` only for "replicated"), and pads. ``STAGED``: x
+    is not this rank's staging buffer itself.
     """
     cta = tl.program_id(0)
     grid = tl.num_programs(0)
@@ -141,6 +142,7 @@ def all_reduce_rms_norm_kernel(
         h = add_row(h * scale, bias, 0, columns, mask)
         h = add_row(h, residual, own_begin if RESIDUAL_SHARDED else begin, columns, mask)
         y = NORMALISE(h, weight, columns, mask, eps, weight_offset, HIDDEN, CAST_BEFORE_WEIGHT)
+        y = add_row(y, norm_bias, 0, columns, mask)
         y = to_hidden(y, hidden.dtype.element_ty, hidden_scale)
         h = h.to(residual_out.dtype.element_ty)
         tl.store(hidden + begin + columns, y, mask=mask)

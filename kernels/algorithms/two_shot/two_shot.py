@@ -8,6 +8,7 @@ import torch
 
 from tw_compile.kernels.algorithms.two_shot.kernel import all_reduce_rms_norm_kernel
 from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.cuda_variant import MAKES_NO_SCALES
 from tw_compile.kernels.collective.row import launch_shape, triton_dtype
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import Request, rows_per_rank
@@ -24,6 +25,8 @@ class TwoShot(Algorithm):
     name = "two_shot"
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
+        if request.norm.scale_columns:
+            return MAKES_NO_SCALES
         return None if request.wire == EXACT else f"rows travel as they are, not as {request.wire}"
 
     def sms(self, tokens: int, world_size: int) -> int:
@@ -37,6 +40,8 @@ class TwoShot(Algorithm):
         return needs
 
     def prepare(self, request: Request, state: GroupState, spin_limit: int) -> None:
+        if self.obstacle(request, state) is not None:
+            return
         norm, x = request.norm, request.x
         replicated = request.residual_out == "replicated"
         for staged in (False, True):
@@ -45,7 +50,7 @@ class TwoShot(Algorithm):
                 x.dtype,
                 *(
                     tensor if tensor is None else tensor.dtype
-                    for tensor in (request.residual, request.bias, request.weight)
+                    for tensor in (request.residual, request.bias, request.weight, request.norm_bias)
                 ),
                 *(norm.hidden_dtype, norm.residual_dtype),
                 None if request.hidden_scale is None else request.hidden_scale.dtype,
@@ -68,6 +73,7 @@ class TwoShot(Algorithm):
             request.residual,
             request.bias,
             request.weight,
+            request.norm_bias,
             hidden,
             residual,
             request.hidden_scale,

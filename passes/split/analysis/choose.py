@@ -19,7 +19,7 @@ from tw_compile.passes.reasons import ATTENTION_JOINS, HostAttention, JoinReason
 from tw_compile.passes.split.analysis.layer import GraphLayer, layer_of_graph, layer_of_piece
 from tw_compile.passes.split.analysis.layout import Join
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, analyse, find_token_axis
-from tw_compile.planning import DeviceProfile, Link, Mode, Plan, plan_layer
+from tw_compile.planning import ALL_EXACT, DeviceProfile, Link, Mode, Plan, plan_layer
 from tw_compile.planning.halves import MOST_TOKENS, FirstHalf, constant_first_half
 from tw_compile.planning.plan import RESOLUTION
 from tw_compile.planning.ranges import Ranges
@@ -28,6 +28,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SEVERAL = "several requests of unknown length are split between them, not inside of one"
+_REFUSED_FOR = {
+    JoinReason.UNKNOWN_OPERATOR: SplitRefusal.OPERATOR_WITHOUT_RULE,
+    JoinReason.SCALE_OF_ALL_TOKENS: SplitRefusal.SCALE_OF_ALL_TOKENS,
+    JoinReason.EXPERTS: SplitRefusal.EXPERTS,
+}
+"""Joins that refuse a host's graph by a name of their own; the first that is there names it."""
 _LOOKED_AT = 2**14
 """Up to so many tokens it is said of a graph without a bound where a split would pay."""
 
@@ -110,6 +116,7 @@ class _Planner:
             joins_gemms=self.joins_gemms,
             host_us=0.0 if self.host is None else self.host.launch_us(tokens),
             link=self.link,
+            wires=self.layer.wires,
         )
 
     def plan_anyway(self, tokens: int, first: int) -> Plan:
@@ -187,10 +194,12 @@ def choose_split_of_host(
     once = host.attention is HostAttention.ONCE
     verdicts = analysis(analyse, graph, axis, join_attention=once).verdicts.values()
     joins = [one for one in verdicts if isinstance(one, Join) and not (once and one.reason in ATTENTION_JOINS)]
-    unknown = [one for one in joins if one.reason is JoinReason.UNKNOWN_OPERATOR]
+    for reason, refusal in _REFUSED_FOR.items():
+        named = [one for one in joins if one.reason is reason]
+        if named:
+            return NotSplit(refusal, named[0].detail)
     if joins:
-        reason = SplitRefusal.OPERATOR_WITHOUT_RULE if unknown else SplitRefusal.NEEDS_ALL_TOKENS
-        return NotSplit(reason, (unknown or joins)[0].detail)
+        return NotSplit(SplitRefusal.NEEDS_ALL_TOKENS, joins[0].detail)
     choice = _choose_of_host(_Question(graph, config, profile, host, analysis, link), axis, host)
     return replace(choice, attention_once=once) if isinstance(choice, SplitChoice) else choice
 
@@ -240,6 +249,9 @@ def _planners(question: _Question, axes: list[TokenAxis]) -> list[_Planner] | No
     kernel = layer.transport if link is not None else _kernel_of_peers(layer, profile, config)
     if isinstance(kernel, NotSplit):
         return kernel
+    if link is None and layer.wires != ALL_EXACT and profile.coded_kernel is None:
+        detail = f"{profile.name}'s profile has no kernel whose rows travel in codes, and those of the sums do: {layer.wires}"
+        return NotSplit(SplitRefusal.TRANSPORT_NOT_PLANNED, detail)
     if not isinstance(axis.batch, int):
         return NotSplit(SplitRefusal.TOKEN_COUNT_UNKNOWN, f"the graph is for any number of requests ({axis.batch})")
     leave = config.split_gemm_sms == "auto" and not compat.tunes_gemms()

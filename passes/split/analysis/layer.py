@@ -16,17 +16,19 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, same_size, value
+from tw_compile.graph.predicates import aten, is_call, operator_name, same_size, value
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transport import group_facts
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.fusion.forms import host_call
-from tw_compile.passes.operators import AttentionOperator
+from tw_compile.passes.operators import AttentionOperator, RowWiseOperator, declared_as
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.rules.attention import SDPA
 from tw_compile.passes.split.rules.registry import registered
-from tw_compile.planning import FLASH3, Attention, Gemm, LayerShape, masked_kernel
+from tw_compile.planning import ALL_EXACT, FLASH3, Attention, Gemm, LayerShape, Wires, masked_kernel
 from tw_compile.planning.links import UNFUSED
 
 _c10d = torch.ops._c10d_functional
@@ -56,17 +58,19 @@ class GraphLayer:
         transport: Of the fused sums; of those that are not fused the one that is made of the same collective.
         fused: Whether all sums are.
         peer_access: Whether the group's GPUs can read each other's memory.
+        wires: How the rows of fused sums travel.
     """
 
     shape: LayerShape
     transport: str
     fused: bool = True
     peer_access: bool = True
+    wires: Wires = ALL_EXACT
 
 
 @dataclass(frozen=True)
 class _Travel:
-    """Columns, dtype and ranks of a sum, and the rest as :class:`GraphLayer` has it."""
+    """Columns, dtype and ranks of a sum, how its rows travel, and the rest as :class:`GraphLayer` has it."""
 
     hidden_size: int
     dtype: torch.dtype
@@ -74,9 +78,10 @@ class _Travel:
     transport: str
     fused: bool
     peer_access: bool
+    wire: str = EXACT
 
-    def of(self, shape: LayerShape) -> GraphLayer:
-        return GraphLayer(shape, self.transport, self.fused, self.peer_access)
+    def of(self, shape: LayerShape, wires: Wires) -> GraphLayer:
+        return GraphLayer(shape, self.transport, self.fused, self.peer_access, wires)
 
 
 class _NotRecognisedError(Exception):
@@ -128,7 +133,7 @@ def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str = FLASH3) -> Gr
         hidden_size = travel.hidden_size
         qkv, attention, o_proj = _attention_part(first, hidden_size)
         shape = LayerShape(travel.world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
-        return travel.of(shape)
+        return travel.of(shape, _wires(sums, hidden_size))
     except _NotRecognisedError as error:
         return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
 
@@ -175,14 +180,18 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
 
 
 def _is_uncounted(node: fx.Node) -> bool:
-    """What may take long and is in no formula of the planner's: other matmuls, other collectives, what no rule knows."""
+    """What may take long and is in no formula of the planner's: other matmuls, other collectives, what no rule knows.
+
+    Row-wise operators of hosts are among them, as quantised matmuls and experts are. Nobody has measured how these run beside
+    a call, and they can't be told to leave SMs to it.
+    """
     if is_call(node, _c10d.all_reduce.default, _c10d.wait_tensor.default, *ops.STARTS, ops.wait_):
         return False
     if node.target in _UNCOUNTED or isinstance(node.target, torch._ops.HigherOrderOperator):
         return True
     if not isinstance(node.target, compat.OpOverload):
         return False
-    if node.target.namespace in _UNCOUNTED_NAMESPACES:
+    if node.target.namespace in _UNCOUNTED_NAMESPACES or declared_as(RowWiseOperator, operator_name(node)) is not None:
         return True
     return registered(node.target) is None and any(value(one) is not None for one in node.all_input_nodes)
 
@@ -260,7 +269,16 @@ def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
     }
     if len(layers) > 1:
         raise _NotRecognisedError(f"layers are of {len(layers)} kinds")
-    return travel.of(layers.pop())
+    return travel.of(layers.pop(), _wires(sums, hidden_size))
+
+
+def _wires(sums: Sequence[fx.Node], hidden_size: int) -> Wires:
+    """Those of the sums behind attention and behind the MLP, which take turns."""
+    kinds = [{_message(node).wire for node in sums[first::2]} for first in (0, 1)]
+    if any(len(kind) > 1 for kind in kinds):
+        raise _NotRecognisedError("some sums of a kind travel in codes, and some as they are")
+    attention, mlp = (kind.pop() if kind else EXACT for kind in kinds)
+    return planned_wires(hidden_size, attention, mlp)
 
 
 def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel:
@@ -270,7 +288,7 @@ def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel
             raise _NotRecognisedError(f"{part.uncounted} is not in the planner's formulas")
     messages = {_message(node) for node in sums if node is not None}
     fused = all(message.fused for message in messages)
-    messages = {replace(message, fused=fused) for message in messages}
+    messages = {replace(message, fused=fused, wire=EXACT) for message in messages}  # wires: see _wires
     if len(messages) > 1:
         raise _NotRecognisedError("sums differ in columns, dtype, ranks or transport")
     message = messages.pop()
@@ -288,7 +306,15 @@ def _message(node: fx.Node) -> _Travel:
     last: Any = arguments["b" if is_call(node, *ops.MM_STARTS) else "x" if fused else "input"].meta["val"]
     facts = group_facts(arguments["group_name"], last.device.type)
     transport = arguments["transport"] if fused else _COLLECTIVES[facts.device_type]
-    return _Travel(_number(last.shape[-1], node), last.dtype, facts.world_size, transport, fused, facts.peer_access)
+    return _Travel(
+        _number(last.shape[-1], node),
+        last.dtype,
+        facts.world_size,
+        transport,
+        fused,
+        facts.peer_access,
+        arguments["wire"] if fused else EXACT,
+    )
 
 
 def _attention_part(part: _Part, hidden_size: int) -> tuple[tuple[Gemm, ...], Attention, Gemm]:

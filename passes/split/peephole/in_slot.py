@@ -52,8 +52,10 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
             read = is_read_before(hidden, following.get(slot), place, place[call.start])
         else:  # by the next graph, which is as this one
             read = readers_of(hidden) == set() and is_read_before(again, first[slot], place, -1)
-        # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions.
-        if argument(call.start, "overlap_sms") and argument(call.start, "residual_out") != "replicated" and read:
+        # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions. So are scales, and they
+        # have readers of their own.
+        in_slot_too = argument(call.start, "residual_out") == "replicated" or is_call(call.start, *ops.QUANT_STARTS)
+        if argument(call.start, "overlap_sms") and not in_slot_too and read:
             call.start.update_kwarg("results_in_slot", True)
             results += [hidden] if again is None else [hidden, again]
         following[slot] = call.start

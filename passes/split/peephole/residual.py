@@ -38,8 +38,8 @@ def narrow_residuals(graph: fx.Graph) -> int:
         ):
             continue
         node.update_arg(place_of(node, "residual_dtype"), dtype)
-        hidden, residual = node.meta["val"]
+        hidden, residual, *scales = node.meta["val"]
         kept.meta["val"] = residual = residual.to(dtype)
-        node.meta["val"] = (hidden, residual)
+        node.meta["val"] = (hidden, residual, *scales)
         narrowed += 1
     return narrowed

@@ -5,6 +5,10 @@
 
 So nothing is put together that the next graph takes apart. The last call of half 2 is waited for there, behind the attention of
 half 1: each graph begins and ends as a layer does in the middle of a model.
+
+Where a layer computes something behind its last sum, as with a norm before the residual is added, that sum has arrived:
+
+    after:   start2 | wait2 | norm2 | return leave_done_halves(hidden2, residual2, hidden1, residual1)
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import torch.fx as fx
 
 from tw_compile.graph.predicates import aten, is_call
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_halves, leave_layers
+from tw_compile.kernels.collective.seam import arrive_, enter_layers, leave_done_halves, leave_halves, leave_layers
 from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
 from tw_compile.passes.split.schedule.dependences import argument
@@ -25,7 +29,7 @@ def mend_seams(graph: fx.Graph) -> bool:
     """Let the halves of a graph that :func:`split_tokens` has split enter and leave it as they are; whether there are such.
 
     Raises:
-        ValueError: It leaves something else than two halves, or does not wait once for the second one.
+        ValueError: It leaves something else than two halves, or waits several times for the second one.
     """
     enters = [node for node in graph.nodes if is_call(node, enter_layers)]
     leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
@@ -35,8 +39,13 @@ def mend_seams(graph: fx.Graph) -> bool:
         raise ValueError(f"graph: expected one that leaves two halves, got {list(leaves)}")
     results = list(leaves[2].args[:2])
     waits = [node for node in graph.nodes if is_call(node, ops.wait_) and list(node.args[:2]) == results]
-    if len(waits) != 1:
+    if not waits:
+        _leave_done(graph, leaves[1], leaves[2])
+        return True
+    if len(waits) > 1:
         raise ValueError(f"graph: expected one wait for what half 2 leaves, got {len(waits)}")
+    if argument(waits[0], "scales") is not None:
+        return False  # what leaves are hidden states and a residual
     slot = (argument(waits[0], "group_name"), argument(waits[0], "slot"))
     _leave(graph, leaves[1], leaves[2], waits[0], slot)
     for enter in [node for node in enters if half_of(node) == 2]:
@@ -46,12 +55,7 @@ def mend_seams(graph: fx.Graph) -> bool:
 
 def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot: tuple[str, int]) -> None:
     """Leave both halves instead of what joins them, and do not wait for the second one."""
-    replaced = [first, second]
-    joined = second
-    while not any(user.op == "output" for user in joined.users):
-        (joined,) = joined.users
-        replaced.append(joined)
-    tokens = joined.args[1][0] if is_call(joined, aten.as_strided.default) else joined.meta["val"].shape[0]  # type: ignore[index]
+    joined, replaced, tokens = _joined(first, second)
     halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], argument(first, "sharded"), tokens)
     with graph.inserting_before(graph.output_node()):
         left = Inserter(graph).call(
@@ -60,6 +64,27 @@ def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot
     joined.replace_all_uses_with(left)
     for node in (*reversed(replaced), wait):
         graph.erase_node(node)
+
+
+def _leave_done(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
+    """Leave both halves, which are done, instead of what joins them."""
+    joined, replaced, tokens = _joined(first, second)
+    halves = (*second.args[:2], *first.args[:2], argument(first, "sharded"), tokens)
+    with graph.inserting_before(graph.output_node()):
+        left = Inserter(graph).call(leave_done_halves, halves, noted=annotation(joined), result=joined.meta["val"])
+    joined.replace_all_uses_with(left)
+    for node in reversed(replaced):
+        graph.erase_node(node)
+
+
+def _joined(first: fx.Node, second: fx.Node) -> tuple[fx.Node, list[fx.Node], Any]:
+    """What joins two halves that are left, all nodes from them to it, and the number of tokens."""
+    replaced, joined = [first, second], second
+    while not any(user.op == "output" for user in joined.users):
+        (joined,) = joined.users
+        replaced.append(joined)
+    tokens = joined.args[1][0] if is_call(joined, aten.as_strided.default) else joined.meta["val"].shape[0]  # type: ignore[index]
+    return joined, replaced, tokens
 
 
 def _arrive(graph: fx.Graph, enter: fx.Node, slot: tuple[str, int]) -> None:

@@ -49,7 +49,7 @@ def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
     rows = call.entered(given)
     if rows is None or not _of_tokens(rows):
         return call.join(JoinReason.ROUTING_NOT_UNDONE)
-    for name in (*whole, "bias", "weight", "hidden_scale", "eps_tensor"):
+    for name in (*whole, "bias", "weight", "norm_bias", "hidden_scale", "eps_tensor"):
         if call.layout(call.argument(name)) is not None:
             return call.join(JoinReason.OPERANDS_DISAGREE, f"{name} varies with the token")
     slices = call.slice_of(given, rows)
@@ -73,6 +73,8 @@ def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
     args, kwargs = call.with_arguments(slot=HalfIndex(call.argument("slot")))
     whole_residual = call.argument("residual_out") == "replicated"
     out: tuple[Rows | Local, ...] = (rows, rows if whole_residual else Local("shard", call.node, rows))
+    if is_call(call.node, *ops.QUANT_STARTS):
+        out = (*out, rows)  # scales
     return RowWise(out, slices, args, kwargs)
 
 

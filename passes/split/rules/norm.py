@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from tw_compile.passes.fusion.forms import host_call
-from tw_compile.passes.operators import NormOperator
+from tw_compile.passes.operators import NormOperator, RowWiseOperator
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import RowWise, Slice, Verdict
 from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
+from tw_compile.passes.split.rules.row_wise import row_wise, written_arguments
 
 
 @token_rule(NormOperator)
@@ -14,9 +15,11 @@ def _rms_norm(call: OperatorCall) -> Verdict:
     """Along the last dim; with a residual the results are hidden states and the new residual."""
     called = host_call(call.node, NormOperator)
     assert called is not None, "a rule of declared operators"
-    if called.operator.writes:
-        return call.join(JoinReason.UNKNOWN_OPERATOR, called.operator.name)
     norm, arguments = called.operator, called.arguments
+    if norm.writes:
+        reads = tuple(str(name) for name in (norm.rows, norm.residual) if name is not None)
+        results = tuple(name for name in written_arguments(call.node) if name not in reads)
+        return row_wise(call, RowWiseOperator(norm.name, reads, results))
     x, weight = arguments[norm.rows], arguments.get(norm.weight)
     rows = call.rows(x)
     if rows is None or rows.dim == len(call.shape(x)) - 1 or call.layout(weight) is not None:

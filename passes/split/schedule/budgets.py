@@ -222,5 +222,5 @@ def _leave(node: fx.Node, sms: int) -> None:
     if is_call(node, joint_mm_leaving_sms, gated_mm_leaving_sms):
         node.args = (*node.args[:-1], sms)
         return
-    matmul = node.target = _LEAVING_SMS[node.target]  # type: ignore[index]
+    matmul = node.target = _LEAVING_SMS[node.target]
     node.args = (*node.args[: _OPERANDS[matmul]], sms)

@@ -53,7 +53,18 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 
-from gpu.checks import accuracy, joint_gemms, overlap, producer, split_attention, split_steps, stress, wires
+from gpu.checks import (
+    accuracy,
+    dynamic_fp8,
+    joint_gemms,
+    layer_norm,
+    overlap,
+    producer,
+    split_attention,
+    split_steps,
+    stress,
+    wires,
+)
 from gpu.checks.accuracy import FORMS, accuracy_of_form, accuracy_of_hidden_size
 from gpu.checks.sharing import NEED_NCCL, SHORTENED_BY, share_gpus
 from gpu.checks.transports import ALGORITHMS, NEED_WHOLE_RESIDUALS
@@ -118,6 +129,7 @@ ALONE = (
     joint_gemms.gemms_by_rows_are_as_near_as_matmuls,
     joint_gemms.turns_are_measured,
     joint_gemms.compiled_gemms_are_joined,
+    dynamic_fp8.nccl_dynamic_fp8_forms,
     split_steps.thousand_split_steps,
     split_steps.thousand_split_steps_of_experts,
 )
@@ -145,6 +157,16 @@ def default_checks() -> dict[str, Check]:
     for name in OVERLAPPED:
         for overlap_check in OF_OVERLAPPED:
             checks[f"{name}_{overlap_check.__name__}"] = partial(overlap_check, transport=name)
+    for name, form_name in layer_norm.NAMES:
+        if layer_norm.served(name, layer_norm.FORMS[form_name]):
+            checks[f"layer_norm_{name}_form_{form_name}"] = partial(
+                layer_norm.layer_norm_accuracy, transport=name, form=form_name
+            )
+    for name in ALGORITHMS:
+        for layer_norm_check in layer_norm.OF_EVERY_ALGORITHM:
+            checks[f"{layer_norm_check.__name__}_{name}"] = partial(layer_norm_check, transport=name)
+    for name in layer_norm.BY_THE_OPERATORS:
+        checks[f"layer_norm_by_the_operators_{name}"] = partial(layer_norm.layer_norm_by_the_operators, transport=name)
     for name in wires.KERNELS:
         for wire in wires.IN_CODES:
             for size in wires.HIDDEN_SIZES:
@@ -153,6 +175,15 @@ def default_checks() -> dict[str, Check]:
                 )
             for wire_check in wires.OF_EVERY_WIRE:
                 checks[f"{wire_check.__name__}_{name}_{wire}"] = partial(wire_check, kernel=name, wire=wire)
+    for name in dynamic_fp8.KERNELS:
+        for form_name in dynamic_fp8.forms_of(name):
+            checks[f"dynamic_fp8_{name}_{form_name}"] = partial(
+                dynamic_fp8.dynamic_fp8_form, kernel=name, form=dynamic_fp8.FORMS[form_name]
+            )
+        for dynamic_check in dynamic_fp8.OF_EVERY_KERNEL:
+            checks[f"{dynamic_check.__name__}_{name}"] = partial(dynamic_check, kernel=name)
+        if name in OVERLAPPED:
+            checks[f"dynamic_fp8_beside_{name}"] = partial(dynamic_fp8.dynamic_fp8_beside, kernel=name)
     for name in split_attention.KERNELS:
         checks[f"split_attention_{name}"] = partial(split_attention.split_attention, kernel=name)
     return checks | {check.__name__: check for check in ALONE}

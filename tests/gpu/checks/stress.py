@@ -54,13 +54,13 @@ def new_counter(ctx: Context) -> torch.Tensor:
 
 
 def count_differences(counter: torch.Tensor, got: Results, want: Results) -> None:
-    """Add the number of different elements to ``counter`` on the device, without a host wait, and make all of ``got`` NaN.
+    """Add the number of different elements to ``counter`` on the device, without a host wait, and make ``got`` NaN.
 
     Only the rows that ``want`` has of the residual are compared.
     """
     for left, right in zip(got, want, strict=True):
         counter.add_((left[: len(right)] != right).sum())
-        left.fill_(float("nan"))
+        left.view(torch.uint8).fill_(0xFF)
 
 
 def shapes_in_turn(ctx: Context, transport: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -166,7 +167,12 @@ class Subject:
         if factors is None and beside is None:
             return finished(self.transport.start(request))
         norm, message = request.norm, factors or (request.x,)
-        hidden, residual = (ops.mm_start if factors else ops.start)(
+        made: dict[str, Any] = {}
+        start, mm_start = ops.operators_of(norm.epilogue)
+        if norm.scale_columns:
+            start, mm_start = ops.quant_operators_of(norm.epilogue)
+            made = {name: getattr(norm, name) for name in ("scale_columns", "min_scale", "divides_by_scale")}
+        hidden, residual, *scales = (mm_start if factors else start)(
             *(*message, request.residual, request.bias, request.weight, norm.eps, norm.weight_offset),
             *(norm.cast_before_weight, norm.hidden_dtype, norm.residual_dtype, request.residual_sharded),
             *(request.residual_out, request.group_name, self._operator_name, request.slot, norm.scale),
@@ -174,10 +180,12 @@ class Subject:
             overlap_sms=request.overlap_sms,
             results_in_slot=request.results_in_slot,
             wire=request.wire,
+            norm_bias=request.norm_bias,
+            **made,
         )
         if beside is not None:
             beside()
-        ops.wait_(hidden, residual, list(message), request.group_name, request.slot)
+        ops.wait_(hidden, residual, list(message), request.group_name, request.slot, *scales)
         return hidden, residual
 
     def _start_in_slot(self, ctx: Context, request: Request, factors: Factors | None) -> Results:

@@ -146,7 +146,7 @@ OF_EVERY_WIRE: tuple[Callable[..., None], ...] = (
 
 def _expect_right(ctx: Context, problem: Problem, request: Request, results: Results, label: str) -> None:
     hidden, residual = results
-    h, norm, wire = _sum(ctx, problem, request), request.norm, WIRES[request.wire]
+    h, norm, wire = sum_of_owners(ctx, problem, request), request.norm, WIRES[request.wire]
     expect_same_on_all_ranks(ctx, f"hidden {label}", hidden)
     if request.residual_out != "none":
         got, want = problem.written(ctx, residual), h[problem.rows(ctx)].to(norm.residual_dtype)
@@ -178,7 +178,7 @@ def _most_error(exact: torch.Tensor, codes: Codes, eps: float) -> torch.Tensor:
     return (0.5 * step + 2.5 * eps * largest).repeat_interleave(codes.group, 1)
 
 
-def _sum(ctx: Context, problem: Problem, request: Request) -> torch.Tensor:
+def sum_of_owners(ctx: Context, problem: Problem, request: Request) -> torch.Tensor:
     """``h [tokens, hidden]`` in float32, as owners add it: their own part is exact, those of others were in codes."""
     x = problem.x.float()
     parts = x.new_zeros(ctx.world_size, *x.shape)

@@ -8,6 +8,7 @@ from typing import Any
 
 from tw_compile.benchmark.layer.variants import NO_COMMUNICATION, PLANNED, SWEPT
 from tw_compile.harness.rows import Outcome, best_peer, csv_of
+from tw_compile.kernels.collective.wires import EXACT
 
 
 @dataclass
@@ -30,6 +31,8 @@ class LayerRow:
         best_peer: Which one that is.
         communication_hidden: The best peer needs longer than the bound without communication. This is the share of the
             difference that ours saves; ours only.
+        wire: How rows of fused sums travel. The budget of those in codes is the error of the same codes in torch.
+        of_exact: The median time of the same variant with exact rows divided by this one's; of those with a wire only.
         split: What the halves are, or why there are none; None where nobody asked.
     """
 
@@ -52,6 +55,8 @@ class LayerRow:
     best_peer: str | None = None
     communication_hidden: float | None = None
     split: str | None = None
+    wire: str = EXACT
+    of_exact: float | None = None
 
     @property
     def is_swept(self) -> bool:
@@ -64,6 +69,8 @@ def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
 
     Times of gloo ranks on a CPU say nothing about speed: nothing follows from them.
     """
+    if device == "cuda":
+        _compare_wires(rows)
     peer = best_peer(rows)
     if device != "cuda" or peer is None or peer.p50_us is None:
         return rows
@@ -74,6 +81,14 @@ def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
             if alone is not None and alone < peer.p50_us:
                 row.communication_hidden = (peer.p50_us - row.p50_us) / (peer.p50_us - alone)
     return rows
+
+
+def _compare_wires(rows: list[LayerRow]) -> None:
+    times = {row.label: row.p50_us for row in rows}
+    for row in rows:
+        exact = times.get(row.label.removesuffix(f"-{row.wire}"))
+        if row.wire != EXACT and row.p50_us is not None and exact is not None:
+            row.of_exact = exact / row.p50_us
 
 
 def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ class LayerSpec:
         repeats: Timed runs of each variant.
         sweep_split: Time the fused ones split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.
+        wires: Of ours, the fused one and the planned split also run with each of these wires; the exact ones run always.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -36,5 +37,6 @@ class LayerSpec:
     repeats: int = 50
     only: tuple[str, ...] = ()
     sweep_split: bool = False
+    wires: tuple[str, ...] = ()
     seed: int = 0
     timeout: float = 1800.0

@@ -116,7 +116,7 @@ class DropAllReduces(CountAllReduces):
     """Take every partial sum for the sum: the graph without communication. What it computes is no result."""
 
     def change(self, graph: fx.Graph, node: fx.Node) -> None:
-        _replace(graph, node, node.args[0])
+        replace_sum(graph, node, node.args[0])
 
 
 class UseSymmetricMemory(CountAllReduces):
@@ -139,7 +139,7 @@ class UseSymmetricMemory(CountAllReduces):
             else:
                 reduced = graph.call_function(mm_all_reduce, (*gemm.args, *where))
                 reduced = graph.call_function(aten.reshape.default, (reduced, list(message.meta["val"].shape)))
-        _replace(graph, node, reduced)
+        replace_sum(graph, node, reduced)
 
 
 def _gemm_of(message: fx.Node) -> fx.Node | None:
@@ -150,7 +150,8 @@ def _gemm_of(message: fx.Node) -> fx.Node | None:
     return node if is_call(node, aten.mm.default) and len(node.users) == 1 else None
 
 
-def _replace(graph: fx.Graph, node: fx.Node, by: Any) -> None:
+def replace_sum(graph: fx.Graph, node: fx.Node, by: Any) -> None:
+    """Put ``by`` where an all_reduce, ``node``, was waited for; ValueError where anything else reads it."""
     for wait in list(node.users):
         if not is_call(wait, _c10d.wait_tensor.default):
             raise ValueError(f"all_reduce: expected to be read by wait_tensor alone, got {wait.format_node()}")

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from tw_compile.benchmark.layer.results import LayerRow, rows_of
 from tw_compile.harness.table import ReportTable, mebibytes, number, times
+from tw_compile.kernels.collective.wires import EXACT
 
 
 class LayerTable(ReportTable[LayerRow]):
@@ -51,7 +52,16 @@ class LayerTable(ReportTable[LayerRow]):
         return row.split
 
     def conclusions(self, rows: list[LayerRow]) -> list[str]:
-        return [
+        wires = [
+            f"{row.label}: {row.of_exact:.3f}x of {row.label.removesuffix(f'-{row.wire}')}"
+            for row in rows
+            if row.of_exact is not None
+        ]
+        if any(row.wire != EXACT for row in rows):
+            wires.append(
+                "the error budget of rows in codes is the error of the same codes in torch, in an unfused graph"
+            )
+        return wires + [
             f"planned, {sweep['planned']}: {sweep['excess']:.1%} over the fastest of {sweep['compared']}, {sweep['best']}"
             for sweep in self.report["sweeps"]
             if sweep["tokens"] == rows[0].tokens

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.kernels.collective.peer_access import peer_access_obstacle
+from tw_compile.kernels.collective.wires import EXACT
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
 NO_COMMUNICATION = "no-communication"
@@ -29,6 +30,7 @@ class LayerVariant:
         make_pass: What Inductor's graph goes through, for those that are not ours.
         config: What the passes of ours may do.
         halves: Its tokens are split in the middle, or between the two halves of the batch: nobody plans for it.
+        wire: How rows of its fused calls travel, whatever a message's size.
         symmetric: It reduces by torch's symmetric memory, if need be messages of up to ``most_bytes``.
     """
 
@@ -37,6 +39,7 @@ class LayerVariant:
     make_pass: Callable[[], CountAllReduces] = CountAllReduces
     config: dict[str, Any] = field(default_factory=dict)
     halves: bool = False
+    wire: str = EXACT
     symmetric: bool = False
     most_bytes: int | None = None
 
@@ -81,6 +84,17 @@ SYMMETRIC = (
 )
 
 
+def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
+    """Fused, and fused and split as planned, with each wire. No message is too small for it, over any transport."""
+    return [
+        replace(
+            exact, label=f"{exact.label}-{wire}", wire=wire, config=exact.config | {"wire": wire, "wire_min_bytes": 0}
+        )
+        for wire in wires
+        for exact in (FUSED, PLANNED)
+    ]
+
+
 def swept(tokens: int) -> list[LayerVariant]:
     """Fused and split at every multiple of 128 tokens, or as many of them as there is room for."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
@@ -96,6 +110,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
         UsageError: ``--only`` names nobody.
     """
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
+    known += with_wires(spec.wires)
     if spec.device == "cuda":
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC]
     else:

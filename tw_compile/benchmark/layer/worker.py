@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tw_compile import Config, collect_reports, compat
+from tw_compile.benchmark.layer.coded import outputs_in_codes
 from tw_compile.benchmark.layer.results import LayerRow, complete
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
@@ -25,8 +26,9 @@ from tw_compile.harness.ranks import Keep, Ranks, UnavailableError, work_as_rank
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.models.reference import reference_forward
-from tw_compile.report import GraphReport, Split
+from tw_compile.report import GraphReport, Site, Split
 from tw_compile.runner.numerics import OutputErrors, finite
 from tw_compile.runner.worker import silence_known_warnings
 from tw_compile.testing.error_budget import relative_error
@@ -70,14 +72,20 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
 class TokensReference:
     """What a run on ``inputs`` must come near to, in float64, and how far the eager unfused one on this rank is from it.
 
-    Or the ``obstacle``, why that is not known.
+    ``coded_errors``: by wire the same of the unfused one whose rows travel in codes, where that was needed. ``obstacle``: why
+    all that is not known.
     """
 
     tokens: int
     inputs: torch.Tensor | None = None
     want: HiddenAndResidual | None = None
     unfused_errors: tuple[float, ...] = ()
+    coded_errors: dict[str, tuple[float, ...]] = field(default_factory=dict)
     obstacle: str | None = None
+
+    def errors_of(self, wire: str) -> tuple[float, ...]:
+        """What the budget of a variant with this wire is made of."""
+        return self.unfused_errors if wire == EXACT else self.coded_errors[wire]
 
     def to(self, device: torch.device) -> TokensReference:
         """The same with all tensors on ``device``."""
@@ -113,7 +121,8 @@ def bench_tokens(
     tokens = reference.tokens
     nbytes = tokens * subject.hidden_size * ELEMENT_BYTES[spec.dtype]
     entries = [
-        VariantAtTokens(variant, LayerRow(variant.label, variant.kind, tokens, nbytes, "timed")) for variant in everyone
+        VariantAtTokens(variant, LayerRow(variant.label, variant.kind, tokens, nbytes, "timed", wire=variant.wire))
+        for variant in everyone
     ]
     if reference.obstacle is not None:
         for entry in entries:
@@ -183,6 +192,12 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
         if deviation is not None:
             entry.fail("error", deviation)
             return
+        wire = entry.variant.wire
+        if wire != EXACT and wire not in reference.coded_errors:
+            assert reference.want is not None
+            coded = ranks.together(partial(outputs_in_codes, wire, subject, inputs))
+            reference.coded_errors[wire] = _errors(coded, reference.want)
+            del coded
         if not _passes(ranks, entry, reference):
             return
         run = entry.run
@@ -220,6 +235,8 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
         sites = [site for report in reports for site in report.sites]
         entry.row.all_reduces = len(sites)
         entry.row.fused = sum(site.decision == "fused" for site in sites)
+        if entry.variant.wire != EXACT and (exact := _exact_sites(sites, entry.variant.wire)) is not None:
+            return exact
         splits = [report.split for report in reports if report.split is not None]
         entry.row.split = "; ".join(_split(split) for split in splits) or None
         for split in splits:
@@ -230,6 +247,18 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
             if reason is not None:
                 return reason
     return None if entry.row.all_reduces else "the graph that was compiled has no all_reduce"
+
+
+def _exact_sites(sites: list[Site], wire: str) -> str | None:
+    """Why not all fused sums, of which there must be some, have their rows in the codes of ``wire``."""
+    fused = [site for site in sites if site.decision == "fused"]
+    exact = [site for site in fused if site.wire != wire]
+    if fused and not exact:
+        return None
+    if not fused:
+        left = next((f", {site.reason}: {site.detail}" for site in sites), "")
+        return f"nothing is fused, so no rows travel in {wire}{left}"
+    return f"rows of {len(exact)} of {len(fused)} fused sums are exact, {exact[0].wire_refusal}: {exact[0].detail}"
 
 
 def _split(split: Split) -> str:
@@ -245,7 +274,8 @@ def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) ->
         return True
     assert entry.run is not None and entry.run.outputs is not None and reference.want is not None
     ctx, outputs = ranks.ctx, entry.run.outputs
-    errors = ranks.gather((_errors(outputs, reference.want), reference.unfused_errors))
+    wire = entry.variant.wire
+    errors = ranks.gather((_errors(outputs, reference.want), reference.errors_of(wire)))
     failures = []
     worst = []
     for index, name in enumerate(OUTPUT_NAMES):
@@ -253,7 +283,8 @@ def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) ->
         error, unfused = (sorted((rank[which][index] for rank in errors), key=_badness)[-1] for which in (0, 1))
         worst.append(error)
         if not OutputErrors(error, unfused).passed:
-            failures.append(f"{name}: error {error:.3e}, unfused {unfused:.3e}")
+            base = "unfused" if wire == EXACT else f"torch in {wire}"
+            failures.append(f"{name}: error {error:.3e}, {base} {unfused:.3e}")
     checked = Context(ctx.rank, ctx.world_size, ctx.device, ctx.group_name)
     for name, output in zip(OUTPUT_NAMES, outputs, strict=True):
         expect_same_on_all_ranks(checked, name, output)

@@ -62,6 +62,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
         "peak_bytes": max(worker["peak_bytes"] for worker in facts),
         "device_name": facts[0]["device_name"],
         "passes": all(worker["passes"] for worker in facts),
+        "wires": facts[0]["wires"],
         "traces": list(results.values()),
     }
 

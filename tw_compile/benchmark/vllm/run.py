@@ -113,7 +113,14 @@ def rows(plan: list[EngineStart], findings: list[dict[str, Any]], world_size: in
     }
     for engine, finding in zip(plan, findings, strict=True):
         for index, trace in enumerate(engine.traces):
-            row = VllmRow(engine.variant.label, engine.variant.kind, trace.kind, engine.chunk, len(trace.prompts))
+            row = VllmRow(
+                engine.variant.label,
+                engine.variant.kind,
+                trace.kind,
+                engine.chunk,
+                len(trace.prompts),
+                wire=engine.variant.wire,
+            )
             result.append(row)
             if "error" in finding:
                 row.reason = finding["error"]

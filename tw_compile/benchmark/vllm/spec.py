@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -10,6 +10,7 @@ from typing import Any, Literal
 from tw_compile.benchmark.vllm.traces import Trace, accuracy_trace, mixed_lengths
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
+from tw_compile.kernels.collective.wires import EXACT
 
 VariantKind = Literal["baseline", "control", "ours", "reference"]
 KINDS = ("prefill", "mixed", "decode")
@@ -19,7 +20,9 @@ MIN_SEQUENCES = 256
 GPU_MEMORY_PERCENT = 90
 """The share of a GPU's memory that engines may use. Engines that run at the same time divide it equally."""
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
-SPLIT = "fuse+split"
+FUSE, SPLIT = "fuse", "fuse+split"
+WIRE_MIN_BYTES = 2**20
+"""Messages from this size on have the wire of a variant, over any transport; a decode step's are smaller, and stay exact."""
 OTHER_ALL_REDUCE = "off-nccl"
 """Where peer access is left unused this is what all have."""
 
@@ -43,12 +46,14 @@ class EngineVariant:
             vLLM alone in float32; errors of the others' log-probabilities are distances from its own.
         environment: Variables that its processes get in addition to the user's environment.
         arguments: Arguments of ``vllm.LLM`` in addition to those that all engines get.
+        wire: How rows of large messages travel.
     """
 
     label: str
     kind: VariantKind
     environment: Mapping[str, str] = field(default_factory=lambda: dict(_OFF))
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    wire: str = EXACT
 
 
 def _options(**options: Any) -> dict[str, Any]:
@@ -57,7 +62,7 @@ def _options(**options: Any) -> dict[str, Any]:
 
 VARIANTS = (
     EngineVariant("off", "baseline"),
-    EngineVariant("fuse", "ours", _ON, _options(split="off")),
+    EngineVariant(FUSE, "ours", _ON, _options(split="off")),
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
@@ -98,6 +103,7 @@ class VllmSpec:
         decode_tokens: How many tokens each request of a decode trace generates.
         repeats: Timed rounds over an engine's traces, after one that warms up.
         split: How the variants that split do it: ``auto``, or the number of tokens of half 1.
+        wires: Those that fuse, and that fuse and split, also run with each of these wires; the exact ones run always.
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Size of the KV cache on each GPU, the same for all engines.
         engine: Further arguments of ``vllm.LLM``, for all.
@@ -119,6 +125,7 @@ class VllmSpec:
     decode_tokens: int = 128
     repeats: int = 3
     split: str = "auto"
+    wires: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     kv_cache_bytes: int = 8 * 2**30
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -144,7 +151,8 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    known = [variant for variant in VARIANTS if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
+    everyone = (*VARIANTS[:-1], *with_wires(spec.wires), VARIANTS[-1])  # the reference is last
+    known = [variant for variant in everyone if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
     check_labels(known, spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
     chosen = [
@@ -152,6 +160,21 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
         for variant in with_labels(known, spec.only)
     ]
     return chosen if spec.peer_access else [_without_peers(variant) for variant in chosen]
+
+
+def with_wires(wires: Iterable[str]) -> list[EngineVariant]:
+    """Fusing, and fusing and splitting, with each wire from ``WIRE_MIN_BYTES`` on."""
+    return [
+        replace(
+            exact,
+            label=f"{exact.label}-{wire}",
+            arguments=_merged(exact.arguments, _options(wire=wire, wire_min_bytes=WIRE_MIN_BYTES)),
+            wire=wire,
+        )
+        for wire in wires
+        for exact in VARIANTS
+        if exact.label in (FUSE, SPLIT)
+    ]
 
 
 def _without_peers(variant: EngineVariant) -> EngineVariant:

@@ -23,6 +23,7 @@ from typing import Any
 from tw_compile import child
 from tw_compile.benchmark.vllm.spec import EngineStart, VllmSpec, job, traces_of
 from tw_compile.benchmark.vllm.traces import STOP, TURN, turns
+from tw_compile.kernels.collective.wires import EXACT
 
 _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW_COMPILE_CACHE_DIR")
 """Empty for every engine, so that starts can be compared."""
@@ -177,6 +178,10 @@ class _Process:
         if result["passes"] != (self.engine.variant.kind == "ours"):
             said = "; ".join(ours["lines"]) or "and said nothing"
             return ours | {"error": f"vLLM ran {'with' if result['passes'] else 'without'} the passes: {said}"}
+        wire, wires = self.engine.variant.wire, result["wires"]
+        if wire != EXACT and wire not in wires:
+            found = ", ".join(f"{name}: {count}" for name, count in wires.items()) or "nothing is fused"
+            return ours | {"error": f"no rows travelled in {wire}: {found}"}
         return result
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
+from tw_compile.report import collect_reports
+
 STD = 0.02
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_collecting = ExitStack()
+_reports = _collecting.enter_context(collect_reports())
+"""Of all graphs of this process: vLLM imports this before it compiles. Who collects is kept, as it ends when it is not."""
 
 
 class WorkerExtension:
@@ -19,7 +27,7 @@ class WorkerExtension:
         randomise(self.get_model(), self.rank, seed, getattr(torch, dtype))
 
     def tw_compile_facts(self: Any) -> dict[str, Any]:
-        """Seconds of compilation, the device, its peak bytes, and whether the passes are in the engine."""
+        """Seconds of compilation, the device, its peak bytes, whether the passes are in the engine, and wires of fused sums."""
         compilation = self.vllm_config.compilation_config
         inside = compilation.inductor_compile_config.values()
         return {
@@ -27,6 +35,7 @@ class WorkerExtension:
             "device_name": torch.cuda.get_device_name(),
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "passes": any(type(custom_pass).__module__.startswith("tw_compile.") for custom_pass in inside),
+            "wires": dict(sum((Counter(report.wires) for report in _reports), Counter())),
         }
 
 

@@ -38,6 +38,8 @@ def engine_of(config: Any) -> Engine:
         speculative=config.speculative_config is not None,
         captured_tokens=compilation.max_cudagraph_capture_size or 0 if graphs else 0,
         one_graph=bool(compilation.use_inductor_graph_partition),
+        quantised=model.quantization is not None,
+        returns_experts=bool(getattr(model, "enable_return_routed_experts", False)),
     )
 
 

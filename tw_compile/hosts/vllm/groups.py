@@ -22,10 +22,10 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
-from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, NORM
+from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, LATENT_ATTENTION, NORM
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 
-_ATTENTION = (ATTENTION.name, "vllm::unified_mla_attention_with_output")
+_ATTENTION = (ATTENTION.name, LATENT_ATTENTION.name)
 _NORMS = (NORM.name, ADD_NORM.name)
 
 

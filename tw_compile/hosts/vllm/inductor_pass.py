@@ -30,7 +30,7 @@ from tw_compile.hosts.vllm.long_steps import add_long_steps
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.options import vllm_config
 from tw_compile.hosts.vllm.plan import Engine, observed
-from tw_compile.hosts.vllm.reasons import HostRefusal
+from tw_compile.hosts.vllm.reasons import HostRefusal, WholeAttention
 from tw_compile.kernels.registry import load
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
@@ -78,7 +78,8 @@ class VllmPass(InductorPass):
         attention = self._attention(graph, compile_range.start)
         host = HostGraph(counts, attention, plan.SPLIT_HOST_US, captured, ATTENTION.kernel)
         pieces = host.attention is HostAttention.ELSEWHERE
-        passes = TWCompilePass(replace(self.config, split="off") if pieces and self.long_ranges else self.config)
+        whole = (pieces and self.long_ranges) or (self.engine is not None and self.engine.returns_experts)
+        passes = TWCompilePass(replace(self.config, split="off") if whole else self.config)
         refused = _refusal(graph, self.engine)
         result = passes.refuse(graph, *refused) if refused else passes.rewrite(graph, self._gate(), host)
         result.tokens = host.counts
@@ -100,8 +101,14 @@ class VllmPass(InductorPass):
 
     def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
         """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
-        if not any(host_call(node, AttentionOperator) for node in graph.nodes):
+        calls = [call for node in graph.nodes if (call := host_call(node, AttentionOperator)) is not None]
+        if not calls:
             return HostAttention.ELSEWHERE
+        if any(call.operator.half is None for call in calls):
+            logger.info(
+                "tw_compile: attention is not split, %s: no operator does half of it", WholeAttention.ATTENTION_BACKEND
+            )
+            return HostAttention.ONCE
         if not self.config.vllm_layer_groups or self.engine is None:
             return HostAttention.ONCE
         layers = get_forward_context().no_compile_layers.values() if is_forward_context_available() else ()

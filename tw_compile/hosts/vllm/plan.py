@@ -11,6 +11,8 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from tw_compile.config import Config
 from tw_compile.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
@@ -19,10 +21,13 @@ from tw_compile.hosts.vllm import dispatch
 from tw_compile.hosts.vllm.operators import ATTENTION
 from tw_compile.hosts.vllm.reasons import GroupRefusal, HostRefusal, WholeAttention
 from tw_compile.hosts.vllm.settings import VllmSettings
+from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import AUTO
 from tw_compile.kernels.collective.wires import EXACT
-from tw_compile.passes.fusion.wire import wire_threshold
-from tw_compile.planning import DeviceProfile, LayerShape, Mode, Off, Plan, plan_layer
+from tw_compile.passes.fusion.wire import message_refusal, name_of_wire, wire_threshold
+from tw_compile.passes.reasons import WireRefused
+from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Mode, Off, Plan, Wires, plan_layer
+from tw_compile.planning.links import link_of_node
 from tw_compile.planning.ranges import Part, Ranges
 
 SPLIT_HOST_US = 1800.0
@@ -40,7 +45,8 @@ class Engine:
     """What matters of a vLLM configuration.
 
     ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``; up to ``captured_tokens`` tokens
-    there may be CUDA graphs.
+    there may be CUDA graphs. ``quantised``: weights are. ``returns_experts``: a step's choices of experts are recorded, by
+    the numbers of its tokens.
     """
 
     tensor_parallel_size: int
@@ -58,6 +64,8 @@ class Engine:
     speculative: bool = False
     captured_tokens: int = 0
     one_graph: bool = False
+    quantised: bool = False
+    returns_experts: bool = False
 
     def refusal(self) -> tuple[HostRefusal, str] | None:
         """Why nothing is done in this engine, by name and in words."""
@@ -133,33 +141,66 @@ def split_planner(
     """Plans for ranges of token counts, as the passes make them when they compile a range.
 
     ``inside``: whether attention is in the graphs, and not between them. A graph is split if something in it is fused, which is
-    so if any of ``choices`` says so.
+    so if any of ``choices`` says so. Where none of them has peer access messages go through host memory.
     """
     layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
+    peers = any(gate.node.peer_access for gate in choices)
+    kernel, link = (None, None) if peers else ("host", link_of_node())
+    codes_unknown = peers and profile.coded_kernel is None
 
     @functools.cache
-    def planned(tokens: int, first: int | None, attention: str) -> Plan:
+    def planned(tokens: int, first: int | None, attention: str, wires: Wires) -> Plan:
         host_us = 0.0 if tokens <= engine.captured_tokens else SPLIT_HOST_US
         leave = config.split_gemm_sms == "auto"
         return plan_layer(
             profile,
             layer,
             tokens,
+            kernel=kernel,
+            link=link,
             first=first,
             attention=attention,
             gemms_leave_sms=leave,
             joins_gemms=config.joins_gemms,
             host_us=host_us,
+            wires=wires,
         )
 
     def plan(tokens: int, first: int | None, least: int) -> Plan:
         whole = not inside or engine.whole_attention(least) is not None
-        return planned(tokens, first, Mode.JOIN if whole else "auto")
+        return planned(tokens, first, Mode.JOIN if whole else "auto", planned_wires(least))
+
+    def planned_wires(least: int) -> Wires:
+        wires = _wires_of_range(engine, config, choices[-1], least)
+        return ALL_EXACT if codes_unknown else wires
 
     def may_split(low: int, high: int) -> bool:
+        if codes_unknown and _wires_of_range(engine, config, choices[-1], low) != ALL_EXACT:
+            return False
         return any(_is_fused(engine, config, gate, low, high) for gate in choices)
 
     return Ranges(plan, layer.world_size, may_split=may_split)
+
+
+def _wires_of_range(engine: Engine, config: Config, gate: Gate, low: int) -> Wires:
+    """How rows of the graph for ``low`` tokens and more travel, where they are fused."""
+    if config.wire == EXACT:
+        return ALL_EXACT
+    dtype = getattr(torch, engine.dtype)
+    ranks, hidden_size, rows = engine.tensor_parallel_size, engine.hidden_size, (low, None)
+    refused = message_refusal(config, gate, ranks, _transport(config, gate), hidden_size, dtype, rows)
+    if isinstance(refused, WireRefused):
+        return ALL_EXACT
+    attention, mlp = (
+        name_of_wire(config) if config.wire_sites in ("all", part) else EXACT for part in ("attention", "mlp")
+    )
+    return planned_wires(hidden_size, attention, mlp)
+
+
+def _transport(config: Config, gate: Gate) -> str:
+    if config.transport == AUTO:
+        return "p2p" if gate.node.peer_access else "host"
+    return config.transport
 
 
 def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
@@ -189,12 +230,16 @@ def planned_ranges(
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
     profile, layer = split_for
+    if engine.returns_experts:
+        return ranges, f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
     if config.split != "auto":
         return ranges, f"split {config.split}"
     if first >= engine.max_tokens:
         return ranges, f"split auto: none, vLLM fuses steps of up to {first - 1} tokens by FlashInfer"
     if profile is None:
         return ranges, "split auto: none, no device profile says how long a layer takes"
+    if engine.quantised:
+        return ranges, "split auto: none, nobody has measured how quantised matmuls run beside a sum"
     if layer is None:
         further = [end for end in (1024, engine.max_tokens // 2) if not {end - 1, end + 1} & {*ends}]
         ranges = ranges_from(first, sorted({*ends, *further}), engine.max_tokens)
@@ -251,10 +296,7 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
 
 def _last_exact(engine: Engine, config: Config, gate: Gate) -> int:
     """The last token count whose messages are too small for the wire; 0 where none is, or no size has the wire."""
-    transport = config.transport
-    if transport == AUTO:
-        transport = "p2p" if gate.node.peer_access else "host"
-    nbytes = wire_threshold(config, gate, engine.tensor_parallel_size, transport).nbytes
+    nbytes = wire_threshold(config, gate, engine.tensor_parallel_size, _transport(config, gate)).nbytes
     return 0 if nbytes is None else max(nbytes - 1, 0) // row_bytes_of(engine)
 
 

@@ -16,6 +16,7 @@ from tw_compile import environment
 from tw_compile.config import Config
 from tw_compile.hosts.vllm import plan
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
+from tw_compile.hosts.vllm.peers import gpus_reach_each_other
 from tw_compile.hosts.vllm.reasons import HostRefusal
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -160,7 +161,7 @@ def _put(engine: Any, config: Config) -> str:
         return f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
     if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
         users = users.before
-    choices = plan.gates(config, _capability())
+    choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
     limits = compilation.pass_config
     flashinfer = limits.flashinfer_max_size(facts.tensor_parallel_size) if limits.fuse_allreduce_rms else None
     long_from = facts.long_from(config, flashinfer)

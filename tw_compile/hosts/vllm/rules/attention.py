@@ -6,6 +6,8 @@
 
 Each half writes its own keys and values, then attends to what is in the cache: half 2's come behind those of half 1, which
 ``after`` says. The operator is that of ``attention.py``, and there only if the host says that halves are possible.
+
+Attention of latent keys and values runs once for all tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import is_call, operator_name
-from tw_compile.hosts.vllm.operators import ATTENTION
+from tw_compile.hosts.vllm.operators import ATTENTION, LATENT_ATTENTION
 from tw_compile.passes.fusion.forms import host_call
 from tw_compile.passes.operators import AttentionOperator
 from tw_compile.passes.reasons import JoinReason
@@ -74,6 +76,13 @@ def _attend(call: OperatorCall) -> Verdict:
         return builder.call(half, operator.getitem, made, 0)
 
     return RowWise(tuple(rows if index == place else None for index in range(len(results))), build=build)
+
+
+@token_rule(LATENT_ATTENTION.name, "vllm::unified_mla_kv_cache_update")
+def _attend_to_latents(call: OperatorCall) -> Verdict:
+    for operand in call.node.all_input_nodes:
+        call.layout(operand)
+    return call.join(JoinReason.ATTENTION_KERNEL, "no kernel is known for half of the tokens")
 
 
 def _by_token(rows: Rows) -> bool:

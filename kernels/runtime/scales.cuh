@@ -1,0 +1,100 @@
+// Float8 results whose scales are made of them (NormSpec of collective/spec.py): a float32 scale for each row and SCALE_COLUMNS
+// neighbouring columns, which may be all of the row. The scales of all rows lie behind the rows, from a multiple of 16 bytes on.
+//
+// Such a vector is InCodes<8> of wire.cuh, also where it does not travel: its codes, and the scale in the place of a group's
+// word. No scale is NOT_ARRIVED, which has the sign of a negative number.
+//
+// Included behind wire.cuh. Nothing is here if SCALE_COLUMNS is 0. Set by definitions besides: MIN_SCALE, DIVIDES_BY_SCALE.
+#pragma once
+#if SCALE_COLUMNS
+
+inline constexpr int SCALES = HIDDEN / SCALE_COLUMNS;  // of a row
+inline constexpr bool SCALE_OF_ROW = SCALES == 1;
+static_assert(HIDDEN % SCALE_COLUMNS == 0 && same<HIDDEN_TYPE, e4m3>, "whole groups of columns share the scales of float8");
+static_assert(!present<NORM_BIAS_TYPE>, "a norm with a bias makes no scales here");
+static_assert(SCALE_OF_ROW || (SCALE_COLUMNS <= 256 && (SCALE_COLUMNS & (SCALE_COLUMNS - 1)) == 0), "lanes of a warp share one");
+
+// The largest of the values of WARPS warps. `maxima`: WARPS values of shared memory; between two uses of them all threads meet.
+template <int WARPS>
+DEVICE float group_max(float value, float* maxima, uint32_t thread, uint32_t barrier) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = greatest(value, shuffle_xor(value, mask));
+  if constexpr (WARPS > 1) {
+    if (thread % 32 == 0) maxima[thread / 32] = value;
+    warp_sync();
+    barrier_sync(barrier, WARPS * 32);
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) value = greatest(value, maxima[i]);
+  }
+  return value;
+}
+
+// Those of one thread's part of a row.
+template <int GROUP>
+struct RowScales {
+  float scales[SCALE_OF_ROW ? 1 : RowPart<GROUP>::VECTORS];
+
+  DEVICE float of(int v) const { return scales[SCALE_OF_ROW ? 0 : v]; }
+};
+
+// The values of one vector before they are rounded to codes.
+template <typename Factor>
+DEVICE void values_of(float (&values)[8], const float (&h)[8], const Factor& factor, const Eight<WEIGHT_TYPE>& weight,
+                      float weight_offset) {
+  Eight<Normalised> y;
+  normalise(y, h, factor, weight, Eight<NORM_BIAS_TYPE>{}, weight_offset, 1.0f);
+  unpack(y, values);
+}
+
+// All threads of the group call it, with what normalise is given.
+template <int GROUP, typename Factor>
+DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][8], const Factor& factor,
+                                      const Loaded<GROUP, WEIGHT_TYPE>& weight, float weight_offset, float* maxima,
+                                      uint32_t thread, uint32_t barrier) {
+  const auto scale_of = [](float largest) { return greatest(largest / 448.0f, MIN_SCALE); };
+  RowScales<GROUP> result;
+  float largest_of_row = 0.0f;
+  RowPart<GROUP>::template each_with<!SCALE_OF_ROW>(thread, [&](int v, uint32_t, bool in_row) {
+    float largest = 0.0f, values[8];
+    if (in_row) {
+      values_of(values, h[v], factor, weight.vectors[v], weight_offset);
+      for (float value : values) largest = greatest(largest, as_float(as_bits(value) & 0x7fffffffu));
+    }
+    if constexpr (SCALE_OF_ROW) {
+      largest_of_row = greatest(largest_of_row, largest);
+    } else {
+#pragma unroll
+      for (int mask = SCALE_COLUMNS / 16; mask > 0; mask /= 2) largest = greatest(largest, shuffle_xor(largest, mask));
+      result.scales[v] = scale_of(largest);
+    }
+  });
+  if constexpr (SCALE_OF_ROW) result.scales[0] = scale_of(group_max<GROUP / 32>(largest_of_row, maxima, thread, barrier));
+  return result;
+}
+
+// One vector of the result.
+template <typename Factor>
+DEVICE InCodes<8> quantised(const float (&h)[8], const Factor& factor, const Eight<WEIGHT_TYPE>& weight, float weight_offset,
+                            float scale) {
+  float values[8];
+  values_of(values, h, factor, weight, weight_offset);
+  const float inverse = 1.0f / scale;
+  for (float& value : values) value = DIVIDES_BY_SCALE ? value / scale : value * inverse;
+  Eight<e4m3> codes;
+  pack(codes, values);
+  drop_negative_zeros(codes);
+  return {{codes.words[0], codes.words[1]}, {as_bits(scale)}};
+}
+
+// Where the scales of a row lie, behind all rows of `hidden`.
+DEVICE float* scales_at(HIDDEN_TYPE* hidden, int tokens, uint64_t row) {
+  return (float*)((uint8_t*)hidden + ((uint64_t)tokens * HIDDEN + 15) / 16 * 16) + row * SCALES;
+}
+
+// Stores one vector of a row to `hidden`, and the scale with the first of its columns.
+DEVICE void store_result(HIDDEN_TYPE* hidden, int tokens, uint64_t row, uint32_t column, const InCodes<8>& piece) {
+  store_global((uint8_t*)hidden + row * HIDDEN + column, piece.codes);
+  if (column % SCALE_COLUMNS == 0) store_global((uint8_t*)(scales_at(hidden, tokens, row) + column / SCALE_COLUMNS), piece.word);
+}
+
+#endif

@@ -1,0 +1,55 @@
+"""What the process that configures an engine is told of peer access, by an NVML that is planted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tw_compile.hosts.vllm.peers import gpus_reach_each_other
+
+pytestmark = pytest.mark.usefixtures("folder")  # vLLM is imported on the fake node
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, refused: set[tuple[int, int, int]], gpus: int = 4) -> None:
+    from vllm.platforms import current_platform
+    from vllm.third_party import pynvml
+
+    def handle(index: int) -> int:
+        if index >= gpus:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return index
+
+    def status(gpu: int, peer: int, way: Any) -> int:
+        return 1 if (gpu, peer, way) in refused else pynvml.NVML_P2P_STATUS_OK
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(
+        type(current_platform), "device_id_to_physical_device_id", staticmethod(lambda index: index), raising=False
+    )
+    for name, planted in (
+        ("nvmlInit", lambda: None),
+        ("nvmlShutdown", lambda: None),
+        ("nvmlDeviceGetHandleByIndex", handle),
+        ("nvmlDeviceGetP2PStatus", status),
+    ):
+        monkeypatch.setattr(pynvml, name, planted)
+
+
+@pytest.mark.parametrize("way", [0, 1])
+def test_one_pair_that_cannot_read_or_write_is_enough(monkeypatch: pytest.MonkeyPatch, way: int) -> None:
+    plant(monkeypatch, {(2, 1, way)})
+    assert not gpus_reach_each_other(3) and not gpus_reach_each_other(4)
+    assert gpus_reach_each_other(2)  # the third GPU is not the engine's
+
+
+def test_the_switch_counts_before_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, set())
+    assert gpus_reach_each_other(4)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    assert not gpus_reach_each_other(4)
+
+
+def test_gpus_that_cannot_be_asked_about_are_taken_to_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, {(0, 1, 0)}, gpus=2)
+    assert gpus_reach_each_other(8) and not gpus_reach_each_other(2)

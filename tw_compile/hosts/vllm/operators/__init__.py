@@ -1,0 +1,34 @@
+"""vLLM's operators that passes must know, by name: those of 0.24, and of 0.20 and 0.33 where they have the same.
+
+Each family of them has a file. What a name says is data, so vLLM need not be there.
+"""
+
+from __future__ import annotations
+
+from tw_compile.hosts.vllm.operators.activations import ACTIVATIONS
+from tw_compile.hosts.vllm.operators.attention import ATTENTION, LATENT_ATTENTION
+from tw_compile.hosts.vllm.operators.experts import EXPERTS
+from tw_compile.hosts.vllm.operators.norms import ADD_NORM, NORM, NORMS
+from tw_compile.hosts.vllm.operators.positions import POSITIONS
+from tw_compile.hosts.vllm.operators.quantisations import QUANTISATIONS
+from tw_compile.hosts.vllm.operators.scaled_matmuls import SCALED_MATMULS
+from tw_compile.hosts.vllm.operators.weight_only_matmuls import WEIGHT_ONLY_MATMULS
+from tw_compile.passes.operators import AllReduceOperator, Operator
+
+# all_reduce(tensor, group_name): out of place, ready when it returns; the group has a name of vLLM's, as ``tp:0``.
+ALL_REDUCE = AllReduceOperator("vllm::all_reduce")
+
+OPERATORS: tuple[Operator, ...] = (
+    ALL_REDUCE,
+    ATTENTION,
+    LATENT_ATTENTION,
+    *NORMS,
+    *ACTIVATIONS,
+    *POSITIONS,
+    *QUANTISATIONS,
+    *SCALED_MATMULS,
+    *WEIGHT_ONLY_MATMULS,
+    *EXPERTS,
+)
+
+__all__ = ["ADD_NORM", "ALL_REDUCE", "ATTENTION", "LATENT_ATTENTION", "NORM", "OPERATORS"]

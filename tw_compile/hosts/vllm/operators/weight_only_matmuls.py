@@ -1,0 +1,28 @@
+"""Matmuls of unquantised rows by weights of 4 or 8 bits: Marlin, Machete, AWQ, GPTQ, and small ones of their own kernel.
+
+Each computes a row of the result from that row and the weights, to within the rounding of another split of the depth.
+"""
+
+from __future__ import annotations
+
+from tw_compile.passes.operators import RowWiseOperator
+
+WEIGHT_ONLY_MATMULS = (
+    # marlin_gemm(a, c_or_none, b_q_weight, ..., a_scales, ..., workspace, ..., size_m, ...): the workspace has locks, which a
+    # call leaves as it found them; calls of one stream don't meet in it.
+    RowWiseOperator(
+        "_C::marlin_gemm", reads=("a",), scales=("a_scales",), counts=("size_m",), absent=("c_or_none",), writes=False
+    ),
+    RowWiseOperator("_C::machete_mm", reads=("A",), scales=("token_scales",), writes=False),
+    RowWiseOperator("_C::cutlass_w4a8_mm", reads=("A",), scales=("token_scales",), writes=False),
+    RowWiseOperator("_C::awq_gemm", reads=("_in_feats",), writes=False),
+    RowWiseOperator("_C::gptq_gemm", reads=("a",), writes=False),
+    RowWiseOperator("_C::allspark_w8a16_gemm", reads=("a",), writes=False),
+    RowWiseOperator("vllm::apply_bnb_4bit", reads=("x",), results=("out",)),
+    # Unquantised, for widths of DeepSeek's: routers and the latent projection.
+    RowWiseOperator("_C::dsv3_fused_a_gemm", reads=("mat_a",), results=("output",)),
+    RowWiseOperator("_moe_C::dsv3_router_gemm", reads=("mat_a",), results=("output",)),
+    RowWiseOperator("_C::fp32_router_gemm", reads=("mat_a",), results=("output",)),
+    RowWiseOperator("vllm::fp32_router_gemm_dispatch", reads=("x",), writes=False),
+    RowWiseOperator("vllm::min_latency_fused_qkv_a_proj", reads=("input_",), writes=False),
+)
