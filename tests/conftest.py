@@ -15,6 +15,7 @@ keep_bytecode()  # before torch is imported, as workers import it too
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from collector import collect_rarely  # noqa: E402
 from fork_servers import children_are_forked  # noqa: E402
 from torch._functorch import config as functorch_config  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
@@ -23,7 +24,7 @@ from tw_compile.testing import GlooRanks, fake_process_group  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also the tests marked full: about 19 minutes on two cores")
+    parser.addoption("--full", action="store_true", help="all tests, not the quick ones alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,12 +34,34 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --full the tests marked so are not collected, unless they are named, as ``file.py::test``."""
+    """Without --full tests are left out that are marked ``full``, and most cases of those marked ``few``.
+
+    All run that are named, as ``file.py::test``.
+    """
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
-    full = [item for item in items if item.get_closest_marker("full")]
-    config.hook.pytest_deselected(items=full)
-    items[:] = [item for item in items if item not in set(full)]
+    quick = {item for item in items if not item.get_closest_marker("full")}
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item in quick and item.get_closest_marker("few"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        quick -= set(of_test) - set(spread(of_test))
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = [item for item in items if item in quick]
+
+
+def spread(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """As many of a test's cases as its mark ``few`` says, from the first to the last at equal distances."""
+    mark = cases[0].get_closest_marker("few")
+    assert mark is not None
+    count = min(mark.args[0], len(cases))
+    return [cases[number * (len(cases) - 1) // max(count - 1, 1)] for number in range(count)]
+
+
+def pytest_collection_finish() -> None:
+    """The modules of all tests are imported by now."""
+    collect_rarely()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,6 +24,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from collector import collect_rarely
+
 IMPORTED = [
     "torch",
     "torch.distributed",
@@ -68,6 +70,7 @@ class ForkContext(ForkServerContext):
 def run_in_environment(variables: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(variables)
+    collect_rarely()
     target(*args)
 
 

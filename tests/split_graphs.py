@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.fx as fx
 from families import FAMILIES
 from graph_builder import copy_of
 
+from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.current import current_gate
 from tw_compile.kernels.collective import ops
@@ -49,7 +51,27 @@ def family_graph(
     """The graph that the fusion pass leaves of two tiny layers; call it inside a fake process group.
 
     ``padded``: another input, ``[batch, seq]``, is 0 where a token is padding. ``fields`` override the family's configuration.
+    Tracing takes seconds, so a graph of numbers is traced once in a process, and each call has a copy. One with symbols is
+    traced by each call, because what a test asks of them would be known to the next one.
     """
+    trace = _traced_once if dynamic is False else _traced
+    given = tuple(sorted(fields.items()))
+    graph = trace(family, batch, seq, dynamic, config, dtype, padded, given, tuple(compat.process_group_facts()))
+    return copy_of(graph)
+
+
+def _traced(
+    family: str,
+    batch: int,
+    seq: int,
+    dynamic: bool | None,
+    config: Config,
+    dtype: torch.dtype,
+    padded: bool,
+    fields: tuple[tuple[str, Any], ...],
+    groups: tuple[tuple[str, int, int], ...],
+) -> fx.Graph:
+    """``groups``: the process groups that are there, of which the graph has the names."""
     seen: list[fx.Graph] = []
     fuse = TWCompilePass(config)
 
@@ -58,7 +80,7 @@ def family_graph(
         seen.append(copy_of(graph))
 
     torch.manual_seed(0)
-    decoder = build_decoder(config_from_dict({**FAMILIES[family], **fields}), device="cpu", dtype=dtype)
+    decoder = build_decoder(config_from_dict({**FAMILIES[family], **dict(fields)}), device="cpu", dtype=dtype)
     tokens = torch.zeros(batch, seq, dtype=torch.long)
     inputs = (tokens, torch.ones_like(tokens)) if padded else (tokens,)
 
@@ -69,6 +91,9 @@ def family_graph(
     capture_graphs(forward if padded else decoder, inputs, pass_=record, dynamic=dynamic)
     (graph,) = seen
     return graph
+
+
+_traced_once = functools.lru_cache(maxsize=32)(_traced)
 
 
 def random_values(graph: fx.Graph, sizes: dict[str, int] | None = None, seed: int = 0) -> list[Any]:

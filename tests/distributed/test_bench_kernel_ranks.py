@@ -38,6 +38,7 @@ from tw_compile.testing import GlooRanks
 SPEC = BenchSpec(2, "cpu", "bfloat16", (64,), (5,), calls=2, repeats=20)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_smoke_test_on_gloo_ranks(tmp_path: Path) -> None:
     files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json", "regret")}

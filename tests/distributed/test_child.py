@@ -191,6 +191,7 @@ def _dies(spec: RunSpec, rank: int, scratch: str, messages: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(60)
 def test_what_a_rank_that_dies_has_started_ends_with_the_others(tmp_path: Path) -> None:
     (tmp_path / "diary").touch()

@@ -145,6 +145,7 @@ def test_halves_go_on_as_they_are_and_in_flight(ranks: GlooRanks, tokens: int) -
         assert "aten::cat" not in names and "tw_compile::leave_layers" not in names
 
 
+@pytest.mark.full
 def test_a_residual_that_others_read_is_whole_on_both_sides(ranks: GlooRanks) -> None:
     for options in ({}, {"split": "4"}):
         for result in ranks.run(_run, 9, options, "read_twice"):
@@ -152,6 +153,7 @@ def test_a_residual_that_others_read_is_whole_on_both_sides(ranks: GlooRanks) ->
             assert all(given in ((), (False,)) for given in result["rows"])
 
 
+@pytest.mark.full
 def test_halves_that_are_done_go_on_as_they_are(ranks: GlooRanks) -> None:
     for options in ({}, {"split": "4"}):
         for result in ranks.run(_run, 9, options, "normed_before_added"):

@@ -37,6 +37,7 @@ def outputs_of_both(
     return expected, found, all(torch.equal(a, b) for a, b in zip(of_rank_0, found, strict=True))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "batch", "seq", "first", "unit"),
     [

@@ -66,6 +66,7 @@ def run(
     machine.run()
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_codes_and_scales_are_the_operators(form: str, kernel: str) -> None:

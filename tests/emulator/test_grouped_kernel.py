@@ -63,6 +63,7 @@ def test_it_takes_more_groups_than_threads() -> None:
     check(rows, 256, _TILE_DEPTH, 0)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("seed", range(25))
 def test_random_groups_on_random_devices(seed: int) -> None:
     random = Random(seed)

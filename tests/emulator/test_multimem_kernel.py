@@ -70,6 +70,7 @@ def test_it_runs_in_the_shape_that_the_host_chooses() -> None:
     machine.run()
 
 
+@pytest.mark.few(2)
 @WAYS
 @OUTPUTS
 def test_on_two_slots_at_once(private_output: bool, by_peers: bool) -> None:

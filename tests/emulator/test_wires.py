@@ -132,22 +132,35 @@ def test_kernels_with_wires(make: Make) -> None:
 
 @pytest.mark.full
 @KERNELS
-@WIRES
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "wire"),
+    [
+        *((form, wire) for form in FORMS for wire in ("int8", "int6")),
+        *((form, "int4") for form in ("llama", "whole", "fp8_whole")),
+    ],
+)
 def test_every_form_with_wires(make: Make, form: str, wire: str) -> None:
     """Of 640 columns the last warp of the threads has half of its vectors."""
-    for seed, (world_size, hidden_size) in enumerate([(2, 640), (3, 256)]):
+    sizes = [(2, 640), (3, 256)]
+    for seed, (world_size, hidden_size) in enumerate(sizes if wire == "int8" else sizes[:1]):
         machine = make(world_size, hidden_size, FORMS[form].on(wire), seed)
         for tokens, max_sms in ((5, 2), (1, 2), (MOST_TOKENS, 3), (2, 1)):
             machine.call(tokens, max_sms)
         machine.run()
 
 
+SIZES_BY_WIRE = {
+    "int8": [(2, 256), (2, 1024), (2, 2048), (3, 1152), (4, 256), (4, 1024), (8, 256)],
+    "int6": [(2, 256), (2, 2048), (3, 1152), (4, 1024), (8, 256)],
+    "int4": [(2, 1024), (4, 256)],
+}
+"""World sizes and hidden sizes. Wires share all code but that of a word of codes; int4 is there to show what a paper did."""
+
+
 @pytest.mark.full
 @KERNELS
-@WIRES
 @pytest.mark.parametrize(
-    ("world_size", "hidden_size"), [(2, 256), (2, 1024), (2, 2048), (3, 1152), (4, 256), (4, 1024), (8, 256)]
+    ("world_size", "hidden_size", "wire"), [(*size, wire) for wire, sizes in SIZES_BY_WIRE.items() for size in sizes]
 )
 def test_calls_with_wires_follow_each_other(make: Make, world_size: int, hidden_size: int, wire: str) -> None:
     for seed in range(2 if world_size * hidden_size > 2048 else 4):
@@ -167,6 +180,7 @@ def test_wires_on_two_slots_at_once(make: Make) -> None:
         machine.run()
 
 
+@pytest.mark.few(2)
 @KERNELS
 @WIRES
 def test_what_is_not_finite_stays_so(make: Make, wire: str) -> None:

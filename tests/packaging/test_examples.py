@@ -39,6 +39,7 @@ def test_a_host_with_a_pipeline_of_its_own_gets_the_fused_operator(tmp_path: Pat
     assert output.count("'all_reduce': 1, 'fused': 1") == 2 and output.count("nodes before the passes") == 2, output
 
 
+@pytest.mark.full
 def test_the_graph_test_passes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -113,6 +113,7 @@ def test_without_a_cache_nothing_is_kept_or_said(
     assert not list(cache.iterdir())
 
 
+@pytest.mark.full
 def test_torch_logs_takes_the_name() -> None:
     code = "import logging, torch; one = logging.getLogger('tw_compile'); print(one.level, len(one.handlers))"
     variables = os.environ | {"TORCH_LOGS": "+tw_compile"}

@@ -303,6 +303,7 @@ def test_rows_survive_json() -> None:
     assert rows_of(json.loads(json.dumps(report_of(rows)))) == rows
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_plot_is_written(suffix: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -213,6 +213,7 @@ def ran(spec: VllmSpec, logs: Path | None = None) -> dict[str, Any]:
     return vllm_run.run(spec, lambda what: None, None if logs is None else str(logs))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("together", [False, True])
 def test_engines_are_put_beside_each_other(vllm: Path, tmp_path: Path, together: bool) -> None:
     errors = {"off": 0.01, "fuse": 0.0105, "off-nccl": 0.01}

@@ -445,6 +445,7 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_is_done(
     assert result.stdout == ""
 
 
+@pytest.mark.full
 def test_bench_passes_writes_one_row_per_depth(tmp_path: Path) -> None:
     file, report = tmp_path / "passes.csv", tmp_path / "passes.json"
     args = ["--model", "tiny-llama", "--tp", "2", "--layers", "2,1", "--csv", str(file), "--json", str(report)]

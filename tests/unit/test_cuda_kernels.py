@@ -120,6 +120,7 @@ def test_forms_of_models_compile_for_sm_100(monkeypatch: pytest.MonkeyPatch, tmp
             assert stack_bytes(cubin, tmp_path) <= (0 if kind in MULTIMEM else MOST_STACK_BYTES), kind
 
 
+@pytest.mark.few(21)
 @pytest.mark.parametrize("arch", [9, pytest.param(10, marks=pytest.mark.full)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -148,6 +149,7 @@ def test_every_form_compiles(
         assert stack_bytes(cubin, tmp_path) == 0
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_spin_limits_compile(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     program = program_of(kind, request(1024), 8, monkeypatch)
@@ -241,6 +243,7 @@ PUBLISH, FENCE_ALIAS = "multimem.st.relaxed.sys.global.v4.f32", "fence.proxy.ali
 LOADED_SUM = {BF16: "BF16x8", FP16: "F16x8", FP32: "F32x4"}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("kind", MULTIMEM)
 @pytest.mark.parametrize("dtype", SUMS)

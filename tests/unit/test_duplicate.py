@@ -172,6 +172,7 @@ def padding_and_others(graph: fx.Graph) -> list[tuple[bool, Any]]:
     return [(index == integer[1], value) for index, value in enumerate(values)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama", "mixtral", pytest.param("olmo2", marks=pytest.mark.full)])
 def test_unfused_all_reduces_are_split(family: str) -> None:
     graph = captured(family, 1, 63, fuse=False)

@@ -56,6 +56,7 @@ def compiled(halved: bool) -> GraphReport:
     return report
 
 
+@pytest.mark.full
 def test_a_size_that_nothing_has_refuses_one_site_and_no_other() -> None:
     report = compiled(halved=True)
     assert report.counts == {"all_reduce": 2, "fused": 1, "refused": 1, "gated": 0} and not report.warning

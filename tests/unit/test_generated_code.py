@@ -182,6 +182,7 @@ def _bookkeeping(text: str, output: str) -> bool:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("told", [True, False])
 def test_what_operands_of_our_operators_are_computed_from_is_not_written_out(
     told: bool, monkeypatch: pytest.MonkeyPatch

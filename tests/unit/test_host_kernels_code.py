@@ -29,6 +29,7 @@ def program_of(
     return KINDS[kind]().program(asked, state, 0)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_compiles_for_every_architecture(
@@ -39,6 +40,7 @@ def test_compiles_for_every_architecture(
     assert resources(program.cubin(), tmp_path)["STACK"] <= 32
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "form",

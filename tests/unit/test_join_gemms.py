@@ -75,6 +75,7 @@ def test_the_graph_stays_where_nothing_is_faster(turns: tuple[int, ...] | None) 
     assert str(graph) == before
 
 
+@pytest.mark.full
 def test_a_graph_for_many_token_counts_is_measured_for_those_that_its_host_runs() -> None:
     graph = family_graph("llama", 2, 8, dynamic=True, **FAMILY)
     values = random_values(graph, _sizes_of(graph))

@@ -47,6 +47,7 @@ KERNELS = pytest.mark.parametrize(("width", "form"), [(width, form) for width in
 # --- the source ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @KERNELS
 def test_it_is_compiled_for_the_one_architecture_that_has_the_instructions(width: int, form: Form) -> None:
     """Compiling compares the layouts of the parameters, too."""
@@ -67,6 +68,7 @@ def test_tensor_maps_lie_where_the_copy_engine_reads_them() -> None:
     assert ctypes.sizeof(JointMmParams) % 64 == 0 and ctypes.sizeof(module.TensorMap) % 64 == 0
 
 
+@pytest.mark.few(3)
 @KERNELS
 def test_the_host_knows_the_kernels_sizes(tmp_path: Path, width: int, form: Form) -> None:
     program = joint_mm_program(width, form)
@@ -114,6 +116,7 @@ def slow(loop: list[str]) -> list[str]:
     return [text for text in loop if MEMORY_BARRIERS.search(text) or MEMORY_ACCESSES.search(text)]
 
 
+@pytest.mark.few(3)
 @KERNELS
 def test_it_multiplies_all_columns_of_a_tile_at_once(code_of: Code, width: int, form: Form) -> None:
     """Or half of them, where a tile is narrow or low; of a low gated one a quarter from each matrix. Four steps to a stage."""

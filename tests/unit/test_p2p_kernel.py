@@ -76,6 +76,7 @@ FORMS: list[tuple[int, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("arch", "hidden_size", "world_size", "overrides"), FORMS)
 def test_rows_move_in_16_byte_accesses(arch: int, hidden_size: int, world_size: int, overrides: dict[str, Any]) -> None:
     ptx = compile_all_reduce(arch, hidden_size, world_size, **overrides).asm["ptx"]

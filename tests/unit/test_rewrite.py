@@ -107,6 +107,7 @@ class Decoder(nn.Module):
         return self.norms[-1](stream)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("norm", ["hf", "torch", "gemma"])
 def test_decoder_is_fused_whole(norm: str, device: str) -> None:
@@ -133,6 +134,7 @@ def test_three_dimensional_static_and_symbolic(group: None, dtype: torch.dtype, 
     assert metadata(result.after.graph) == propagated_metadata(result.after.graph)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("norm", ["hf", "gemma"])
 def test_sandwich_norms(norm: str) -> None:
     stream = torch.zeros(5, 64, dtype=torch.bfloat16)
@@ -575,6 +577,7 @@ class ParallelMlp(nn.Module):
         return self.norm(residual), residual
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_rowwise_parallel_of_dtensor_is_fused(dynamic: bool) -> None:
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}

@@ -31,6 +31,7 @@ def test_no_rank_owns_more_rows_than_a_shard_has(tokens: int, world_size: int) -
     assert lengths == sorted(lengths, reverse=True)
 
 
+@pytest.mark.full
 @given(st.integers(1, 1 << 20), st.integers(1, 64))
 def test_rows_of_rank_r_start_at_r_times_rows_per_rank(tokens: int, world_size: int) -> None:
     """The kernels compute the owner of a row this way."""

@@ -53,6 +53,7 @@ def program_of(kernel: str, given: Request, capability: tuple[int, int], patch: 
     return program
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("columns", [128, 8192])
 @pytest.mark.parametrize(
     ("kernel", "capability"), [(name, capability) for name, (_, all_of) in KERNELS.items() for capability in all_of]

@@ -146,6 +146,7 @@ def test_the_stream_that_finishes_is_the_one_that_waits(machine: Machine) -> Non
     assert machine.log[-1] == "other: wait side1.2"
 
 
+@pytest.mark.full
 def test_inputs_and_outputs_are_kept_until_the_join(machine: Machine) -> None:
     asked = ready()
     started = start_beside(asked, launching(machine))
@@ -356,6 +357,7 @@ def test_two_slots_are_in_flight_at_once_on_streams_of_their_own(machine: Machin
     assert machine.log == ["main: wait side2.2", "main: wait side1.2"]
 
 
+@pytest.mark.full
 def test_a_copy_that_start_makes_of_an_input_lives_until_the_join(machine: Machine, algorithm: Fake) -> None:
     made: list[Any] = []
     launch = algorithm.launch

@@ -211,6 +211,7 @@ def test_a_plan_for_another_number_of_gemms_says_nothing_of_these() -> None:
     assert not find_ops(graph, "gated_mm_leaving_sms")
 
 
+@pytest.mark.full
 def test_the_sum_has_travelled_as_long_as_the_joint_gemm_takes() -> None:
     graph, budgets = planned()
     result = woven(graph, budgets)
@@ -243,6 +244,7 @@ def test_gemms_that_inductor_tunes_are_not_joined(monkeypatch: pytest.MonkeyPatc
     assert not find_ops(graph, "joint_mm_leaving_sms")
 
 
+@pytest.mark.full
 def test_results_stay_in_the_slots_that_joint_gemms_read() -> None:
     kept = []
     for joins in (False, True):

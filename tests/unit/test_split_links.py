@@ -62,6 +62,7 @@ def inspected(seq: int = 1024, **options: Any) -> tuple[Split, fx.Graph]:
     return seen.report.split, seen.after.graph
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("no_peer_access")
 @pytest.mark.parametrize("options", [{"fuse": False}, {"fuse_max_bytes": 1024}, {"transport": "nccl"}], ids=str)
 def test_sums_of_nccl_are_split_where_the_plan_pays_whether_they_are_fused_or_not(options: dict[str, Any]) -> None:

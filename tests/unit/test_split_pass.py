@@ -91,6 +91,7 @@ def test_layer_of_the_graph_is_that_of_the_configuration(model: str) -> None:
     assert layer_of_graph(graph, axis) == GraphLayer(expected, "p2p")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sites", "wires"),
     [("all", ("int8", "int8")), ("mlp", ("exact", "int8")), ("attention", ("int8", "exact"))],
@@ -106,6 +107,7 @@ def test_plans_are_for_the_wires_of_the_graph(sites: str, wires: tuple[str, str]
     assert auto.plan is not None and auto.plan.predicted == expected.predicted
 
 
+@pytest.mark.full
 def test_groups_of_halves_are_rounded_up_to_fewer_rows_and_those_of_the_whole_are_torchs() -> None:
     split, graph = inspected("mixtral-8x22b", split="1800")
     assert split.mode == "split" and len(find_ops(graph, "grouped_mm_leaving_sms")) == 4
@@ -198,6 +200,7 @@ def test_graph_that_cannot_be_planned_is_left(
     assert (split.mode, split.reason) == ("off", reason), split.detail
 
 
+@pytest.mark.full
 def test_bounds_that_a_refusal_names_make_a_graph_that_is_split() -> None:
     refused, _ = inspected(bounds=(16, 8192))
     named = re.search(r"mark_dynamic\(min=(\d+), max=(\d+)\)", refused.detail)
@@ -208,6 +211,7 @@ def test_bounds_that_a_refusal_names_make_a_graph_that_is_split() -> None:
     assert split.mode == "split" and str(split.sizes[0]).startswith("s*"), split.detail
 
 
+@pytest.mark.full
 def test_masked_attention_is_planned_where_the_profile_has_its_time(tmp_path: Path) -> None:
     split, graph = inspected(model=WINDOWED)
     assert split.plan is not None and split.mode == split.plan.mode == "split", split.detail
@@ -429,6 +433,7 @@ def code_of_layer(seq: int, bounds: tuple[int, int] | None) -> str:
         return compat.inductor_code(decoder, (ids,), passes, "cuda", None, {})
 
 
+@pytest.mark.full
 def test_kernels_of_halves_of_unknown_size_are_tuned_for_as_many_tokens() -> None:
     def tuned_for(bounds: tuple[int, int] | None) -> list[int]:
         code = code_of_layer(8192, bounds)

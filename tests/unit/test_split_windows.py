@@ -241,6 +241,7 @@ def test_grouped_gemms_leave_sms_and_compute_the_same() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.full
 def test_grouped_gemms_stay_that_add_a_bias_or_that_inductor_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, budgets = planned("mixtral")
     budgets = budgeted(with_windows(budgets, mlp={"ctas": 24}), "gate_up", "down")

@@ -377,6 +377,7 @@ def test_doctor_shows_what_vllm_would_do(monkeypatch: pytest.MonkeyPatch) -> Non
     assert off["enabled"].startswith("no") and off["groups"][-1]["flashinfer_fusion_bytes"] is None
 
 
+@pytest.mark.full
 def test_doctor_says_which_steps_would_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tw_compile.hosts.vllm.doctor.vllm_config", lambda *given, **rest: replace(VLLM, split="auto"))
     of_four = examine({}, (9, 0), "NVIDIA H200")["groups"][1]

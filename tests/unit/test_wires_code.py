@@ -36,6 +36,7 @@ def on(wire: str, asked: Request) -> Request:
     return replace(asked, wire=wire)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("wire", IN_CODES)
 @pytest.mark.parametrize(
     ("kind", "capability"),
@@ -51,6 +52,7 @@ def test_compiles_for_every_architecture_without_local_memory(
     assert kind == "host_rows" or (threads_for(8192, 2) == 1024 and used["REG"] <= 64)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize(
     "form",
