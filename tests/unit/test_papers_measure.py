@@ -13,7 +13,9 @@ from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec, swept_sizes
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.benchmark.papers import measure as module
+from tw_compile.benchmark.papers.context import Context
 from tw_compile.benchmark.papers.measure import HERE, Request, files_of, measure
+from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
 from tw_compile.benchmark.papers.report import requests_of
 from tw_compile.benchmark.papers.timed import given, parse
@@ -70,6 +72,21 @@ def test_what_was_cut_short_goes_on_with_what_is_missing(bench: FakeBench, tmp_p
 def test_rows_of_another_machine_are_not_taken(bench: FakeBench, tmp_path: Path) -> None:
     measured(tmp_path)
     assert files_of(REQUEST, tmp_path, KEY) and not files_of(REQUEST, tmp_path, "another")
+
+
+def test_rows_of_gpus_that_cannot_reach_each_other_went_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"card {index}")
+    keys = []
+    for reach in (False, True):
+        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other, reach=reach: reach)
+        keys.append(module.made_with())
+        rows = measured(tmp_path, host=module.through_host()).rows
+        assert rows and all(row.through_host is not reach for row in rows)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    assert module.through_host() and keys[0] != keys[1] != module.made_with()
 
 
 def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
@@ -165,7 +182,12 @@ def test_rows_in_codes_are_not_what_peers_give() -> None:
     header = "label,kind,tokens,p50_us,world_size,hidden,numerics,quantises,wire"
     lines = ["a,ours,8,1.5,2,64,ok,False,exact", "b,ours,8,1.0,2,64,ok,False,int8", "c,ours,8,1.0,2,64,ok,True,exact"]
     rows = parse("\n".join([header, *lines]), "f.csv", "measured earlier")
-    assert [row.quantises for row in rows] == [False, True, True]
+    context = Context(read_published("tokenweave"), rows, None, 2)
+    shown = {wire: context.fastest_fused(2, 64, wire) for wire in ("exact", "int8")}
+    assert {wire: [row.label for row in times["f.csv"].values()] for wire, times in shown.items()} == {
+        "exact": ["a"],
+        "int8": ["b"],
+    }
 
 
 def test_swept_halves_are_around_the_middle() -> None:

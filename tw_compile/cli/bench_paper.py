@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from tw_compile.benchmark.papers.exhibit import Exhibit
-from tw_compile.benchmark.papers.measure import Measured, made_with, measure
+from tw_compile.benchmark.papers.measure import Measured, made_with, measure, through_host
 from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
-from tw_compile.benchmark.papers.timed import committed, given
+from tw_compile.benchmark.papers.timed import given
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.harness.launch import Progress
@@ -74,7 +74,7 @@ def paper(
         raise UsageError(f"--minutes: expected more than 0 and at most {MOST_MINUTES:g}, got {minutes:g}")
     common.writable("--html", html_file)
     published = read_published(name)
-    rows = [*given(files or ()), *committed()]
+    rows = given(files or ())
     folder = None if dry_run else _folder(out)
     console = common.make_console(json_file)
     measured, ranks = None, tp or DRY_RUN_RANKS
@@ -111,4 +111,4 @@ def _measured(
     from tw_compile.benchmark.papers.report import requests_of
 
     requests = [request for asked in requests_of(shown, ranks).values() for request in asked]
-    return measure(requests, gpus, folder, minutes, made_with(), progress, resume)
+    return measure(requests, gpus, folder, minutes, made_with(), progress, resume, host=through_host())

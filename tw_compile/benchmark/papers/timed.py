@@ -27,8 +27,15 @@ COMMITTED = (
     "2026-11-21-2xh200-layer-llama-3.3-70b-tp2-again.csv",
     "2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",
     "2026-11-22-4xh200-vllm-llama-3.3-70b-tp4.csv",
+    "2026-11-24-2xh100-kernel-tp2.csv",
+    "2026-11-24-2xh100-kernel-wires-tp2.csv",
+    "2026-11-24-2xh100-kernel-host-wires-tp2.csv",
+    "2026-11-24-2xh100-layer-host-wires-llama-3.1-8b-tp2.csv",
+    "2026-11-24-2xh100-layer-host-llama-3.1-8b-1024-tp2.csv",
+    "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",
 )
-"""The files that exhibits are drawn from; of two that have the same value, the first one's counts."""
+"""The files that exhibits are drawn from. Of two on the same device that have the same value, the first one's counts. All their
+machines have NVLink; some runs left it unused."""
 SCHEMAS = {
     "bench vllm": {"label", "trace", "chunk", "requests", "speedup", "world_size", "model"},
     "bench ffn": {"label", "tokens", "p50_us", "world_size", "model", "first"},
@@ -37,6 +44,8 @@ SCHEMAS = {
 }
 """Columns that a file of each benchmark has at least."""
 PEER, OURS = "peer", "ours"
+HOST_MEMORY = "host memory"
+PEERS_NORM = "rms_norm"
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,11 @@ class Timed:
         value: Microseconds; of ``bench vllm``, the speed-up.
         trace, requests: Of ``bench vllm``.
         first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
-        quantises: Its results are float8, or its rows travel in codes: no peer gives that.
+        quantises: Its results are float8, which no peer gives.
+        wire: How its rows travel.
         how: As a :class:`Point` has it.
         file, device: Where it is from, and what it was measured on; a file need not say the latter.
+        through_host: Rows went through host memory, as the run did not use the GPUs' peer access, or had none.
     """
 
     bench: str
@@ -70,7 +81,21 @@ class Timed:
     requests: int = 0
     first: int = 0
     quantises: bool = False
+    wire: str = EXACT
     device: str = ""
+    through_host: bool = False
+
+    @property
+    def link(self) -> str:
+        """What rows travelled over. A file from elsewhere does not say whether peers were reached over NVLink or PCIe."""
+        if self.through_host:
+            return HOST_MEMORY
+        return "NVLink" if self.file in COMMITTED else "peer access"
+
+    @property
+    def where(self) -> str:
+        """The device, and the link where it is host memory; empty where the file says neither."""
+        return ", ".join(filter(None, (self.device, HOST_MEMORY if self.through_host else "")))
 
     @property
     def source(self) -> str:
@@ -85,7 +110,7 @@ class Timed:
 
 
 def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]:
-    """Rows that have a value and, where results were checked, good ones.
+    """Rows that have a value, the peers' norm and, where results were checked, good ones.
 
     Raises:
         UsageError: The text is no CSV of a benchmark that exhibits are drawn from; it names ``option`` and ``file``.
@@ -109,7 +134,7 @@ def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]
 def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
     value = row["speedup" if bench == "bench vllm" else "p50_us"]
     wrong = bench in ("bench kernel", "bench layer") and row["kind"] != "bound" and row["numerics"] != "ok"
-    if not value or wrong:
+    if not value or wrong or row.get("norm", PEERS_NORM) != PEERS_NORM:
         return None
     return Timed(
         bench,
@@ -125,8 +150,10 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         row.get("trace") or "",
         int(row.get("requests") or 0),
         int(row.get("first") or 0),
-        row.get("quantises") == "True" or row.get("wire", EXACT) != EXACT,
-        row.get("device_name") or "",
+        row.get("quantises") == "True",
+        row.get("wire") or EXACT,
+        (row.get("device_name") or "").removeprefix("NVIDIA "),
+        row.get("peer_access") == "off",
     )
 
 
