@@ -29,7 +29,7 @@ def by_method(context: Context) -> Drawn:
 
 def _claim(share: float, ours: Series) -> Claim:
     return judge(
-        "of communication is hidden (sequences of 4096; ours: predicted, TP4)",
+        "the share of communication that is hidden is (sequences of 4096; ours: predicted, TP4)",
         Bound("at least", 0.99),
         {4096.0: share},
         {x: value for x, value in ours.values().items() if x == 4096},
@@ -52,14 +52,17 @@ def by_length(context: Context) -> Drawn:
     ):
         found = measured_share(view, tp, model, label)
         series += context.lines(f"ours, {says}, {model}, TP{tp}", found, fuse.name)
-    through_host = plain(first(measured_share(host, context.tp, SMALL, "fused+split")))
     if context.missing and len(series) == 3:
         series.append(cannot(f"ours, TP{context.tp}", (1024.0, 4096.0), context.missing, fuse.name))
     claims = [
         judge(f"{name} hides, of communication ({side}),", Bound("at least", limit), line.values(), values)
         for side, values in (
             ("ours: predicted, TP4", guess.values()),
-            ("ours: fused and split through host memory", through_host),
+            (f"ours: {LLAMA} with peer access, TP4", plain(first(measured_share(peers, 4, LLAMA, "fused+split")))),
+            (
+                f"ours: {SMALL} through host memory",
+                plain(first(measured_share(host, context.tp, SMALL, "fused+split"))),
+            ),
         )
         for name, line, limit in (("CommFuse", fuse, 0.99), ("slicing", slices, 0.77))
     ]

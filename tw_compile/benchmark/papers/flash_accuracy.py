@@ -11,7 +11,7 @@ from tw_compile.benchmark.papers.context import Context, cannot
 from tw_compile.benchmark.papers.exhibit import Drawn, Point, Series
 from tw_compile.gating.wire_accuracy import BUDGET_NATS
 
-BITS = {4.0: "INT4", 6.0: "INT6", 8.0: "INT8", 16.0: "FP16"}
+BITS = {4.0: "INT4", 6.0: "INT6", 8.0: "INT8", 16.0: "16 bits"}
 WIRE_BITS = {"exact": 16.0, "int8": 8.0, "int6": 6.0}
 THIRDS = {1.0: "first", 2.0: "middle", 3.0: "last"}
 PROJECTIONS = ("o_proj", "down_proj")
