@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import types
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec, swept_sizes
@@ -19,6 +21,7 @@ from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
 from tw_compile.benchmark.papers.report import requests_of
 from tw_compile.benchmark.papers.timed import given, parse
+from tw_compile.cli.app import app
 from tw_compile.harness.requests import RankError, UsageError
 
 KEY = "machine"
@@ -30,6 +33,8 @@ HEADER = "label,tokens,first,p50_us,world_size,model"
 class FakeBench:
     """Does ``most`` numbers of tokens a call, and is out of time then."""
 
+    labels = (WHOLE,)
+
     def __init__(self, most: int) -> None:
         self.most = most
         self.asked: list[Any] = []
@@ -38,10 +43,14 @@ class FakeBench:
         self.asked.append(spec)
         progress("working")
         done = spec.tokens[: self.most]
-        return {"done": done, "incomplete": None if done == spec.tokens else "no answer in time"}
+        return {"done": done, "spec": spec, "incomplete": None if done == spec.tokens else "no answer in time"}
 
     def as_csv(self, report: dict[str, Any]) -> str:
-        lines = [f"{WHOLE},{tokens},0,{tokens}.0,8,llama-3.3-70b" for tokens in report["done"]]
+        lines = [
+            f"{label},{tokens},0,{tokens}.0,{report['spec'].shards},llama-3.3-70b"
+            for tokens in report["done"]
+            for label in self.labels
+        ]
         return "\n".join([HEADER, *lines]) + "\n"
 
 
@@ -97,6 +106,29 @@ def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
         [replace(REQUEST, spec=replace(SPEC, seed=1))], 1, tmp_path, 1.0, KEY, print, clock=lambda: next(now)
     )
     assert "--minutes were over" in next(iter(late.missing.values())) and len(bench.asked) == 1
+
+
+def test_the_same_command_goes_on_where_minutes_were_over(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "labels", (WHOLE, PLANNED))
+    monkeypatch.setattr("tw_compile.cli.common.gpus", lambda: 1)
+    for fact, value in (("made_with", KEY), ("through_host", False)):
+        monkeypatch.setattr(f"tw_compile.cli.bench_paper.{fact}", lambda value=value: value)
+    args = ["bench", "paper", "tokenweave", "--figures", "9", "--minutes", "5", "--out", str(tmp_path), "--json", "-"]
+
+    def call() -> tuple[list[str], list[float]]:
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        (figure,) = report["exhibits"]
+        here = [point["x"] for point in figure["comparison"] if point["how"] == HERE and "TP8" in point["series"]]
+        return report["missing"], here
+
+    assert call() == (["no answer in time"], [1024, 2048])
+    assert call() == ([], [1024, 2048, 4096, 8192])
+    assert [spec.tokens for spec in bench.asked] == [(1024, 2048, 4096, 8192)] * 2 + [(4096, 8192)] * 2
+    assert call()[0] == [] and len(bench.asked) == 4
 
 
 def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
