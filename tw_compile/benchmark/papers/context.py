@@ -50,6 +50,11 @@ class Context:
         return replace(self, host="only")
 
     @property
+    def over_all(self) -> Context:
+        """Of rows over any link."""
+        return replace(self, host="too")
+
+    @property
     def over_peers(self) -> Context:
         """Of rows that went over peer access alone."""
         return replace(self, host="no")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge, times
 from tw_compile.benchmark.papers.context import (
@@ -28,9 +29,12 @@ from tw_compile.benchmark.papers.flash_accuracy import (
     errors,
     perplexities,
 )
+from tw_compile.benchmark.papers.measure import Request
 from tw_compile.benchmark.papers.timed import HOST_MEMORY
-from tw_compile.benchmark.papers.tokenweave_kernels import HIDDEN, fastest, fused_requests, sms_requests, swept
+from tw_compile.benchmark.papers.tokenweave_kernels import HIDDEN, fastest, sms_requests, swept
 from tw_compile.benchmark.papers.tokenweave_layers import LLAMA, SMALL, communication_shares, layer_requests, prefill
+from tw_compile.benchmark.spec import BenchSpec
+from tw_compile.kernels.collective.wires import EXACT
 
 MIB = 2**20
 SMALL_HIDDEN = 4096
@@ -38,9 +42,10 @@ SMALL_HIDDEN = 4096
 LARGE = 64.0
 """MiB from which on the paper sees its kernel clearly ahead."""
 PREFILLS = (1024, 4096)
-LAYER_WIRES = {"exact": "fused+split", "int8": "fused+split-int8"}
-"""Layers that were measured, as benchmarks call them."""
-JUDGED = ("exact", "int6")
+SIZES = (64, 256, 1024, 4096, 16384)
+LAYER_WIRES = {EXACT: "fused+split", "int8": "fused+split-int8"}
+"""Layers that are measured, as benchmarks call them."""
+JUDGED = (EXACT, "int6")
 """The widest and the narrowest wire."""
 NOT_BY_ENGINE = {
     4.0: NO_INT4,
@@ -48,6 +53,33 @@ NOT_BY_ENGINE = {
     8.0: "with int8 its log-probabilities were too far from float32's, so bench vllm has no speed-up of it: "
     "2026-11-24-2xh100-vllm-host-wires-llama-3.1-8b-16-layers-tp2.csv",
 }
+
+
+def wire_requests(tp: int) -> tuple[Request, ...]:
+    """Calls with every wire, over peer access and through host memory; what a machine does not serve has no time."""
+    wires = tuple(WIRE_BITS)
+    kernels = [f"tw-{transport}-two-shot" for transport in ("push", "host")]
+    only = ("nccl+norm", *(_with(wire, label) for label in kernels for wire in wires))
+    return tuple(
+        Request(
+            "bench kernel",
+            BenchSpec(tp, "cuda", "bfloat16", (hidden,), SIZES, repeats=20, only=only, wires=wires),
+            tp,
+            2.0,
+        )
+        for hidden in (HIDDEN, SMALL_HIDDEN)
+    )
+
+
+def coded_layer_requests(tp: int) -> tuple[Request, ...]:
+    only = ("inductor+nccl", "inductor+symm-two-shot", "no-communication", *LAYER_WIRES.values())
+    spec = LayerSpec("layer", SMALL, tp, "cuda", "bfloat16", PREFILLS, layers=2, repeats=20, only=only, wires=("int8",))
+    return (Request("bench layer", spec, tp, 3.0),)
+
+
+def _with(wire: str, label: str) -> str:
+    """As benchmarks call a variant with the wire."""
+    return label if wire == EXACT else f"{label}-{wire}"
 
 
 def shares(context: Context) -> Drawn:
@@ -80,14 +112,16 @@ def first_token(context: Context) -> Drawn:
         series.append(predicted(f"ours, exact, {model}, H200, predicted", gain, name, "planner, H200, 4096 tokens"))
     over_peers = _most(layer_gains(context.over_peers, 4, LLAMA, "exact"), 4)
     series += context.lines(f"ours, exact, {LLAMA}, most", over_peers, small.name)
-    host = {wire: _most(layer_gains(context.over_host, context.tp, SMALL, wire), context.tp) for wire in LAYER_WIRES}
-    for wire, found in host.items():
-        series += context.lines(f"ours, {wire}, {SMALL}, most", found, small.name)
+    gains = {wire: layer_gains(context.over_all, context.tp, SMALL, wire) for wire in LAYER_WIRES}
+    for wire, found in gains.items():
+        coded = {where: values for where, values in found.items() if where in gains["int8"]}
+        series += context.lines(f"ours, {wire}, {SMALL}, most", _most(coded, context.tp), small.name)
+    host = _most(layer_gains(context.over_host, context.tp, SMALL, "int8"), context.tp)
     claim = judge(
         f"without NVLink the first token comes earlier by (paper: INT4, PCIe; ours: int8, layers, {HOST_MEMORY})",
         Bound("at least", 2.0, somewhere=True),
         small.values(),
-        plain(first(host["int8"])),
+        plain(first(host)),
         times,
         "ranks",
     )
@@ -105,20 +139,20 @@ def _most(found: Mapping[str, Values], ranks: int) -> dict[str, Values]:
 
 
 def by_bits(context: Context) -> Drawn:
-    """Layers and an engine through host memory."""
-    host, tp = context.over_host, context.tp
-    gains = {WIRE_BITS[wire]: layer_gains(host, tp, SMALL, wire) for wire in LAYER_WIRES}
+    """Layers wherever rows travelled in codes, and an engine through host memory."""
+    tp = context.tp
+    gains = {WIRE_BITS[wire]: layer_gains(context.over_all, tp, SMALL, wire) for wire in LAYER_WIRES}
     series: list[Series] = []
     for tokens in PREFILLS:
-        shown: dict[str, Values] = {}
-        for bits, found in gains.items():
-            for where, values in found.items():
-                if tokens in values:
-                    shown.setdefault(where, {})[bits] = values[tokens]
+        shown = {
+            where: {bits: found[where][tokens] for bits, found in gains.items() if tokens in found.get(where, {})}
+            for where, coded in gains[WIRE_BITS["int8"]].items()
+            if tokens in coded
+        }
         series += context.lines(f"ours, layers of {SMALL}, {tokens} tokens, TP{tp}", shown, None, gains)
-    engine = as_measured(host.times("bench vllm", tp, partial(prefill, "fuse+split", SMALL)))
-    exact = {where: {WIRE_BITS["exact"]: next(iter(values.values()))} for where, values in engine.items()}
-    lines = context.lines(f"ours, vLLM, {SMALL}, TP{tp}", exact, None, [WIRE_BITS["exact"]])
+    engine = as_measured(context.over_host.times("bench vllm", tp, partial(prefill, "fuse+split", SMALL)))
+    exact = {where: {WIRE_BITS[EXACT]: next(iter(values.values()))} for where, values in engine.items()}
+    lines = context.lines(f"ours, vLLM, {SMALL}, TP{tp}", exact, None, [WIRE_BITS[EXACT]])
     without = tuple(Point(bits, None, "cannot", why) for bits, why in NOT_BY_ENGINE.items())
     series += [replace(line, points=(*without, *line.points)) for line in lines]
     return Drawn(tuple(series))
@@ -135,7 +169,7 @@ def by_size(context: Context) -> Drawn:
                 row = next(iter(values.values()))[1]
                 name = ", ".join(filter(None, ("ours", wire, row.link, f"TP{context.tp}", row.device)))
                 series.append(measured(name, values, line.name))
-            if not shown and wire == "exact":
+            if not shown and wire == EXACT:
                 series += context.lines(f"ours, {link}, TP{context.tp}", shown, line.name, (1.0, 16.0, 64.0))
             if wire in JUDGED:
                 claim = (
@@ -203,7 +237,8 @@ EXHIBITS = (
         "ranks",
         "speed-up",
         first_token,
-        Needs(4, 5),
+        Needs(2, 3),
+        coded_layer_requests,
     ),
     Exhibit(
         "10",
@@ -214,8 +249,8 @@ EXHIBITS = (
         "MiB of a message",
         "speed-up over NCCL",
         by_size,
-        Needs(2, 3),
-        fused_requests,
+        Needs(2, 4),
+        wire_requests,
     ),
     Exhibit(
         "11",
@@ -237,6 +272,8 @@ EXHIBITS = (
         "bits",
         "speed-up",
         by_bits,
+        Needs(2, 3),
+        coded_layer_requests,
         ticks=BITS,
         x_log=False,
     ),
