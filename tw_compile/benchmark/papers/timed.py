@@ -163,14 +163,15 @@ def given(files: Iterable[str]) -> list[Timed]:
     Raises:
         UsageError: One can't be read, or is no CSV of a benchmark.
     """
-    rows = []
-    for file in files:
-        try:
-            text = read_text(Path(file), "--from")
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        rows += parse(text, file, "measured earlier")
-    return rows
+    return [row for file in files for row in parse(text_of(file), file, "measured earlier")]
+
+
+def text_of(file: str) -> str:
+    """What a file of ``--from`` holds; UsageError where it can't be read."""
+    try:
+        return read_text(Path(file), "--from")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def committed() -> list[Timed]:
