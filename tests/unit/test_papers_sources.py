@@ -61,6 +61,12 @@ def test_a_ratio_is_of_one_file_and_a_line_of_one_device() -> None:
     assert {x: value for x, (value, _) in quotient(nccl, fused).items()} == {1: 2.0, 2: 4.0}
 
 
+def test_files_of_one_name_in_two_folders_are_two_runs() -> None:
+    rows = [row("nccl+norm", 1, 10.0, file="a", folder="here"), row("tw-p2p", 1, 5.0, file="a", folder="there")]
+    context = context_of("tokenweave", rows)
+    assert quotient(context.unfused(2, 8192), context.fastest_fused(2, 8192)) == {}
+
+
 def test_rows_through_host_memory_are_drawn_only_where_they_are_asked_for() -> None:
     rows = [
         row("nccl+norm", 1, 10.0, file="a", through_host=True),

@@ -15,7 +15,7 @@ from tw_compile.benchmark.papers.timed import OURS, PEER, Timed
 from tw_compile.kernels.collective.wires import EXACT
 
 Times = dict[str, dict[float, Timed]]
-"""By file, so by run; then by tokens or SMs."""
+"""By run, which is a file; then by tokens or SMs."""
 
 Values = dict[float, tuple[float, Timed]]
 """Values of one line by x, each with a row that says how it was obtained."""
@@ -60,7 +60,7 @@ class Context:
         return replace(self, host="no")
 
     def times(self, bench: str, world_size: int, choose: Callable[[Timed], bool]) -> Times:
-        """By file and tokens, the fastest of the chosen rows."""
+        """By run and tokens, the fastest of the chosen rows."""
         return self.by(bench, world_size, choose, lambda row: row.tokens)
 
     def by(
@@ -74,7 +74,7 @@ class Context:
                 continue
             if self.host == ("no" if row.through_host else "only"):
                 continue
-            times = found.setdefault(row.file, {})
+            times = found.setdefault(row.run, {})
             if at not in times or row.value < times[at].value:
                 times[at] = row
         return found
@@ -137,10 +137,10 @@ def cannot(name: str, xs: Iterable[float], why: str, beside: str | None = None) 
 
 
 def combined(compute: Callable[..., float], leading: Times, *others: Times) -> dict[str, Values]:
-    """``compute`` of values that are of one file, so of one run, by where they were measured and by x; nan is left out."""
+    """``compute`` of values that are of one run, by where they were measured and by x; nan is left out."""
     found: dict[str, Values] = {}
-    for file, rows in leading.items():
-        beside = [times.get(file, {}) for times in others]
+    for run, rows in leading.items():
+        beside = [times.get(run, {}) for times in others]
         for x, row in rows.items():
             if all(x in times for times in beside):
                 value = compute(row.value, *(times[x].value for times in beside))
@@ -155,7 +155,7 @@ def as_measured(found: Times) -> dict[str, Values]:
 
 
 def quotients(above: Times, below: Times) -> dict[str, Values]:
-    """``above / below`` where both are of one file, by where they were measured."""
+    """``above / below`` where both are of one run, by where they were measured."""
     return combined(truediv, above, below)
 
 

@@ -110,7 +110,7 @@ def first_token(context: Context) -> Drawn:
     for model, tp, name in ((SMALL, 4, small.name), (LLAMA, 8, large.name)):
         gain = {float(tp): predict.plan("H200", model, tp, 4096).gain}
         series.append(predicted(f"ours, exact, {model}, H200, predicted", gain, name, "planner, H200, 4096 tokens"))
-    over_peers = _most(layer_gains(context.over_peers, 4, LLAMA, "exact"), 4)
+    over_peers = _most(layer_gains(context.over_peers, 4, LLAMA, EXACT), 4)
     series += context.lines(f"ours, exact, {LLAMA}, most", over_peers, small.name)
     gains = {wire: layer_gains(context.over_all, context.tp, SMALL, wire) for wire in LAYER_WIRES}
     for wire, found in gains.items():

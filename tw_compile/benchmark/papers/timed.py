@@ -63,7 +63,7 @@ class Timed:
         quantises: Its results are float8, which no peer gives.
         wire: How its rows travel.
         how: As a :class:`Point` has it.
-        file, device: Where it is from, and what it was measured on; a file need not say the latter.
+        file, folder, device: Where it is from, and what it was measured on; a file need not say the latter.
         through_host: Rows went through host memory, as the run did not use the GPUs' peer access, or had none.
     """
 
@@ -84,6 +84,12 @@ class Timed:
     wire: str = EXACT
     device: str = ""
     through_host: bool = False
+    folder: str = ""
+
+    @property
+    def run(self) -> str:
+        """Rows of one run have the same; files of one name in two folders are two runs."""
+        return str(Path(self.folder, self.file))
 
     @property
     def link(self) -> str:
@@ -125,13 +131,13 @@ def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]
             f"{option}: expected a CSV file of a benchmark ({wanted}), got {file!r} with the columns {got}"
         )
     try:
-        rows = [_row(bench, row, how, Path(file).name) for row in reader]
+        rows = [_row(bench, row, how, Path(file)) for row in reader]
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option}: expected numbers where {bench} has them, got {file!r} ({error})") from error
     return [row for row in rows if row is not None]
 
 
-def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
+def _row(bench: str, row: dict[str, str], how: str, file: Path) -> Timed | None:
     value = row["speedup" if bench == "bench vllm" else "p50_us"]
     wrong = bench in ("bench kernel", "bench layer") and row["kind"] != "bound" and row["numerics"] != "ok"
     if not value or wrong or row.get("norm", PEERS_NORM) != PEERS_NORM:
@@ -144,7 +150,7 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         int(row["chunk" if bench == "bench vllm" else "tokens"]),
         float(value),
         how,
-        file,
+        file.name,
         int(row.get("hidden") or 0),
         row.get("model") or "",
         row.get("trace") or "",
@@ -154,6 +160,7 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         row.get("wire") or EXACT,
         (row.get("device_name") or "").removeprefix("NVIDIA "),
         row.get("peer_access") == "off",
+        str(file.parent),
     )
 
 

@@ -165,8 +165,8 @@ def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) 
 
 
 def fastest(found: Times) -> Times:
-    """Of each file its fastest row, at every x of the file."""
-    return {file: dict.fromkeys(rows, min(rows.values(), key=lambda row: row.value)) for file, rows in found.items()}
+    """Of each run its fastest row, at every x of the run."""
+    return {run: dict.fromkeys(rows, min(rows.values(), key=lambda row: row.value)) for run, rows in found.items()}
 
 
 def swept(label: str, tokens: int) -> Callable[[Timed], bool]:
