@@ -57,6 +57,13 @@ def test_page_is_well_formed_and_every_value_says_how(issue: tuple[dict[str, Any
     check(*issue)
 
 
+def test_text_on_a_terminal_cuts_nothing() -> None:
+    result = CliRunner().invoke(app, ["bench", "paper", "flash-communication", "--figures", "13", "--dry-run"])
+    assert (
+        result.exit_code == 0 and "measured earlier" in result.output and "\N{HORIZONTAL ELLIPSIS}" not in result.output
+    )
+
+
 def test_the_gate_is_right_where_the_cap_is_wrong(issue: tuple[dict[str, Any], Path]) -> None:
     (claim,) = issue[0]["exhibits"][0]["claims"]
     assert (claim["holds_in_paper"], claim["holds_here"]) == (False, True)

@@ -138,7 +138,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(exhibit["says"], markup=False)
         if exhibit["absent"] is not None:
             console.print(f"the paper's side: {exhibit['absent']}", style="yellow", markup=False)
-        table = plain_table((exhibit["x"], *COLUMNS), ("series", "how"))
+        table = plain_table((exhibit["x"], *COLUMNS), ("series", "how"), overflow="fold")
         for cells, _ in _lines(exhibit):
             table.add_row(*cells)
         console.print(f"values: {exhibit['y']}; ratio: ours by the paper's", style="dim", markup=False)

@@ -292,8 +292,8 @@ EXHIBITS = (
         "t4",
         "Table 4: perplexity by bits of a message",
         "INT8 loses nothing, INT6 a little, INT4 most.",
-        "Each line is by its own perplexity with INT8. The paper's is of C4 and large models; ours is of a text of 3066 tokens "
-        "and a model of 135 million parameters, with exact rows where the paper has FP16.",
+        "Each line is by its own perplexity with INT8. The paper's is of C4 and large models; our committed one is of a text "
+        "of 3066 tokens and a model of 135 million parameters, with exact rows where the paper has FP16.",
         "bits",
         "perplexity by that with INT8",
         perplexities,
