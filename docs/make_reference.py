@@ -33,7 +33,7 @@ QUICK = {
     "doctor": ["doctor"],
     "doctor --vllm": ["doctor", "--vllm"],
     "tune --dry-run": ["tune", "--dry-run"],
-    "bench paper": ["bench", "paper", "commfuse", "--figures", "t1,t4", "--dry-run"],
+    "bench paper": ["bench", "paper", "flash-communication", "--figures", "5,10,13", "--dry-run"],
     "bench vllm --dry-run": ["bench", "vllm", "--dry-run", "--tp", "4"],
 }
 """Reports that take seconds."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import types
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, WHOLE, FfnSpec, swept_sizes
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.benchmark.papers import measure as module
+from tw_compile.benchmark.papers.context import Context
 from tw_compile.benchmark.papers.measure import HERE, Request, files_of, measure
+from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
 from tw_compile.benchmark.papers.report import requests_of
 from tw_compile.benchmark.papers.timed import given, parse
+from tw_compile.cli.app import app
 from tw_compile.harness.requests import RankError, UsageError
 
 KEY = "machine"
@@ -28,6 +33,8 @@ HEADER = "label,tokens,first,p50_us,world_size,model"
 class FakeBench:
     """Does ``most`` numbers of tokens a call, and is out of time then."""
 
+    labels = (WHOLE,)
+
     def __init__(self, most: int) -> None:
         self.most = most
         self.asked: list[Any] = []
@@ -36,10 +43,14 @@ class FakeBench:
         self.asked.append(spec)
         progress("working")
         done = spec.tokens[: self.most]
-        return {"done": done, "incomplete": None if done == spec.tokens else "no answer in time"}
+        return {"done": done, "spec": spec, "incomplete": None if done == spec.tokens else "no answer in time"}
 
     def as_csv(self, report: dict[str, Any]) -> str:
-        lines = [f"{WHOLE},{tokens},0,{tokens}.0,8,llama-3.3-70b" for tokens in report["done"]]
+        lines = [
+            f"{label},{tokens},0,{tokens}.0,{report['spec'].shards},llama-3.3-70b"
+            for tokens in report["done"]
+            for label in self.labels
+        ]
         return "\n".join([HEADER, *lines]) + "\n"
 
 
@@ -72,6 +83,21 @@ def test_rows_of_another_machine_are_not_taken(bench: FakeBench, tmp_path: Path)
     assert files_of(REQUEST, tmp_path, KEY) and not files_of(REQUEST, tmp_path, "another")
 
 
+def test_rows_of_gpus_that_cannot_reach_each_other_went_through_host_memory(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index: f"card {index}")
+    keys = []
+    for reach in (False, True):
+        monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda one, other, reach=reach: reach)
+        keys.append(module.made_with())
+        rows = measured(tmp_path, host=module.through_host()).rows
+        assert rows and all(row.through_host is not reach for row in rows)
+    monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
+    assert module.through_host() and keys[0] != keys[1] != module.made_with()
+
+
 def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
     measured(tmp_path, minutes=2.0)
     assert bench.asked[0].timeout == pytest.approx(120.0, abs=5.0)
@@ -80,6 +106,29 @@ def test_time_is_kept(bench: FakeBench, tmp_path: Path) -> None:
         [replace(REQUEST, spec=replace(SPEC, seed=1))], 1, tmp_path, 1.0, KEY, print, clock=lambda: next(now)
     )
     assert "--minutes were over" in next(iter(late.missing.values())) and len(bench.asked) == 1
+
+
+def test_the_same_command_goes_on_where_minutes_were_over(
+    monkeypatch: pytest.MonkeyPatch, bench: FakeBench, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench, "labels", (WHOLE, PLANNED))
+    monkeypatch.setattr("tw_compile.cli.common.gpus", lambda: 1)
+    for fact, value in (("made_with", KEY), ("through_host", False)):
+        monkeypatch.setattr(f"tw_compile.cli.bench_paper.{fact}", lambda value=value: value)
+    args = ["bench", "paper", "tokenweave", "--figures", "9", "--minutes", "5", "--out", str(tmp_path), "--json", "-"]
+
+    def call() -> tuple[list[str], list[float]]:
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == 0, result.output
+        report = json.loads(result.stdout)
+        (figure,) = report["exhibits"]
+        here = [point["x"] for point in figure["comparison"] if point["how"] == HERE and "TP8" in point["series"]]
+        return report["missing"], here
+
+    assert call() == (["no answer in time"], [1024, 2048])
+    assert call() == ([], [1024, 2048, 4096, 8192])
+    assert [spec.tokens for spec in bench.asked] == [(1024, 2048, 4096, 8192)] * 2 + [(4096, 8192)] * 2
+    assert call()[0] == [] and len(bench.asked) == 4
 
 
 def test_ctrl_c_keeps_rows_and_begins_no_further_benchmark(
@@ -165,7 +214,12 @@ def test_rows_in_codes_are_not_what_peers_give() -> None:
     header = "label,kind,tokens,p50_us,world_size,hidden,numerics,quantises,wire"
     lines = ["a,ours,8,1.5,2,64,ok,False,exact", "b,ours,8,1.0,2,64,ok,False,int8", "c,ours,8,1.0,2,64,ok,True,exact"]
     rows = parse("\n".join([header, *lines]), "f.csv", "measured earlier")
-    assert [row.quantises for row in rows] == [False, True, True]
+    context = Context(read_published("tokenweave"), rows, None, 2)
+    shown = {wire: context.fastest_fused(2, 64, wire) for wire in ("exact", "int8")}
+    assert {wire: [row.label for row in times["f.csv"].values()] for wire, times in shown.items()} == {
+        "exact": ["a"],
+        "int8": ["b"],
+    }
 
 
 def test_swept_halves_are_around_the_middle() -> None:

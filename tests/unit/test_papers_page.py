@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -13,14 +12,14 @@ from typing import Any
 
 import pytest
 from html_pages import assert_tags_are_balanced
+from paper_pages import BROWSER, measure_in_browser, read_exhibits
 from typer.testing import CliRunner
 
 from tw_compile.benchmark.papers.exhibit import HOW
 from tw_compile.benchmark.papers.registry import PAPERS
 from tw_compile.cli.app import app
-from tw_compile.cli.paper_chart import chart
+from tw_compile.cli.paper_chart import HEIGHT, WIDTH, chart
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 BOTH_SIDES = ("4", "7", "9", "10", "11", "14")
 PAPER_IS_SILENT = {"9"}
 
@@ -58,6 +57,13 @@ def test_page_is_well_formed_and_every_value_says_how(issue: tuple[dict[str, Any
     check(*issue)
 
 
+def test_text_on_a_terminal_cuts_nothing() -> None:
+    result = CliRunner().invoke(app, ["bench", "paper", "flash-communication", "--figures", "13", "--dry-run"])
+    assert (
+        result.exit_code == 0 and "measured earlier" in result.output and "\N{HORIZONTAL ELLIPSIS}" not in result.output
+    )
+
+
 def test_the_gate_is_right_where_the_cap_is_wrong(issue: tuple[dict[str, Any], Path]) -> None:
     (claim,) = issue[0]["exhibits"][0]["claims"]
     assert (claim["holds_in_paper"], claim["holds_here"]) == (False, True)
@@ -71,27 +77,54 @@ def test_every_paper_is_drawn_without_a_gpu(name: str, tmp_path: Path) -> None:
     report, page = drawn(tmp_path, name)
     assert time.monotonic() - begin < 60.0
     check(report, page)
-    if name == "tokenweave":
-        found = {exhibit["id"]: exhibit for exhibit in report["exhibits"]}
-        for figure in BOTH_SIDES:
-            sides = {
-                series["side"]
-                for series in found[figure]["series"]
-                if any(point["value"] is not None for point in series["points"])
-            }
-            assert sides == ({"ours"} if figure in PAPER_IS_SILENT else {"ours", "paper"}), figure
-            assert (found[figure]["absent"] is not None) == (figure in PAPER_IS_SILENT)
+
+
+def assert_both_sides(page: Path, figures: tuple[str, ...]) -> None:
+    """Each figure has lines of both sides within the drawing, and every value that is shown says how it was obtained."""
+    shown = read_exhibits(page.read_text())
+    for figure in figures:
+        exhibit = shown[figure]
+        assert exhibit.sides == ({"ours"} if figure in PAPER_IS_SILENT else {"ours", "paper"}), figure
+        for line in (line for lines in exhibit.lines.values() for line in lines):
+            assert line and all(0.0 <= x <= WIDTH and 0.0 <= y <= HEIGHT for x, y in line), figure
+        rows = [row for row in exhibit.rows if row]
+        assert rows and all(row[-1].startswith(HOW) for row in rows), figure
+        assert exhibit.dots and all(any(f", {how} (" in dot for how in HOW) for dot in exhibit.dots), figure
+
+
+def test_figures_of_kernels_have_lines_of_both_sides(tmp_path: Path) -> None:
+    _, page = drawn(tmp_path, "tokenweave", "--figures", "4,7,10")
+    assert_both_sides(page, ("4", "7", "10"))
+
+
+@pytest.fixture(scope="module")
+def tokenweave(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    return drawn(tmp_path_factory.mktemp("papers"), "tokenweave")
+
+
+@pytest.mark.full
+def test_figures_of_tokenweave_have_lines_of_both_sides(tokenweave: tuple[dict[str, Any], Path]) -> None:
+    report, page = tokenweave
+    assert_both_sides(page, BOTH_SIDES)
+    absent = {exhibit["id"] for exhibit in report["exhibits"] if exhibit["absent"] is not None}
+    assert absent & set(BOTH_SIDES) == PAPER_IS_SILENT
 
 
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
 @pytest.mark.parametrize("width", [600, 1400])
-def test_page_renders_in_a_browser(width: int, issue: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    picture = tmp_path / "page.png"
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    command += [f"--window-size={width},1600", f"--screenshot={picture}", issue[1].as_uri()]
-    subprocess.run(command, check=True, timeout=60, capture_output=True)
-    assert len(picture.read_bytes()) > 50_000  # an empty page of this size has about 10 kB
+def test_a_browser_draws_every_line_and_cuts_nothing(
+    width: int, tokenweave: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    report, page = tokenweave
+    found = measure_in_browser(page, width, tmp_path)
+    assert found["wide"] <= found["window"] == width
+    drawn_lines = {exhibit["id"].removeprefix("exhibit-"): exhibit for exhibit in found["exhibits"]}
+    for exhibit in report["exhibits"]:
+        values = [[point for point in line["points"] if point["value"] is not None] for line in exhibit["series"]]
+        shown = drawn_lines[exhibit["id"]]
+        assert shown["dots"] == sum(map(len, values)), exhibit["id"]
+        assert shown["lines"] == sum(len(points) > 1 for points in values) and shown["cut"] == [], exhibit["id"]
 
 
 def test_without_gpus_an_exhibit_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

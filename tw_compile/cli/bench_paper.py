@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from tw_compile.benchmark.papers import accuracy
 from tw_compile.benchmark.papers.exhibit import Exhibit
-from tw_compile.benchmark.papers.measure import Measured, made_with, measure
+from tw_compile.benchmark.papers.measure import Measured, made_with, measure, through_host
 from tw_compile.benchmark.papers.published import read_published
 from tw_compile.benchmark.papers.registry import PAPERS, exhibits
-from tw_compile.benchmark.papers.timed import committed, given
+from tw_compile.benchmark.papers.timed import given
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.common import JsonOption
 from tw_compile.harness.launch import Progress
@@ -38,7 +39,9 @@ def paper(
     files: Annotated[
         list[str] | None,
         typer.Option(
-            "--from", metavar="RESULTS.csv", help="A benchmark's CSV to draw from; may be given several times."
+            "--from",
+            metavar="RESULTS",
+            help="A benchmark's CSV, or a JSON report of run --wire, to draw from; may be given several times.",
         ),
     ] = None,
     minutes: Annotated[
@@ -74,7 +77,9 @@ def paper(
         raise UsageError(f"--minutes: expected more than 0 and at most {MOST_MINUTES:g}, got {minutes:g}")
     common.writable("--html", html_file)
     published = read_published(name)
-    rows = [*given(files or ()), *committed()]
+    reports = [file for file in files or () if file.endswith(".json")]
+    costs = accuracy.given(reports)
+    rows = given(file for file in files or () if file not in reports)
     folder = None if dry_run else _folder(out)
     console = common.make_console(json_file)
     measured, ranks = None, tp or DRY_RUN_RANKS
@@ -87,7 +92,7 @@ def paper(
     from tw_compile.benchmark.papers.report import report_of
     from tw_compile.cli.paper_page import page, print_report
 
-    report = report_of(name, published, shown, rows, measured, ranks, time.monotonic() - begin)
+    report = report_of(name, published, shown, rows, measured, ranks, time.monotonic() - begin, costs)
     print_report(console, report)
     common.write_json(report, json_file)
     if html_file is not None:
@@ -111,4 +116,4 @@ def _measured(
     from tw_compile.benchmark.papers.report import requests_of
 
     requests = [request for asked in requests_of(shown, ranks).values() for request in asked]
-    return measure(requests, gpus, folder, minutes, made_with(), progress, resume)
+    return measure(requests, gpus, folder, minutes, made_with(), progress, resume, host=through_host())

@@ -9,8 +9,10 @@ from typing import Any
 
 WIDTH, HEIGHT = 760, 330
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
-COLOURS = 8
+COLOURS = 12
 """Classes c0, c1, ... of the page."""
+HALF_LETTER = 4.8
+"""At the size of letters on narrow screens."""
 _DECADE = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -33,8 +35,10 @@ def chart(exhibit: dict[str, Any]) -> str:
         parts.append(
             f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 5}"></line>'
         )
-        name = html.escape(named.get(tick, f"{tick:g}"))
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 19}" text-anchor="middle">{name}</text>')
+        name = named.get(tick, f"{tick:.2g}" if tick < 1.0 else f"{tick:g}")
+        fits = x + HALF_LETTER * len(name) < WIDTH
+        place = f'x="{x:.1f}" text-anchor="middle"' if fits else f'x="{WIDTH - 2}" text-anchor="end"'
+        parts.append(f'<text {place} y="{HEIGHT - BOTTOM + 19}">{html.escape(name)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"></line>')
     middle = (LEFT + WIDTH - RIGHT) / 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from importlib import resources
+from itertools import groupby
 from string import Template
 from typing import Any
 
@@ -15,6 +16,7 @@ from tw_compile.harness.table import plain_table, widen
 COLUMNS = ("series", "paper", "ours", "ratio", "how")
 MOST_SHOWN = 12
 """Longer tables are closed at first."""
+NOTHING = '<p class="empty">Neither side has a value, so nothing is drawn.</p>'
 _WIDTH = 130
 _CLASSES = {True: "holds", False: "fails", None: "open"}
 
@@ -46,7 +48,7 @@ def _section(exhibit: dict[str, Any]) -> str:
     )
     return (
         f'<section id="exhibit-{html.escape(exhibit["id"])}"><h2>{html.escape(exhibit["title"])}</h2>'
-        f"<p>{html.escape(exhibit['says'])}</p>{chart(exhibit)}{absent}"
+        f"<p>{html.escape(exhibit['says'])}</p>{chart(exhibit) or NOTHING}{absent}"
         f'<p class="differs"><b>What differs:</b> {html.escape(exhibit["differs"])}</p>'
         + (f'<ul class="claims">{claims}</ul>' if claims else "")
         + _table(exhibit)
@@ -57,18 +59,29 @@ def _section(exhibit: dict[str, Any]) -> str:
 
 def _table(exhibit: dict[str, Any]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in (exhibit["x"], *COLUMNS))
-    rows = "".join(_row(line, exhibit) for line in exhibit["comparison"])
+    lines = _lines(exhibit)
+    rows = "".join(_row(cells, obtained) for cells, obtained in lines)
     return (
-        f"<details{' open' if len(exhibit['comparison']) <= MOST_SHOWN else ''}>"
+        f"<details{' open' if len(lines) <= MOST_SHOWN else ''}>"
         "<summary>paper, ours and ratio, value by value</summary>"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></details>'
     )
 
 
-def _row(line: dict[str, Any], exhibit: dict[str, Any]) -> str:
-    cells = _cells(line, exhibit)
+def _lines(exhibit: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
+    """Cells of the comparison, and how a value was obtained. What can't be had of a series for one reason shares a line."""
+
+    def same(line: dict[str, Any]) -> tuple[Any, ...]:
+        alone = line["how"] != "cannot" or line["paper"] is not None
+        return (line["series"], line["how"], line["detail"], line["x"] if alone else None)
+
+    groups = [list(group) for _, group in groupby(exhibit["comparison"], same)]
+    return [(_cells(group, exhibit), group[0]["how"]) for group in groups]
+
+
+def _row(cells: tuple[str, ...], obtained: str) -> str:
     numbers = "".join(f'<td class="number">{html.escape(cell)}</td>' for cell in cells[2:5])
-    how = f'<td class="how-{line["how"].replace(" ", "-")}">{html.escape(cells[5])}</td>'
+    how = f'<td class="how-{obtained.replace(" ", "-")}">{html.escape(cells[5])}</td>'
     return f"<tr><td>{html.escape(cells[0])}</td><td>{html.escape(cells[1])}</td>{numbers}{how}</tr>"
 
 
@@ -101,9 +114,18 @@ def _x(x: float, exhibit: dict[str, Any]) -> str:
     return next((str(tick["name"]) for tick in exhibit["ticks"] if tick["x"] == x), f"{x:g}")
 
 
-def _cells(line: dict[str, Any], exhibit: dict[str, Any]) -> tuple[str, ...]:
+def _cells(group: list[dict[str, Any]], exhibit: dict[str, Any]) -> tuple[str, ...]:
+    """Of lines that are alike but for their x."""
+    line = group[0]
     ratio = "-" if line["ratio"] is None else f"{line['ratio']:.2f}"
-    return (_x(line["x"], exhibit), line["series"], number(line["paper"]), number(line["ours"]), ratio, how(line))
+    return (
+        ", ".join(_x(each["x"], exhibit) for each in group),
+        line["series"],
+        number(line["paper"]),
+        number(line["ours"]),
+        ratio,
+        how(line),
+    )
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
@@ -116,9 +138,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(exhibit["says"], markup=False)
         if exhibit["absent"] is not None:
             console.print(f"the paper's side: {exhibit['absent']}", style="yellow", markup=False)
-        table = plain_table((exhibit["x"], *COLUMNS), ("series", "how"))
-        for line in exhibit["comparison"]:
-            table.add_row(*_cells(line, exhibit))
+        table = plain_table((exhibit["x"], *COLUMNS), ("series", "how"), overflow="fold")
+        for cells, _ in _lines(exhibit):
+            table.add_row(*cells)
         console.print(f"values: {exhibit['y']}; ratio: ours by the paper's", style="dim", markup=False)
         console.print(table)
         console.print(f"what differs: {exhibit['differs']}", style="dim", markup=False)

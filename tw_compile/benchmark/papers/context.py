@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import truediv
+from typing import Literal
 
+from tw_compile.benchmark.papers.accuracy import Accuracy
 from tw_compile.benchmark.papers.exhibit import Point, Series
 from tw_compile.benchmark.papers.published import Published
 from tw_compile.benchmark.papers.timed import OURS, PEER, Timed
+from tw_compile.kernels.collective.wires import EXACT
 
-Times = dict[float, Timed]
-"""By tokens or SMs."""
+Times = dict[str, dict[float, Timed]]
+"""By run, which is a file; then by tokens or SMs."""
+
+Values = dict[float, tuple[float, Timed]]
+"""Values of one line by x, each with a row that says how it was obtained."""
+
+
+Host = Literal["no", "too", "only"]
+"""Whether rows that went through host memory are drawn."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +33,34 @@ class Context:
         rows: What was measured here comes first, then files that were given, then committed ones.
         missing: Why nothing was measured here; None where it was, or where nobody asked.
         tp: Ranks that exhibits are measured with.
+        accuracy: What wires cost.
+        host: ``too`` where rows go through host memory on this machine.
     """
 
     published: Published
     rows: Sequence[Timed]
     missing: str | None
     tp: int
+    accuracy: Accuracy = field(default_factory=Accuracy)
+    host: Host = "no"
+
+    @property
+    def over_host(self) -> Context:
+        """Of rows that went through host memory alone."""
+        return replace(self, host="only")
+
+    @property
+    def over_all(self) -> Context:
+        """Of rows over any link."""
+        return replace(self, host="too")
+
+    @property
+    def over_peers(self) -> Context:
+        """Of rows that went over peer access alone."""
+        return replace(self, host="no")
 
     def times(self, bench: str, world_size: int, choose: Callable[[Timed], bool]) -> Times:
-        """By tokens, the fastest of the chosen rows of the first source that has one."""
+        """By run and tokens, the fastest of the chosen rows."""
         return self.by(bench, world_size, choose, lambda row: row.tokens)
 
     def by(
@@ -41,20 +72,20 @@ class Context:
             at = key(row)
             if (row.bench, row.world_size) != (bench, world_size) or at is None or not choose(row):
                 continue
-            best = found.setdefault(at, row)
-            if best.file == row.file and row.value < best.value:
-                found[at] = row
+            if self.host == ("no" if row.through_host else "only"):
+                continue
+            times = found.setdefault(row.run, {})
+            if at not in times or row.value < times[at].value:
+                times[at] = row
         return found
 
-    def kernel(self, world_size: int, hidden: int, *labels: str, kind: str | None = None) -> Times:
-        """Microseconds of ``bench kernel``: of ``labels``, or the fastest of a ``kind`` that gives what peers give."""
-
-        def choose(row: Timed) -> bool:
-            if row.hidden != hidden or row.sms is not None:
-                return False
-            return row.label in labels if labels else row.kind == kind and not row.quantises and row.label != "gated"
-
-        return self.times("bench kernel", world_size, choose)
+    def kernel(self, world_size: int, hidden: int, *labels: str) -> Times:
+        """Microseconds of ``bench kernel``."""
+        return self.times(
+            "bench kernel",
+            world_size,
+            lambda row: row.hidden == hidden and row.sms is None and row.label in labels,
+        )
 
     def layer(self, world_size: int, model: str, *labels: str) -> Times:
         """Microseconds of ``bench layer``: of ``labels``, or of the fastest peer."""
@@ -64,21 +95,35 @@ class Context:
             lambda row: row.model == model and (row.label in labels if labels else row.kind == PEER),
         )
 
-    def fastest_fused(self, world_size: int, hidden: int) -> Times:
-        return self.kernel(world_size, hidden, kind=OURS)
+    def fastest_fused(self, world_size: int, hidden: int, wire: str = EXACT) -> Times:
+        """The fastest kernel of ours with the peers' results, whose rows travel by ``wire``."""
+
+        def choose(row: Timed) -> bool:
+            same = row.kind == OURS and row.wire == wire and not row.quantises
+            return same and row.hidden == hidden and row.sms is None and row.label != "gated"
+
+        return self.times("bench kernel", world_size, choose)
 
     def unfused(self, world_size: int, hidden: int) -> Times:
         """The fastest peer that does not fuse."""
         return self.kernel(world_size, hidden, "nccl+norm", "symm-one-shot+norm", "symm-two-shot+norm")
 
-    def measured(
-        self, name: str, values: Mapping[float, tuple[float, Timed]], beside: str | None, asked: Iterable[float] = ()
-    ) -> Series:
-        """Our line of measured values; of ``asked`` x the line says why it has none."""
-        points = [Point(x, value, row.how, row.source) for x, (value, row) in values.items()]
+    def lines(
+        self, name: str, values: Mapping[str, Values], beside: str | None, asked: Iterable[float] = ()
+    ) -> list[Series]:
+        """Our lines of measured values, one for each device and link. Where nothing was measured, a line says why there is
+        none of ``asked`` x; without these there is no line then."""
+        if values:
+            return [measured(", ".join(filter(None, (name, where))), found, beside) for where, found in values.items()]
+        xs = tuple(asked)
         why = self.missing or "no result that was given or committed has it"
-        points += [Point(x, None, "cannot", why) for x in asked if x not in values]
-        return Series(name, True, tuple(sorted(points, key=lambda point: point.x)), beside)
+        return [cannot(name, xs, why, beside)] if xs else []
+
+
+def measured(name: str, values: Values, beside: str | None) -> Series:
+    """Our line of measured values."""
+    points = (Point(x, value, row.how, row.source) for x, (value, row) in sorted(values.items()))
+    return Series(name, True, tuple(points), beside)
 
 
 def predicted(name: str, values: Mapping[float, float], beside: str | None, by: str) -> Series:
@@ -91,11 +136,42 @@ def cannot(name: str, xs: Iterable[float], why: str, beside: str | None = None) 
     return Series(name, True, tuple(Point(x, None, "cannot", why) for x in xs), beside)
 
 
-def quotient(above: Times, below: Times) -> dict[float, tuple[float, Timed]]:
-    """``above / below`` where both are of one file, so of one run; with the row that says how."""
-    return {
-        x: (row.value / below[x].value, row) for x, row in above.items() if x in below and below[x].file == row.file
-    }
+def combined(compute: Callable[..., float], leading: Times, *others: Times) -> dict[str, Values]:
+    """``compute`` of values that are of one run, by where they were measured and by x; nan is left out."""
+    found: dict[str, Values] = {}
+    for run, rows in leading.items():
+        beside = [times.get(run, {}) for times in others]
+        for x, row in rows.items():
+            if all(x in times for times in beside):
+                value = compute(row.value, *(times[x].value for times in beside))
+                if not math.isnan(value):
+                    found.setdefault(row.where, {}).setdefault(x, (value, row))
+    return found
+
+
+def as_measured(found: Times) -> dict[str, Values]:
+    """The values themselves, by where they were measured."""
+    return combined(float, found)
+
+
+def quotients(above: Times, below: Times) -> dict[str, Values]:
+    """``above / below`` where both are of one run, by where they were measured."""
+    return combined(truediv, above, below)
+
+
+def first(values: Mapping[str, Values]) -> Values:
+    """Those of the place that comes first; empty where there is none."""
+    return next(iter(values.values()), {})
+
+
+def quotient(above: Times, below: Times) -> Values:
+    """As :func:`quotients`, of the place that comes first."""
+    return first(quotients(above, below))
+
+
+def plain(values: Values) -> dict[float, float]:
+    """Without the rows that say how."""
+    return {x: value for x, (value, _) in values.items()}
 
 
 def divided(above: Mapping[float, float], below: Mapping[float, float]) -> dict[float, float]:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tw_compile.benchmark.papers import predict
-from tw_compile.benchmark.papers.context import Context, predicted
+from tw_compile.benchmark.papers.context import Context, Values, combined, predicted
 from tw_compile.benchmark.papers.exhibit import Series
-from tw_compile.benchmark.papers.timed import Timed
 
 PROFILE = "H200"
 MORE = "more than all is hidden where norms are saved, too: each rank norms its own rows only"
 
 
-def measured_share(context: Context, tp: int, model: str, label: str, name: str, beside: str | None) -> Series:
+def measured_share(context: Context, tp: int, model: str, label: str) -> dict[str, Values]:
     """Of the best unfused layer's time beyond that without communication, what ``label`` saves."""
-    unfused, silent, ours = (
-        context.layer(tp, model),
-        context.layer(tp, model, "no-communication"),
-        context.layer(tp, model, label),
-    )
-    found: dict[float, tuple[float, Timed]] = {}
-    for x, row in ours.items():
-        if x in unfused and x in silent and unfused[x].file == silent[x].file == row.file:
-            communication = unfused[x].value - silent[x].value
-            if communication > 0:
-                found[x] = ((unfused[x].value - row.value) / communication, row)
-    return context.measured(name, found, beside)
+    unfused, silent = context.layer(tp, model), context.layer(tp, model, "no-communication")
+    return combined(_share, context.layer(tp, model, label), unfused, silent)
+
+
+def _share(ours: float, unfused: float, silent: float) -> float:
+    communication = unfused - silent
+    return (unfused - ours) / communication if communication > 0 else math.nan
 
 
 def predicted_share(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tw_compile.benchmark.papers.timed import Timed, parse
+from tw_compile.environment import peer_access
 from tw_compile.files import read_text, write_whole
 from tw_compile.harness.requests import RankError, UsageError
 
@@ -55,15 +56,24 @@ class Measured:
     missing: dict[Request, str]
 
 
+def through_host() -> bool:
+    """Whether ranks on this machine's GPUs exchange rows through host memory: peer access is switched off, or there is none."""
+    import torch
+
+    from tw_compile.kernels.collective.peer_access import reach_each_other
+
+    return not (peer_access() and reach_each_other(range(torch.cuda.device_count()), torch.cuda.can_device_access_peer))
+
+
 def made_with() -> str:
-    """GPUs, versions and sources: what must not change between two parts of one measurement."""
+    """GPUs, link, versions and sources: what must not change between two parts of one measurement."""
     import torch
 
     from tw_compile.harness.start import all_versions
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     kept = {name: value for name, value in all_versions("cuda").items() if name not in ("date", "commit")}
-    return json.dumps([names, kept])
+    return json.dumps([names, through_host(), kept])
 
 
 def files_of(request: Request, folder: Path, key: str) -> list[Path]:
@@ -87,10 +97,11 @@ def measure(
     progress: Callable[[str], None],
     resume: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    host: bool = False,
 ) -> Measured:
     """Everything that is not in ``folder`` yet, short requests first; what is done is kept there, benchmark by benchmark.
 
-    ``resume``: whether rows of earlier calls count; if not, they are deleted.
+    ``resume``: whether rows of earlier calls count; if not, they are deleted. ``host``: see :func:`through_host`.
     """
     deadline = clock() + 60.0 * minutes
     missing: dict[Request, str] = {}
@@ -112,7 +123,8 @@ def measure(
     rows = []
     for request in wanted:
         for file in files_of(request, folder, key):
-            rows += parse(read_text(file, "--out"), str(file), HERE, "--out")
+            found = parse(read_text(file, "--out"), str(file), HERE, "--out")
+            rows += [replace(row, through_host=row.through_host or host) for row in found]
     return Measured(rows, missing)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from tw_compile.benchmark.papers.context import Context, cannot
+from tw_compile.benchmark.papers.accuracy import Accuracy, committed_accuracy
+from tw_compile.benchmark.papers.context import Context, Host, cannot
 from tw_compile.benchmark.papers.exhibit import Claim, Exhibit, Series
 from tw_compile.benchmark.papers.measure import Measured
 from tw_compile.benchmark.papers.published import Published
-from tw_compile.benchmark.papers.timed import Timed
+from tw_compile.benchmark.papers.timed import Timed, committed
 from tw_compile.harness.rows import SCHEMA_VERSION
 
 
@@ -23,20 +24,25 @@ def report_of(
     name: str,
     published: Published,
     exhibits: Sequence[Exhibit],
-    rows: Sequence[Timed],
+    given: Sequence[Timed],
     measured: Measured | None,
     tp: int,
     seconds: float,
+    costs: Accuracy | None = None,
 ) -> dict[str, Any]:
-    """``measured`` is None for a dry run; its rows come before ``rows``, those of files."""
+    """``given`` are rows of files that the user named, and ``costs`` what such files say of wires. Those of ``measured``,
+    which is None for a dry run, come before them, and committed ones after."""
     from tw_compile.harness.versions import versions
 
     asked = requests_of(exhibits, tp)
-    own = [] if measured is None else measured.rows
+    leading = [*([] if measured is None else measured.rows), *given]
+    rows = [*leading, *committed()]
+    accuracy = (costs or Accuracy()) + committed_accuracy()
+    host: Host = "too" if any(row.through_host for row in leading) else "no"
     shown = []
     for exhibit in exhibits:
         missing = _missing(asked[exhibit.id], measured)
-        drawn = exhibit.draw(Context(published, [*own, *rows], missing, tp))
+        drawn = exhibit.draw(Context(published, rows, missing, tp, accuracy, host))
         series = drawn.series
         if measured is not None and missing is not None and asked[exhibit.id]:
             series = (*series, _not_here(series, missing))

@@ -27,8 +27,15 @@ COMMITTED = (
     "2026-11-21-2xh200-layer-llama-3.3-70b-tp2-again.csv",
     "2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",
     "2026-11-22-4xh200-vllm-llama-3.3-70b-tp4.csv",
+    "2026-11-24-2xh100-kernel-tp2.csv",
+    "2026-11-24-2xh100-kernel-wires-tp2.csv",
+    "2026-11-24-2xh100-kernel-host-wires-tp2.csv",
+    "2026-11-24-2xh100-layer-host-wires-llama-3.1-8b-tp2.csv",
+    "2026-11-24-2xh100-layer-host-llama-3.1-8b-1024-tp2.csv",
+    "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",
 )
-"""The files that exhibits are drawn from; of two that have the same value, the first one's counts."""
+"""The files that exhibits are drawn from. Of two on the same device that have the same value, the first one's counts. All their
+machines have NVLink; some runs left it unused."""
 SCHEMAS = {
     "bench vllm": {"label", "trace", "chunk", "requests", "speedup", "world_size", "model"},
     "bench ffn": {"label", "tokens", "p50_us", "world_size", "model", "first"},
@@ -37,6 +44,8 @@ SCHEMAS = {
 }
 """Columns that a file of each benchmark has at least."""
 PEER, OURS = "peer", "ours"
+HOST_MEMORY = "host memory"
+PEERS_NORM = "rms_norm"
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,11 @@ class Timed:
         value: Microseconds; of ``bench vllm``, the speed-up.
         trace, requests: Of ``bench vllm``.
         first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
-        quantises: Its results are float8, or its rows travel in codes: no peer gives that.
+        quantises: Its results are float8, which no peer gives.
+        wire: How its rows travel.
         how: As a :class:`Point` has it.
-        file, device: Where it is from, and what it was measured on; a file need not say the latter.
+        file, folder, device: Where it is from, and what it was measured on; a file need not say the latter.
+        through_host: Rows went through host memory, as the run did not use the GPUs' peer access, or had none.
     """
 
     bench: str
@@ -70,7 +81,27 @@ class Timed:
     requests: int = 0
     first: int = 0
     quantises: bool = False
+    wire: str = EXACT
     device: str = ""
+    through_host: bool = False
+    folder: str = ""
+
+    @property
+    def run(self) -> str:
+        """Rows of one run have the same; files of one name in two folders are two runs."""
+        return str(Path(self.folder, self.file))
+
+    @property
+    def link(self) -> str:
+        """What rows travelled over. A file from elsewhere does not say whether peers were reached over NVLink or PCIe."""
+        if self.through_host:
+            return HOST_MEMORY
+        return "NVLink" if self.file in COMMITTED else "peer access"
+
+    @property
+    def where(self) -> str:
+        """The device, and the link where it is host memory; empty where the file says neither."""
+        return ", ".join(filter(None, (self.device, HOST_MEMORY if self.through_host else "")))
 
     @property
     def source(self) -> str:
@@ -85,7 +116,7 @@ class Timed:
 
 
 def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]:
-    """Rows that have a value and, where results were checked, good ones.
+    """Rows that have a value, the peers' norm and, where results were checked, good ones.
 
     Raises:
         UsageError: The text is no CSV of a benchmark that exhibits are drawn from; it names ``option`` and ``file``.
@@ -100,16 +131,16 @@ def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]
             f"{option}: expected a CSV file of a benchmark ({wanted}), got {file!r} with the columns {got}"
         )
     try:
-        rows = [_row(bench, row, how, Path(file).name) for row in reader]
+        rows = [_row(bench, row, how, Path(file)) for row in reader]
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option}: expected numbers where {bench} has them, got {file!r} ({error})") from error
     return [row for row in rows if row is not None]
 
 
-def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
+def _row(bench: str, row: dict[str, str], how: str, file: Path) -> Timed | None:
     value = row["speedup" if bench == "bench vllm" else "p50_us"]
     wrong = bench in ("bench kernel", "bench layer") and row["kind"] != "bound" and row["numerics"] != "ok"
-    if not value or wrong:
+    if not value or wrong or row.get("norm", PEERS_NORM) != PEERS_NORM:
         return None
     return Timed(
         bench,
@@ -119,14 +150,17 @@ def _row(bench: str, row: dict[str, str], how: str, file: str) -> Timed | None:
         int(row["chunk" if bench == "bench vllm" else "tokens"]),
         float(value),
         how,
-        file,
+        file.name,
         int(row.get("hidden") or 0),
         row.get("model") or "",
         row.get("trace") or "",
         int(row.get("requests") or 0),
         int(row.get("first") or 0),
-        row.get("quantises") == "True" or row.get("wire", EXACT) != EXACT,
-        row.get("device_name") or "",
+        row.get("quantises") == "True",
+        row.get("wire") or EXACT,
+        (row.get("device_name") or "").removeprefix("NVIDIA "),
+        row.get("peer_access") == "off",
+        str(file.parent),
     )
 
 
@@ -136,14 +170,15 @@ def given(files: Iterable[str]) -> list[Timed]:
     Raises:
         UsageError: One can't be read, or is no CSV of a benchmark.
     """
-    rows = []
-    for file in files:
-        try:
-            text = read_text(Path(file), "--from")
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        rows += parse(text, file, "measured earlier")
-    return rows
+    return [row for file in files for row in parse(text_of(file), file, "measured earlier")]
+
+
+def text_of(file: str) -> str:
+    """What a file of ``--from`` holds; UsageError where it can't be read."""
+    try:
+        return read_text(Path(file), "--from")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def committed() -> list[Timed]:

@@ -8,7 +8,19 @@ from functools import partial
 from tw_compile.benchmark.layer.ffn_spec import EQUAL, PLANNED, SWEPT, WHOLE, FfnSpec, swept_sizes
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge, times
-from tw_compile.benchmark.papers.context import Context, cannot, divided, predicted, quotient
+from tw_compile.benchmark.papers.context import (
+    Context,
+    Times,
+    Values,
+    cannot,
+    combined,
+    divided,
+    first,
+    plain,
+    predicted,
+    quotient,
+    quotients,
+)
 from tw_compile.benchmark.papers.exhibit import Drawn, Series
 from tw_compile.benchmark.papers.measure import Request
 from tw_compile.benchmark.papers.timed import Timed
@@ -56,51 +68,52 @@ def ffn_requests(tp: int) -> tuple[Request, ...]:
 def fused(context: Context) -> Drawn:
     published = context.published
     base = published.points("4", "all_reduce + norm, us")
-    series = []
+    series: list[Series] = []
     for name in ("fused", "simple fusion", "reduce_scatter + norm + all_gather"):
         values = divided(published.points("4", f"{name}, us"), base)
         series.append(published.series("4", f"{name}, us", f"{name}, TP8", values))
     saved = {x: 1.0 - value for x, value in series[0].values().items()}
-    ours: dict[float, float] = {}
+    ours: dict[str, Values] = {}
     for tp in dict.fromkeys((context.tp, *MEASURED_RANKS)):
         unfused = context.unfused(tp, HIDDEN)
-        found = quotient(context.fastest_fused(tp, HIDDEN), unfused)
-        asked = base if tp == context.tp and not found else ()
-        series.append(context.measured(f"ours, fused, TP{tp}", found, "fused, TP8", asked))
+        found = quotients(context.fastest_fused(tp, HIDDEN), unfused)
+        asked = base if tp == context.tp else ()
+        series += context.lines(f"ours, fused, TP{tp}", found, "fused, TP8", asked)
         if tp == context.tp:
-            ours = {x: 1.0 - value for x, (value, _) in found.items()}
-            scattered = quotient(context.kernel(tp, HIDDEN, SCATTERED), unfused)
+            ours = found
+            scattered = quotients(context.kernel(tp, HIDDEN, SCATTERED), unfused)
             name = "reduce_scatter + norm + all_gather, TP8"
-            series.append(context.measured(f"NCCL's {name.removesuffix('8')}{tp}", scattered, name, asked or [4096.0]))
+            series += context.lines(f"NCCL's {name.removesuffix('8')}{tp}", scattered, name, [4096.0])
     values = {x: predict.fused_of_unfused("H100", 8, int(x), HIDDEN) for x in base}
     series.append(predicted("fused, TP8, predicted", values, "fused, TP8", PAPER_PROFILE))
-    claim = f"the fused kernel saves, of all_reduce + norm (ours: TP{context.tp}, of the best unfused),"
-    return Drawn(tuple(series), (judge(claim, Bound("at least", 0.24), saved, ours),))
+    side = ", ".join((f"TP{context.tp}", *filter(None, list(ours)[:1])))
+    claim = f"the fused kernel saves, of all_reduce + norm (ours: {side}, of the best unfused),"
+    here = {x: 1.0 - value for x, value in plain(first(ours)).items()}
+    return Drawn(tuple(series), (judge(claim, Bound("at least", 0.24), saved, here),))
 
 
 def parts(context: Context) -> Drawn:
     name = "multimem, (reduce_scatter + all_gather) / all_reduce"
     line = context.published.series("5", name, "multimem, TP8")
     whole, scatter, gather = (context.kernel(context.tp, HIDDEN, label) for label in PIECES)
-    both = {
-        x: ((row.value + gather[x].value) / whole[x].value, row)
-        for x, row in scatter.items()
-        if x in gather and x in whole
-    }
-    ours = context.measured(f"NCCL, TP{context.tp}", both, "multimem, TP8", () if both else line.values())
-    values = {x: value for x, (value, _) in both.items()}
+    both = combined(lambda scatter, gather, whole: (scatter + gather) / whole, scatter, gather, whole)
+    ours = context.lines(f"NCCL, TP{context.tp}", both, "multimem, TP8", line.values())
     claim = judge(
-        "reduce_scatter and all_gather take, of all_reduce,", Bound("at least", 1.1), line.values(), values, times
+        "reduce_scatter and all_gather take, of all_reduce,",
+        Bound("at least", 1.1),
+        line.values(),
+        plain(first(both)),
+        times,
     )
-    return Drawn((line, ours), (claim,))
+    return Drawn((line, *ours), (claim,))
 
 
 def rates(context: Context) -> Drawn:
     scatter = context.kernel(context.tp, HIDDEN, PIECES[1])
     sent = (context.tp - 1) / context.tp * 2 * HIDDEN
-    values = {x: (sent * x / row.value / 1e3, row) for x, row in scatter.items()}
-    asked = () if values else LONG_TOKENS
-    return Drawn((context.measured(f"NCCL's reduce_scatter, TP{context.tp}", values, None, map(float, asked)),))
+    of_a_token = combined(lambda us: sent / us / 1e3, scatter)
+    values = {where: {x: (x * rate, row) for x, (rate, row) in found.items()} for where, found in of_a_token.items()}
+    return Drawn(tuple(context.lines(f"NCCL's reduce_scatter, TP{context.tp}", values, None, map(float, LONG_TOKENS))))
 
 
 def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) -> Drawn:
@@ -120,17 +133,15 @@ def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) 
     for tokens in shown:
         beside = f"{prefix} {tokens} tokens, TP8"
         for label, tp in (("push-two-shot", context.tp), ("stream-in-slot", context.tp), ("stream-in-slot", 4)):
-            found = context.by("bench kernel", tp, _swept(label, tokens), lambda row: row.sms)
-            if not found:
-                continue
-            fastest = min(row.value for row in found.values())
-            shares = {x: (row.value / fastest, row) for x, row in found.items()}
-            line = context.measured(f"ours, {label}, {tokens} tokens, TP{tp}", shares, beside)
-            if line.name not in [other.name for other in series]:
-                series.append(line)
+            found = context.by("bench kernel", tp, swept(label, tokens), lambda row: row.sms)
+            shares = quotients(found, fastest(found))
+            known = [other.name for other in series]
+            lines = context.lines(f"ours, {label}, {tokens} tokens, TP{tp}", shares, beside)
+            series += [line for line in lines if line.name not in known]
             if label == "stream-in-slot" and tp == context.tp:
-                for sms in ours.keys() & shares.keys():
-                    ours[int(sms)][tokens] = shares[sms][0]
+                here = plain(first(shares))
+                for sms in ours.keys() & here.keys():
+                    ours[int(sms)][tokens] = here[sms]
     if not any(line.ours for line in series):
         why = context.missing or "no result that was given or committed has it"
         series.append(cannot("ours", SMS, why, series[0].name))
@@ -153,7 +164,12 @@ def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) 
     return Drawn(tuple(series), tuple(claims))
 
 
-def _swept(label: str, tokens: int) -> Callable[[Timed], bool]:
+def fastest(found: Times) -> Times:
+    """Of each run its fastest row, at every x of the run."""
+    return {run: dict.fromkeys(rows, min(rows.values(), key=lambda row: row.value)) for run, rows in found.items()}
+
+
+def swept(label: str, tokens: int) -> Callable[[Timed], bool]:
     def choose(row: Timed) -> bool:
         return row.hidden == HIDDEN and row.tokens == tokens and row.label.startswith(f"tw-{label}-") and bool(row.sms)
 
@@ -170,7 +186,7 @@ def ffn(context: Context) -> Drawn:
         best = context.times("bench ffn", shards, partial(_labelled, SWEPT))
         asked = () if whole else map(float, FFN_TOKENS)
         for name, found in ((EQUAL, equal), (PLANNED, planned), (BEST, best)):
-            series.append(context.measured(f"{name}, TP{shards}", quotient(found, whole), None, asked))
+            series += context.lines(f"{name}, TP{shards}", quotients(found, whole), None, asked)
             asked = ()
         for tokens, (value, _) in quotient(planned, best).items():
             excess[tokens] = max(value - 1.0, excess.get(tokens, -1.0))

@@ -7,7 +7,20 @@ from functools import partial
 from tw_compile.benchmark.layer.spec import LayerSpec
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge, times
-from tw_compile.benchmark.papers.context import Context, cannot, divided, predicted, quotient
+from tw_compile.benchmark.papers.context import (
+    Context,
+    Times,
+    Values,
+    as_measured,
+    cannot,
+    combined,
+    divided,
+    first,
+    plain,
+    predicted,
+    quotient,
+    quotients,
+)
 from tw_compile.benchmark.papers.exhibit import Drawn, Series
 from tw_compile.benchmark.papers.measure import Request
 from tw_compile.benchmark.papers.timed import Timed
@@ -45,17 +58,12 @@ def speedups(context: Context) -> Drawn:
     ours: dict[float, float] = {}
     for tp in dict.fromkeys((context.tp, *MEASURED_RANKS)):
         for model in (LLAMA, SMALL):
-            found = quotient(context.layer(tp, model), context.layer(tp, model, "fused+split"))
+            split = context.layer(tp, model, "fused+split")
             beside = "Llama-3.3-70B, TP4" if tp == 4 else eight
-            asked = PREFILLS if context.missing and tp == context.tp and not found else ()
-            line = context.measured(f"ours, {model}, TP{tp}", found, beside, map(float, asked))
-            if line.points:
-                series.append(line)
+            asked = map(float, PREFILLS) if context.missing and tp == context.tp else ()
+            series += context.lines(f"ours, {model}, TP{tp}", quotients(context.layer(tp, model), split), beside, asked)
             if model == LLAMA and tp == 4:
-                without = quotient(
-                    context.layer(tp, model, "no-communication"), context.layer(tp, model, "fused+split")
-                )
-                ours = {x: value for x, (value, _) in without.items()}
+                ours = plain(quotient(context.layer(tp, model, "no-communication"), split))
     eights: dict[float, float] = {}
     for model, beside in ((LLAMA, eight), (MIXTRAL, "Mixtral-8x22B, TP8")):
         plans = {x: predict.plan("H100", model, 8, int(x), multicast=True) for x in map(float, PREFILLS)}
@@ -100,18 +108,26 @@ def shares(context: Context) -> Drawn:
     )
     paper = {x: 1.0 - value for x, value in divided(silent, base).items()}
     line = published.series("11", "Llama-3.3-70B, TP8, baseline, ms", "Llama-3.3-70B, TP8", paper)
-    series = [line]
+    series: list[Series] = [line]
     for tp in dict.fromkeys((context.tp, *MEASURED_RANKS)):
-        found = quotient(context.layer(tp, LLAMA, "no-communication"), context.layer(tp, LLAMA))
-        values = {x: (1.0 - value, row) for x, (value, row) in found.items()}
-        series.append(context.measured(f"ours, {LLAMA}, TP{tp}", values, line.name))
+        series += context.lines(f"ours, {LLAMA}, TP{tp}", communication_shares(context, tp, LLAMA), line.name)
     plans = {float(x): predict.plan("H100", LLAMA, 8, x, multicast=True) for x in PREFILLS}
     guess = {x: predict.communication_share(found) for x, found in plans.items()}
     series.append(predicted("Llama-3.3-70B, TP8, predicted", guess, line.name, PAPER_PROFILE))
     claim = judge(
         "communication takes, of the layer's time (ours: predicted, TP8),", Bound("at most", 0.23), paper, guess
     )
-    return Drawn(tuple(line for line in series if line.points), (claim,))
+    return Drawn(tuple(series), (claim,))
+
+
+def communication_shares(context: Context, tp: int, model: str) -> dict[str, Values]:
+    """Of the best unfused layer's time."""
+    return saved(context.layer(tp, model, "no-communication"), context.layer(tp, model))
+
+
+def saved(ours: Times, base: Times) -> dict[str, Values]:
+    """The share of the base's time that ours does not take."""
+    return combined(lambda ours, base: 1.0 - ours / base, ours, base)
 
 
 def engine(context: Context, exhibit: str) -> Drawn:
@@ -124,16 +140,14 @@ def engine(context: Context, exhibit: str) -> Drawn:
     ]
     for tp, model in ((2, SMALL), (4, LLAMA)):
         for label in ("fuse", "fuse+split"):
-            found = context.times("bench vllm", tp, partial(_prefill, label, model))
-            values = {x: (row.value, row) for x, row in found.items()}
-            lines.append(context.measured(f"ours, {label}, prefill, {model}, TP{tp}", values, lines[0].name))
-    shown = [line for line in lines if line.points]
-    if not any(line.ours for line in shown):
-        shown.append(cannot("ours", lines[0].values(), "no file of bench vllm was given; it takes two GPUs and vLLM"))
-    return Drawn(tuple(shown))
+            found = as_measured(context.times("bench vllm", tp, partial(prefill, label, model)))
+            lines += context.lines(f"ours, {label}, prefill, {model}, TP{tp}", found, lines[0].name)
+    if not any(line.ours for line in lines):
+        lines.append(cannot("ours", lines[0].values(), "no file of bench vllm was given; it takes two GPUs and vLLM"))
+    return Drawn(tuple(lines))
 
 
-def _prefill(label: str, model: str, row: Timed) -> bool:
+def prefill(label: str, model: str, row: Timed) -> bool:
     return (row.label, row.model, row.trace) == (label, model, "prefill")
 
 
@@ -144,14 +158,13 @@ def one_layer(context: Context) -> Drawn:
     series: list[Series] = [weave, tile]
     ours: dict[float, float] = {}
     for tp in dict.fromkeys((context.tp, *MEASURED_RANKS)):
-        found = quotient(context.layer(tp, LLAMA, "fused+split"), context.layer(tp, LLAMA))
-        values = {x: (1.0 - value, row) for x, (value, row) in found.items()}
-        series.append(context.measured(f"ours, {LLAMA}, TP{tp}", values, weave.name))
-        ours = {x: value for x, (value, _) in values.items()} if tp == 4 else ours
+        found = saved(context.layer(tp, LLAMA, "fused+split"), context.layer(tp, LLAMA))
+        series += context.lines(f"ours, {LLAMA}, TP{tp}", found, weave.name)
+        ours = plain(first(found)) if tp == 4 else ours
     gains = {float(x): 1.0 - 1.0 / predict.plan("H100", LLAMA, 8, x, multicast=True).gain for x in PREFILLS}
     series.append(predicted(f"{LLAMA}, TP8, predicted", gains, weave.name, PAPER_PROFILE))
     claim = judge("a layer is shortened by (ours: TP4)", Bound("at least", 0.15), weave.values(), ours)
-    return Drawn(tuple(line for line in series if line.points), (claim,))
+    return Drawn(tuple(series), (claim,))
 
 
 def nanoflow(context: Context) -> Drawn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge, times
-from tw_compile.benchmark.papers.context import Context, cannot, divided, predicted, quotient
+from tw_compile.benchmark.papers.context import Context, cannot, divided, predicted, quotients
 from tw_compile.benchmark.papers.exhibit import Drawn, Exhibit, Needs, Series
 from tw_compile.benchmark.papers.measure import Request
 from tw_compile.benchmark.papers.tokenweave_kernels import FUSED, UNFUSED
@@ -34,9 +34,9 @@ def decisions(context: Context) -> Drawn:
     gate = predicted("what the gate chooses, TP8", divided(chosen, best), line.name, table)
     series: list[Series] = [line, gate]
     for tp in dict.fromkeys((context.tp, 2, 4)):
-        found = quotient(context.fastest_fused(tp, HIDDEN), context.unfused(tp, HIDDEN))
-        asked = best if context.missing and tp == context.tp and not found else ()
-        series.append(context.measured(f"ours, fused by best unfused, TP{tp}", found, None, asked))
+        found = quotients(context.fastest_fused(tp, HIDDEN), context.unfused(tp, HIDDEN))
+        asked = best if context.missing and tp == context.tp else ()
+        series += context.lines(f"ours, fused by best unfused, TP{tp}", found, None, asked)
     claim = judge(
         "the choice takes, of the faster way's time, (paper: the cap of 0.5 MB; ours: the gate)",
         Bound("at most", 1.01),
@@ -44,7 +44,7 @@ def decisions(context: Context) -> Drawn:
         gate.values(),
         times,
     )
-    return Drawn(tuple(line for line in series if line.points), (claim,))
+    return Drawn(tuple(series), (claim,))
 
 
 def throughput(context: Context) -> Drawn:
