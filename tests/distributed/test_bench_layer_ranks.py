@@ -189,6 +189,7 @@ def _without_reference(ranks: Ranks) -> list[tuple[str, str | None]]:
     return [(row.outcome, row.reason) for row in rows]
 
 
+@pytest.mark.full
 def test_what_cannot_be_checked_is_not_timed(gloo_ranks: GlooRanks) -> None:
     row = ("error", "no reference: OutOfMemoryError: out of memory")
     assert gloo_ranks.run(_on_ranks, _without_reference) == [[row], [row]]

@@ -294,6 +294,7 @@ def test_broken_kernels_are_caught(tmp_path: Path, name: str) -> None:
             run(tmp_path, seed)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("run", [ONE_SHOT, TWO_SHOT, PRIVATE, IN_SLOT, run_multimem, MULTIMEM_IN_SLOT, BY_PEERS])
 def test_kernels_as_they_are_pass(run: Run) -> None:
     """What catches the broken ones lets these pass."""

@@ -113,6 +113,7 @@ def test_symbolic_token_count(family: str) -> None:
     assert_same_results(before, graph, {symbol: 1025})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", TWO_OF_FEW)
 def test_halves_that_are_computed_when_the_graph_runs(family: str) -> None:
     """The compiler knows nothing of them but bounds, so nothing becomes a guard."""

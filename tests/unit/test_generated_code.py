@@ -92,6 +92,7 @@ def test_every_site_starts_and_waits_in_turn(code: str) -> None:
     assert [kind for _, kind in merged] == ["start", "wait"] * len(starts)
 
 
+@pytest.mark.few(2)
 def test_outputs_are_read_after_their_wait(code: str) -> None:
     lines = code.splitlines()
     for number, (_, outputs, _) in _waits(code).items():

@@ -126,6 +126,7 @@ def test_it_multiplies_all_columns_of_a_tile_at_once(code_of: Code, width: int, 
     assert count(code, "HGMMA") == sum(shapes.values())
 
 
+@pytest.mark.few(3)
 @KERNELS
 def test_the_main_loops_wait_for_no_memory(code_of: Code, width: int, form: Form) -> None:
     """Arrivals with more order than they need would put a barrier and an invalidation in them."""

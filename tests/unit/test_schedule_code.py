@@ -200,6 +200,7 @@ def test_calls_and_matmuls_keep_their_order(form: str) -> None:
     assert len(order) > 15
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["budgets", "budgets, gemms stay"])
 def test_budgets_of_gemms_survive_and_cost_no_copy(form: str) -> None:
     found = generated(form)
@@ -242,6 +243,7 @@ def flights(lines: list[str]) -> list[tuple[int, int, set[str]]]:
     return found
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "form", [pytest.param(form, marks=pytest.mark.full) if form in ONLY_FULL else form for form in FUSED]
 )
