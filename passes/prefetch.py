@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from tw_compile.passes.joint import given_as, matrix_of
 from tw_compile.passes.operators import MadeQuantOperator, QuantOperator, RowWiseOperator
 from tw_compile.passes.split.analysis.layer import arguments_of
 from tw_compile.passes.split.rewrite.duplicate import SplitReport
+from tw_compile.report import GraphReport
 
 _STARTS = (*ops.STARTS, *ops.MM_STARTS)
 
@@ -175,3 +176,9 @@ def _run(graph: fx.Graph, context: Context) -> Outcome:
 
 
 PREFETCH = Pass("prefetch_weights", _run)
+
+
+def prefetching_calls(reports: Iterable[GraphReport]) -> int:
+    """How many calls of the reported graphs prefetch weights."""
+    passes = (each for report in reports for each in report.passes if each.name == PREFETCH.name)
+    return sum(each.counts.get("prefetching", 0) for each in passes)

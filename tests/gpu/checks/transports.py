@@ -187,6 +187,8 @@ class Subject:
             results_in_slot=request.results_in_slot,
             wire=request.wire,
             norm_bias=request.norm_bias,
+            prefetch=request.prefetch,
+            prefetch_bytes=request.prefetch_bytes,
             **made,
         )
         if beside is not None:
