@@ -86,6 +86,7 @@ class Context:
         profile: The device that is planned for; None where none is known.
         host: What the graph's host says of it; None for torch.compile.
         link: What messages travel over where GPUs have no peer access, as it is planned for; None where nothing is planned.
+        prefetch_bytes: How much of the next weights a call may bring into the L2 cache; 0: nothing.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class Context:
         profile: DeviceProfile | None = None,
         host: HostGraph | None = None,
         link: Link | None = None,
+        prefetch_bytes: int = 0,
     ) -> None:
         self.config = config
         self.gate = gate
         self.profile = profile
         self.host = host
         self.link = link
+        self.prefetch_bytes = prefetch_bytes
         self._analysed: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
         self._kept: dict[type, Any] = {}
 

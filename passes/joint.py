@@ -77,10 +77,14 @@ def _is_same(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _is_given(node: fx.Node) -> bool:
-    """Whether a matrix or a bias is an input of the graph, or a view of one that depends on nothing else."""
+    return given_as(node) is not None
+
+
+def given_as(node: fx.Node) -> fx.Node | None:
+    """The input of the graph that ``node`` is, or is a view of that depends on nothing else; None if it is computed."""
     while node.op == "call_function" and makes_view(node) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
-    return node.op in ("placeholder", "get_attr")
+    return node if node.op in ("placeholder", "get_attr") else None
 
 
 @dataclass(frozen=True)

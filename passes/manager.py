@@ -16,13 +16,14 @@ from tw_compile.graph.snapshot import snapshot
 from tw_compile.passes.contract import Context, InductorNeed, Pass
 from tw_compile.passes.fusion.fuse import FUSE
 from tw_compile.passes.join import JOIN
+from tw_compile.passes.prefetch import PREFETCH
 from tw_compile.passes.split.steps import SPLIT
 from tw_compile.report import PassOutcome, PassReport
 from tw_compile.sources import source_of
 
 logger = logging.getLogger("tw_compile")
 
-ORDER: tuple[Pass, ...] = (FUSE, *SPLIT, JOIN)
+ORDER: tuple[Pass, ...] = (FUSE, *SPLIT, JOIN, PREFETCH)
 """The project's own passes."""
 
 _DISABLE = "tw_compile.disable_passes"

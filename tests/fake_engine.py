@@ -41,6 +41,7 @@ class LLM:
         facts = {"compile_seconds": 1.5, "peak_bytes": 2**30, "device_name": "none", "passes": passes}
         options = self.given.get("additional_config", {}).get("tw_compile", {})
         facts["wires"] = {options["wire"]: 2} if "wire" in options and not self.given.get("exact") else {}
+        facts["prefetching"] = 0 if options.get("prefetch") == "off" or self.given.get("exact") else 2
         return [facts] * self.given["tensor_parallel_size"] if name == "tw_compile_facts" else None
 
     def sleep(self, level):

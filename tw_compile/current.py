@@ -133,6 +133,23 @@ def current_profile(config: Config) -> DeviceProfile | None:
     return agreed(f"device_profile/{config.digest()}{key}", lambda: own_profile(config, calibrated), _agreed_profile)
 
 
+def own_prefetch_bytes(config: Config) -> int:
+    """How much of the next weights a call may bring into the L2 cache: as the option says, or the profile of this device.
+
+    Ranks may differ: what a rank brings into its own cache changes nothing for others.
+
+    Raises:
+        ValueError: ``tw_compile.device_profile`` is neither a profile's name nor a profile.
+    """
+    if config.prefetch != "auto":
+        return config.prefetch_bytes
+    if config.device_profile != "auto":
+        profile: DeviceProfile | None = load_profile(config.device_profile)
+    else:
+        profile = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
+    return 0 if profile is None or profile.prefetch_bytes is None else profile.prefetch_bytes
+
+
 def current_link(profile: DeviceProfile | None, config: Config) -> Link | None:
     """What messages travel over where GPUs have no peer access; the same on all ranks. None where ``profile``, the current one,
     is None and so nothing is planned.

@@ -12,7 +12,7 @@ import torch.fx as fx
 
 from tw_compile import compat, report
 from tw_compile.config import Config
-from tw_compile.current import current_gate, current_link, current_profile
+from tw_compile.current import current_gate, current_link, current_profile, own_prefetch_bytes
 from tw_compile.gating.gate import Gate
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.runtime import operator
@@ -60,7 +60,8 @@ class TWCompilePass(compat.CustomGraphPass):
         """
         begin = time.perf_counter()
         profile = current_profile(self.config)
-        context = Context(self.config, gate, profile, host, current_link(profile, self.config))
+        link, prefetch_bytes = current_link(profile, self.config), own_prefetch_bytes(self.config)
+        context = Context(self.config, gate, profile, host, link, prefetch_bytes)
         if fusion.FUSE.name in self.config.disable_passes:
             detail = f"tw_compile.disable_passes names {fusion.FUSE.name}"
             context.keep(fusion.FusionDecisions(tuple(fusion.gated_sites(graph, detail))))
@@ -108,7 +109,7 @@ class TWCompilePass(compat.CustomGraphPass):
     def identity(self, gate: Gate) -> str:
         """All that of :meth:`uuid` but the user's pass, as text."""
         profile = current_profile(self.config)
-        planned_for = repr((profile, current_link(profile, self.config)))
+        planned_for = repr((profile, current_link(profile, self.config), own_prefetch_bytes(self.config)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
         own = [source_digest(), self.config.digest(), gate.digest(), planned_for, repr(groups)]
         return "\n".join([*own, manager.identity(), split.rules_identity()])

@@ -25,6 +25,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     row_obstacle,
     variant_of,
 )
+from tw_compile.kernels.collective.prefetch import prefetched
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import (
     Request,
@@ -42,6 +43,7 @@ class RowKernel(Algorithm):
     """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` of ``most_sms`` SMs.
 
     ``min_capability``: of the devices that its instructions need. ``wires``: whether its two-shot rows can travel in codes.
+    ``prefetches``: whether it has CTAs that prefetch (``prefetch.py``), by a definition PREFETCH and parameters of that name.
     """
 
     source: Path
@@ -49,6 +51,7 @@ class RowKernel(Algorithm):
     most_sms: int
     min_capability: tuple[int, int]
     wires = False
+    prefetches = False
 
     def __init__(self, name: str, one_shot: bool, max_sms: int) -> None:
         if not 1 <= max_sms <= self.most_sms:
@@ -79,6 +82,20 @@ class RowKernel(Algorithm):
             "programmatic": not beside and torch.cuda.get_device_capability(state.device) >= PEER_KERNELS,
             "beside": beside,
         }
+
+    def with_prefetch(
+        self, request: Request, state: GroupState, launches: list[tuple[Structure, int]], ctas_per_sm: int
+    ) -> list[tuple[Structure, int]]:
+        """``launches`` with CTAs behind those of the first one that prefetch what the request asks for, on free SMs."""
+        if not request.prefetch:
+            return launches
+        room = torch.cuda.get_device_properties(state.device).multi_processor_count * ctas_per_sm
+        budget, grown = request.prefetch_bytes, []
+        for params, ctas in launches:
+            params.prefetch, grid = prefetched(request.prefetch, budget, ctas, room - ctas)
+            grown.append((params, grid))
+            budget = 0
+        return grown
 
     def obstacle(self, request: Request, state: GroupState) -> str | None:
         """See :class:`Algorithm`."""
@@ -121,7 +138,8 @@ class RowKernel(Algorithm):
         request = aligned(request)
         call = self._call(request, state, slot, spin_limit)
         stream = torch.cuda.current_stream(state.device).cuda_stream
-        return Started(*call.enqueue(operands_of(request), request.outputs, stream), call=call)
+        outputs = call.enqueue(operands_of(request), request.outputs, stream, request.prefetch)
+        return Started(*outputs, call=call)
 
     def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
         """The launches of the request.
@@ -156,6 +174,7 @@ class RowKernel(Algorithm):
             *allocators(request, self._residual_rows(request, state)),
             residual_of,
             residual_out_of,
+            prefetches=self.prefetches and bool(request.prefetch),
         )
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
@@ -170,6 +189,8 @@ class RowKernel(Algorithm):
     def program(self, request: Request, state: GroupState, spin_limit: int) -> Program:
         """The variant of the source that serves the request, whose residual is as one-shot takes and gives it."""
         defines = row_defines(request, state.world_size, spin_limit) | self.defines(request, state)
+        if self.prefetches:
+            defines["PREFETCH"] = int(bool(request.prefetch))
         arch = arch_of(torch.cuda.get_device_capability(state.device))
         return Program(self.source, self.params, arch, tuple(defines.items()), headers_of(request))
 

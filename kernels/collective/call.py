@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tw_compile.kernels.collective.fields import LAST_POINTERS, POINTERS
+from tw_compile.kernels.collective.prefetch import LINE
 from tw_compile.kernels.collective.spec import Operands, Request, empty_hidden
 from tw_compile.kernels.runtime.launch import Kernel
 
@@ -40,6 +41,7 @@ class Call:
         residual_out: Makes the memory for the new residual.
         residual_of: Makes of the caller's residual the one that the kernel reads; None: they are the same.
         residual_out_of: Makes of the kernel's new residual the one that the caller gets; None: they are the same.
+        prefetches: Whether the parameters have a field ``prefetch`` (``prefetch.Prefetched``) whose addresses are wanted.
     """
 
     kernel: Kernel
@@ -49,14 +51,22 @@ class Call:
     residual_out: Callable[[], torch.Tensor]
     residual_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     residual_out_of: Callable[[torch.Tensor], torch.Tensor] | None = None
+    prefetches: bool = False
 
     def allocate(self) -> Outputs:
         """``(hidden, residual_out)`` as the kernel writes them."""
         return self.hidden(), self.residual_out()
 
-    def enqueue(self, operands: Operands, outputs: Outputs | None, stream: int) -> Outputs:
+    def enqueue(
+        self,
+        operands: Operands,
+        outputs: Outputs | None,
+        stream: int,
+        prefetch: Sequence[torch.Tensor] | None = None,
+    ) -> Outputs:
         """Launch on ``stream``, the handle of a stream of the current device.
 
+        ``prefetch`` is what a kernel with a parameter of that name asks L2 for; other kernels leave it.
         ``outputs`` are those of :meth:`allocate` if the caller has called that already; None: this calls it.
 
         Returns ``(hidden, residual_out)`` as the caller wants them.
@@ -71,6 +81,8 @@ class Call:
             for name, address in zip(LAST_POINTERS, last, strict=True):
                 if address:  # calls of one form all have it, or none does
                     setattr(params, name, address)
+            if prefetch and self.prefetches:
+                params.prefetch.begin[: len(prefetch)] = [tensor.data_ptr() // LINE * LINE for tensor in prefetch]
             self.kernel.launch(params, stream=stream, grid=ctas, **self.options)
         return hidden, residual_out if self.residual_out_of is None else self.residual_out_of(residual_out)
 

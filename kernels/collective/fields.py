@@ -26,7 +26,7 @@ RMS_NORM = "rms_norm"
 LAYER_NORM = "layer_norm"
 
 ResidualOut = Literal["none", "sharded", "replicated"]
-Kind = Literal["operand", "norm", "layout", "routing", "stand_in"]
+Kind = Literal["operand", "norm", "layout", "routing", "stand_in", "hint"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Role:
     Attributes:
         kind: ``operand``: a tensor that kernels read. ``norm``: of :class:`NormSpec`. ``layout``: which rows are given and
             wanted, where, and how they travel. ``routing``: who serves the call, and on what. ``stand_in``: takes another
-            field's place before anybody sees it.
+            field's place before anybody sees it. ``hint``: tensors on which no result depends.
         define: The definition under which sources of CUDA kernels get it; of an operand, its element type.
         variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
         rows: For an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
@@ -84,6 +84,8 @@ class Arguments(NamedTuple):
     results_in_slot: Annotated[bool, Role("layout", variant=True)] = False
     wire: Annotated[str, Role("layout", "WIRE")] = EXACT
     norm_bias: Annotated[torch.Tensor | None, Role("operand", "NORM_BIAS_TYPE", rows=True, last=True)] = None
+    prefetch: Annotated[list[torch.Tensor] | None, Role("hint")] = None
+    prefetch_bytes: Annotated[int, Role("layout", variant=True)] = 0
     epilogue: Annotated[str, Role("norm", "EPILOGUE", in_schema=False)] = RMS_NORM
     scale_columns: Annotated[int, Role("norm", "SCALE_COLUMNS", of_scales=True)] = 0
     min_scale: Annotated[float, Role("norm", "MIN_SCALE", of_scales=True)] = 0.0
@@ -114,6 +116,7 @@ class Field:
 
 _SCHEMA_TYPES = {
     torch.Tensor: "Tensor",
+    list[torch.Tensor]: "Tensor[]",
     torch.dtype: "ScalarType",
     float: "float",
     bool: "bool",
@@ -164,7 +167,7 @@ ROWS = names(field for field in OPERANDS if field.role.rows)
 """Operands that are read in whole vectors."""
 SINGLES = names(field for field in OPERANDS if not field.role.rows)
 """Operands that are read by the element."""
-FORM_VALUES = names(field for field in FIELDS if field.role.kind not in ("operand", "stand_in"))
+FORM_VALUES = names(field for field in FIELDS if field.role.kind not in ("operand", "stand_in", "hint"))
 """What calls of one form have in common, beside the shapes and dtypes of their tensors."""
 VARIANT = tuple(field for field in FIELDS if field.role.variant or field.role.define is not None)
 """What calls have in common that one variant of a CUDA kernel serves, beside the message's hidden size and dtype."""
@@ -172,5 +175,7 @@ PARAMETERS = names(field for field in FIELDS if field.role.parameter)
 """Numbers that each launch of a CUDA kernel is given."""
 LAST_POINTERS = names(field for field in OPERANDS if field.role.last)
 """Operands whose addresses are the last parameters of a launch of a CUDA kernel; :data:`OPERANDS` ends with them."""
+HINTS = names(of_kind("hint"))
+"""Lists of tensors on which no result depends."""
 POINTERS = (MESSAGE, *names(field for field in OPERANDS if not field.role.last), "hidden", "residual_out")
 """All other tensors whose addresses it is given: first of all its parameters, in this order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,14 +32,14 @@ class Known:
     overlap_sms: int
     buffer: torch.Tensor | None
 
-    def start(self, operands: Operands) -> Started:
+    def start(self, operands: Operands, prefetch: Sequence[torch.Tensor] | None = None) -> Started:
         """As :meth:`Transport.start`."""
         if torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self.start(operands)
+                return self.start(operands, prefetch)
         call = self.call
         if not self.overlap_sms:
-            return Started(*call.enqueue(operands, None, compat.current_stream(self.device).cuda_stream))
+            return Started(*call.enqueue(operands, None, compat.current_stream(self.device).cuda_stream, prefetch))
         allocated = call.allocate()
 
         def launch(side: torch.cuda.Stream) -> Started:

@@ -26,6 +26,9 @@ for that has read them by then. To a compiler they are tensors like others, whos
 nothing reads them any more. ``hold_``, which does nothing, is what reads them last, after a graph's ``outputs``, which might be
 given that memory, exist.
 
+``prefetch`` are tensors of which a kernel may bring up to ``prefetch_bytes`` into the L2 cache while the message is under way:
+the weights that the next matmul reads (see ``prefetch.py``). No result depends on them, and ``wait_`` need not keep them.
+
 ``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
 
 This module imports neither Triton nor any transport; those load at the first call.
@@ -53,6 +56,7 @@ from tw_compile.kernels.collective.fields import (
     Arguments,
     values_of,
 )
+from tw_compile.kernels.collective.prefetch import check_prefetch, form_of_prefetch
 from tw_compile.kernels.collective.spec import (
     OPERAND_ALIGNMENT,
     Operands,
@@ -146,6 +150,8 @@ def form_of_call(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments
     for tensor in _singles(arguments):
         if tensor is not None:
             described.append((tensor.shape, tensor.dtype))
+    if arguments.prefetch:
+        described.append(form_of_prefetch(arguments.prefetch))
     return tuple(described)
 
 
@@ -159,7 +165,7 @@ def _known(device: torch.device, arguments: Arguments, form: Hashable | None) ->
 
 def _begin_again(known: Known, x: torch.Tensor, arguments: Arguments) -> tuple[torch.Tensor, torch.Tensor]:
     check_room(x.device, arguments.overlap_sms)
-    started = known.start(Operands(x, *operand_values(arguments)))
+    started = known.start(Operands(x, *operand_values(arguments)), arguments.prefetch)
     in_flight[arguments.group_name, arguments.slot] = started
     return started.hidden, started.residual
 
@@ -178,6 +184,7 @@ def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Re
     check_scales(arguments, x.shape[1])
     check_overlap_sms(arguments.overlap_sms)
     check_wire(arguments.wire, x.shape[1])
+    check_prefetch(arguments.prefetch, arguments.prefetch_bytes, x.device)
     _check_eps_tensor(arguments.eps_tensor)
     if arguments.eps_tensor is not None:
         arguments = arguments._replace(eps=float(arguments.eps_tensor))
@@ -239,6 +246,7 @@ def _start_fake(x: torch.Tensor, *rest: Any, **named: Any) -> tuple[torch.Tensor
     check_scales(arguments, x.shape[1])
     check_overlap_sms(arguments.overlap_sms)
     check_wire(arguments.wire, x.shape[1])
+    check_prefetch(arguments.prefetch, arguments.prefetch_bytes, x.device)
     _check_eps_tensor(arguments.eps_tensor)
     tokens, hidden_size = x.shape
     world_size = compat.resolve_process_group(arguments.group_name).size()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tw_compile.kernels.collective.fields import (
+    HINTS,
     MESSAGE,
     OPERANDS,
     RMS_NORM,
@@ -20,6 +21,7 @@ from tw_compile.kernels.collective.fields import (
     of_kind,
     values_of,
 )
+from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 
 SUPPORTED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -178,8 +180,9 @@ class Request:
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
     may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
-    overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``outputs``: where the results go, if that is settled
-    before the launch.
+    overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``prefetch``: tensors of which up to
+    ``prefetch_bytes`` may be brought into the L2 cache meanwhile, see ``prefetch.py``. ``outputs``: where the results go, if
+    that is settled before the launch.
     ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
     remembered.
     """
@@ -198,6 +201,8 @@ class Request:
     results_in_slot: bool = False
     wire: str = EXACT
     norm_bias: torch.Tensor | None = None
+    prefetch: list[torch.Tensor] | None = None
+    prefetch_bytes: int = 0
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     form: Hashable | None = None
 
@@ -243,7 +248,7 @@ def operands_of(request: Request) -> Operands:
 
 _NORM = names(of_kind("norm"))
 _norm_values = values_of(_NORM)
-_PLAIN = (*names(field for field in OPERANDS if not field.role.rows), *names(of_kind("layout")))
+_PLAIN = (*names(field for field in OPERANDS if not field.role.rows), *names(of_kind("layout")), *HINTS)
 _PLAIN += tuple(name for name in names(of_kind("routing")) if name != "transport")
 _plain_values = values_of(_PLAIN)
 _row_values = values_of(ROWS)
@@ -254,8 +259,16 @@ def request_of(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> 
     rows = (tensor if tensor is None else tensor.contiguous() for tensor in _row_values(arguments))
     fields: dict[str, Any] = dict(zip(_PLAIN, _plain_values(arguments), strict=True))
     fields.update(zip(ROWS, rows, strict=True))
+    if not may_prefetch(x.shape[0], arguments):
+        fields |= {"prefetch": None, "prefetch_bytes": 0}
     norm = NormSpec(**dict(zip(_NORM, _norm_values(arguments), strict=True)))
     return Request(x=x, norm=norm, form=form, **fields)
+
+
+def may_prefetch(tokens: int, arguments: Arguments) -> bool:
+    """Whether a call of so many tokens may prefetch what it is given. Beside other work it would take what that reads."""
+    asked = arguments.prefetch and arguments.prefetch_bytes
+    return bool(asked) and tokens <= MOST_TOKENS and not arguments.overlap_sms
 
 
 def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:

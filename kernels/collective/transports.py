@@ -77,6 +77,7 @@ class TransportEntry:
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
         wires: The names of the wires that it serves beside ``exact``.
+        prefetches: Whether some of its kernels prefetch weights that calls are given (``prefetch.py``).
         wire_from_bytes: Where no table and no option says from which size on messages travel in codes, they do from so many
             bytes on; None: they don't.
     """
@@ -94,6 +95,7 @@ class TransportEntry:
     checked_beside: bool = False
     wires: tuple[str, ...] = ()
     wire_from_bytes: int | None = None
+    prefetches: bool = False
 
     def make(self, *arguments: Any) -> Any:
         """The :class:`Transport`, by its name and what its class takes besides; imports its module."""
@@ -152,6 +154,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             _p2p_obstacle,
             preference=0,
             message_buffers=True,
+            prefetches=True,
             benchmarked=(Benchmarked("tw-p2p", sharded=True), Benchmarked("tw-p2p-replicated", sharded=False)),
             wires=CODED_WIRES,
         ),
@@ -162,6 +165,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "one host, two-shot kernel over symmetric memory, NVLink multicast if there is any",
             _p2p_obstacle,
             message_buffers=True,
+            prefetches=True,
             repeatable=False,  # the switch promises no order of the addends
         ),
         TransportEntry(
@@ -171,6 +175,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "one host, kernels over pinned host memory",
             _host_obstacle,
             preference=1,
+            prefetches=True,
             benchmarked=(Benchmarked("tw-host", sharded=False),),
             wires=CODED_WIRES,
             wire_from_bytes=SLOW_LINK_WIRE_BYTES,

@@ -242,6 +242,22 @@ DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"
 // The same for shared memory alone: it does not wait for the thread's global stores.
 DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// --- prefetches: memory that L2 may bring in; nothing waits for it and nothing is read ------------------------------
+
+// What an instruction asks for at most, at and in multiples of 16 bytes, and how many lanes of a warp have one each.
+#if __CUDA_ARCH__ >= 900
+inline constexpr uint32_t PREFETCH_BYTES = 4096, PREFETCH_LANES = 1;
+DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+#else
+// How much of a line of L2 such an instruction brings in is not said: a sector at least.
+inline constexpr uint32_t PREFETCH_BYTES = 32, PREFETCH_LANES = 32;
+DEVICE void prefetch_l2(const void* address, uint32_t) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+#endif
+
 // --- conversions ---------------------------------------------------------------------------------------------------
 
 DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from gpu.checks import accuracy, layer_norm, overlap, producer, run, stress
+from gpu.checks import accuracy, layer_norm, overlap, prefetch, producer, run, stress
 from gpu.checks.transports import Factors, Subject, Work, finished
 
 from tw_compile import compat
@@ -54,12 +54,14 @@ LAYER_NORM: dict[str, dict[str, Any]] = {
     "layer_norm_by_the_operators": {},
     "layer_norm_of_a_product": {},
 }
+PREFETCH: dict[str, dict[str, Any]] = {check.__name__: {} for check in prefetch.OF_EVERY_KERNEL}
 MODULES = {
     accuracy: ACCURACY,
     layer_norm: LAYER_NORM,
     stress: STRESS,
     producer: PRODUCER,
     overlap: OVERLAP,
+    prefetch: PREFETCH,
     run: {"sanitizer_small": {}},
 }
 
@@ -110,6 +112,16 @@ class OnGloo(Subject):
         return hidden, residual
 
 
+def make_problem_of(hidden_size: int) -> Callable[..., Problem]:
+    return lambda ctx, tokens, _, form, seed=0: make_problem(ctx, tokens, hidden_size, form, seed)
+
+
+def make_small_weights(ctx: Context, seed: int) -> list[torch.Tensor]:
+    generator = ctx.generator(seed, ctx.rank)
+    weights = [torch.randn((count, 512), generator=generator).bfloat16() for count in (64, 32)]
+    return [weights[0], weights[1].t()]
+
+
 def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, begin: int) -> Context:
     assert dist.group.WORLD is not None
     ctx = Context(rank, dist.get_world_size(), torch.device("cpu"), compat.group_name(dist.group.WORLD))
@@ -143,13 +155,16 @@ def run_check(rank: int, name: str, options: dict[str, Any], fault: str | None, 
         return make_problem(ctx, min(tokens, 70), max(hidden_size // 32, 128), form, seed)
 
     with ExitStack() as stack:
-        for module in (accuracy, layer_norm, stress, producer, overlap):
+        for module in (accuracy, layer_norm, stress, producer, overlap, prefetch):
             stack.enter_context(mock.patch.object(module, "subject", lambda _: subject))
         for module in (stress, producer, overlap):
             stack.enter_context(mock.patch.object(module, "make_problem", small_problem))
             stack.enter_context(mock.patch.object(module, "new_counter", new_counter))
-        for module in (stress, overlap):
+        for module in (stress, overlap, prefetch):
             stack.enter_context(mock.patch.object(module, "capture", capture))
+        stack.enter_context(mock.patch.object(prefetch, "make_problem", make_problem_of(512)))
+        stack.enter_context(mock.patch.object(prefetch, "make_weights", make_small_weights))
+        stack.enter_context(mock.patch.object(prefetch, "REPLAYS", 3))
         stack.enter_context(mock.patch.object(stress, "CALLS_PER_REPLAY", 20))
         stack.enter_context(mock.patch.object(overlap, "GEMM", 16))
         stack.enter_context(mock.patch.object(overlap, "make_gemms", make_gemms))
@@ -213,6 +228,10 @@ def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
         ("captured_and_replayed", "stale", 20, "wrong elements"),
         ("million_launches", "element", 150, "replays had wrong results"),
         ("million_launches", "unwritten", 150, "replays had wrong results"),
+        ("prefetch_changes_no_bit", "element", 0, "max error"),
+        ("prefetch_changes_no_bit", "element", 2, "other bits with 16 bytes prefetched"),
+        ("prefetch_captured_and_replayed", "element", 9, "other bits of a replay"),
+        ("prefetch_of_weights_that_are_given_back", "residual", 2, "other bits where weights were given back"),
         ("mm_gives_the_same_bits", "product", 0, "hidden [63, 4096], torch.bfloat16: differs from plain start"),
         ("mm_gives_the_same_bits", "product", 0, "hidden [5, 2880], torch.float16: differs from plain start"),
         ("mm_shapes_in_turn", "product", 100, "wrong elements"),
@@ -232,7 +251,7 @@ def test_right_results_of_a_form_pass(gloo_ranks: GlooRanks, form: str) -> None:
     ],
 )
 def test_wrong_results_fail(gloo_ranks: GlooRanks, name: str, fault: str, begin: int, message: str) -> None:
-    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS | PRODUCER | OVERLAP)[name], fault, begin)
+    contexts = gloo_ranks.run(run_check, name, (ACCURACY | STRESS | PRODUCER | OVERLAP | PREFETCH)[name], fault, begin)
     assert any(message in failure for ctx in contexts for failure in ctx.failures), contexts
     if name == "million_launches":
         assert all(0 < ctx.counts["verified"] < ctx.counts["launches"] == 120 for ctx in contexts)

@@ -17,6 +17,7 @@ Modelled
     A sum by a multicast address reads the ranks one after the other, and a store there goes to each on its own.
     Shared memory starts as NaNs. Threads that poll sleep until something that they poll changes. What other kernels of a
     stream do between two launches is told by ``read_behind`` and ``write_behind``.
+    Prefetches are noted.
 Errors
     Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
     wrote without a barrier or ``fence_proxy_async`` since; words written to a multicast address and read at another, or the
@@ -236,6 +237,13 @@ class Emulator:
         if not self._library.emulator_behind(self._machine, launch, *arguments):
             raise ValueError(f"address: expected {values.nbytes} bytes of a buffer, got {address:#x}")
         self._buffers.append(values)
+
+    def prefetches(self) -> list[tuple[int, int, int]]:
+        """Rank, address and bytes of each prefetch that was made."""
+        count = self._library.emulator_prefetches(self._machine, None, 0)
+        found = (ctypes.c_uint64 * 3 * count)()
+        self._library.emulator_prefetches(self._machine, found, count)
+        return [(rank, address, size) for rank, address, size in found]
 
     def run(self) -> int:
         """Runs all queued launches of all ranks to their end; returns thread switches. EmulationError says what went wrong."""

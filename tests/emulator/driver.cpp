@@ -418,6 +418,13 @@ void emulated_fence_proxy_async() {
   for (MBarrier& barrier : thread.cta->mbarriers) barrier.fenced |= barrier.owner == thread.index;
 }
 
+void emulated_prefetch_l2(const void* address, uint32_t bytes) {
+  Thread& thread = enter("prefetch_l2", address);
+  if (bytes == 0 || bytes % 16) fail("%u bytes, expected a multiple of 16", bytes);
+  machine->check(address, bytes, 16);
+  machine->prefetches.push_back({thread.cta->launch->rank, reinterpret_cast<uint64_t>(address), bytes});
+}
+
 // --- Python --------------------------------------------------------------------------------------------------------
 
 Machine* emulator_create(uint32_t world_size, uint64_t seed, uint32_t resident, uint64_t stall_limit) {
@@ -463,6 +470,12 @@ bool emulator_behind(Machine* m, uint32_t launch, char* address, char* values, u
   if (!allocation || address + bytes > allocation->base + allocation->bytes) return false;
   m->launches[launch].behind.push_back({address, values, bytes, writes});
   return true;
+}
+
+// How many prefetches there were, and which, as far as there is room for them.
+uint32_t emulator_prefetches(const Machine* m, Prefetch* found, uint32_t room) {
+  std::copy_n(m->prefetches.begin(), std::min<size_t>(room, m->prefetches.size()), found);
+  return uint32_t(m->prefetches.size());
 }
 
 // Thread switches made, or -1 after an error.

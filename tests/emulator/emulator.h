@@ -48,6 +48,7 @@ void emulated_bulk_store(void* global, const void* shared, uint32_t bytes);
 void emulated_bulk_commit();
 void emulated_bulk_wait(bool read, uint32_t pending);
 void emulated_fence_proxy_async();
+void emulated_prefetch_l2(const void* address, uint32_t bytes);
 uint32_t emulated_cluster_rank();
 void emulated_cluster_sync();
 void emulated_mbarrier_arrive_at(void* barrier, uint32_t rank);
@@ -250,6 +251,10 @@ DEVICE void bulk_wait_read() {
 DEVICE void bulk_wait() { emulated_bulk_wait(false, 0); }
 DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
 DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
+
+// Smaller than any machine's, so that short tensors have more pieces than a grid has lanes.
+inline constexpr uint32_t PREFETCH_BYTES = 64, PREFETCH_LANES = 2;
+DEVICE void prefetch_l2(const void* address, uint32_t bytes) { emulated_prefetch_l2(address, bytes); }
 
 // --- wgmma.cuh: clusters, copies of tiles, matmuls of a warpgroup --------------------------------------------------
 

@@ -223,6 +223,7 @@ class Machine:
         self.form, self.hidden_size, self.world_size = form, hidden_size, world_size
         self.data_seed, self.drawn = options.pop("data_seed", seed), 0
         options.setdefault("stall_limit", _STALL_LIMIT)
+        defines = defines | options.pop("more_defines", {})
         self.emulator = Emulator(source, source.stem, world_size, seed, defines=defines, **options)
         self.calls: list[Call] = []
         self.written: list[torch.Tensor] = []  # guarded

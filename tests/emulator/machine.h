@@ -213,6 +213,11 @@ struct Copy {
   int32_t column = 0, row = 0;
 };
 
+// What a thread has asked L2 for.
+struct Prefetch {
+  uint64_t rank, address, bytes;
+};
+
 struct Failure {};
 
 struct Machine {
@@ -232,6 +237,7 @@ struct Machine {
   std::vector<PendingStore> stores{1};
   std::vector<uint32_t> free_stores;
   std::vector<Copy> copies;
+  std::vector<Prefetch> prefetches;
   std::vector<std::vector<Warp*>> runnable;  // [rank]
   std::vector<uint32_t> running;             // CTAs [rank]
   std::vector<uint64_t> paused_until;        // [rank]

@@ -46,7 +46,7 @@ BROKEN_WORDS: dict[str, tuple[Run, str, str]] = {
     "calls are not counted": (run_words, "p.state->calls = call.number;", ""),
     "first CTA counts the call": (
         run_words,
-        "fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1",
+        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1",
         "blockIdx.x == 0",
     ),
     "starts before the call before has ended": (run_words, "  grid_dependency_wait();\n", ""),

@@ -95,7 +95,7 @@ PUSH: dict[str, tuple[Run, str, str]] = {
     ),
     "first CTA hands the state on": (
         ONE_SHOT,
-        "fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1",
+        "fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1",
         "blockIdx.x == 0",
     ),
     "starts before the call before has ended": (ONE_SHOT, "grid_dependency_wait();", ""),

@@ -67,6 +67,7 @@ CHANGED: dict[str, Any] = {
     "wire_sites": "mlp",
     "wire_min_bytes": 65536,
     "wire_accuracy": "wire-accuracy.toml",
+    "prefetch": "8388608",
     "disable_passes": ("reserve_sms",),
     "strict": True,
 }

@@ -30,7 +30,8 @@ FIELDS_OF_SCHEMA = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
-    'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None'
+    'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None, '
+    "Tensor[]? prefetch=None, int prefetch_bytes=0"
 )
 
 
@@ -156,8 +157,38 @@ def test_what_changes_with_a_field(name: str) -> None:
     assert changed == ({OF_VARIANTS[name]} if OF_VARIANTS.get(name) else set())
 
 
+def test_what_is_prefetched_makes_a_form_and_whether_it_is_a_variant() -> None:
+    x, alone = torch.randn(5, 16), arguments(overlap_sms=0)
+    weights = [torch.randn(32, 16), torch.randn(32, 16).t()]
+    asked = alone._replace(prefetch=weights, prefetch_bytes=100)
+    others = [asked, asked._replace(prefetch=weights[:1]), asked._replace(prefetch_bytes=200)]
+    forms = {ops.form_of_call("message", (x,), values) for values in (alone, *others)}
+    assert len(forms) == 4 and None not in forms
+    same = asked._replace(prefetch=[torch.randn(32, 16), torch.randn(32, 16).t()])
+    assert ops.form_of_call("message", (x,), same) in forms
+    made = request_of(x, asked, None)
+    assert made.prefetch is weights and made.prefetch_bytes == 100
+    assert variant_of(made) != variant_of(request_of(x, alone, None))
+    assert row_defines(made, 2, 0) == row_defines(request_of(x, alone, None), 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "changed"),
+    [(257, {}), (5, {"overlap_sms": 8}), (5, {"prefetch_bytes": 0}), (5, {"prefetch": []}), (5, {"prefetch": None})],
+)
+def test_long_calls_those_beside_other_work_and_those_without_a_budget_prefetch_nothing(
+    tokens: int, changed: dict[str, Any]
+) -> None:
+    asked = arguments(overlap_sms=0, prefetch=[torch.randn(32, 16)], prefetch_bytes=100)
+    residual = torch.randn(tokens, 16)
+    served = request_of(torch.randn(256, 16), asked._replace(residual=residual), None)
+    assert served.prefetch and served.prefetch_bytes == 100
+    left = request_of(torch.randn(tokens, 16), asked._replace(residual=residual, **changed), None)
+    assert left.prefetch is None and left.prefetch_bytes == 0
+
+
 def test_every_field_is_tried_above() -> None:
-    assert {*CHANGES, "eps_tensor"} == {field.name for field in FIELDS}
+    assert {*CHANGES, "eps_tensor", "prefetch", "prefetch_bytes"} == {field.name for field in FIELDS}
     assert ops.form_of_call((), (), arguments(eps_tensor=torch.tensor(1.0))) is None
 
 
@@ -178,7 +209,7 @@ def test_no_weight_means_no_rounding_before_it() -> None:
 
 @pytest.mark.parametrize("params", [PushParams, StreamParams, MultimemParams])
 def test_parameters_begin_with_addresses_and_end_with_numbers_and_what_few_calls_have(params: Any) -> None:
-    names = [name for name, *_ in params._fields_]
+    names = [name for name, *_ in params._fields_ if name != "prefetch"]
     assert tuple(names[: len(POINTERS)]) == POINTERS == (
         "x", "residual", "bias", "weight", "hidden_scale", "hidden", "residual_out"
     )  # fmt: skip

@@ -44,7 +44,11 @@ class Device:
 
     def launch(self, params: Any, **options: Any) -> None:
         names = [name for name, *_ in params._fields_]
-        self.launches.append({name: getattr(params, name) for name in names} | options)
+        values = {name: getattr(params, name) for name in names}
+        if "prefetch" in values:
+            prefetch = values["prefetch"]
+            values["prefetch"] = [*prefetch.begin], [*prefetch.bytes], prefetch.row_ctas
+        self.launches.append(values | options)
         self.log.append(f"kernel on {options['stream']}")
 
 

@@ -102,6 +102,13 @@ def test_opcheck_of_start(form: str, finished_at_once: None) -> None:
     torch.library.opcheck(ops.start, start_args(**FORMS[form]))
 
 
+def test_opcheck_with_weights_to_prefetch(finished_at_once: None) -> None:
+    weights = [torch.randn(16, H), torch.randn(16, H).t()]
+    a, b = factors(torch.float32)
+    torch.library.opcheck(ops.start, start_args(), {"prefetch": weights, "prefetch_bytes": 100})
+    torch.library.opcheck(ops.mm_start, mm_start_args(a, b), {"prefetch": weights, "prefetch_bytes": 100})
+
+
 MM_FORMS = [form for form in FORMS if "x" not in FORMS[form]]
 
 

@@ -38,8 +38,9 @@ NAMES = (
     "reserve_sms",
     "lock_order",
     "join_gemms",
+    "prefetch_weights",
 )
-SPLIT_NAMES = NAMES[1:-1]
+SPLIT_NAMES = NAMES[1:-2]
 INDISPENSABLE = ("choose_split", "split_tokens", "mend_seams", "schedule", "lock_order")
 
 

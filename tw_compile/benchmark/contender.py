@@ -38,6 +38,9 @@ class Contender(ABC):
         reduces: False for a bound that leaves the communication out, so that its results are wrong.
         wire: How its rows travel, a name of ``wires.WIRES``.
         norm: The norm behind the sum, a name of ``epilogues.EPILOGUES``. A LayerNorm has a bias of its own.
+        gemm_columns: A matmul by weights of so many columns follows the call, and is part of the time; 0: none does. Each
+            call has weights that are not in the L2 cache.
+        prefetch_bytes: How much of them the call brings there.
         tokens: The sizes at which a calibration times it, because others say nothing new; None: all.
         algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
     """
@@ -51,6 +54,8 @@ class Contender(ABC):
     reduces: ClassVar[bool] = True
     wire: str = EXACT
     norm: str = RMS_NORM
+    gemm_columns: int = 0
+    prefetch_bytes: int = 0
     tokens: tuple[int, ...] | None = None
     algorithm: str | None = None
     max_sms: int | None = None

@@ -12,7 +12,7 @@ from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.scattered import SCATTERED
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import Variant, check_norms, check_wires, taking_part
+from tw_compile.benchmark.variants import Variant, check_gemms, check_norms, check_wires, taking_part
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.spec import check_labels, with_labels
 
@@ -25,6 +25,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
     """
     check_wires(spec)
     check_norms(spec)
+    check_gemms(spec)
     gated: list[Contender] = [Gated()] if spec.gated else []
     if spec.device == "cpu":
         return select(spec, taking_part(spec), [UnfusedAllReduce("gloo+norm")]) + gated

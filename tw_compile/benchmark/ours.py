@@ -16,6 +16,7 @@ from tw_compile.benchmark.variants import Variant
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.collective.algorithm import Algorithm
+from tw_compile.kernels.collective.prefetch import MOST_TOKENS
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Transport, node_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, choose_transport
@@ -33,6 +34,7 @@ class Operator(Contender):
         self.residual_sharded, self.residual_narrow = variant.sharded, variant.narrow
         self.hidden_scale, self.scales = variant.hidden_scale, variant.scales
         self.wire, self.norm = variant.wire, variant.norm
+        self.gemm_columns, self.prefetch_bytes = variant.gemm_columns, variant.prefetch_bytes
         self._variant, self._sms = variant, sms or variant.sms
         self.algorithm, self.max_sms = variant.algorithm, self._sms
         self._slots = itertools.count()
@@ -53,6 +55,8 @@ class Operator(Contender):
                 return choice.reason
         if self._variant.needs_multicast and not multicast_here():
             return f"{self._variant.over} {NO_MULTICAST}"
+        if self.prefetch_bytes and size.tokens > MOST_TOKENS:
+            return f"calls of more than {MOST_TOKENS} tokens prefetch nothing"
         return None
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
@@ -67,16 +71,36 @@ class Operator(Contender):
         transport = self.transport
         if self._variant.in_slot:
             request = self._in_slot(transport, request)
-        self._request = request
+        weights = self._weights(problem)
+        requests = [self._asking_for(weight, request) for weight in weights] or [request]
+        self._request = requests[0]
+        turn = itertools.cycle(zip(requests, weights or (None,), strict=True))
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
+            request, weight = next(turn)
             started = transport.start(request)
             meanwhile()
             if started.finish is not None:
                 started.finish()
+            if weight is not None:
+                torch.mm(started.hidden, weight.t())
             return started.hidden, started.residual
 
         return call
+
+    def _asking_for(self, weight: torch.Tensor, request: Request) -> Request:
+        if not self.prefetch_bytes:
+            return request
+        return replace(request, prefetch=[weight], prefetch_bytes=self.prefetch_bytes)
+
+    def _weights(self, problem: Problem) -> list[torch.Tensor]:
+        """Of the matmul behind the call ``[columns, hidden]``: so many that L2 holds none of them when its turn comes."""
+        if not self.gemm_columns:
+            return []
+        x = problem.x
+        first = torch.randn((self.gemm_columns, x.shape[1]), device=x.device).to(x.dtype)
+        cache = torch.cuda.get_device_properties(x.device).L2_cache_size
+        return [first, *(first.clone() for _ in range(1 + -(-cache // first.nbytes)))]
 
     def meanwhile(self, problem: Problem) -> Callable[[], None]:
         """What the current stream does between start and finish of a call."""

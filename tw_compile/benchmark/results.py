@@ -31,6 +31,8 @@ class Row:
         chosen: What the gated contender ran, and the table that says so; others chose nothing.
         regret: Its median time by that of ``best``, the fastest of all who do the same work, less 1.
         norm: The norm behind its sum. That of the peers is RMSNorm; with another one it has no speed-up.
+        gemm_columns: A matmul by weights of so many columns follows the call. It is part of the time, so there is no speed-up.
+        prefetch_bytes: How much of these weights the call brings into the L2 cache.
         wire: How its rows travel. In codes they are fewer bytes than the peers', and not as exact, so it has no speed-up.
     """
 
@@ -60,11 +62,16 @@ class Row:
     best: str | None = None
     wire: str = EXACT
     norm: str = "rms_norm"
+    gemm_columns: int = 0
+    prefetch_bytes: int = 0
 
     @property
     def gives_what_peers_give(self) -> bool:
-        """Whether it has the peers' norm, and rows as exact as theirs that cross the links whole. Else times say nothing."""
-        return not self.quantises and self.wire == EXACT and self.norm == "rms_norm"
+        """Whether it has the peers' norm, rows as exact as theirs that cross the links whole, and no matmul behind it.
+
+        Else times say nothing.
+        """
+        return not self.quantises and not self.gemm_columns and self.wire == EXACT and self.norm == "rms_norm"
 
 
 def complete(rows: list[Row], size: MessageSize, spec: BenchSpec) -> list[Row]:

@@ -44,6 +44,8 @@ class BenchSpec:
         gated: Whether what the gate chooses takes part, see :mod:`tw_compile.benchmark.gated`.
         wires: How rows of ours travel, names of ``wires.WIRES``. Those that can't have a wire take part in the exact one alone.
         norms: The norms behind ours, see :attr:`Contender.norm`. The peers' is RMSNorm.
+        gemms: Columns of weights that a matmul behind the call multiplies by. Ours that can prefetch also run with each of
+            them, once for each of ``prefetch``: values of that option.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -62,6 +64,8 @@ class BenchSpec:
     gated: bool = False
     wires: tuple[str, ...] = (EXACT,)
     norms: tuple[str, ...] = ("rms_norm",)
+    gemms: tuple[int, ...] = ()
+    prefetch: tuple[str, ...] = ()
 
     def sizes(self) -> Iterator[MessageSize]:
         for hidden in self.hidden:

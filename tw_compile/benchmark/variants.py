@@ -44,6 +44,7 @@ class Variant:
             stay there.
         wire: How rows travel.
         norm: See :attr:`Contender.norm`.
+        gemm_columns, prefetch_bytes: See :attr:`Contender.gemm_columns`.
         needs_multicast: Whether it is not run without NVLink multicast.
     """
 
@@ -60,6 +61,8 @@ class Variant:
     narrow: bool = False
     wire: str = EXACT
     norm: str = "rms_norm"
+    gemm_columns: int = 0
+    prefetch_bytes: int = 0
     needs_multicast: bool = False
 
 
@@ -163,9 +166,27 @@ def by_norms(of_rms_norm: Sequence[Variant], norms: Iterable[str]) -> tuple[Vari
     return tuple(listed)
 
 
+def before_gemms(exact: Sequence[Variant], columns: Iterable[int], prefetch: Sequence[str]) -> tuple[Variant, ...]:
+    """Those that can prefetch, with a matmul by so many columns behind the call, and each value of option ``prefetch``."""
+    able = [each for each in exact if each.algorithm is not None and ALGORITHMS[each.algorithm].prefetches]
+    return tuple(
+        replace(
+            each,
+            label=f"{each.label}-gemm-{count}-prefetch-{value}",
+            algorithm=None,
+            gemm_columns=count,
+            prefetch_bytes=0 if value == "off" else int(value),
+        )
+        for count in columns
+        for each in able
+        for value in prefetch
+    )
+
+
 def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
-    """The variants of ours for the wires and the norms of ``spec``."""
-    return by_norms(by_wires(OURS if spec.device == "cuda" else OURS_ON_CPU, spec.wires), spec.norms)
+    """The variants of ours for the wires, the norms and the matmuls of ``spec``."""
+    ours = OURS if spec.device == "cuda" else OURS_ON_CPU
+    return (*by_norms(by_wires(ours, spec.wires), spec.norms), *before_gemms(ours, spec.gemms, spec.prefetch))
 
 
 def check_norms(spec: BenchSpec) -> None:
@@ -174,6 +195,17 @@ def check_norms(spec: BenchSpec) -> None:
         raise UsageError(f"--norm: expected different ones of {', '.join(NORMS)}, got {','.join(spec.norms)!r}")
     if spec.norms != NORMS[:1] and any(wire != EXACT for wire in spec.wires):
         raise UsageError(f"--norm: expected {NORMS[0]} with rows in codes, got {','.join(spec.norms)!r}")
+
+
+def check_gemms(spec: BenchSpec) -> None:
+    """UsageError, which names the option, for one of ``--gemm`` and ``--prefetch`` alone, or where nobody can prefetch."""
+    if bool(spec.gemms) != bool(spec.prefetch):
+        given, other = ("--gemm", "--prefetch") if spec.gemms else ("--prefetch", "--gemm")
+        raise UsageError(f"{given}: expected {other} with it, as only the matmul's time shows what prefetching gives")
+    ours = OURS if spec.device == "cuda" else OURS_ON_CPU
+    if spec.gemms and not with_labels(before_gemms(ours, spec.gemms, spec.prefetch), spec.only):
+        among = f"--only {','.join(spec.only)}" if spec.only else f"--device {spec.device}"
+        raise UsageError(f"--gemm: expected no value, as no contender of {among} can prefetch, got {spec.gemms[0]}")
 
 
 def check_wires(spec: BenchSpec) -> None:

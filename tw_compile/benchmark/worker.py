@@ -261,6 +261,8 @@ def row_of(spec: BenchSpec, entry: ContenderAtSize, size: MessageSize, sets: int
         chosen=contender.choice(),
         wire=contender.wire,
         norm=contender.norm,
+        gemm_columns=contender.gemm_columns,
+        prefetch_bytes=contender.prefetch_bytes,
     )
 
 

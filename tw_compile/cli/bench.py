@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import NORMS, check_norms, check_wires
+from tw_compile.benchmark.variants import NORMS, check_gemms, check_norms, check_wires
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
     CsvOption,
@@ -128,6 +128,19 @@ def kernel(
             metavar="|".join(NORMS) + "[,...]", help="The norm behind the sum: all of ours with each of these."
         ),
     ] = NORMS[0],
+    gemm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N...]",
+            help="With --prefetch: ours that can prefetch also run with a matmul by N columns behind the call, in its time.",
+        ),
+    ] = None,
+    prefetch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|BYTES[,...]", help="With --gemm: how much of its weights the call brings into the L2 cache."
+        ),
+    ] = None,
     gated: Annotated[
         bool, typer.Option("--gated", help=f"Also time what the gate chooses; hidden is then {GATED_HIDDEN}.")
     ] = False,
@@ -174,11 +187,14 @@ def kernel(
         gated=gated,
         wires=tuple(wire.split(",")),
         norms=tuple(norm.split(",")),
+        gemms=common.numbers("--gemm", gemm) if gemm else (),
+        prefetch=bench_common.prefetch(prefetch),
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})
     check_wires(spec)
     check_norms(spec)
+    check_gemms(spec)
     spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from tw_compile.cli import common
 from tw_compile.cli.common import MEASURED_WIRES
-from tw_compile.config import WHY_NOT_INT4
+from tw_compile.config import WHY_NOT_INT4, whole_number
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import EXACT, WIRES
 from tw_compile.model_file import read_model_file
@@ -39,6 +39,14 @@ WiresOption = Annotated[
         "--wire",
         metavar="|".join(MEASURED_WIRES) + "[,...]",
         help="How rows travel: variants with these wires take part beside the exact ones.",
+    ),
+]
+PrefetchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--prefetch",
+        metavar="off|BYTES[,...]",
+        help="Variants that prefetch so many bytes of the next weights take part beside the others (option prefetch).",
     ),
 ]
 CsvOption = Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Write the rows as CSV.")]
@@ -72,6 +80,18 @@ def wires(text: str, model: str, dtype: str) -> tuple[str, ...]:
                 f"--wire: expected exact, as the hidden size of {model}, {hidden_size}, is no multiple of {group}, got {name!r}"
             )
     return coded
+
+
+def prefetch(text: str | None) -> tuple[str, ...]:
+    """The values of option ``prefetch`` that ``--prefetch`` names.
+
+    Raises:
+        UsageError: One of them is neither ``off`` nor a number of bytes.
+    """
+    values = tuple(text.split(",")) if text is not None else ()
+    if len(set(values)) < len(values) or not all(value == "off" or whole_number(value) for value in values):
+        raise UsageError(f"--prefetch: expected off and numbers of bytes, all different, got {text!r}")
+    return values
 
 
 def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:

@@ -15,6 +15,7 @@ from tw_compile.cli.bench_common import (
     DtypeOption,
     OnlyOption,
     PlotOption,
+    PrefetchOption,
     RanksOption,
     RepeatsOption,
     SeedOption,
@@ -73,6 +74,7 @@ def layer(
         bool, typer.Option("--sweep-split", help="Split at up to 15 other places, too, and compare the planned one.")
     ] = False,
     wire: WiresOption = EXACT,
+    prefetch: PrefetchOption = None,
     repeats: RepeatsOption = 50,
     seed: SeedOption = 0,
     timeout: TimeoutOption = 1800.0,
@@ -86,7 +88,7 @@ def layer(
     the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
     ours failed or token counts are missing, 2 bad input.
     """
-    spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, repeats, seed, timeout)
+    spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
     _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
 
 
@@ -101,6 +103,7 @@ def model(
     dtype: DtypeOption = "bfloat16",
     only: OnlyOption = None,
     wire: WiresOption = EXACT,
+    prefetch: PrefetchOption = None,
     repeats: RepeatsOption = 50,
     seed: SeedOption = 0,
     timeout: TimeoutOption = 3600.0,
@@ -114,7 +117,7 @@ def model(
     the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
     ours failed or token counts are missing, 2 bad input.
     """
-    spec = _spec("model", model, device, tokens, batch, layers, dtype, only, wire, repeats, seed, timeout)
+    spec = _spec("model", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
     _bench(spec, tp, csv_file, plot_file, json_file)
 
 
@@ -128,6 +131,7 @@ def _spec(
     dtype: str,
     only: str | None,
     wire: str,
+    prefetch: str | None,
     repeats: int,
     seed: int,
     timeout: float,
@@ -147,6 +151,7 @@ def _spec(
         layers=layers or (CUDA_LAYERS[scope] if on_gpus else CPU_LAYERS),
         repeats=repeats,
         only=bench_common.labels(only),
+        prefetch=bench_common.prefetch(prefetch),
         seed=seed,
         timeout=timeout,
     )

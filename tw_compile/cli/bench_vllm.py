@@ -14,7 +14,15 @@ from rich.console import Console
 
 from tw_compile.benchmark.vllm.spec import KINDS, VllmSpec
 from tw_compile.cli import bench_common, common
-from tw_compile.cli.bench_common import CsvOption, DtypeOption, OnlyOption, PlotOption, SeedOption, WiresOption
+from tw_compile.cli.bench_common import (
+    CsvOption,
+    DtypeOption,
+    OnlyOption,
+    PlotOption,
+    PrefetchOption,
+    SeedOption,
+    WiresOption,
+)
 from tw_compile.cli.common import JsonOption, LayersOption
 from tw_compile.config import whole_number
 from tw_compile.environment import peer_access
@@ -50,6 +58,7 @@ def vllm(
     ] = "auto",
     only: OnlyOption = None,
     wire: WiresOption = EXACT,
+    prefetch: PrefetchOption = None,
     kv_cache_gib: Annotated[float, typer.Option(metavar="GIB", help="KV cache on each GPU.")] = 8.0,
     together: Annotated[
         bool,
@@ -90,6 +99,7 @@ def vllm(
         split=split,
         only=bench_common.labels(only),
         wires=bench_common.wires(wire, model, dtype),
+        prefetch=bench_common.prefetch(prefetch),
         kv_cache_bytes=_bytes(kv_cache_gib),
         engine=_table(engine),
         peer_access=peer_access(),

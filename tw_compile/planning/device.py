@@ -151,6 +151,8 @@ class DeviceProfile:
         communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do, with two
             ranks; see :meth:`slower_beside`.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
+        prefetch_bytes: How much of the next weights a call of few tokens brings into the L2 cache while its message is under
+            way; None: nothing. No shipped profile has it, as nobody has measured that it pays.
         estimated: Whether most of it is another device's, scaled by a few times that ranks have measured (``calibration.py``).
     """
 
@@ -170,6 +172,7 @@ class DeviceProfile:
     all_reduce: Mapping[str, AllReduceTimes]
     fused: Mapping[str, FusedKernel]
     estimated: bool = False
+    prefetch_bytes: int | None = None
 
     def slower_beside(self, world_size: int) -> float:
         """Factor on the time of a fused kernel beside others. Every rank more that it waits for adds as much, up to 4 of them:

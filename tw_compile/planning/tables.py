@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import tomllib
 from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 Table = TypeVar("Table")
@@ -40,6 +41,8 @@ def _part(kind: type[Table], values: Any, where: str) -> Table:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if get_origin(hint) is UnionType:
+        (hint,) = (member for member in get_args(hint) if member is not NoneType)
     if get_origin(hint) is tuple:
         item_hint = get_args(hint)[0]
         if not isinstance(value, list) or not value:
@@ -82,6 +85,8 @@ def _lines(part: object, path: str, origin: Callable[[str], str] | None) -> list
     lines, tables = [], []
     for key, value in values.items():
         name = f"{path}{key}"
+        if value is None:
+            continue
         if isinstance(value, Mapping):
             for inner, entry in value.items():
                 tables += ["", f"[{name}.{inner}]", *_lines(entry, f"{name}.{inner}.", origin)]

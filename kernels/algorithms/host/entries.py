@@ -15,6 +15,7 @@ WORDS = AlgorithmEntry(
     most_sms=128,
     needs_whole_residual=True,
     scales=True,
+    prefetches=True,
     instead="host_two_shot",
     benchmarked=(Benchmarked("tw-host-words", sharded=False),),
     checked=(Checked("host_words", beside=False),),

@@ -15,11 +15,13 @@
 // one, and take their rows in turn; so a call ends if on every rank one of its CTAs at a time can run. The state lives in
 // device memory, so graph replays and launches of other shapes may follow each other.
 //
-// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT, SPIN_LIMIT.
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT, SPIN_LIMIT,
+// PREFETCH.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
 #include "scales.cuh"
+#include "prefetch.cuh"
 
 struct HostWordsState {
   uint32_t calls;     // that have ended
@@ -44,6 +46,7 @@ struct HostWordsParams {
   float weight_offset;
   float scale;
   const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
+  Prefetched prefetch;
 };
 
 static_assert(!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS, "every rank needs and gives all rows");
@@ -104,12 +107,13 @@ struct Call {
 };
 
 KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
+  if (only_prefetches(p.prefetch)) return;
   RowStatistics* const partials = (RowStatistics*)dynamic_shared();  // [2, WARPS]: rows take turns
   grid_dependency_wait();
 
   const uint32_t thread = threadIdx.x;
   const Call call{p, p.state->calls + 1};
-  const int first = blockIdx.x, stride = gridDim.x;
+  const int first = blockIdx.x, stride = row_ctas(p.prefetch);
   [[maybe_unused]] const float inverse_scale =
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const auto send = [&](int row) {
@@ -169,7 +173,7 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
   // The last CTA counts the call: by then every CTA has read its number.
   warp_sync();
   barrier_sync(0, THREADS);
-  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1) {
+  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1) {
     p.state->finished = 0;
     p.state->calls = call.number;
   }

@@ -16,6 +16,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     numbers_of,
     statistics_bytes,
 )
+from tw_compile.kernels.collective.prefetch import Prefetched
 from tw_compile.kernels.collective.slot import WORDS, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 
@@ -33,6 +34,7 @@ class HostWordsParams(Structure):
         ("part_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens")),
         *LAST_FIELDS,
+        ("prefetch", Prefetched),
     ]
 
 
@@ -51,6 +53,7 @@ class HostWords(RowKernel):
     params = HostWordsParams
     most_sms = 128
     min_capability = HOST_KERNELS
+    prefetches = True
 
     def __init__(self, max_sms: int = 128) -> None:
         super().__init__("host_words", True, max_sms)
@@ -84,4 +87,5 @@ class HostWords(RowKernel):
             tokens=request.x.shape[0],
             **numbers_of(request.norm),
         )
-        return [(params, min(request.x.shape[0], request.limited(self._max_sms)))]
+        launches: list[tuple[Structure, int]] = [(params, min(request.x.shape[0], request.limited(self._max_sms)))]
+        return self.with_prefetch(request, state, launches, 1)

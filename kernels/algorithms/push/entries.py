@@ -15,6 +15,7 @@ ONE_SHOT = AlgorithmEntry(
     most_sms=128,
     needs_whole_residual=True,
     scales=True,
+    prefetches=True,
     instead="push_two_shot",  # what it can't serve, for want of the whole residual, is small all the same
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
@@ -29,6 +30,7 @@ TWO_SHOT = AlgorithmEntry(
     two_whole="push_one_shot",
     wires=True,
     scales=True,
+    prefetches=True,
     profile="push",
     benchmarked=(
         Benchmarked("tw-push-two-shot", sharded=True),

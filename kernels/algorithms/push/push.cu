@@ -28,12 +28,13 @@
 // residual travel as they are.
 //
 // Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
-// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never). A one-shot rank
-// computes all rows: its residual is not sharded.
+// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A one-shot
+// rank computes all rows: its residual is not sharded.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
 #include "scales.cuh"
+#include "prefetch.cuh"
 
 struct PushState {
   uint32_t part;      // that the next call receives in
@@ -61,6 +62,7 @@ struct PushParams {
   float weight_offset;
   float scale;
   const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
+  Prefetched prefetch;
 };
 
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
@@ -160,12 +162,13 @@ DEVICE void add_up(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got
 }
 
 KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
+  if (only_prefetches(p.prefetch)) return;
   RowStatistics* const partials = (RowStatistics*)dynamic_shared();  // [2, WARPS]: rows take turns
   grid_dependency_wait();
 
   Call call{p, threadIdx.x, (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, p.state->part};
   const uint32_t thread = threadIdx.x;
-  const int rank = p.rank, per_rank = call.per_rank, stride = gridDim.x;
+  const int rank = p.rank, per_rank = call.per_rank, stride = row_ctas(p.prefetch);
   const int first = p.begin + blockIdx.x;
   uint8_t* const own_inbox = p.inboxes[rank];
   call.inbox = own_inbox + call.part * p.part_bytes;
@@ -303,7 +306,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   // The last CTA hands the state to the next call: by then every CTA has read it.
   warp_sync();
   barrier_sync(0, THREADS);
-  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == gridDim.x - 1) {
+  if (thread == 0 && fetch_add_gpu(&p.state->finished, 1) == (uint32_t)stride - 1) {
     p.state->finished = 0;
     p.state->used[call.part] = (uint32_t)(residuals.end() / 16);
     p.state->part = (call.part + 1) % 3;

@@ -18,6 +18,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     statistics_bytes,
     travelling_bytes,
 )
+from tw_compile.kernels.collective.prefetch import Prefetched
 from tw_compile.kernels.collective.slot import INBOX, GroupState, Slot
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import WIRES
@@ -36,6 +37,7 @@ class PushParams(Structure):
         ("part_bytes", c_uint64),
         *((name, c_int32) for name in ("rank", "tokens", "begin", "end")),
         *LAST_FIELDS,
+        ("prefetch", Prefetched),
     ]
 
 
@@ -76,6 +78,7 @@ class Push(RowKernel):
     most_sms = 128
     min_capability = PEER_KERNELS
     wires = True
+    prefetches = True
 
     def __init__(self, one_shot: bool, max_sms: int = 128) -> None:
         super().__init__("push_one_shot" if one_shot else "push_two_shot", one_shot, max_sms)
@@ -144,4 +147,4 @@ class Push(RowKernel):
                 **numbers_of(request.norm),
             )
             launches.append((params, min(end - begin, ctas)))
-        return launches
+        return self.with_prefetch(request, state, launches, ctas_each)

@@ -59,6 +59,7 @@ from gpu.checks import (
     joint_gemms,
     layer_norm,
     overlap,
+    prefetch,
     producer,
     split_attention,
     split_steps,
@@ -184,6 +185,9 @@ def default_checks() -> dict[str, Check]:
             checks[f"{dynamic_check.__name__}_{name}"] = partial(dynamic_check, kernel=name)
         if name in OVERLAPPED:
             checks[f"dynamic_fp8_beside_{name}"] = partial(dynamic_fp8.dynamic_fp8_beside, kernel=name)
+    for name in prefetch.KERNELS:
+        for prefetch_check in prefetch.OF_EVERY_KERNEL:
+            checks[f"{prefetch_check.__name__}_{name}"] = partial(prefetch_check, transport=name)
     for name in split_attention.KERNELS:
         checks[f"split_attention_{name}"] = partial(split_attention.split_attention, kernel=name)
     return checks | {check.__name__: check for check in ALONE}

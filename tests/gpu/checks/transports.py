@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
@@ -84,9 +84,15 @@ class CountedCall(Call):
     counting: Counting
     in_slot: Slot
 
-    def enqueue(self, operands: Operands, outputs: Outputs | None, stream: int) -> Outputs:
+    def enqueue(
+        self,
+        operands: Operands,
+        outputs: Outputs | None,
+        stream: int,
+        prefetch: Sequence[torch.Tensor] | None = None,
+    ) -> Outputs:
         self.counting.count(operands.x, self.in_slot)
-        return super().enqueue(operands, outputs, stream)
+        return super().enqueue(operands, outputs, stream, prefetch)
 
 
 class Subject:
@@ -181,6 +187,8 @@ class Subject:
             results_in_slot=request.results_in_slot,
             wire=request.wire,
             norm_bias=request.norm_bias,
+            prefetch=request.prefetch,
+            prefetch_bytes=request.prefetch_bytes,
             **made,
         )
         if beside is not None:

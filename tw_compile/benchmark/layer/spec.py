@@ -23,6 +23,7 @@ class LayerSpec:
         sweep_split: Time the fused ones split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.
         wires: Of ours, the fused one and the planned split also run with each of these wires; the exact ones run always.
+        prefetch: The same with each of these values of option ``prefetch``.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -38,5 +39,6 @@ class LayerSpec:
     only: tuple[str, ...] = ()
     sweep_split: bool = False
     wires: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
     seed: int = 0
     timeout: float = 1800.0

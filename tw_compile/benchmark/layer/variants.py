@@ -44,6 +44,11 @@ class LayerVariant:
     most_bytes: int | None = None
 
     @property
+    def prefetches(self) -> bool:
+        """Whether its calls are told to prefetch so many bytes."""
+        return self.config.get("prefetch", "auto") not in ("auto", "off")
+
+    @property
     def reduces(self) -> bool:
         return self.kind != "bound"
 
@@ -95,6 +100,15 @@ def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
     ]
 
 
+def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
+    """Fused, and fused and split as planned, with each value of option ``prefetch``."""
+    return [
+        replace(plain, label=f"{plain.label}-prefetch-{value}", config=plain.config | {"prefetch": value})
+        for value in values
+        for plain in (FUSED, PLANNED)
+    ]
+
+
 def swept(tokens: int) -> list[LayerVariant]:
     """Fused and split at every multiple of 128 tokens, or as many of them as there is room for."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
@@ -110,7 +124,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
         UsageError: ``--only`` names nobody.
     """
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
-    known += with_wires(spec.wires)
+    known += [*with_wires(spec.wires), *with_prefetch(spec.prefetch)]
     if spec.device == "cuda":
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC]
     else:

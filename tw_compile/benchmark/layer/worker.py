@@ -28,6 +28,7 @@ from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.models.reference import reference_forward
+from tw_compile.passes.prefetch import prefetching_calls
 from tw_compile.report import GraphReport, Site, Split
 from tw_compile.runner.numerics import OutputErrors, finite
 from tw_compile.runner.worker import silence_known_warnings
@@ -237,6 +238,8 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
         entry.row.fused = sum(site.decision == "fused" for site in sites)
         if entry.variant.wire != EXACT and (exact := _exact_sites(sites, entry.variant.wire)) is not None:
             return exact
+        if entry.variant.prefetches and not prefetching_calls(reports):
+            return "no call prefetches anything"
         splits = [report.split for report in reports if report.split is not None]
         entry.row.split = "; ".join(_split(split) for split in splits) or None
         for split in splits:

@@ -63,6 +63,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
         "device_name": facts[0]["device_name"],
         "passes": all(worker["passes"] for worker in facts),
         "wires": facts[0]["wires"],
+        "prefetching": facts[0]["prefetching"],
         "traces": list(results.values()),
     }
 

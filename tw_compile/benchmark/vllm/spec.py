@@ -47,6 +47,7 @@ class EngineVariant:
         environment: Variables that its processes get in addition to the user's environment.
         arguments: Arguments of ``vllm.LLM`` in addition to those that all engines get.
         wire: How rows of large messages travel.
+        prefetches: Whether its calls are told to prefetch weights.
     """
 
     label: str
@@ -54,6 +55,7 @@ class EngineVariant:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(_OFF))
     arguments: Mapping[str, Any] = field(default_factory=dict)
     wire: str = EXACT
+    prefetches: bool = False
 
 
 def _options(**options: Any) -> dict[str, Any]:
@@ -104,6 +106,7 @@ class VllmSpec:
         repeats: Timed rounds over an engine's traces, after one that warms up.
         split: How the variants that split do it: ``auto``, or the number of tokens of half 1.
         wires: Those that fuse, and that fuse and split, also run with each of these wires; the exact ones run always.
+        prefetch: The same with each of these values of option ``prefetch``.
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Size of the KV cache on each GPU, the same for all engines.
         engine: Further arguments of ``vllm.LLM``, for all.
@@ -126,6 +129,7 @@ class VllmSpec:
     repeats: int = 3
     split: str = "auto"
     wires: tuple[str, ...] = ()
+    prefetch: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     kv_cache_bytes: int = 8 * 2**30
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -151,7 +155,12 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
-    everyone = (*VARIANTS[:-1], *with_wires(spec.wires), VARIANTS[-1])  # the reference is last
+    everyone = (
+        *VARIANTS[:-1],
+        *with_wires(spec.wires),
+        *with_prefetch(spec.prefetch),
+        VARIANTS[-1],
+    )  # the reference is last
     known = [variant for variant in everyone if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
     check_labels(known, spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
@@ -174,6 +183,21 @@ def with_wires(wires: Iterable[str]) -> list[EngineVariant]:
         for wire in wires
         for exact in VARIANTS
         if exact.label in (FUSE, SPLIT)
+    ]
+
+
+def with_prefetch(values: Iterable[str]) -> list[EngineVariant]:
+    """Fusing, and fusing and splitting, with each value of option ``prefetch``."""
+    return [
+        replace(
+            plain,
+            label=f"{plain.label}-prefetch-{value}",
+            arguments=_merged(plain.arguments, _options(prefetch=value)),
+            prefetches=value != "off",
+        )
+        for value in values
+        for plain in VARIANTS
+        if plain.label in (FUSE, SPLIT)
     ]
 
 

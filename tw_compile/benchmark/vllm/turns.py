@@ -182,6 +182,8 @@ class _Process:
         if wire != EXACT and wire not in wires:
             found = ", ".join(f"{name}: {count}" for name, count in wires.items()) or "nothing is fused"
             return ours | {"error": f"no rows travelled in {wire}: {found}"}
+        if self.engine.variant.prefetches and not result["prefetching"]:
+            return ours | {"error": "no call prefetches anything"}
         return result
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import ReplicatedLinear
 
+from tw_compile.passes.prefetch import prefetching_calls
 from tw_compile.report import collect_reports
 
 STD = 0.02
@@ -35,6 +36,7 @@ class WorkerExtension:
             "device_name": torch.cuda.get_device_name(),
             "peak_bytes": torch.cuda.max_memory_allocated(),
             "passes": any(type(custom_pass).__module__.startswith("tw_compile.") for custom_pass in inside),
+            "prefetching": prefetching_calls(_reports),
             "wires": dict(sum((Counter(report.wires) for report in _reports), Counter())),
         }
 

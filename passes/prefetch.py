@@ -1,0 +1,184 @@
+"""Let fused calls of few tokens bring the weights of the next matmul into the L2 cache while their message is under way.
+
+    before:  start = all_reduce_rms_norm_start(x, ...); wait_(...); q = mm(start[0], wq); k = mm(start[0], wk)
+    after:   start = all_reduce_rms_norm_start(x, ..., prefetch=[wq, wk], prefetch_bytes=8388608)
+
+Weights are inputs of the graph, and the matmul that reads them comes behind the call: so the call has nothing more to wait for,
+nothing lives longer, and results are the same to the bit. How many bytes, says option ``prefetch``, or the device's profile.
+One graph may serve few and many tokens: each call decides by its own (``kernels/collective/prefetch.py``).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from tw_compile import compat
+from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, makes_view, value
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.prefetch import MOST_TENSORS, MOST_TOKENS, is_dense
+from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, joint_mm_by_rows
+from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
+from tw_compile.passes.fusion.forms import host_call, read_all_reduce
+from tw_compile.passes.joint import given_as, matrix_of
+from tw_compile.passes.operators import MadeQuantOperator, QuantOperator, RowWiseOperator
+from tw_compile.passes.split.analysis.layer import arguments_of
+from tw_compile.passes.split.rewrite.duplicate import SplitReport
+from tw_compile.report import GraphReport
+
+_STARTS = (*ops.STARTS, *ops.MM_STARTS)
+
+
+def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Counter[str]:
+    """Have each call that may be one of few tokens prefetch up to ``budget`` bytes. ``tokens``: as :attr:`Context.tokens`.
+
+    Counts the calls: ``prefetching``, or why not: ``many_tokens``, ``transport``, ``no_weight``.
+    """
+    starts = [node for node in graph.nodes if is_call(node, *_STARTS)]
+    counts = Counter[str]()
+    for start in starts:
+        found: list[fx.Node] = []
+        if not TRANSPORTS[arguments_of(start)["transport"]].prefetches:
+            why = "transport"
+        elif _fewest_rows(start, tokens) > MOST_TOKENS:
+            why = "many_tokens"
+        else:
+            found = _weights_behind(start, budget)
+            why = "prefetching" if found else "no_weight"
+        counts[why] += 1
+        if found:
+            _ask(start, found, budget)
+    return counts
+
+
+def _fewest_rows(start: fx.Node, tokens: TokenRange | None) -> int:
+    rows = start.meta["val"][0].shape[0]
+    if tokens is not None and compat.is_symbol(rows):
+        return tokens[0]
+    return compat.size_bounds(rows)[0]
+
+
+def _weights_behind(start: fx.Node, budget: int) -> list[fx.Node]:
+    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes."""
+    device, found, total = start.meta["val"][0].device, list[fx.Node](), 0
+    matmuls = _matmuls_of(start)
+    for node in _until_next_call(start):
+        for weight in matmuls.get(node, ()):
+            tensor = value(weight)
+            if tensor is None or weight in found or tensor.device != device or not _is_fixed(tensor):
+                continue
+            if total >= budget or len(found) == MOST_TENSORS:
+                return found
+            found.append(weight)
+            total += tensor.nbytes
+    return found
+
+
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())) and is_dense(tensor)
+
+
+def _until_next_call(start: fx.Node) -> Iterator[fx.Node]:
+    """The nodes behind ``start`` up to the next sum over the ranks, which can prefetch what comes behind it."""
+    node = start.next
+    while node.op != "output" and not is_call(node, *_STARTS) and read_all_reduce(node) is None:
+        yield node
+        node = node.next
+
+
+def _matmuls_of(start: fx.Node) -> dict[fx.Node, list[fx.Node]]:
+    """Matmuls that read the normalised rows, or what is made of them row by row, each with the graph's inputs that it reads."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    pending = [user for user in start.users if is_call(user, operator.getitem) and user.args[1] != 1]
+    seen = set(pending)
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            weights = _weights_of(user)
+            if weights is not None:
+                found[user] = weights
+            elif _hands_rows_on(user):
+                pending.append(user)
+    return found
+
+
+def _weights_of(node: fx.Node) -> list[fx.Node] | None:
+    """The inputs of the graph that a matmul multiplies by; empty where they are computed. None for what is no matmul."""
+    factors: list[Any]
+    if is_call(node, aten.mm.default, aten.addmm.default):
+        factors = [matrix_of(node)]
+    elif is_call(node, aten._scaled_mm.default):
+        factors = [node.args[1]]
+    elif is_call(node, joint_mm_by_rows):
+        factors = [*node.args[1]]  # type: ignore[misc]
+    elif is_call(node, gated_mm_by_rows):
+        factors = [*node.args[1:3]]
+    else:
+        largest = _largest_matrix(node)
+        return None if largest is None else [largest]
+    return [given for given in map(given_as, factors) if given is not None]
+
+
+def _largest_matrix(node: fx.Node) -> fx.Node | None:
+    """The largest two-dimensional input of the graph that a host's row-wise operator reads beside its rows: its weight."""
+    called = host_call(node, RowWiseOperator)
+    if called is None:
+        return None
+    of_rows = {*called.operator.reads, *called.operator.results, *called.operator.scales}
+    arguments = called.arguments if called.operator.writes else arguments_of(node)
+    others = [one for name, one in arguments.items() if name not in of_rows and isinstance(one, fx.Node)]
+    matrices = [given for given in map(given_as, others) if given is not None and _dims(given) == 2]
+    return max(matrices, key=lambda one: one.meta["val"].nbytes if _is_fixed(one.meta["val"]) else 0, default=None)
+
+
+def _dims(node: fx.Node) -> int:
+    tensor = value(node)
+    return 0 if tensor is None else tensor.dim()
+
+
+def _hands_rows_on(node: fx.Node) -> bool:
+    """Whether a node gives rows that are made of those it reads: views, some of the rows, elementwise work, quantisation."""
+    if is_view(node) or is_cast(node) or is_call(node, operator.getitem, aten.index.Tensor):
+        return True
+    quantises = host_call(node, QuantOperator) is not None or host_call(node, MadeQuantOperator) is not None
+    if quantises or host_call(node, RowWiseOperator) is not None:
+        return True
+    if not isinstance(node.target, compat.OpOverload):
+        return False
+    return makes_view(node) or torch.Tag.pointwise in node.target.tags
+
+
+def _ask(start: fx.Node, weights: list[fx.Node], budget: int) -> None:
+    for weight in weights:
+        if start < weight:  # of the graph's attributes, which need not be at its beginning
+            start.prepend(weight)
+    start.kwargs = {**start.kwargs, "prefetch": weights, "prefetch_bytes": budget}
+    start.meta.pop("eager_input_vals", None)  # of the old arguments
+
+
+def _run(graph: fx.Graph, context: Context) -> Outcome:
+    if context.config.prefetch == "off":
+        return Outcome(False, refused="tw_compile.prefetch is off")
+    if not context.prefetch_bytes:
+        return Outcome(False, refused="no profile of this device has prefetch_bytes: nobody has measured that it pays")
+    if context.kept(SplitReport) is not None:
+        return Outcome(False, refused="the graph is split, and steps of few tokens never are")
+    counts = prefetch_weights(graph, context.prefetch_bytes, context.tokens)
+    return Outcome(bool(counts["prefetching"]), counts)
+
+
+PREFETCH = Pass("prefetch_weights", _run)
+
+
+def prefetching_calls(reports: Iterable[GraphReport]) -> int:
+    """How many calls of the reported graphs prefetch weights."""
+    passes = (each for report in reports for each in report.passes if each.name == PREFETCH.name)
+    return sum(each.counts.get("prefetching", 0) for each in passes)
