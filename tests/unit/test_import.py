@@ -13,7 +13,8 @@ import torch
 from tw_compile.calibration import LAYER, Calibration, MeasuredOn, store
 from tw_compile.gating.table import Entry, Source, Table
 from tw_compile.kernels.transports.selection import Step
-from tw_compile.sources import source_digest, torch_version
+from tw_compile.sources import source_digest
+from tw_compile.torch_files import torch_version
 
 HEAVY = ("triton", "vllm", "transformers")
 
@@ -101,6 +102,14 @@ def test_commands_that_ask_no_device_do_not_import_torch(command: list[str]) -> 
     assert run(code).splitlines()[-1] == "torch: False"
 
 
+def test_doctor_does_not_import_torch_where_there_is_no_driver() -> None:
+    without = "import ctypes\nctypes.CDLL = lambda name, *rest, **more: (_ for _ in ()).throw(OSError(name))\n"
+    code = without + RUN_COMMAND.format(command=["doctor"]) + "print('torch:', 'torch' in sys.modules)"
+    lines = run(code).splitlines()
+    assert "none that torch can use" in lines[lines.index("GPUs") + 1]
+    assert lines[-1] == "torch: False"
+
+
 def test_explain_reads_a_calibration_without_torch(tmp_path: Path) -> None:
     here = MeasuredOn("a GPU", "sm90", 8, True, False, "1.0", torch_version(), source_digest()[:12])
     step = Step(8, 2**20, "push_two_shot", 64)
@@ -115,7 +124,9 @@ def test_explain_reads_a_calibration_without_torch(tmp_path: Path) -> None:
 
 
 def test_version_of_torch_is_told_without_importing_it() -> None:
-    code = "import sys; from tw_compile.sources import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    code = (
+        "import sys; from tw_compile.torch_files import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    )
     assert run(code) == f"{torch.__version__} False"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -23,6 +22,7 @@ from rich.console import Console
 from tw_compile.config import WHY_NOT_INT4, WIRE_CHOICES, WIRE_SITES, whole_number
 from tw_compile.environment import check_environment
 from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.harness.versions import has_driver
 from tw_compile.kernels.collective import transports as entries
 from tw_compile.model_file import check_shape, read_model_file
 
@@ -197,10 +197,8 @@ def model_file(model: str, tp: int | None = None, layers: int | None = None) -> 
 
 
 def gpus() -> int:
-    """How many GPUs torch finds; none where NVIDIA's driver is not installed, which is told without importing torch."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    """How many GPUs torch finds; torch is imported only where there is a driver."""
+    if not has_driver():
         return 0
     import torch
 

@@ -29,7 +29,8 @@ from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
-from tw_compile.sources import source_digest, torch_version
+from tw_compile.sources import source_digest
+from tw_compile.torch_files import torch_version
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
