@@ -89,6 +89,9 @@ except SystemExit as end:
     [
         ["explain"],
         ["explain", "--json", "-"],
+        ["explain", "--model", "llama-3.1-8b", "--tp", "2"],
+        ["plan", "--model", "llama-3.3-70b", "--tp", "4"],
+        ["plan", "--model", "mixtral-8x7b", "--tp", "2", "--tokens", "4096"],
         ["tune", "--dry-run"],
         ["tune", "--dry-run", "--device", "cpu"],
         ["tune", "--dry-run", "--transport", "host"],

@@ -32,6 +32,7 @@ from tw_compile.planning import (
     plan_layer,
 )
 from tw_compile.planning.links import link_of_node
+from tw_compile.planning.presets import preset_layer
 from tw_compile.planning.windows import PlannedWindow
 
 SCHEMA_VERSION = 1
@@ -228,9 +229,12 @@ def link_of_transport(transport: str) -> Link:
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
     common.model_file(model, tp)
-    from tw_compile.models.config import load_config, tensor_parallel_plan
-
     try:
+        layer = preset_layer(model, tp)
+        if layer is not None:
+            return layer
+        from tw_compile.models.config import load_config, tensor_parallel_plan
+
         config = load_config(model)
         return layer_shape(config, tensor_parallel_plan(config), tp), config.num_hidden_layers
     except ValueError as error:
