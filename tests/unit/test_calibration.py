@@ -199,7 +199,7 @@ def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pyt
     assert [one.measured_on for one in found] == [here] and steps_for("A GPU", 8) == STEPS
     layer = machine.calibrated_layer(found, SM90)
     report = machine.thresholds_report(own_gate(Config(), SM90, layer), layer)
-    assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 ranges"}
+    assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 range"}
     (row,) = (row for row in machine.kernel_tables_report(gpus, found)["layers"] if row["layer"] == "calibration")
     assert row["state"] == "8 ranks"
     assert runner_gpus.calibrations_of(gpus[:4], SM90) == []

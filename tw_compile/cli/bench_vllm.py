@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -194,13 +194,15 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
         name: value for name, value in plan[0]["arguments"].items() if all(_has(engine, name, value) for engine in plan)
     }
     console.print(f"all: vllm.LLM({_arguments(shared)})", markup=False, soft_wrap=True)
-    for variant, same in itertools.groupby(plan, key=lambda engine: engine["variant"]):
-        first = next(same)
+    starts = Counter(engine["variant"] for engine in plan)
+    for variant, count in starts.items():
+        first = next(engine for engine in plan if engine["variant"] == variant)
         own = {
             name: value for name, value in first["arguments"].items() if name not in shared and name not in _OF_CHUNK
         }
         environment = " ".join(f"{name}={value}" for name, value in first["environment"].items())
-        console.print(f"{variant}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
+        times = f" ({count} starts)" if count > 1 else ""
+        console.print(f"{variant}{times}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
     for chunk in spec.chunks:
         traces: dict[str, str] = {}
         for engine in plan:

@@ -101,7 +101,7 @@ def _print(console: Console, report: Report) -> None:
     gpus = report["gpus"]
     console.print("\n[bold]GPUs[/bold]")
     if not gpus:
-        console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
+        console.print("none that torch can use: models run on the CPU with gloo; inspect and plan need no GPU")
     for gpu, pcie in zip(gpus, report["pcie"] or [None] * len(gpus), strict=True):
         text = f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}"
         console.print(text + pcie_text(pcie), markup=False)

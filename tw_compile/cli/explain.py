@@ -36,7 +36,7 @@ HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
 """By class of devices the one whose profile plans are for; a class may have others, which ``--device-profile`` names."""
 UNKNOWN = "unknown"
-WITHOUT_MODEL = "whether tokens are split depends on the layer: --model NAME, or tw-compile plan, tells it"
+WITHOUT_MODEL = "Whether tokens are split depends on the layer. Ask with --model NAME, or with tw-compile plan."
 
 
 @common.one_line_errors

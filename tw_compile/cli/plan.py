@@ -38,7 +38,8 @@ from tw_compile.planning.windows import PlannedWindow
 SCHEMA_VERSION = 1
 ATTENTION = ("auto", "split", "join")
 FASTER_THAN_SILENT = (
-    "split below no comm.: without communication every rank still norms all tokens, fused each its own share of them"
+    "A split layer can be faster than no comm.: without communication every rank normalises all tokens, and in a fused "
+    "layer each rank normalises only its share."
 )
 _WIDTH = 120
 _WIDE = 110

@@ -127,8 +127,9 @@ class Evidence:
             return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"
         what = "groups" if self.counted[0].layer.group else "single ranks, with stand-ins for calls"
         return (
-            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average: "
-            f"{self.mean:+.1%} with its sign, {self.worst:+.1%} at worst. Above 0 means too optimistic."
+            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average. "
+            f"The mean of the errors with their signs is {self.mean:+.1%}, the worst is {self.worst:+.1%}; above 0 is too "
+            "optimistic."
         )
 
 

@@ -98,7 +98,8 @@ def thresholds_report(gate: Gate, calibrated: Layer | None) -> Report:
         elif layer.table not in gate.tables:
             state = f"not used: it is about {layer.table.device_class}, this device is {device_class}"
         else:
-            state = f"{len(layer.table.entries)} ranges"
+            count = len(layer.table.entries)
+            state = f"{count} range{'s' * (count != 1)}"
         layers.append({"layer": layer.name, "from": layer.file, "state": state})
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
 
