@@ -52,7 +52,9 @@ TransportOption = Annotated[
 SplitOption = Annotated[
     str,
     typer.Option(
-        "--split", metavar="off|auto|N", help="Split the tokens into two halves: as planned, or N tokens and the rest."
+        "--split",
+        metavar="off|auto|N",
+        help="Split the tokens into two halves: where the planner says, or after N tokens.",
     ),
 ]
 MEASURED_WIRES = tuple(choice for choice in WIRE_CHOICES if choice != "auto")
@@ -62,7 +64,7 @@ WireOption = Annotated[
     typer.Option(
         "--wire",
         metavar="|".join(WIRE_CHOICES),
-        help="How rows travel: as they are, or in codes of few bits, which change numbers.",
+        help="How rows travel: exact, or in codes of few bits, which change numbers.",
     ),
 ]
 WireSitesOption = Annotated[
@@ -100,7 +102,13 @@ def one_line_errors(command: Command) -> Command:
                 typer.echo(f"error: {error}", err=True)
                 raise typer.Exit(EXIT_FAILED) from None
 
+    wrapped.__doc__ = _paragraphs(command.__doc__ or "")
     return wrapped  # type: ignore[return-value]
+
+
+def _paragraphs(text: str) -> str:
+    """Each paragraph on one line: help pages keep line breaks, and a terminal is not as wide as the source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
 @contextlib.contextmanager

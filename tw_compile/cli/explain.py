@@ -66,7 +66,10 @@ def explain(
         str, typer.Option(metavar="auto|" + "|".join(BACKENDS), help="What an unfused all_reduce uses.")
     ] = "auto",
     disable_custom_all_reduce: Annotated[
-        bool, typer.Option("--disable-custom-all-reduce", help="The host's option of that name, where it has one.")
+        bool,
+        typer.Option(
+            "--disable-custom-all-reduce", help="As if the host were given its option of this name, as vLLM has."
+        ),
     ] = False,
     thresholds: Annotated[
         str, typer.Option(metavar="auto|off|FILE", help="As the option tw_compile.thresholds.")

@@ -51,7 +51,7 @@ def plan(
     model: ModelOption = "llama-3.3-70b",
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks.")] = 8,
     tokens: Annotated[
-        str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts; a range doubles.")
+        str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts. In a range each is twice the one before.")
     ] = "512:65536",
     device_profile: Annotated[
         str,
@@ -73,12 +73,13 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences that share the tokens.")] = 1,
     attention: Annotated[
-        str, typer.Option(metavar="|".join(ATTENTION), help="join: attention of both halves at once.")
+        str,
+        typer.Option(metavar="|".join(ATTENTION), help="How the halves attend: join computes attention once for both."),
     ] = "auto",
     wire: Annotated[
         str,
         typer.Option(
-            metavar="|".join(MEASURED_WIRES), help="How rows of fused sums travel, whatever a message's size."
+            metavar="|".join(MEASURED_WIRES), help="How rows of fused sums travel, in messages of every size."
         ),
     ] = EXACT,
     plot_file: Annotated[
