@@ -49,7 +49,8 @@ SLOW = {
 ELSEWHERE = {
     "bench model": "The keys are those of `bench layer`.",
     "bench vllm": "Without `--dry-run` the report needs GPUs and vLLM. A committed one: "
-    "[vLLM TP2](../../benchmarks/results/2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.json).",
+    "[vLLM TP2](../../benchmarks/results/2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.json), "
+    "commit b0fd917-dirty.",
 }
 
 TYPES = {str: "text", int: "number", float: "number", bool: "true or false", type(None): "null"}

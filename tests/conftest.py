@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ctrl-C is a signal like others also where a shell has started the tests in the background, which ignores it."""
+    """Let Ctrl-C interrupt the tests. A shell that starts them in the background has them ignore it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -66,13 +66,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_code_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Generated code of this run alone, child processes included: what another run left would decide what compiles.
+    """Give this run and its child processes empty caches and an empty configuration folder.
 
-    And no thresholds of the user's own. C++ is plain, see :func:`tw_compile.compat.write_plain_cpp`.
+    A cache of another run would change what is compiled here, and a user's thresholds would change what is fused. Inductor
+    writes C++ without vector instructions, which compiles faster (:func:`tw_compile.compat.write_plain_cpp`).
     """
     with pytest.MonkeyPatch.context() as patch, inductor_config.patch({"cpp.vec_isa_ok": False}):
         patch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
-        # Else one more process imports torch wherever backend "inductor" compiles, to run Triton, which is for GPUs alone.
+        # Otherwise Inductor starts one more process for Triton, which imports torch. Without a GPU nothing needs it.
         patch.setenv("TORCH_WARM_POOL", "0")
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         patch.setenv("TW_COMPILE_CACHE_DIR", str(tmp_path_factory.mktemp("cubins")))
@@ -95,7 +96,7 @@ def one_thread_for_each_of_several_workers() -> None:
 
 @pytest.fixture(autouse=True)
 def clean_process() -> Iterator[None]:
-    """Every graph is compiled, and so reported: one from a cache would not reach the passes."""
+    """Compile every graph anew, so that the passes see it. Afterwards leave no compiled code and no process group."""
     with inductor_config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()
@@ -112,9 +113,9 @@ def two_ranks() -> Iterator[None]:
 
 @pytest.fixture
 def cudnn_on_cpu() -> Iterator[None]:
-    """cuDNN's attention for CPU tensors, after its documentation.
+    """An implementation of cuDNN's attention for CPU tensors, by its documentation.
 
-    float32 inside, a result laid out as the query, natural log-sum-exps only if they are asked for.
+    It computes in float32, lays the result out as the query, and returns natural log-sum-exps only if they are asked for.
     """
     aten = torch.ops.aten
 

@@ -43,9 +43,9 @@ class Config:
 
     Attributes:
         fuse: Fuse all_reduce + residual add + RMSNorm.
-        transport: ``auto`` takes the best one for the device and the group; ``p2p``, ``nccl`` or ``gloo`` insist on one,
-            and sites that it can't serve are refused. ``multimem`` is ``p2p`` with NVLink multicast, where torch's symmetric
-            memory has it.
+        transport: ``auto`` takes the best one for the device and the group. ``p2p``, ``host``, ``nccl`` or ``gloo`` insist on
+            one, and sites that it can't serve are refused. ``multimem`` is ``p2p`` with NVLink multicast, where torch's
+            symmetric memory has it.
         fuse_min_bytes: Messages smaller than this stay as they are (decision ``gated``).
         fuse_max_bytes: Messages larger than this stay as they are; None means no limit.
         absorb_mm: Whether the fused operator does the matmul whose result is summed, if that is a plain ``mm``, so that it is

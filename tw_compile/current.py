@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +15,11 @@ from tw_compile import compat
 from tw_compile.agree import agreed, first_value
 from tw_compile.calibration import LAYER, Calibration, MeasuredOn, in_use
 from tw_compile.config import OPTION_PREFIX, Config
-from tw_compile.gating.facts import HostFacts, Node, Settings
+from tw_compile.gating.facts import Node, Settings
 from tw_compile.gating.gate import Gate
-from tw_compile.gating.layers import Layer, tables_of, threshold_layers
-from tw_compile.gating.wire_accuracy import load_accuracy
+from tw_compile.gating.layers import Layer
 from tw_compile.kernels.collective.peer_access import gpus_reach_each_other, local_world_size
+from tw_compile.own_gate import own_gate
 from tw_compile.planning import DeviceProfile, Link, load_profile, profile_of_device
 from tw_compile.planning.links import link_of_node
 from tw_compile.sources import source_digest
@@ -59,20 +57,6 @@ def _observed_gate(config: Config, observe: Callable[[Settings], Settings], cali
     layer = None if calibrated is None else Layer(LAYER, calibrated.measured_on.file_name, calibrated.table)
     gate = own_gate(config, current_node(), layer)
     return replace(gate, settings=observe(gate.settings))
-
-
-def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gate:
-    """What this process would do if it were alone. ``calibrated``: see :func:`threshold_layers`."""
-    facts = HostFacts(
-        config.all_reduce_backend,
-        compat.one_shot_all_reduce_bytes(),
-        config.disable_custom_all_reduce,
-        installed=lambda package: importlib.util.find_spec(package) is not None,
-    )
-    settings = Settings.from_environment(config.host, os.environ, facts)
-    layers = threshold_layers(config.thresholds, node.device_class, calibrated=calibrated)
-    accuracy = None if config.wire_accuracy is None else load_accuracy(config.wire_accuracy)
-    return Gate(node, settings, tables_of(layers, node.device_class), accuracy)
 
 
 def current_node() -> Node:

@@ -1,15 +1,10 @@
-"""Digests of sources, the package's own and users': parts of the compile caches' key, and of reports. Imports no torch.
-
-Also the version of torch, which calibrations are kept by beside the digest.
-"""
+"""Digests of sources, the package's own and users': parts of the compile caches' key, and of reports. Imports no torch."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
-import runpy
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -34,15 +29,6 @@ def digest_of(folders: tuple[Path, ...]) -> str:
         hasher.update(path.name.encode())
         hasher.update(path.read_bytes())
     return hasher.hexdigest()
-
-
-@functools.cache
-def torch_version() -> str:
-    """``torch.__version__`` without importing torch. The installed package's metadata lacks its end, such as ``+cu130``."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None, "torch is a dependency of this package"
-    version: str = runpy.run_path(str(Path(spec.origin).with_name("version.py")))["__version__"]
-    return version
 
 
 @functools.cache

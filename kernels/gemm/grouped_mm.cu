@@ -1,9 +1,9 @@
-// Rows of groups, each times the matrix of its group, in bf16 with sums in fp32: a grouped GEMM for mixtures of experts.
+// A grouped GEMM for mixtures of experts: each group's rows times the matrix of the group, in bf16 with sums in fp32.
 //
-// Two CTAs, a cluster, compute two output tiles of 128 x 256 at a time, and share what both read: where a group has two more
-// tiles of rows the matrix's columns, and where it has one the rows, beside which they take two tiles of columns. So a group is
-// rounded up to 128 rows. A kernel that always stands two tiles over each other rounds it up to 256: with few rows to a group,
-// as in half of the tokens, that is up to a third of its time.
+// Two CTAs form a cluster. They compute two output tiles of 128 x 256 at a time, and share the operand that both read. Where
+// a group has two more tiles of rows, they share the matrix's columns. Where it has one, they share its rows and compute two tiles
+// of columns. So a group is rounded up to 128 rows. A kernel that always puts two tiles over each other rounds it up to 256. With
+// few rows in a group, as in half of the tokens, that costs up to a third of its time.
 //
 // A cluster's pairs of tiles are the index of the cluster, and every gridDim / 2 after it. In a CTA one thread keeps a ring of
 // shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each. Every stage

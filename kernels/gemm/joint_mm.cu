@@ -1,9 +1,9 @@
-// The same rows times several matrices, in bf16 with sums in fp32: GEMMs that read one input, in one launch.
+// GEMMs that read one input, in one launch: the same rows times several matrices, in bf16 with sums in fp32.
 //
 // Two CTAs, a cluster, compute a pair of output tiles of 128 rows x COLUMNS over each other, and share the matrix's columns. The
-// last pairs may be narrow, of half of the columns, where that fills the last wave. Where the last rows are 128 or fewer, theirs
-// are low: each CTA computes 64 of them. Tiles of all matrices are one sequence: what would be a partial wave of one GEMM is
-// filled by the next.
+// last pairs may be narrow, of half of the columns, where that fills the last wave. Where 128 rows or
+// fewer are left at the end, their pairs are low: each CTA computes 64 rows. Tiles of all matrices are one sequence, so the
+// next GEMM fills what would be a partial wave of the one before.
 //
 // A cluster's pairs are its index, and every gridDim / 2 after it: whole ones first, then narrow ones, then low ones. In a CTA one
 // thread keeps a ring of shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each,

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from tw_compile import Config, TWCompilePass, collect_reports, compat
 from tw_compile.cli.app import app
-from tw_compile.current import own_gate
 from tw_compile.gating import Node, Settings, active_backend, host_names
 from tw_compile.gating import hosts as gating_hosts
 from tw_compile.graph.predicates import operator_name
 from tw_compile.hosts import Host, host_named, register
 from tw_compile.hosts import registry as hosts_registry
+from tw_compile.own_gate import own_gate
 from tw_compile.passes import operators, reasons
 from tw_compile.passes.operators import NormOperator
 from tw_compile.passes.split import RowWise, analyse, find_token_axis, split_tokens

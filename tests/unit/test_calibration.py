@@ -18,13 +18,15 @@ from tw_compile import calibration, current
 from tw_compile.calibration import all_stored, calibration_of, store, stored, text_of
 from tw_compile.cli.app import app
 from tw_compile.config import Config
-from tw_compile.current import current_gate, own_gate
+from tw_compile.current import current_gate
 from tw_compile.files import write_whole
 from tw_compile.gating import Entry, Layer, Source, Table, table_text
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective.transports import GroupFacts
 from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_for
 from tw_compile.kernels.transports.selection import table_text as kernels_text
+from tw_compile.own_gate import own_gate
+from tw_compile.runner import gpus as runner_gpus
 from tw_compile.runner import machine
 from tw_compile.tuning import calibrate
 
@@ -181,9 +183,9 @@ def test_a_gate_that_was_agreed_before_does_not_hide_the_calibration(monkeypatch
 
 
 def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "node_facts", lambda device, ranks: GroupFacts(device, ranks, 1))
+    monkeypatch.setattr(runner_gpus, "node_facts", lambda device, ranks: GroupFacts(device, ranks, 1))
     gpus = [{"name": "A GPU"}] * 8
-    assert machine.calibrations_of(gpus, SM90) == []
+    assert runner_gpus.calibrations_of(gpus, SM90) == []
     layer = machine.calibrated_layer([], SM90)
     report = machine.thresholds_report(own_gate(Config(), SM90, layer), layer)
     assert [row["layer"] for row in report["layers"]][2:4] == ["calibration", "user file"]
@@ -193,14 +195,14 @@ def test_doctor_shows_the_layer_and_its_kernels(tmp_path: Path, monkeypatch: pyt
     here = current.measured_on("A GPU", 8, SM90, True)
     folder = calibration.default_folder()
     store(folder, replace(FOUND, measured_on=here))
-    found = machine.calibrations_of(gpus, SM90)
+    found = runner_gpus.calibrations_of(gpus, SM90)
     assert [one.measured_on for one in found] == [here] and steps_for("A GPU", 8) == STEPS
     layer = machine.calibrated_layer(found, SM90)
     report = machine.thresholds_report(own_gate(Config(), SM90, layer), layer)
-    assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 ranges"}
+    assert report["layers"][2] == {"layer": "calibration", "from": str(folder), "state": "1 range"}
     (row,) = (row for row in machine.kernel_tables_report(gpus, found)["layers"] if row["layer"] == "calibration")
     assert row["state"] == "8 ranks"
-    assert machine.calibrations_of(gpus[:4], SM90) == []
+    assert runner_gpus.calibrations_of(gpus[:4], SM90) == []
 
 
 def test_explain_goes_by_what_ranks_of_such_a_node_measured() -> None:

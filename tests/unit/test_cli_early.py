@@ -153,6 +153,17 @@ def test_the_version_is_told_without_torch() -> None:
     assert done.stdout == f"tw-compile {__version__}\n"
 
 
+@pytest.mark.parametrize(
+    "command", [["run"], ["tune"], ["doctor"], ["bench", "kernel"], ["bench", "layer"]], ids=" ".join
+)
+def test_help_fills_the_terminal_and_not_the_lines_of_the_source(command: list[str]) -> None:
+    text = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).output
+    paragraphs = text.split("Usage:")[1].split("╭")[0].split("\n" + " " * 80 + "\n")
+    for paragraph in paragraphs:
+        *full, _ = [line.strip() for line in paragraph.strip().splitlines()] or [""]
+        assert all(len(line) > 60 for line in full), paragraph
+
+
 def test_help_is_grouped_and_completion_is_offered() -> None:
     text = CliRunner().invoke(app, ["--help"]).output
     assert all(word in text for word in ("See what would be done", "Run and check", "Measure", "--install-completion"))

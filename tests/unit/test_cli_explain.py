@@ -124,7 +124,7 @@ def test_without_a_model_nothing_is_said_about_splits_but_where_to_ask() -> None
     assert message["split"] is None
     head, line, *rest = invoke(*args).output.splitlines()
     assert "split" not in head + line
-    assert "--model NAME, or tw-compile plan, tells it" in " ".join(rest)
+    assert "--model NAME, or with tw-compile plan" in " ".join(" ".join(rest).split())
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_report_has_a_plan_for_every_token_count(tmp_path: Path) -> None:
     assert [window["computes"] for window in plans[4096]["windows"]] == ["attention", "attention", "mlp", "mlp"]
     assert plans[4096]["gain"] == pytest.approx(plans[4096]["predicted"]["unfused_us"] / plans[4096]["us"])
     assert any(plan["us"] < plan["predicted"]["no_communication_us"] for plan in plans.values())
-    assert FASTER_THAN_SILENT in result.output, "why it is faster than without communication"
+    assert FASTER_THAN_SILENT in " ".join(result.output.split()), "why it is faster than without communication"
     svg = files[1].read_text()
     assert svg.startswith("<?xml") and svg.rstrip().endswith("</svg>")
 

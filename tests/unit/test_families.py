@@ -1,4 +1,4 @@
-"""Every decoder family with a tensor-parallel plan is rewritten, or its refusals are explained, at 2 fake ranks, some also at 8."""
+"""Every decoder family with a tensor-parallel plan is rewritten, or its refusals are explained; at 2 ranks, some at 8 too."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import torch.fx as fx
 from graph_builder import GraphBuilder, aten
 
 from tw_compile import Config, TWCompilePass
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.find import FoundSite, FusionSite, MergedSite, RefusedSite, find_sites
 from tw_compile.passes.reasons import Refusal
 from tw_compile.testing import fake_cuda, fake_process_group

@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass, current
-from tw_compile.current import agreed_gate, own_gate
+from tw_compile.current import agreed_gate
 from tw_compile.gating import (
     ANY,
     BACKENDS,
@@ -35,6 +35,7 @@ from tw_compile.gating import (
 )
 from tw_compile.gating.backend import backend_bounds
 from tw_compile.hosts.vllm.settings import NAMES, VllmSettings
+from tw_compile.own_gate import own_gate
 from tw_compile.testing import count_ops, fake_process_group, rewrite
 
 KIB, MIB = 2**10, 2**20
@@ -258,7 +259,7 @@ def test_the_gate_is_told_what_options_say() -> None:
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_flashinfer_counts_where_it_is_installed(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current.importlib.util, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
     assert own_gate(Config(host="vllm-0.33"), SM90).settings.flashinfer_installed is installed
 
 

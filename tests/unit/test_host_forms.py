@@ -15,9 +15,9 @@ from one_rank import one_rank  # noqa: F401
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
 from tw_compile import Config, TWCompilePass, compat
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.graph.predicates import operator_name
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion import fuse_all_reduce_rms_norm
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
 from tw_compile.passes.reasons import Refusal

@@ -13,7 +13,8 @@ import torch
 from tw_compile.calibration import LAYER, Calibration, MeasuredOn, store
 from tw_compile.gating.table import Entry, Source, Table
 from tw_compile.kernels.transports.selection import Step
-from tw_compile.sources import source_digest, torch_version
+from tw_compile.sources import source_digest
+from tw_compile.torch_files import torch_version
 
 HEAVY = ("triton", "vllm", "transformers")
 
@@ -88,6 +89,9 @@ except SystemExit as end:
     [
         ["explain"],
         ["explain", "--json", "-"],
+        ["explain", "--model", "llama-3.1-8b", "--tp", "2"],
+        ["plan", "--model", "llama-3.3-70b", "--tp", "4"],
+        ["plan", "--model", "mixtral-8x7b", "--tp", "2", "--tokens", "4096"],
         ["tune", "--dry-run"],
         ["tune", "--dry-run", "--device", "cpu"],
         ["tune", "--dry-run", "--transport", "host"],
@@ -99,6 +103,14 @@ except SystemExit as end:
 def test_commands_that_ask_no_device_do_not_import_torch(command: list[str]) -> None:
     code = RUN_COMMAND.format(command=command) + "print('torch:', 'torch' in sys.modules)"
     assert run(code).splitlines()[-1] == "torch: False"
+
+
+def test_doctor_does_not_import_torch_where_there_is_no_driver() -> None:
+    without = "import ctypes\nctypes.CDLL = lambda name, *rest, **more: (_ for _ in ()).throw(OSError(name))\n"
+    code = without + RUN_COMMAND.format(command=["doctor"]) + "print('torch:', 'torch' in sys.modules)"
+    lines = run(code).splitlines()
+    assert "none that torch can use" in lines[lines.index("GPUs") + 1]
+    assert lines[-1] == "torch: False"
 
 
 def test_explain_reads_a_calibration_without_torch(tmp_path: Path) -> None:
@@ -115,7 +127,9 @@ def test_explain_reads_a_calibration_without_torch(tmp_path: Path) -> None:
 
 
 def test_version_of_torch_is_told_without_importing_it() -> None:
-    code = "import sys; from tw_compile.sources import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    code = (
+        "import sys; from tw_compile.torch_files import torch_version; print(torch_version(), 'torch' in sys.modules)"
+    )
     assert run(code) == f"{torch.__version__} False"
 
 

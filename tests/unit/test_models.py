@@ -13,9 +13,11 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tw_compile.model_file import preset_names
 from tw_compile.models.attention import attention_implementation
-from tw_compile.models.config import config_from_dict, load_config, truncate_layers
+from tw_compile.models.config import config_from_dict, load_config, tensor_parallel_plan, truncate_layers
 from tw_compile.models.decoder import Decoder, build_decoder
 from tw_compile.models.reference import reference_forward, to_double
+from tw_compile.planning import layer_shape
+from tw_compile.planning.presets import preset_layer
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 
@@ -39,6 +41,20 @@ def test_preset_has_the_shape_its_file_says(name: str) -> None:
     assert config.hidden_size % config.num_attention_heads == 0
     assert config.dtype == torch.bfloat16
     assert getattr(config, "layer_types", None) is None or len(config.layer_types) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", preset_names())
+def test_a_layer_that_is_read_from_a_preset_alone_is_the_one_of_transformers(name: str, world_size: int) -> None:
+    config = load_config(name)
+    expected = layer_shape(config, tensor_parallel_plan(config), world_size), config.num_hidden_layers
+    left_to_transformers = config.model_type in ("gemma2", "gpt_oss", "olmo2")
+    assert preset_layer(name, world_size) == (None if left_to_transformers else expected)
+
+
+def test_a_file_is_no_preset(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(FAMILIES["llama"]))
+    assert preset_layer(str(tmp_path / "model"), 2) is None
 
 
 def test_load_config_reads_a_file_and_a_directory(tmp_path: Path) -> None:

@@ -25,9 +25,9 @@ from quant_graphs import (
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.kernels.collective.spec import FP8
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.find import FusionSite, RefusedSite, find_sites
 from tw_compile.passes.reasons import QuantRefusal, QuantRefused, Refusal
 from tw_compile.testing import fake_cuda, fake_process_group

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tw_compile import compat
+from tw_compile import compat, torch_files
 from tw_compile.cli import doctor
 from tw_compile.cli.app import app
-from tw_compile.runner import topology
+from tw_compile.runner import gpus, machine, topology
 
 ALL = [[True, True], [True, True]]
 NONE = [[True, False], [False, True]]
@@ -72,8 +74,9 @@ def node(monkeypatch: pytest.MonkeyPatch) -> Any:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(compat, "multicast_support", lambda index: False)
-        monkeypatch.setattr(topology, "device_uuids", lambda: ["a", "b"])
-        monkeypatch.setattr(topology, "native_atomics", lambda gpu, peer: atomics)
+        monkeypatch.setattr(machine, "has_driver", lambda: True)
+        monkeypatch.setattr(gpus, "device_uuids", lambda: ["a", "b"])
+        monkeypatch.setattr(gpus, "native_atomics", lambda gpu, peer: atomics)
         module = nvml or library()
         module.__spec__ = object()  # find_spec gives that of a module that is there
         monkeypatch.setitem(sys.modules, "pynvml", module)
@@ -166,9 +169,9 @@ def test_atomics_are_unknown_without_a_driver(monkeypatch: pytest.MonkeyPatch) -
         asked.append((gpu, peer))
         raise OSError("libcuda.so.1")
 
-    monkeypatch.setattr(topology, "native_atomics", no_driver)
-    assert topology.atomics(ALL) is None and len(asked) == 1
-    assert topology.atomics(NONE) == NONE and len(asked) == 1, "not asked of memory that can't be reached"
+    monkeypatch.setattr(gpus, "native_atomics", no_driver)
+    assert gpus.atomics(ALL) is None and len(asked) == 1
+    assert gpus.atomics(NONE) == NONE and len(asked) == 1, "not asked of memory that can't be reached"
 
 
 @pytest.mark.parametrize(
@@ -189,3 +192,26 @@ def test_the_shared_memory_of_the_host_has_a_size(tmp_path: Path) -> None:
     space = topology.shared_memory(tmp_path)
     assert space is not None and 0 <= space["free_bytes"] <= space["bytes"] > 2**20
     assert topology.shared_memory(tmp_path / "nowhere") is None
+
+
+def test_a_driver_without_a_gpu_is_told_as_no_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    found = []
+    for driver in (False, True):
+        monkeypatch.setattr(machine, "has_driver", lambda driver=driver: driver)
+        found.append(report())
+    assert found[0] == found[1] and found[0]["gpus"] == []
+
+
+def test_what_torch_is_reads_the_same_in_its_files_as_in_the_module(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert (torch_files.torch_version(), torch_files.cuda_version()) == (torch.__version__, torch.version.cuda)
+    assert torch_files.has_gloo() is dist.is_gloo_available()
+    assert torch_files.has_symmetric_memory() is (find_spec("torch.distributed._symmetric_memory") is not None)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_python.so").write_bytes(b"\0ProcessGroupMPI\0")
+    monkeypatch.setattr(torch_files, "_folder", lambda: tmp_path)
+    torch_files.has_gloo.cache_clear()
+    assert not torch_files.has_gloo() and not torch_files.has_symmetric_memory()
+    torch_files.has_gloo.cache_clear()

@@ -13,7 +13,6 @@ from graph_builder import GraphBuilder, aten
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass, collect_reports
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.table import Source, Table, WireEntry, read_table, table_text
@@ -21,6 +20,7 @@ from tw_compile.graph.predicates import operator_name
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.transport import registered
 from tw_compile.kernels.collective.transports import TRANSPORTS
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.feeds import feeds_of
 from tw_compile.passes.fusion.wire import Threshold, message_refusal, wire_threshold
 from tw_compile.passes.reasons import WireRefusal, WireRefused

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from tw_compile import Config
 from tw_compile.cli.app import app
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.table import Source, Table, WireEntry
@@ -26,6 +25,7 @@ from tw_compile.gating.wire_accuracy import (
     load_accuracy,
     read_accuracy,
 )
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.wire import Threshold, message_refusal
 from tw_compile.passes.reasons import WireRefusal, WireRefused
 from tw_compile.runner import accuracy as simulation

@@ -1,4 +1,4 @@
-"""Who takes part: the operator's transports, the ways of others, and what the same work costs without communication."""
+"""The implementations that a benchmark compares: tw_compile's, those of other libraries, and the work without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the gate chooses, as a contender: the row that says what a wrong table costs."""
+"""A contender that runs what the gate chooses. Its row shows what a wrong table costs."""
 
 from __future__ import annotations
 

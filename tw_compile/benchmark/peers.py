@@ -1,4 +1,4 @@
-"""The ways of torch and NCCL, as contenders, and what the same work costs without communication."""
+"""Contenders that use torch or NCCL, and one that does the same work without communication."""
 
 from __future__ import annotations
 

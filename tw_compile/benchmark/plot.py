@@ -1,4 +1,4 @@
-"""The report as a picture: time against tokens, and how near to the bound. Needs matplotlib."""
+"""The report as a picture: time against tokens, and time as a share of the links' bound. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From measured rows to a table of ``configs/kernels``: which of our kernels serves which message."""
+"""Makes a table of ``configs/kernels`` from measured rows: which kernel of tw_compile serves which message."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def kernel(
     dtype: DtypeOption = "bfloat16",
     only: OnlyOption = None,
     sms: Annotated[
-        str | None, typer.Option(metavar="N[,N...]", help="SM counts to try for those of ours that take one.")
+        str | None, typer.Option(metavar="N[,N...]", help="SM counts to try, for kernels of tw_compile that take one.")
     ] = None,
     calls: Annotated[int, typer.Option(metavar="N", help="Calls in one CUDA graph.")] = 20,
     repeats: RepeatsOption = 50,
@@ -119,14 +119,12 @@ def kernel(
         str,
         typer.Option(
             metavar="|".join(WIRES) + "[,...]",
-            help="How rows travel: of ours that can have them in codes, each of these.",
+            help="How rows travel. Kernels of tw_compile that have a wire are timed with it.",
         ),
     ] = EXACT,
     norm: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(NORMS) + "[,...]", help="The norm behind the sum: all of ours with each of these."
-        ),
+        typer.Option(metavar="|".join(NORMS) + "[,...]", help="The norms to time the kernels of tw_compile with."),
     ] = NORMS[0],
     gemm: Annotated[
         str | None,
@@ -146,7 +144,9 @@ def kernel(
     ] = False,
     regret_file: Annotated[
         str | None,
-        typer.Option("--regret", metavar="FILE.csv", help="With --gated: write how far its choices are from the best."),
+        typer.Option(
+            "--regret", metavar="FILE.csv", help="With --gated: write how far the gate's choices are from the best."
+        ),
     ] = None,
     timeout: TimeoutOption = 1200.0,
     csv_file: CsvOption = None,
@@ -161,8 +161,10 @@ def kernel(
 ) -> None:
     """Time fused all_reduce + residual + RMSNorm beside NCCL, torch's symmetric memory and FlashInfer, in one run.
 
-    Everyone is held to an error budget against float64 first; who fails it gets no time. That of rows in codes is the error
-    of the same codes in torch. Exit code: 0 ours passed, 1 one of ours failed or sizes are missing, 2 bad input.
+    Before it is timed, each implementation must stay within an error budget against float64. One that does not gets no time.
+    For rows in codes the budget is the error that the same codes make in torch.
+
+    Exit code: 0 tw_compile's kernels passed, 1 one of them failed or sizes are missing, 2 bad input.
     """
     common.positive("--calls", calls)
     common.not_negative("--rotate-from", rotate_from)

@@ -26,12 +26,15 @@ DeviceOption = Annotated[str, typer.Option("--device", metavar="cuda|cpu", help=
 DtypeOption = Annotated[str, typer.Option("--dtype", metavar="|".join(DTYPES))]
 OnlyOption = Annotated[
     str | None,
-    typer.Option("--only", metavar="LABEL[,...]", help="Labels of the contenders that take part; default: all."),
+    typer.Option(
+        "--only", metavar="LABEL[,...]", help="Time only the implementations with these labels. Default: all."
+    ),
 ]
 RepeatsOption = Annotated[int, typer.Option("--repeats", metavar="N", help=f"Timed runs, at least {MIN_REPEATS}.")]
 SeedOption = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of all random numbers.")]
 TimeoutOption = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Give up after so long, with the sizes done by then.")
+    float,
+    typer.Option("--timeout", metavar="SECONDS", help="Give up after this time, and report the sizes that are done."),
 ]
 WiresOption = Annotated[
     str,

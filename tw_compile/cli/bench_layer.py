@@ -71,7 +71,10 @@ def layer(
     dtype: DtypeOption = "bfloat16",
     only: OnlyOption = None,
     sweep_split: Annotated[
-        bool, typer.Option("--sweep-split", help="Split at up to 15 other places, too, and compare the planned one.")
+        bool,
+        typer.Option(
+            "--sweep-split", help="Also split at up to 15 other places, and compare them with the planned one."
+        ),
     ] = False,
     wire: WiresOption = EXACT,
     prefetch: PrefetchOption = None,
@@ -84,9 +87,10 @@ def layer(
 ) -> None:
     """Time a stack of sharded decoder layers, fused and split, beside Inductor with the best unfused all_reduce, in one run.
 
-    Every variant is held to the error budget of `run` first; who fails it gets no time. With a wire that budget is the error of
-    the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
-    ours failed or token counts are missing, 2 bad input.
+    Before it is timed, each variant must stay within the error budget of `run`. One that does not gets no time. With a wire the
+    budget is the error of the unfused graph whose rows go through the same codes in torch.
+
+    Exit code: 0 tw_compile's variants passed, 1 one of them failed or token counts are missing, 2 bad input.
     """
     spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
     _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
@@ -113,9 +117,10 @@ def model(
 ) -> None:
     """Time a sharded model, cut to its first layers, from token ids to the final norm, compiled as `bench layer` does it.
 
-    Every variant is held to the error budget of `run` first; who fails it gets no time. With a wire that budget is the error of
-    the unfused graph whose rows travel in the same codes, in torch. Exit code: 0 ours passed, 1 one of
-    ours failed or token counts are missing, 2 bad input.
+    Before it is timed, each variant must stay within the error budget of `run`. One that does not gets no time. With a wire the
+    budget is the error of the unfused graph whose rows go through the same codes in torch.
+
+    Exit code: 0 tw_compile's variants passed, 1 one of them failed or token counts are missing, 2 bad input.
     """
     spec = _spec("model", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
     _bench(spec, tp, csv_file, plot_file, json_file)

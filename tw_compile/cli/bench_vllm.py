@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,14 +47,14 @@ def vllm(
         str, typer.Option(metavar="N[,N...]", help="Values of max_num_batched_tokens; each gets an engine.")
     ] = CHUNKS,
     batches: Annotated[str, typer.Option(metavar="N[,N...]", help="Requests of the decode traces.")] = BATCHES,
-    traces: Annotated[str, typer.Option(metavar="KIND[,...]", help="Traces that take part.")] = ",".join(KINDS),
+    traces: Annotated[str, typer.Option(metavar="KIND[,...]", help="Kinds of traces to time.")] = ",".join(KINDS),
     prompts: Annotated[int, typer.Option(metavar="N", help="Requests of the prefill trace.")] = 64,
     prompt_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens of each of them.")] = 2048,
     requests: Annotated[int, typer.Option(metavar="N", help="Requests of the mixed trace.")] = 512,
     decode_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens that a request of decode generates.")] = 128,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one that warms up.")] = 3,
+    repeats: Annotated[int, typer.Option(metavar="N", help="Timed rounds, after one round of warm-up.")] = 3,
     split: Annotated[
-        str, typer.Option(metavar="auto|N", help="How variants that split do it: as planned, or N tokens in half 1.")
+        str, typer.Option(metavar="auto|N", help="Where the variants that split do so: as planned, or after N tokens.")
     ] = "auto",
     only: OnlyOption = None,
     wire: WiresOption = EXACT,
@@ -68,9 +68,11 @@ def vllm(
             "hits all alike. Start-up seconds are those of a loaded machine.",
         ),
     ] = False,
-    engine: Annotated[str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all.")] = "{}",
+    engine: Annotated[
+        str, typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for every engine.")
+    ] = "{}",
     seed: SeedOption = 0,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give an engine up after so long.")] = 900.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up an engine after this time.")] = 900.0,
     logs: Annotated[str | None, typer.Option(metavar="DIR", help="Keep what the engines print.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would run; needs no GPU and no vLLM.")] = False,
     csv_file: CsvOption = None,
@@ -204,13 +206,15 @@ def _show(console: Console, spec: VllmSpec, json_file: str | None) -> None:
         name: value for name, value in plan[0]["arguments"].items() if all(_has(engine, name, value) for engine in plan)
     }
     console.print(f"all: vllm.LLM({_arguments(shared)})", markup=False, soft_wrap=True)
-    for variant, same in itertools.groupby(plan, key=lambda engine: engine["variant"]):
-        first = next(same)
+    starts = Counter(engine["variant"] for engine in plan)
+    for variant, count in starts.items():
+        first = next(engine for engine in plan if engine["variant"] == variant)
         own = {
             name: value for name, value in first["arguments"].items() if name not in shared and name not in _OF_CHUNK
         }
         environment = " ".join(f"{name}={value}" for name, value in first["environment"].items())
-        console.print(f"{variant}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
+        times = f" ({count} starts)" if count > 1 else ""
+        console.print(f"{variant}{times}: {environment} {_arguments(own)}".rstrip(), markup=False, soft_wrap=True)
     for chunk in spec.chunks:
         traces: dict[str, str] = {}
         for engine in plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import json
@@ -23,6 +22,7 @@ from rich.console import Console
 from tw_compile.config import WHY_NOT_INT4, WIRE_CHOICES, WIRE_SITES, whole_number
 from tw_compile.environment import check_environment
 from tw_compile.harness.requests import RankError, UsageError
+from tw_compile.harness.versions import has_driver
 from tw_compile.kernels.collective import transports as entries
 from tw_compile.model_file import check_shape, read_model_file
 
@@ -52,7 +52,9 @@ TransportOption = Annotated[
 SplitOption = Annotated[
     str,
     typer.Option(
-        "--split", metavar="off|auto|N", help="Split the tokens into two halves: as planned, or N tokens and the rest."
+        "--split",
+        metavar="off|auto|N",
+        help="Split the tokens into two halves: where the planner says, or after N tokens.",
     ),
 ]
 MEASURED_WIRES = tuple(choice for choice in WIRE_CHOICES if choice != "auto")
@@ -62,7 +64,7 @@ WireOption = Annotated[
     typer.Option(
         "--wire",
         metavar="|".join(WIRE_CHOICES),
-        help="How rows travel: as they are, or in codes of few bits, which change numbers.",
+        help="How rows travel: exact, or in codes of few bits, which change numbers.",
     ),
 ]
 WireSitesOption = Annotated[
@@ -100,7 +102,13 @@ def one_line_errors(command: Command) -> Command:
                 typer.echo(f"error: {error}", err=True)
                 raise typer.Exit(EXIT_FAILED) from None
 
+    wrapped.__doc__ = _paragraphs(command.__doc__ or "")
     return wrapped  # type: ignore[return-value]
+
+
+def _paragraphs(text: str) -> str:
+    """Each paragraph on one line: help pages keep line breaks, and a terminal is not as wide as the source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n")).strip()
 
 
 @contextlib.contextmanager
@@ -197,10 +205,8 @@ def model_file(model: str, tp: int | None = None, layers: int | None = None) -> 
 
 
 def gpus() -> int:
-    """How many GPUs torch finds; none where NVIDIA's driver is not installed, which is told without importing torch."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    """How many GPUs torch finds; torch is imported only where there is a driver."""
+    if not has_driver():
         return 0
     import torch
 

@@ -19,22 +19,24 @@ if TYPE_CHECKING:
     from tw_compile.runner.machine import Report
 
 
-VllmOption = Annotated[bool, typer.Option("--vllm", help="What vLLM would do with the passes here, instead.")]
+VllmOption = Annotated[
+    bool, typer.Option("--vllm", help="Show instead what the passes would do in vLLM on this machine.")
+]
 
 MeasureOption = Annotated[
     bool,
     typer.Option(
         "--measure",
-        help="Also time what the link between the first two GPUs carries, which should be idle; 90 seconds at most.",
+        help="Also time the link between the first two GPUs, in at most 90 seconds. Both should be idle.",
     ),
 ]
 
 
 @common.one_line_errors
 def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: MeasureOption = False) -> None:
-    """Show versions, GPUs, the links between them, and which transport would run, and why. Changes nothing.
+    """Show versions, GPUs, the links between them, which transport would run, and why. Changes nothing.
 
-    Exit code: 0 done, 1 what was to be measured is incomplete, 2 bad input.
+    Exit code: 0 done, 1 a measurement is incomplete, 2 bad input.
     """
     from tw_compile.runner.machine import examine
 
@@ -101,7 +103,7 @@ def _print(console: Console, report: Report) -> None:
     gpus = report["gpus"]
     console.print("\n[bold]GPUs[/bold]")
     if not gpus:
-        console.print("none that torch can use: models run on the CPU with gloo, inspect works as everywhere")
+        console.print("none that torch can use: models run on the CPU with gloo; inspect and plan need no GPU")
     for gpu, pcie in zip(gpus, report["pcie"] or [None] * len(gpus), strict=True):
         text = f"{gpu['index']}: {gpu['name']}, {gpu['memory_bytes'] / 2**30:.0f} GiB, sm{gpu['capability']}"
         console.print(text + pcie_text(pcie), markup=False)

@@ -29,13 +29,14 @@ from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import GroupFacts, prefer_transport
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Link, Mode, plan_layer, profile_of_device
-from tw_compile.sources import source_digest, torch_version
+from tw_compile.sources import source_digest
+from tw_compile.torch_files import torch_version
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
 """By class of devices the one whose profile plans are for; a class may have others, which ``--device-profile`` names."""
 UNKNOWN = "unknown"
-WITHOUT_MODEL = "whether tokens are split depends on the layer: --model NAME, or tw-compile plan, tells it"
+WITHOUT_MODEL = "Whether tokens are split depends on the layer. Ask with --model NAME, or with tw-compile plan."
 
 
 @common.one_line_errors
@@ -65,7 +66,10 @@ def explain(
         str, typer.Option(metavar="auto|" + "|".join(BACKENDS), help="What an unfused all_reduce uses.")
     ] = "auto",
     disable_custom_all_reduce: Annotated[
-        bool, typer.Option("--disable-custom-all-reduce", help="The host's option of that name, where it has one.")
+        bool,
+        typer.Option(
+            "--disable-custom-all-reduce", help="As if the host were given its option of this name, as vLLM has."
+        ),
     ] = False,
     thresholds: Annotated[
         str, typer.Option(metavar="auto|off|FILE", help="As the option tw_compile.thresholds.")

@@ -46,7 +46,7 @@ def inspect(
         typer.Option(metavar="N", help="As the option tw_compile.wire_min_bytes.", show_default="the tables decide"),
     ] = None,
     all_layers: Annotated[
-        bool, typer.Option("--all-layers", help="Trace every layer, and not only those that differ.")
+        bool, typer.Option("--all-layers", help="Trace every layer instead of only those that differ.")
     ] = False,
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Write the report as one HTML page.")] = None,
     json_file: JsonOption = None,

@@ -32,12 +32,14 @@ from tw_compile.planning import (
     plan_layer,
 )
 from tw_compile.planning.links import link_of_node
+from tw_compile.planning.presets import preset_layer
 from tw_compile.planning.windows import PlannedWindow
 
 SCHEMA_VERSION = 1
 ATTENTION = ("auto", "split", "join")
 FASTER_THAN_SILENT = (
-    "split below no comm.: without communication every rank still norms all tokens, fused each its own share of them"
+    "A split layer can be faster than no comm.: without communication every rank normalises all tokens, and in a fused "
+    "layer each rank normalises only its share."
 )
 _WIDTH = 120
 _WIDE = 110
@@ -49,7 +51,7 @@ def plan(
     model: ModelOption = "llama-3.3-70b",
     tp: Annotated[int, typer.Option(metavar="N", help="Ranks.")] = 8,
     tokens: Annotated[
-        str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts; a range doubles.")
+        str, typer.Option(metavar="FIRST:LAST|N[,N...]", help="Token counts. In a range each is twice the one before.")
     ] = "512:65536",
     device_profile: Annotated[
         str,
@@ -71,12 +73,13 @@ def plan(
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences that share the tokens.")] = 1,
     attention: Annotated[
-        str, typer.Option(metavar="|".join(ATTENTION), help="join: attention of both halves at once.")
+        str,
+        typer.Option(metavar="|".join(ATTENTION), help="How the halves attend: join computes attention once for both."),
     ] = "auto",
     wire: Annotated[
         str,
         typer.Option(
-            metavar="|".join(MEASURED_WIRES), help="How rows of fused sums travel, whatever a message's size."
+            metavar="|".join(MEASURED_WIRES), help="How rows of fused sums travel, in messages of every size."
         ),
     ] = EXACT,
     plot_file: Annotated[
@@ -228,9 +231,12 @@ def link_of_transport(transport: str) -> Link:
 def layer_of_model(model: str, tp: int) -> tuple[LayerShape, int]:
     """The model's layer on one of ``tp`` ranks, and how many layers there are."""
     common.model_file(model, tp)
-    from tw_compile.models.config import load_config, tensor_parallel_plan
-
     try:
+        layer = preset_layer(model, tp)
+        if layer is not None:
+            return layer
+        from tw_compile.models.config import load_config, tensor_parallel_plan
+
         config = load_config(model)
         return layer_shape(config, tensor_parallel_plan(config), tp), config.num_hidden_layers
     except ValueError as error:

@@ -9,8 +9,8 @@ from tw_compile.harness.plot import new_figure, save
 from tw_compile.planning import Mode, Plan
 
 WHY_FASTER_THAN_SILENT = (
-    "A split layer may be faster than one without communication: there every rank norms all tokens, fused each its own share "
-    "of them,\nand GEMMs and attention of halves are other kernels."
+    "A split layer can be faster than one without communication. Without communication every rank normalises all tokens, and "
+    "in a fused layer\neach rank normalises only its share. The halves' GEMMs and attention also run on other kernels."
 )
 # Okabe and Ito's colours.
 _HALVES = {1: "#0072B2", 2: "#D55E00"}

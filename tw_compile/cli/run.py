@@ -60,7 +60,7 @@ def run(
     wire_sites: WireSitesOption = "all",
     wire_min_bytes: Annotated[
         int,
-        typer.Option(metavar="N", help="Smaller messages travel as they are; 0: none, as a run is to show the wire."),
+        typer.Option(metavar="N", help="Smaller messages travel exact. 0: every message has the wire, to show it."),
     ] = 0,
     text: Annotated[
         str | None,
@@ -75,9 +75,12 @@ def run(
             metavar="DIR|FILE.gguf|PACKAGE", help="With --text: a model with weights, or a package that holds one."
         ),
     ] = None,
-    text_tokens: Annotated[int, typer.Option(metavar="N", help="With --text: so many tokens of it.")] = TEXT_TOKENS,
+    text_tokens: Annotated[
+        int, typer.Option(metavar="N", help="With --text: how many of its tokens to use.")
+    ] = TEXT_TOKENS,
     max_dnll: Annotated[
-        float, typer.Option(metavar="NATS", help="With --text: what the wire may cost; more is exit code 1.")
+        float,
+        typer.Option(metavar="NATS", help="With --text: the most that the wire may cost. Above it the exit code is 1."),
     ] = MAX_DNLL,
     trace: Annotated[
         str | None,
@@ -87,13 +90,15 @@ def run(
             "the communication is hidden.",
         ),
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after so long.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up after this time.")] = 1800.0,
     json_file: JsonOption = None,
 ) -> None:
     """Run a tensor-parallel decoder with the fused operators, check it against float64, and show what was fused.
 
-    With --wire it also says what the codes cost each kind of sum, and with --text instead what they cost a model. Starts the
-    ranks itself, or is one of them under torchrun. Exit code: 0 passed, 1 numerics failed or ranks differ, 2 bad input.
+    It starts the ranks itself; under torchrun it is one of them. With --wire it also shows the error that the codes add to each
+    kind of sum. With --text it runs no ranks and shows what the codes cost a model.
+
+    Exit code: 0 passed, 1 numerics failed or ranks differ, 2 bad input.
     """
     from tw_compile.harness.launch import spawn_ranks, torchrun_world_size
     from tw_compile.harness.variables import for_runs

@@ -45,7 +45,7 @@ def tune(
         str | None,
         typer.Option(
             metavar="int8|int6[,...]",
-            help="Time only these wires, and add [[wires]] to thresholds.toml; with --checkpoint what they cost a model.",
+            help="Time only these wires, and add them to thresholds.toml. With --checkpoint: show what they cost a model.",
             show_default="everything else",
         ),
     ] = None,
@@ -61,34 +61,36 @@ def tune(
         str | None, typer.Option(metavar="FILE", help="With --checkpoint: the text; ranks are simulated on the CPU.")
     ] = None,
     text_tokens: Annotated[
-        int, typer.Option(metavar="N", help="With --text: so many of its tokens at most.")
+        int, typer.Option(metavar="N", help="With --text: the most tokens of it to use.")
     ] = TEXT_TOKENS,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be measured, and do nothing.")] = False,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="Measure what ranks measure by themselves before a first compile, in seconds, and write what they would.",
+            help="Calibrate this node in seconds, as its ranks would do by themselves before their first compile.",
         ),
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume/--fresh", help="Go on where an interrupted tuning stopped, or begin anew.")
+        bool, typer.Option("--resume/--fresh", help="Continue where an interrupted tuning stopped, or start over.")
     ] = True,
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Where the files go.", show_default="the user's config folder")
     ] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up a stage after so long.")] = 600.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Give up a stage after this time.")] = 600.0,
     plot_file: Annotated[
         str | None, typer.Option("--plot", metavar="FILE.png|svg", help="Draw fused by unfused time, and crossovers.")
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
-    """Measure every unfused all_reduce and every kernel of ours here, alone and beside GEMMs, and write tables from it.
+    """Time every unfused all_reduce and every kernel of tw_compile on this machine, and write tables from the times.
 
-    Files: thresholds.toml, kernels.toml, device.toml, and tune.json with all that was measured; with --transport
-    host-memory.toml and tune-NAME.json; with --wire thresholds.toml and tune-wires.json; with --checkpoint one file for each
-    checkpoint. Exit code: 0 done, 1 one of ours failed or a rank did, or a wire costs the checkpoint more than 0.01 nats a
-    token, 2 bad input or a GPU that is busy.
+    It times them alone and beside GEMMs. It writes thresholds.toml, kernels.toml, device.toml, and tune.json with all times.
+    With --transport it writes host-memory.toml and tune-NAME.json, with --wire thresholds.toml and tune-wires.json, and with
+    --checkpoint one file for each checkpoint.
+
+    Exit code: 0 done; 1 a kernel of tw_compile or a rank failed, or a wire costs the checkpoint more than 0.01 nats a token;
+    2 bad input or a busy GPU.
     """
     common.one_of("--device", device, tuple(RESULTS))
     common.seconds("--timeout", timeout)

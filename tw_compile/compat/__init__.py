@@ -10,7 +10,6 @@ import contextlib
 import importlib
 import math
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -197,10 +196,8 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 def one_shot_all_reduce_bytes() -> int:
     """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none.
 
-    An option that only Python sets: while nothing has imported Inductor, nothing has.
+    It imports Inductor, which takes seconds.
     """
-    if "torch._inductor" not in sys.modules:
-        return 0
     from torch._inductor import config
 
     return config._collective.one_shot_all_reduce_threshold_bytes if config._collective.auto_select else 0

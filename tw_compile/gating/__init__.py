@@ -1,6 +1,6 @@
 """Whether a message should be fused: what an unfused all_reduce would use, and tables of bytes that say what is faster.
 
-Nothing here imports torch but :mod:`tw_compile.current`, which asks the process about its device and its group.
+Nothing here imports torch. :mod:`tw_compile.current` asks torch about the process's device and group.
 """
 
 from tw_compile.gating.backend import active_backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import platform
@@ -9,11 +10,10 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from tw_compile import __version__
 from tw_compile.environment import peer_access
 from tw_compile.sources import source_digest
+from tw_compile.torch_files import torch_version
 
 
 def versions() -> dict[str, str]:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
         "tw_compile": __version__,
         "commit": _commit(),
         "source": source_digest()[:12],
-        "torch": torch.__version__,
+        "torch": torch_version(),
         "transformers": metadata.version("transformers"),
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
@@ -45,7 +45,21 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is installed. Where it is not, torch has no GPU and need not be imported to be asked."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
 def nccl_version() -> str | None:
+    """That of torch's NCCL; None where torch has no GPU."""
+    if not has_driver():
+        return None
+    import torch
+
     if not torch.cuda.is_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))

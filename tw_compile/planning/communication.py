@@ -1,4 +1,4 @@
-"""How long a message of ``[tokens, hidden]`` takes between the ranks: latency, then the longer of links' and SMs' time."""
+"""How long a message ``[tokens, hidden]`` takes between ranks: latency, then the time of links or SMs, whichever is longer."""
 
 from __future__ import annotations
 

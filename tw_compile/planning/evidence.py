@@ -9,17 +9,16 @@ size of that error on the device. A larger margin would keep the slower way for 
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from statistics import fmean
-from types import SimpleNamespace
 from typing import Any
 
-from tw_compile.planning.layer import LayerShape, layer_shape
+from tw_compile.planning.layer import LayerShape
+from tw_compile.planning.presets import preset_layer
 
 UNMEASURED_MARGIN = 0.05
 """The margin for a device without measured layers. No constant of a profile was fitted to the Qwen2.5-72B layers of
@@ -29,14 +28,6 @@ ESTIMATED_MARGIN = 0.10
 """The margin for a device whose profile is an estimate. Twice that of a device without measured layers, because it has another
 device's tiles, attention kernels, launches and contention on top: only a GEMM, a norm and the calls themselves were timed."""
 
-_PLAN = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-    "layers.*.mlp.experts": "moe_tp_experts",
-}
-"""How all of the measured models are sharded."""
 _TIMES = ("unfused_us", "no_communication_us", "fused_us", "split_us")
 
 
@@ -78,7 +69,9 @@ class MeasuredLayer:
 
     @property
     def shape(self) -> LayerShape:
-        return layer_shape(_model(self.model), _PLAN, self.world_size)
+        layer = preset_layer(self.model, self.world_size)
+        assert layer is not None, "measured layers are of shipped models"
+        return layer[0]
 
 
 @dataclass(frozen=True)
@@ -132,10 +125,11 @@ class Evidence:
         if not self.counted:
             what = "of the device little but calls, a GEMM and a norm was" if self.estimated else "no layer was"
             return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"
-        what = "groups" if self.counted[0].layer.group else "single ranks, with stand-ins for calls"
+        what = "groups" if self.counted[0].layer.group else "single ranks with stand-ins for calls"
         return (
-            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average: "
-            f"{self.mean:+.1%} with its sign, {self.worst:+.1%} at worst. Above 0 means too optimistic."
+            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average. "
+            f"The mean of the errors with their signs is {self.mean:+.1%}, the worst is {self.worst:+.1%}; above 0 is too "
+            "optimistic."
         )
 
 
@@ -156,10 +150,3 @@ def _files() -> tuple[dict[str, Any], ...]:
     folder = resources.files("tw_compile.configs") / "layers"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name)
     return tuple(tomllib.loads(file.read_text()) for file in files)
-
-
-@cache
-def _model(name: str) -> SimpleNamespace:
-    """A preset's configuration, read without transformers."""
-    file = resources.files("tw_compile.configs") / "models" / f"{name}.json"
-    return SimpleNamespace(**json.loads(file.read_text()))

@@ -1,4 +1,4 @@
-"""Where the FFN of a layer is best cut in two halves that one GPU computes one behind the other."""
+"""Finds the best place to cut the FFN of a layer into two halves that one GPU computes one after the other."""
 
 from __future__ import annotations
 

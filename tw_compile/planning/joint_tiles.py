@@ -1,4 +1,4 @@
-"""How our plain GEMM's tiles lie: how wide they are, and how many are narrow so that the last wave is full.
+"""How the tiles of our GEMM lie: how wide they are, and how many are narrow, so that the last wave is full.
 
 The kernel (``kernels/gemm/joint_mm.cu``) computes pairs of tiles over each other, 256 rows, on clusters of two SMs: whole ones
 first, then narrow ones of half of the columns, then low ones, of the last rows where these are 128 or fewer. Which cluster

@@ -1,4 +1,4 @@
-"""Where a kernel of our own computes causal attention of a part of a sequence, in the place of cuDNN's.
+"""Says where a kernel of our own, instead of cuDNN's, computes causal attention of a part of a sequence.
 
 A call of cuDNN's costs a memset and the gaps around it, and a suffix two calls and a merge
 (``passes/split/rules/attention.py``). With few tokens that is more than the attention itself; with many, cuDNN's faster

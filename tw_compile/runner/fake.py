@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.harness.requests import UsageError
@@ -17,6 +16,7 @@ from tw_compile.harness.versions import versions
 from tw_compile.models.alike import Alike, alike_layers
 from tw_compile.models.config import check_activation, keep_layers, load_config, truncate_layers
 from tw_compile.models.decoder import build_decoder
+from tw_compile.own_gate import own_gate
 from tw_compile.planning import DeviceProfile, load_profile
 from tw_compile.report import SCHEMA_VERSION, GraphReport
 from tw_compile.runner.spec import RunSpec

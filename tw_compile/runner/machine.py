@@ -1,38 +1,35 @@
-"""Facts about this machine that decide how ranks exchange rows. Nothing here creates a context or a communicator."""
+"""Facts about this machine that decide how ranks exchange rows. Nothing here creates a context or a communicator.
+
+torch takes seconds to import, so it is asked only where there is a driver, without which it has no GPU (``gpus.py``).
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 from itertools import permutations
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from tw_compile import compat
-from tw_compile.calibration import LAYER, Calibration, default_folder, merged_table, stored
+from tw_compile.calibration import LAYER, Calibration, default_folder, merged_table
 from tw_compile.config import Config
-from tw_compile.current import measured_on, own_gate
 from tw_compile.environment import peer_access
 from tw_compile.files import user_file
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.layers import Layer, threshold_layers
 from tw_compile.gating.table import size
-from tw_compile.harness.versions import installed_version, nccl_version, versions
-from tw_compile.kernels.collective.peer_access import reach_each_other
-from tw_compile.kernels.collective.transport import node_facts
+from tw_compile.harness.versions import has_driver, installed_version, nccl_version, versions
 from tw_compile.kernels.collective.transports import GroupFacts, choose_transport
 from tw_compile.kernels.transports import selection
+from tw_compile.own_gate import own_gate
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import shipped_profile, user_profile
 from tw_compile.runner import topology
+from tw_compile.runner.topology import NO_GPUS, WORLD_SIZES, Gpus
+from tw_compile.torch_files import cuda_version, has_gloo, has_symmetric_memory
 
 Report = dict[str, Any]
 
-WORLD_SIZES = (2, 4, 8)
 # What the choice of the transport is told for: any Llama-like model.
 _HIDDEN_SIZE = 8192
 _ELEMENT_BYTES = 2
@@ -41,67 +38,49 @@ _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 def examine() -> Report:
     """Everything that ``tw-compile doctor`` shows."""
-    gpus = _gpus()
-    nvml = topology.nvml(len(gpus))
-    peers = topology.peer_access(len(gpus))
-    atomics = topology.atomics(peers)
-    multicast = compat.multicast_support(0) if gpus else None
-    node = _node(peers, bool(multicast))
-    calibrations = calibrations_of(gpus, node)
-    calibrated = calibrated_layer(calibrations, node) if gpus else None
-    gate = own_gate(Config(), node, calibrated)
+    found = _gpus()
+    gpus = found.each
+    nvml = topology.nvml(found.uuids)
+    calibrations = found.calibrations
+    calibrated = calibrated_layer(calibrations, found.node) if gpus else None
+    gate = own_gate(Config(), found.node, calibrated)
     return {
         "schema_version": 1,
         "command": "doctor",
         "versions": {
             **versions(),
             "triton": installed_version("triton"),
-            "cuda": torch.version.cuda,
+            "cuda": cuda_version(),
             "driver": nvml["driver"],
             "nccl": nccl_version(),
             "os": platform.platform(),
             "cpus": os.cpu_count(),
         },
         "gpus": gpus,
-        "peer_access": peers,
-        "native_atomics": atomics,
+        "peer_access": found.reachable,
+        "native_atomics": found.atomics,
         "nvlinks": nvml["links"],
         "pcie": nvml["pcie"],
         "shared_memory": topology.shared_memory(),
         "peer_access_used": peer_access(),
         "symmetric_memory": {
-            "importable": importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
-            "multicast_supported": multicast,
+            "importable": has_symmetric_memory(),
+            "multicast_supported": found.multicast,
             _DISABLE_MULTICAST: os.environ.get(_DISABLE_MULTICAST),
         },
         "thresholds": thresholds_report(gate, calibrated),
         "kernel_tables": kernel_tables_report(gpus, calibrations),
         "device_profile": device_profile_report(gpus, calibrations),
-        "plans": [_plan(world_size, gpus, atomics, gate) for world_size in WORLD_SIZES],
+        "plans": [_plan(world_size, found, gate) for world_size in WORLD_SIZES],
     }
 
 
-def _node(peers: list[list[bool]], multicast: bool) -> Node:
-    if not peers:
-        return Node(None, False)
-    reachable = reach_each_other(range(len(peers)), lambda gpu, peer: peers[gpu][peer])
-    return Node(torch.cuda.get_device_capability(0), multicast, reachable)
+def _gpus() -> Gpus:
+    if not has_driver():
+        return NO_GPUS
+    from tw_compile.runner.gpus import examine as examine_gpus
 
-
-def calibrations_of(gpus: list[Report], node: Node) -> list[Calibration]:
-    """What groups of this host's first GPUs have measured by themselves; from here on they choose kernels in this process."""
-    folder = default_folder()
-    found = [
-        calibration
-        for ranks in WORLD_SIZES
-        if len(gpus) >= ranks
-        for here in [measured_on(gpus[0]["name"], ranks, node, node_facts("cuda", ranks).peer_access)]
-        if (calibration := stored(folder, here)) is not None
-    ]
-    if found:
-        steps = tuple(step for calibration in found for step in calibration.steps)
-        selection.use_measured({gpus[0]["name"]: steps})
-    return found
+    return examine_gpus()
 
 
 def calibrated_layer(calibrations: list[Calibration], node: Node) -> Layer:
@@ -119,7 +98,8 @@ def thresholds_report(gate: Gate, calibrated: Layer | None) -> Report:
         elif layer.table not in gate.tables:
             state = f"not used: it is about {layer.table.device_class}, this device is {device_class}"
         else:
-            state = f"{len(layer.table.entries)} ranges"
+            count = len(layer.table.entries)
+            state = f"{count} range{'s' * (count != 1)}"
         layers.append({"layer": layer.name, "from": layer.file, "state": state})
     return {"device_class": device_class, "digest": gate.digest(), "layers": layers}
 
@@ -172,21 +152,21 @@ def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -
     }
 
 
-def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None, gate: Gate) -> Report:
+def _plan(world_size: int, found: Gpus, gate: Gate) -> Report:
     """What a group of ``world_size`` ranks of this host would use."""
     plan: Report = {"world_size": world_size}
-    if len(gpus) < world_size:
+    gpus, atomics = found.each, found.atomics
+    if world_size not in found.groups:
         choice = choose_transport(GroupFacts("cpu", world_size, 1), _HIDDEN_SIZE, _ELEMENT_BYTES)
         why = "no GPU" if not gpus else f"{world_size} ranks need as many GPUs, here are {len(gpus)}"
-        backend = "gloo" if dist.is_available() and dist.is_gloo_available() else None
         return plan | {
             "device": "cpu",
             "transport": choice.name,
             "transport_why": f"{why}; {choice.reason}",
-            "all_reduce": backend,
+            "all_reduce": "gloo" if has_gloo() else None,
             "all_reduce_why": "the backend of CPU tensors",
         }
-    choice = choose_transport(node_facts("cuda", world_size), _HIDDEN_SIZE, _ELEMENT_BYTES)
+    choice = choose_transport(found.groups[world_size], _HIDDEN_SIZE, _ELEMENT_BYTES)
     transport, why = choice.name, choice.reason
     lacking = [
         pair for pair in permutations(range(world_size), 2) if atomics is not None and not atomics[pair[0]][pair[1]]
@@ -200,8 +180,8 @@ def _plan(world_size: int, gpus: list[Report], atomics: list[list[bool]] | None,
         "transport": transport,
         "transport_why": why,
         "kernels": kernels_by_size(gpus[0]["name"], world_size, transport) if transport in ("p2p", "host") else None,
-        "all_reduce": "nccl" if dist.is_nccl_available() else None,
-        "all_reduce_why": "torch's all_reduce of CUDA tensors" if dist.is_nccl_available() else "torch has no NCCL",
+        "all_reduce": "nccl" if found.nccl else None,
+        "all_reduce_why": "torch's all_reduce of CUDA tensors" if found.nccl else "torch has no NCCL",
         "thresholds": [
             f"from {size(crossover.nbytes)} {'fused' if crossover.fused else 'gated'}, unfused {crossover.backend} "
             f"({crossover.backend_why}): {crossover.entry}; {crossover.source}"
@@ -221,18 +201,3 @@ def kernels_by_size(device_name: str, world_size: int, transport: str) -> str:
         named.append(f"{last.algorithm} ({last.sms} CTAs) beyond")
     measured = "" if steps else f" (none measured for {device_name}, {world_size} ranks)"
     return ", ".join(named) + measured
-
-
-def _gpus() -> list[Report]:
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "index": index,
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "capability": f"{properties.major}{properties.minor}",
-            }
-        )
-    return gpus

@@ -1,20 +1,26 @@
-"""How the GPUs of this machine are joined: PCIe or NVLink, peer access, and the memory of the host that ranks can share."""
+"""How the GPUs of this machine are joined: PCIe or NVLink, peer access, and the memory of the host that ranks can share.
+
+Imports no torch: what only torch can tell is in ``gpus.py``.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tw_compile.kernels.collective.p2p_group import device_uuids, native_atomics
+from tw_compile.calibration import Calibration
+from tw_compile.gating.facts import Node
+from tw_compile.kernels.collective.transports import GroupFacts
 
 Report = dict[str, Any]
 
+WORLD_SIZES = (2, 4, 8)
+"""Ranks of the groups that are told about."""
 SHARED_MEMORY = Path("/dev/shm")
 _PCIE = {
     "generation": "nvmlDeviceGetCurrPcieLinkGeneration",
@@ -24,25 +30,34 @@ _PCIE = {
 }
 
 
-def peer_access(count: int) -> list[list[bool]]:
-    """Whether GPU ``[a]`` can reach the memory of GPU ``[b]``, its own included."""
-    return _pairs(count, torch.cuda.can_device_access_peer, True)
+@dataclass(frozen=True)
+class Gpus:
+    """What torch and the driver say of this machine's GPUs (:func:`tw_compile.runner.gpus.examine`).
+
+    Attributes:
+        each: Index, name, memory in bytes and compute capability.
+        uuids: The driver's name of each.
+        reachable: Whether GPU ``[a]`` can reach the memory of GPU ``[b]``, its own included.
+        atomics: Whether atomics of GPU ``[a]`` on memory of GPU ``[b]`` are atomic; None where the driver can't be asked.
+        multicast: Whether there is NVLink multicast; None without a GPU, and where torch can't tell.
+        node: What gates go by.
+        calibrations: What groups of the first GPUs have measured by themselves.
+        groups: By number of ranks, where there are so many GPUs, what the choice of a transport goes by.
+        nccl: Whether torch was built with NCCL.
+    """
+
+    each: list[Report]
+    uuids: list[str]
+    reachable: list[list[bool]]
+    atomics: list[list[bool]] | None
+    multicast: bool | None
+    node: Node
+    calibrations: list[Calibration]
+    groups: dict[int, GroupFacts]
+    nccl: bool
 
 
-def atomics(reachable: Sequence[Sequence[bool]]) -> list[list[bool]] | None:
-    """Whether atomics of GPU ``[a]`` on memory of GPU ``[b]`` are atomic; None where the driver can't be asked."""
-
-    def has(gpu: int, peer: int) -> bool:
-        return reachable[gpu][peer] and native_atomics(gpu, peer)
-
-    try:
-        return _pairs(len(reachable), has, True)
-    except OSError:  # no driver
-        return None
-
-
-def _pairs(count: int, ask: Callable[[int, int], bool], of_itself: bool) -> list[list[bool]]:
-    return [[of_itself if a == b else ask(a, b) for b in range(count)] for a in range(count)]
+NO_GPUS = Gpus([], [], [], [], None, Node(None, False), [], {}, False)
 
 
 def shared_memory(folder: Path = SHARED_MEMORY) -> Report | None:
@@ -58,8 +73,8 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Report | None:
     }
 
 
-def nvml(count: int) -> Report:
-    """What the driver's management library says; None without nvidia-ml-py or without a driver.
+def nvml(uuids: Sequence[str]) -> Report:
+    """What the driver's management library says of the GPUs ``uuids``; None without nvidia-ml-py or without a driver.
 
     ``driver``: its version. ``links``: how many NVLinks join each pair of GPUs; those behind NVSwitches have links to the
     switches only, which count for every pair. ``pcie``: of each GPU generation and width, as they are now, and at most; an
@@ -70,7 +85,7 @@ def nvml(count: int) -> Report:
         if pynvml is None:
             return nothing
         try:
-            handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in device_uuids()[:count]]
+            handles = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
             return {
                 "driver": pynvml.nvmlSystemGetDriverVersion(),
                 "links": _links(pynvml, handles),

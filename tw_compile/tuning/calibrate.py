@@ -35,7 +35,7 @@ from tw_compile.calibration import (
     use,
 )
 from tw_compile.config import Config
-from tw_compile.current import current_node, measured_on, own_gate
+from tw_compile.current import current_node, measured_on
 from tw_compile.gating.facts import Backend, Node
 from tw_compile.gating.hosts import DEFAULT_HOST
 from tw_compile.gating.table import Table
@@ -47,6 +47,7 @@ from tw_compile.harness.versions import nccl_version
 from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, choose_transport
 from tw_compile.kernels.transports.selection import shipped_steps, user_steps
+from tw_compile.own_gate import own_gate
 from tw_compile.planning.device import shipped_profile
 from tw_compile.planning.links import shipped_link
 from tw_compile.tuning.candidates import candidates, for_planner

@@ -1,16 +1,16 @@
 // all_reduce + bias + residual + RMSNorm for medium and large messages between GPUs that share host memory and nothing else.
 //
-// Every rank writes to its own outbox in host memory, and everybody reads there what they need. Each byte is written once.
+// Every rank writes to its own outbox in host memory, each byte once. It reads what it needs from the others' outboxes.
 //
 // one-shot (ONE_SHOT=1): a rank sends all its rows, reads those of all others and computes every row. All ranks add up in
-//   rank order: M out and (N-1) x M in, one hop. Two ranks can't do with fewer bytes.
+//   rank order: M out and (N-1) x M in, one hop. For two ranks no way needs fewer bytes.
 // two-shot: a rank sends each row for its owner, the owner computes it and sends the result to all: M out and
 //   2(N-1)/N x M in, two hops.
 //
-// What limits such a kernel is time and not SMs: a load from host memory takes 2 to 5 us, and a fence about as long. So nothing
-// here waits for one of them alone. A CTA handles its rows in turns, GROUPS rows each. It sends AHEAD turns before it computes,
-// and loads DEPTH turns into shared memory before it adds them up. Of its threads, all but two warps do that. One warp announces
-// how far they are (the fence is its own), another one listens to how far the peers are.
+// Latency limits such a kernel, and not SMs: a load from host memory takes 2 to 5 us, and a fence about as long. So nothing here
+// waits for one load or one fence alone. A CTA handles its rows in turns of GROUPS rows. It sends AHEAD turns before it computes,
+// and loads DEPTH turns into shared memory before it adds them up. All threads but two warps do that. One of the two warps
+// issues the fences and announces how far the others are. The other one reads how far the peers are.
 //
 //   turn:       sends row t | adds up row t - AHEAD | barrier | stores its result | asks for row t - AHEAD + DEPTH
 //   two-shot:               | takes results of t - AHEAD - BEHIND                 | asks for those of t - AHEAD - BEHIND + DEPTH

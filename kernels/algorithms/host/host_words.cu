@@ -3,7 +3,7 @@
 // Every rank writes its rows to its own outbox in host memory, once. Every rank reads the rows of all others, computes all
 // rows, and adds up in rank order, so all ranks have equal bits. There is no barrier and no fence: a row is sent as 64-bit
 // words of 32 bits of data and the number of the call (NCCL calls this protocol LL). A word is read and written whole, so
-// whoever reads the number of the call has the data, too. That doubles the bytes, which small messages do not notice.
+// whoever reads the number of the call has the data, too. That doubles the bytes, which costs small messages little.
 //
 // Why this is correct
 // -------------------
@@ -11,8 +11,8 @@
 // ended, which needed words of every peer's call k+1. A peer starts that call when its call k has ended, with all it reads.
 // Words of earlier calls have another number, those of unused memory have 0, and calls count from 1.
 //
-// CTA b of a rank waits for what peers' CTAs send, and for nothing of theirs besides. CTAs send a row before they wait for
-// one, and take their rows in turn; so a call ends if on every rank one of its CTAs at a time can run. The state lives in
+// CTA b of a rank waits only for words that the peers' CTAs send. CTAs send a row before they wait for
+// one, and take their rows in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in
 // device memory, so graph replays and launches of other shapes may follow each other.
 //
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT, SPIN_LIMIT,

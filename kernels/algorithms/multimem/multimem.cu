@@ -1,4 +1,4 @@
-// all_reduce + bias + residual + RMSNorm by NVLink multicast: two-shot, where the switch adds up and spreads what was made.
+// all_reduce + bias + residual + RMSNorm by NVLink multicast: two-shot, where the switch adds up rows and sends results to all.
 //
 // Rank r owns rows_per_rank rows. GROUPS groups of threads of a CTA take turns with its rows. A thread has its parts of the
 // group's next DEPTH rows on their way from the switch (multimem.ld_reduce, straight into registers) while it finishes the row
@@ -8,7 +8,7 @@
 // buffers and behind them the multicast address. No other instruction may touch that one. The switch adds up what lies in all
 // buffers, so a rank stages its own rows too. What it returns is rounded to the type of the addends: 16-bit types are added in
 // float32 (.acc::f32), and the sum is rounded once. The PTX ISA promises neither an order of the addends nor the same bits from
-// run to run. All ranks hold the same bits because one of them reads the sum and publishes what it made of it.
+// run to run. All ranks hold the same bits because one of them reads the sum and publishes its result.
 //
 // PULL=0: the results are left in this rank's part of the symmetric buffers, of which `hidden` is one.
 // PULL=1: `hidden` is an ordinary tensor; after the second barrier each rank copies the peers' rows to there. A replicated

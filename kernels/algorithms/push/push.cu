@@ -1,5 +1,5 @@
-// all_reduce + bias + residual + RMSNorm for small and medium messages: rows are pushed into the receivers' inboxes and
-// say of themselves that they have arrived (the Lamport style of NCCL's LL and TensorRT-LLM's all_reduce). No barrier.
+// all_reduce + bias + residual + RMSNorm for small and medium messages. Rows are pushed into the receivers' inboxes, and each
+// word shows by itself that it has arrived (the Lamport style of NCCL's LL and TensorRT-LLM's all_reduce). No barrier.
 //
 // one-shot (ONE_SHOT=1): every rank pushes all its rows to all peers, and computes every row itself, all in the same
 //   order: (N-1) x M on the links, one hop.
@@ -10,7 +10,7 @@
 // -------------------
 // A word of an inbox that is NOT_ARRIVED has not been written since it was cleared; data never has that word
 // (drop_negative_zeros). So each 32-bit word carries its own flag, and no order between stores is needed: relaxed
-// accesses at system scope do, whose words are single-copy atomic.
+// accesses at system scope are enough, because their words are single-copy atomic.
 //
 // An inbox is three parts that calls use in turn. Call k receives in part k % 3 and clears what call k-1 used. A peer
 // writes to that part again in its call k+2. It starts that call after its call k+1, which needed a row of this rank's

@@ -4,7 +4,7 @@
 // shared-memory stages for each group filled with its rows from all ranks (one stage: one row of one rank). The group adds
 // up a row in rank order as its stages fill, adds bias and residual, normalises and writes both results to one of its
 // RESULTS pieces of shared memory, and another thread has them copied to where they belong. While one group waits for its
-// sums of squares or for a free piece, others compute: what is left is what an SM's bytes cost, and few CTAs fill the links:
+// sums of squares or for a free piece, others compute. So an SM spends its time on moving bytes, and few CTAs fill the links:
 // 2(N-1)/N x M bytes each way, nothing read or written twice.
 //
 // Each group has a ring of its own because a wait for an mbarrier knows the parity of a phase and not its number: a group

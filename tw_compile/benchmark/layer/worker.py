@@ -1,4 +1,4 @@
-"""One rank of a benchmark of layers or of a model: compile every variant, hold it to the error budget, time who passed."""
+"""One rank of a benchmark of layers or of a model: compile every variant, check its error, and time those that pass."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def examine(
 def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]]:
     """The report to be read: each section has a title, what stands beside it, and values by name or lines."""
     vllm = {
-        "installed": report["installed"] or "no: what follows is what it would do",
+        "installed": report["installed"] or "no; this is what it would do if it were installed",
         "dispatch": report["dispatch"],
         "plugin": report["plugin"],
         "enabled": report["enabled"],

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tw_compile.config import Config
-from tw_compile.current import own_gate
 from tw_compile.gating.facts import DTYPE_BYTES, Node, Settings
 from tw_compile.gating.gate import Gate
 from tw_compile.hosts.vllm import dispatch
@@ -24,6 +23,7 @@ from tw_compile.hosts.vllm.settings import VllmSettings
 from tw_compile.kernels.collective.planned_wires import planned_wires
 from tw_compile.kernels.collective.transports import AUTO
 from tw_compile.kernels.collective.wires import EXACT
+from tw_compile.own_gate import own_gate
 from tw_compile.passes.fusion.wire import message_refusal, name_of_wire, wire_threshold
 from tw_compile.passes.reasons import WireRefused
 from tw_compile.planning import ALL_EXACT, DeviceProfile, LayerShape, Mode, Off, Plan, Wires, plan_layer

@@ -1,0 +1,41 @@
+"""The gate that this process would use if it were alone, from options, environment variables and tables. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+from tw_compile.config import Config
+from tw_compile.gating.facts import HostFacts, Node, Settings
+from tw_compile.gating.gate import Gate
+from tw_compile.gating.layers import Layer, tables_of, threshold_layers
+from tw_compile.gating.wire_accuracy import load_accuracy
+
+
+def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gate:
+    """The gate for ``node``. ``calibrated``: see :func:`threshold_layers`.
+
+    Raises:
+        ValueError: A thresholds file, or an environment variable, is wrong.
+    """
+    facts = HostFacts(
+        config.all_reduce_backend,
+        _one_shot_bytes(),
+        config.disable_custom_all_reduce,
+        installed=lambda package: importlib.util.find_spec(package) is not None,
+    )
+    settings = Settings.from_environment(config.host, os.environ, facts)
+    layers = threshold_layers(config.thresholds, node.device_class, calibrated=calibrated)
+    accuracy = None if config.wire_accuracy is None else load_accuracy(config.wire_accuracy)
+    return Gate(node, settings, tables_of(layers, node.device_class), accuracy)
+
+
+def _one_shot_bytes() -> int:
+    """The largest message that Inductor gives to its one-shot kernel. Only Python sets that option: while nothing has imported
+    Inductor it has its default, 0."""
+    if "torch._inductor" not in sys.modules:
+        return 0
+    from tw_compile import compat
+
+    return compat.one_shot_all_reduce_bytes()
