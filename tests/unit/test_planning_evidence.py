@@ -94,7 +94,7 @@ def test_the_words_name_mean_sign_and_worst() -> None:
         "a split must be predicted to save more than 2.0%. On 2 measured layers of groups the prediction was off by 2.0% on "
         "average. The mean of the errors with their signs is -1.0%, the worst is -3.0%; above 0 is too optimistic."
     )
-    assert "layers of single ranks, with stand-ins" in str(Evidence((error(0.01, group=False),)))
+    assert "layers of single ranks with stand-ins" in str(Evidence((error(0.01, group=False),)))
 
 
 def test_sources_of_the_figures_are_named() -> None:
