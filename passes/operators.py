@@ -32,6 +32,19 @@ class AllReduceOperator:
 
 
 @dataclass(frozen=True)
+class AllGatherOperator:
+    """Puts its first argument of all ranks of a group one behind the other. It is ready when the operator returns.
+
+    ``dim``: the name of the argument that says along which dim.
+    """
+
+    writes: ClassVar[bool] = False
+
+    name: str
+    dim: str = "dim"
+
+
+@dataclass(frozen=True)
 class MadeScaleArguments:
     """How an operator makes the scales of float8 values: ``max(amax / 448, min_scale)``, of each row.
 
@@ -156,6 +169,7 @@ class AttentionOperator:
 
 Operator = (
     AllReduceOperator
+    | AllGatherOperator
     | NormOperator
     | QuantOperator
     | MadeQuantOperator
@@ -166,6 +180,7 @@ Operator = (
 Kind = TypeVar(
     "Kind",
     AllReduceOperator,
+    AllGatherOperator,
     NormOperator,
     QuantOperator,
     MadeQuantOperator,

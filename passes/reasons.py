@@ -108,6 +108,7 @@ class JoinReason(StrEnum):
     RESIDUAL_SHARDS = "residual_shards"
     SCALE_OF_ALL_TOKENS = "scale_of_all_tokens"
     EXPERTS = "experts"
+    LORA = "lora"
     LEFT_WHOLE = "left_whole"
     UNKNOWN_OPERATOR = "unknown_operator"
 
@@ -151,6 +152,7 @@ class SplitRefusal(StrEnum):
     NEEDS_ALL_TOKENS = "needs_all_tokens"
     SCALE_OF_ALL_TOKENS = "scale_of_all_tokens"
     EXPERTS = "experts"
+    LORA = "lora"
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective import seam, transport
-from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import Request, rows_per_rank, slice_of_whole_residual, whole_residual
+from tw_compile.kernels.epilogues import EPILOGUES
+from tw_compile.kernels.registry import load
 
 
 class OneRank(transport.Transport):
@@ -26,8 +27,8 @@ class OneRank(transport.Transport):
             if residual is None:  # this rank's rows alone
                 residual = rows.new_full((tokens, rows.shape[1]), torch.nan)
                 residual[: rows.shape[0]] = rows[:tokens]
-        norm, scale = request.norm, request.hidden_scale
-        hidden, h = add_rms_norm(request.x, residual, request.bias, request.weight, norm, scale)
+        operands = request.bias, request.weight, request.norm, request.hidden_scale, request.norm_bias
+        hidden, h = load(EPILOGUES[request.norm.epilogue].reference)(request.x, residual, *operands)
         if request.residual_out == "none":
             h = h[:0].clone()
         elif request.residual_out == "sharded":

@@ -47,6 +47,14 @@ def _norm_into(result: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, 
     result.copy_(_rms_norm(input, weight, epsilon))
 
 
+def _all_gather(tensor: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    return torch.cat([tensor * (rank + 1) for rank in range(world_size)], dim)
+
+
+def _shrink(inputs: torch.Tensor, weights: list[torch.Tensor], output: torch.Tensor, order: torch.Tensor) -> None:
+    output.zero_()
+
+
 def _rotary(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cos_sin: torch.Tensor
 ) -> None:
@@ -65,6 +73,12 @@ def vllm_operators() -> Iterator[None]:
     ):
         vllm.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
         vllm.impl("all_reduce", lambda tensor, group_name: tensor * 2, kind)
+        vllm.define("all_gather(Tensor tensor, int dim, SymInt world_size, str group_name) -> Tensor")
+        vllm.impl("all_gather", _all_gather, kind)
+        vllm.define("lora_shrink(Tensor inputs, Tensor[] lora_a_weights, Tensor! output_tensor, Tensor order) -> ()")
+        vllm.impl("lora_shrink", _shrink, kind)
+        vllm.define("lora_linear_async(Tensor x, Tensor order) -> Tensor")
+        vllm.impl("lora_linear_async", lambda x, order: x * 2, kind)
         ir.define("rms_norm(Tensor x, Tensor weight, float epsilon) -> Tensor")
         ir.impl("rms_norm", _rms_norm, kind)
         ir.define("fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor weight, float epsilon) -> (Tensor, Tensor)")
@@ -176,6 +190,45 @@ def test_operator_that_writes_and_is_not_declared_joins() -> None:
     written = b.writes(torch.ops._C.per_token.default, result=b.empty(TOKENS, HIDDEN), input=b.x)
     b.graph.output(b.part(written, 1))
     assert JoinReason.UNKNOWN_OPERATOR in reasons(b)
+
+
+def test_each_half_gathers_its_own_rows_columns_and_writes_into_rows_of_its_own() -> None:
+    b = Piece()
+    gathered = b.call(torch.ops.vllm.all_gather.default, b.mm(b.x), -1, 2, "tp:0")
+    made = b.empty(TOKENS, 2 * HIDDEN)
+    for begin, rows in ((0, b.mm(b.residual)), (HIDDEN, b.call(aten.neg.default, b.mm(b.x)))):
+        place = b.call(aten.slice.Tensor, made, 1, begin, begin + HIDDEN)
+        written = b.call(aten.copy.default, place, rows)
+        made = b.call(aten.slice_scatter.default, made, written, 1, begin, begin + HIDDEN)
+    b.graph.output((b.call(aten.mul.Tensor, gathered, made),))
+    split = copy_of(b.graph)
+    report = split_tokens(split, 5, axis=find_axis(split))
+    assert isinstance(report, SplitReport) and not report.joins
+    gathers = [node for node in split.nodes if node.target is torch.ops.vllm.all_gather.default]
+    assert [node.meta["val"].shape for node in gathers] == [(5, 2 * HIDDEN), (7, 2 * HIDDEN)]
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(one.meta["val"].shape, generator=generator) for one in b.inputs]
+    torch.testing.assert_close(run_graph(split, values), run_graph(b.graph, values))
+
+
+def test_gathering_tokens_of_all_ranks_and_writing_over_some_tokens_join() -> None:
+    b = Piece()
+    b.graph.output(b.call(torch.ops.vllm.all_gather.default, b.mm(b.x), 0, 2, "tp:0"))
+    assert JoinReason.RESHAPES_TOKENS in reasons(b)
+    b = Piece()
+    b.graph.output(b.call(aten.slice_scatter.default, b.mm(b.x), b.input(4, HIDDEN), 0, 0, 4))
+    assert JoinReason.OPERANDS_DISAGREE in reasons(b)
+
+
+def test_adapters_run_once_as_their_tokens_are_sorted_for_the_whole_step() -> None:
+    b = Piece()
+    order = b.call(aten.slice.Tensor, b.input(64, dtype=torch.long), 0, 0, TOKENS)
+    buffer, rows = b.empty(1, TOKENS, 4), b.mm(b.x)
+    shrink = torch.ops.vllm.lora_shrink.default
+    shrunk = b.writes(shrink, inputs=rows, lora_a_weights=[b.matrix], output_tensor=buffer, order=order)
+    both = b.call(torch.ops.vllm.lora_linear_async.default, rows, order)
+    b.graph.output((b.part(shrunk, 1), both))
+    assert reasons(b) == [JoinReason.LORA] * 2
 
 
 def test_result_that_is_no_new_tensor_and_angles_that_vary_join() -> None:

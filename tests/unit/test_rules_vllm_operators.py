@@ -291,7 +291,7 @@ def test_other_layouts_join(build: Callable[[Graph], fx.Node]) -> None:
 
 def _layer(**changes: Any) -> SimpleNamespace:
     """As much of vLLM's layer of experts as matters."""
-    config = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False}
+    config = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "is_lora_enabled": False}
     quantised = {"quant_dtype": None, "per_act_token_quant": False, "block_shape": None, "a1_scale": None}
     config |= {name: changes[name] for name in config.keys() & changes.keys()}
     quantised |= {name: changes[name] for name in quantised.keys() & changes.keys()}
@@ -352,6 +352,7 @@ def test_experts_that_are_counted_and_not_named_join(layers: list[Any]) -> None:
         ({"dp_size": 2}, "dp_size is 2: tokens go to other ranks by the step's counts"),
         ({"pcp_size": 2}, "pcp_size is 2: tokens go to other ranks by the step's counts"),
         ({"is_sequence_parallel": True}, "each rank has a part of the tokens"),
+        ({"is_lora_enabled": True}, "adapters' kernels sort the tokens of a whole step by their adapter"),
         ({"capture_fn": print}, "the step's choices are recorded by its tokens' numbers"),
         ({"quant_dtype": FP8}, "activations have one dynamic scale of all tokens"),
         ({"quant_dtype": torch.int8}, "activations have one dynamic scale of all tokens"),

@@ -28,7 +28,7 @@ from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import manager
 from tw_compile.passes.contract import Context, HostGraph
 from tw_compile.passes.fusion import FusionDecisions
-from tw_compile.passes.operators import OneScaleOperator, RowWiseOperator, registered_operators
+from tw_compile.passes.operators import AllGatherOperator, OneScaleOperator, RowWiseOperator, registered_operators
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split import SPLIT, SplitReport, layer_of_piece, split_tokens
 from tw_compile.passes.split.analysis.token_axis import TokenAxis, find_token_axis
@@ -323,14 +323,18 @@ def test_one_scale_of_all_tokens_is_refused_by_a_name_of_its_own(monkeypatch: py
     assert "tw_toy::declared makes one scale of all tokens" in seen.split.detail
 
 
-def test_row_wise_operators_of_hosts_are_split_and_have_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_wise_operators_of_hosts_are_split_and_have_no_plan_nor_have_gathers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     operator = RowWiseOperator("tw_toy::declared", reads=("x",), writes=False)
     monkeypatch.setitem(registered_operators, operator.name, operator)
     seen = piece((8, 64), "row_wise", split="5")
     assert seen.split is not None and seen.split.mode == "split" and not seen.split.joins, seen.split
-    found = layer_of_piece(seen.fused, axis_of(seen.fused))
-    assert isinstance(found, SplitRefused) and found.reason is SplitRefusal.LAYER_NOT_RECOGNISED
-    assert found.detail == "declared is not in the planner's formulas"
+    for without_times in (operator, AllGatherOperator(operator.name)):
+        monkeypatch.setitem(registered_operators, operator.name, without_times)
+        found = layer_of_piece(seen.fused, axis_of(seen.fused))
+        assert isinstance(found, SplitRefused) and found.reason is SplitRefusal.LAYER_NOT_RECOGNISED
+        assert found.detail == "declared is not in the planner's formulas"
 
 
 def test_exception_behind_the_rewrite_restores_the_fused_piece(

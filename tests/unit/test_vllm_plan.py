@@ -80,7 +80,6 @@ def test_the_dispatch_is_that_of_the_version(version: str, host: str) -> None:
         ({"tensor_parallel_size": 1}, HostRefusal.TENSOR_PARALLEL_SIZE_1),
         ({"compiled": False}, HostRefusal.NOT_COMPILED),
         ({"batch_invariant": True}, HostRefusal.BATCH_INVARIANT),
-        ({"lora": True}, HostRefusal.LORA),
         ({"dual_batch_overlap": True}, HostRefusal.DUAL_BATCH_OVERLAP),
         ({"state_space": True}, HostRefusal.STATE_SPACE),
     ],

@@ -153,6 +153,7 @@ def add_cpu_kernels() -> list[torch.library.Library]:
 
     library, extension = (torch.library.Library(name, "FRAGMENT") for name in ("vllm", "_C"))
     library.impl("all_reduce", lambda tensor, group_name: tensor.clone(), "CPU")
+    library.impl("all_gather", _all_gather, "CPU")
     library.impl("unified_kv_cache_update", _update, "CPU")
     library.impl("unified_attention_with_output", _attention, "CPU")
     library.impl("moe_forward", _experts, "CPU")
@@ -218,6 +219,11 @@ def _scaled_mm(
     out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor, bias: Any = None
 ) -> None:
     out.copy_((a.float() @ b.float()) * a_scale * b_scale)
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    """All ranks have what this one has."""
+    return torch.cat([tensor] * world_size, dim)
 
 
 def _embedding(result: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor, start: int, end: int, *rest: int) -> None:

@@ -43,7 +43,7 @@ def row_of(model: Model, traced: Traced) -> str:
     reasons = {str(reason) for one in reports for reason in one.refusals}
     split = reports[-1].split
     joins = {str(reason) for reason in split.joins} if split is not None else set()
-    is_split = split is not None and split.mode == "split"
+    is_split = split is not None and split.mode != "off"
     if split is not None and not is_split and fused == total:
         reasons.add(str(split.reason))
     names = [f"`{one}`" for one in sorted(reasons)]
@@ -88,7 +88,8 @@ _INTRODUCTION = """# Models of vLLM
 
 The tables say for each model whether the passes fuse the sums of its layers over two ranks, whether its layers can be split
 into two micro-batches, and if not, why. [Troubleshooting](../troubleshooting.md) explains the reasons. "No groups of layers"
-means that no RMSNorm operator of vLLM's says where layers begin, so long steps run by pieces, which are not split.
+means that no norm before attention says where layers begin, so long steps run by pieces, which are not split. "Attention runs
+once" means that the micro-batches meet in attention, because no kernel is known that does it for half of the tokens.
 
 vLLM 0.24's own compiler traced a tiny configuration of each model, without a GPU, as groups of layers for steps of up to 2048
 tokens. The split was asked for by a number of tokens. So the tables say what is proven to be right, and not where the planner

@@ -22,8 +22,9 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}
 _DEEPSEEK = {
     "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
-    "num_hidden_layers": LAYERS + 1, **EXPERTS,
+    "num_hidden_layers": LAYERS + 1, "hidden_size": 2 * HIDDEN, **EXPERTS,
 }  # fmt: skip
+"""Hidden states have more columns than latent keys, so that norms of these are not taken for a layer's."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,18 @@ def test_an_internal_error_leaves_every_piece_and_the_start_goes_on(
 
 
 def test_a_refused_engine_keeps_its_graphs_also_where_the_user_named_the_pass(
-    folder: Path, cold: None, unfused: list[torch.Tensor]
+    folder: Path, cold: None, unfused: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Refused by its configuration alone: nothing in its graphs tells."""
+    from tw_compile.hosts.vllm.engine import engine_of
+
+    def refused(config: Any) -> Any:
+        return replace(engine_of(config), dual_batch_overlap=True)
+
     slot = {"post_grad_custom_post_pass": "tw_compile.vllm_pass"}
-    config = engine_config(folder, compilation={"inductor_passes": slot}, enable_lora=True)
-    outputs, reports = run(config)
-    assert [set(report.refusals) for report in reports] == [{"lora"}] * (2 + middle_pieces())
+    monkeypatch.setattr("tw_compile.hosts.vllm.engine.engine_of", refused)
+    outputs, reports = run(engine_config(folder, compilation={"inductor_passes": slot}))
+    assert [set(report.refusals) for report in reports] == [{"dual_batch_overlap"}] * (2 + middle_pieces())
     for one, other in zip(outputs, unfused, strict=True):
         assert torch.equal(one, other)
 

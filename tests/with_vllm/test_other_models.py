@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from fake_vllm import LAYERS, MAX_TOKENS, MODEL, decoder, dispatch, engine_config
+from most_used_models import ABSENT
 from one_rank import one_rank  # noqa: F401
+from traced_models import make_known
 
 from tw_compile import collect_reports
 from tw_compile.report import GraphReport
@@ -27,14 +30,17 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 class Family:
     """``where``: module and class of the model; ``config``: what differs from :data:`fake_vllm.MODEL`.
 
-    ``embedding``: whether its all_reduce is followed by a norm. ``first``: layers before those that are alike.
+    ``embedding``: whether its all_reduce is followed by a norm. ``sums``: of a layer. ``first``: layers before those that are
+    alike. ``known``: whether transformers has a configuration class for it.
     """
 
     where: str
     config: dict[str, Any]
     embedding: bool = True
+    sums: int = 2
     first: int = 0
     engine: dict[str, Any] = field(default_factory=dict)
+    known: bool = True
 
 
 FAMILIES = {
@@ -102,6 +108,63 @@ FAMILIES = {
         engine={"attention_backend": "FLASH_ATTN_MLA"},
     ),
 }
+SPLIT = {
+    "starcoder2": Family(
+        "starcoder2.Starcoder2Model",
+        {"architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+    ),
+    "gpt_neox": Family(
+        "gpt_neox.GPTNeoXModel",
+        {
+            "architectures": ["GPTNeoXForCausalLM"],
+            "hidden_act": "gelu",
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+        },
+    ),
+    "falcon": Family(
+        "falcon.FalconModel",
+        {
+            "architectures": ["FalconForCausalLM"],
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "alibi": False,
+            "head_dim": ABSENT,
+        },
+        sums=1,
+    ),
+    "nemotron": Family("nemotron.NemotronModel", {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2"}),
+    "cohere": Family("commandr.CohereModel", {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625}),
+    "minicpm3": Family(
+        "minicpm3.MiniCPM3Model",
+        {
+            "architectures": ["MiniCPM3ForCausalLM"],
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "scale_depth": 1.4,
+            "scale_emb": 1,
+            "dim_model_base": 64,
+        },
+    ),
+    "internlm2": Family(
+        "internlm2.InternLM2Model",
+        {
+            "architectures": ["InternLM2ForCausalLM"],
+            "bias": False,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": False,
+        },
+        known=False,
+    ),
+}
+"""Of these the layers are split, too: LayerNorms, sums beside each other, what is written into parts or gathered from ranks."""
 
 
 @pytest.fixture(autouse=True)
@@ -129,13 +192,15 @@ def run(folder: Path, family: Family, **options: Any) -> tuple[list[torch.Tensor
         return [model(count) for count in COUNTS], reports
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_sums_of_layers_are_fused_by_pieces_and_groups_and_compute_the_same(folder: Path, name: str) -> None:
-    if (name, dispatch()) == ("glm4_moe", "vllm-0.33"):
-        pytest.skip("Dynamo recurses without end while it traces this model here, before any pass")
-    family = FAMILIES[name]
+def _fields(name: str, family: Family) -> dict[str, Any]:
+    fields = {**MODEL, "model_type": name, **family.config}
+    return {key: value for key, value in fields.items() if value is not ABSENT}
+
+
+def fused_as_unfused(folder: Path, name: str, family: Family) -> list[torch.Tensor]:
+    """What the fused model computes, which is what it computes unfused, where all sums of layers are fused."""
     (folder / family.where).mkdir(exist_ok=True)
-    (folder / family.where / "config.json").write_text(json.dumps({**MODEL, "model_type": name, **family.config}))
+    (folder / family.where / "config.json").write_text(json.dumps(_fields(name, family)))
     unfused, _ = run(folder, family, fuse=False)
     found, reports = run(folder, family)
     for graph in reports:
@@ -144,7 +209,42 @@ def test_sums_of_layers_are_fused_by_pieces_and_groups_and_compute_the_same(fold
             assert counts["refused"] == 1
         else:
             assert counts["fused"] == counts["all_reduce"] > 0, graph.refusals
-    head, group = [graph.counts["all_reduce"] for graph in reports if graph.tokens == (LONG_FROM, MAX_TOKENS)]
-    assert (head, group) == (1 + 2 * family.first, 2)
+    head, *groups = [graph.counts["all_reduce"] for graph in reports if graph.tokens and graph.tokens[0] >= LONG_FROM]
+    assert head == 1 + family.sums * family.first and {*groups} == {family.sums}
     for one, other in zip(found, unfused, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.06, atol=0.06)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sums_of_layers_are_fused_by_pieces_and_groups_and_compute_the_same(folder: Path, name: str) -> None:
+    if (name, dispatch()) == ("glm4_moe", "vllm-0.33"):
+        pytest.skip("Dynamo recurses without end while it traces this model here, before any pass")
+    fused_as_unfused(folder, name, FAMILIES[name])
+
+
+@pytest.fixture
+def half_of_query(groups: Any) -> Iterator[None]:
+    """Half of an attention that gives its query back, as that of ``fake_vllm`` does."""
+    import tw_compile.hosts.vllm.attention  # noqa: F401  it registers the operator
+
+    def half(query: torch.Tensor, key: Any, value: Any, name: Any, begin: int, columns: int, *rest: Any) -> Any:
+        return query[..., :columns].clone(), query.new_empty(0)
+
+    with torch.library._scoped_library("tw_compile", "FRAGMENT") as library:
+        library.impl("vllm_attention_half", half, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("half_of_query")
+@pytest.mark.parametrize("name", SPLIT)
+def test_split_layers_of_other_kinds_compute_the_same(folder: Path, name: str) -> None:
+    family = SPLIT[name]
+    if not family.known:
+        make_known(name)
+    found = fused_as_unfused(folder, name, family)
+    halves, reports = run(folder, family, split="16")
+    modes = [graph.split.mode for graph in reports if graph.split is not None and graph.tokens[1] == MAX_TOKENS]
+    assert modes == ["split"], [graph.split for graph in reports]
+    for one, other in zip(halves, found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.06, atol=0.06)

@@ -69,7 +69,7 @@ def _engine(folder: Path, model: Model, options: dict[str, Any]) -> Any:
     given_fields = {name: value for name, value in fields.items() if value is not ABSENT}
     (place / "config.json").write_text(json.dumps(given_fields))
     if not model.known:
-        _make_known(model.model_type)
+        make_known(model.model_type)
     given = {"strict": True, "split": str(FIRST_HALF), **options}
     return engine_config(
         folder,
@@ -80,7 +80,7 @@ def _engine(folder: Path, model: Model, options: dict[str, Any]) -> Any:
     )
 
 
-def _make_known(model_type: str) -> None:
+def make_known(model_type: str) -> None:
     """A configuration of that type, whose checkpoints bring a class of their own."""
     from transformers import AutoConfig, PretrainedConfig
 

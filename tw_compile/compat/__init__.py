@@ -278,6 +278,11 @@ def is_higher_order(target: Any) -> bool:
     return isinstance(target, HigherOrderOperator)
 
 
+def leaves_autocast(node: fx.Node) -> bool:
+    """Whether a node of Dynamo's ends a region of ``torch.autocast``."""
+    return node.target is torch.amp.autocast_mode._exit_autocast
+
+
 def order_after(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the tensors that ``after`` gives for it, though it doesn't read them.
 

@@ -32,6 +32,7 @@ _REFUSED_FOR = {
     JoinReason.UNKNOWN_OPERATOR: SplitRefusal.OPERATOR_WITHOUT_RULE,
     JoinReason.SCALE_OF_ALL_TOKENS: SplitRefusal.SCALE_OF_ALL_TOKENS,
     JoinReason.EXPERTS: SplitRefusal.EXPERTS,
+    JoinReason.LORA: SplitRefusal.LORA,
 }
 """Joins that refuse a host's graph by a name of their own; the first that is there names it."""
 _LOOKED_AT = 2**14

@@ -23,7 +23,7 @@ from tw_compile.kernels.collective.transport import group_facts
 from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.fusion.forms import host_call
-from tw_compile.passes.operators import AttentionOperator, RowWiseOperator, declared_as
+from tw_compile.passes.operators import AllGatherOperator, AttentionOperator, RowWiseOperator, operator_named
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.token_axis import TokenAxis
 from tw_compile.passes.split.rules.attention import SDPA
@@ -191,7 +191,9 @@ def _is_uncounted(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, compat.OpOverload):
         return False
-    if node.target.namespace in _UNCOUNTED_NAMESPACES or declared_as(RowWiseOperator, operator_name(node)) is not None:
+    if node.target.namespace in _UNCOUNTED_NAMESPACES:
+        return True
+    if isinstance(operator_named(operator_name(node)), RowWiseOperator | AllGatherOperator):
         return True
     return registered(node.target) is None and any(value(one) is not None for one in node.all_input_nodes)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.fx as fx
 
-from tw_compile.graph.predicates import is_call, same_size
+from tw_compile.graph.predicates import is_call, operator_name, same_size
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
-from tw_compile.passes.operators import AllReduceOperator
+from tw_compile.passes.operators import AllGatherOperator, AllReduceOperator, declared_as
 from tw_compile.passes.reasons import JoinReason
 from tw_compile.passes.split.analysis.layout import HalfIndex, Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
@@ -27,6 +27,19 @@ def _all_reduce(call: OperatorCall) -> Verdict:
     if rows is None or rows.order is not None:
         return call.join(JoinReason.ROUTING_NOT_UNDONE)
     return RowWise(rows, call.slice_of(message, rows))
+
+
+@token_rule(AllGatherOperator)
+def _all_gather(call: OperatorCall) -> Verdict:
+    """Along another dim than that of the tokens; as with sums, rows in the order of a sort could differ between ranks."""
+    operator = declared_as(AllGatherOperator, operator_name(call.node))
+    assert operator is not None, "a rule of a declared operator"
+    rows = call.rows(call.args[0])
+    if rows is None or rows.order is not None:
+        return call.join(JoinReason.ROUTING_NOT_UNDONE)
+    if call.argument(operator.dim) % len(call.shape(call.node)) in (rows.dim, rows.outer):
+        return call.join(JoinReason.RESHAPES_TOKENS, "tokens of all ranks")
+    return RowWise(rows)
 
 
 @token_rule(*ops.STARTS, enters=True)

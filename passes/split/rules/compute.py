@@ -15,7 +15,7 @@ from tw_compile.passes.split.rules.registry import OperatorCall, pointwise_rule,
 from tw_compile.passes.split.rules.shape import aligned_slice
 
 
-@token_rule(torch.ops.prims.convert_element_type.default)
+@token_rule(torch.ops.prims.convert_element_type.default, aten.copy.default)
 @pointwise_rule
 def pointwise(call: OperatorCall) -> Verdict:
     """Operands broadcast against each other; the tokens of all of them must end up in the same place."""

@@ -154,6 +154,14 @@ def _part_of_other_dims(call: OperatorCall) -> Verdict:
     return RowWise((found,) * len(results) if isinstance(results, list | tuple) else found)
 
 
+@token_rule(aten.slice_scatter.default)
+def _into_part_of_another_dim(call: OperatorCall) -> Verdict:
+    common = alike(call, call.args[:2])
+    if common is None or call.argument("dim") % len(call.shape(call.node)) in (common[0].dim, common[0].outer):
+        return call.join(JoinReason.OPERANDS_DISAGREE)
+    return RowWise(*common)
+
+
 def _dims_acted_on(call: OperatorCall, rank: int) -> set[int | None]:
     target = call.node.target
     if target is aten.constant_pad_nd.default:

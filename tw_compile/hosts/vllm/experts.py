@@ -32,6 +32,8 @@ def _objection(layer: Any) -> str:
             return f"{name} is {getattr(config, name)}: tokens go to other ranks by the step's counts"
     if getattr(config, "is_sequence_parallel", False):
         return "each rank has a part of the tokens"
+    if getattr(config, "is_lora_enabled", False):
+        return "adapters' kernels sort the tokens of a whole step by their adapter"
     if getattr(getattr(layer, "router", None), "capture_fn", None) is not None:
         return "the step's choices are recorded by its tokens' numbers"
     return _one_scale(getattr(layer, "routed_experts", layer))

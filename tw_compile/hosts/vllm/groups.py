@@ -3,10 +3,10 @@
     head:   ids -> embedding, norm            -> hidden, residual
     group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
 
-A layer begins behind the norm that its first matmul reads, so every sum over the ranks is in one group with its norm. Groups of
-as many layers are the same graph, but for first ones that are of another kind (dense ones before those with experts), which are
-put to the head. If all others are, that graph is compiled once, and what goes from one to the next stays as it is
-(``kernels/collective/seam.py``).
+A layer begins behind the norm (RMSNorm or LayerNorm) that its first matmul reads, so every sum over the ranks is in one group
+with its norm. Groups of as many layers are the same graph, but for first ones that are of another kind (dense ones before those
+with experts), which are put to the head. If all others are, that graph is compiled once, and what goes from one to the next
+stays as it is (``kernels/collective/seam.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
+from tw_compile import compat
 from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, LATENT_ATTENTION, NORM
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 
 _ATTENTION = (ATTENTION.name, LATENT_ATTENTION.name)
 _NORMS = (NORM.name, ADD_NORM.name)
+_MOST_NODES_OF_A_NORM = 24
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
         name = _name(node)
         if name == ALL_REDUCE.name:
             norm, shape = None, _shape(node)
-        elif name in _NORMS and _shape(node) == shape:
+        elif _shape(node) == shape and _normalised(node) is not None:
             norm = node
         elif name in _ATTENTION and norm is not None:
             borders.append(norm)
@@ -116,6 +118,8 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     if (like.dtype, like.shape) != (other.dtype, other.shape):
         return None
     last = max(norm, hidden, residual)
+    while compat.leaves_autocast(last.next):  # a region must not go on in the next group
+        last = last.next
     after = [node for node in graph.nodes if node > last and not {hidden, residual}.isdisjoint(node.all_input_nodes)]
     at_the_end = [node for node in after if node.op == "output"]
     if at_the_end and (after != at_the_end or after[0].args != ((hidden,),)):
@@ -144,8 +148,8 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
 def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The hidden states that ``norm`` makes, and the residual that stays beside them."""
     if _name(norm) != ADD_NORM.name:
-        residual = norm.args[0]
-        assert isinstance(residual, fx.Node)
+        residual = _normalised(norm)
+        assert residual is not None, "a norm, as it is a border"
         return norm, residual
     results = {user.args[1]: user for user in norm.users if user.target is operator.getitem}
     for index in sorted({0, 1} - set(results)):
@@ -169,6 +173,27 @@ def _identity(part: fx.Graph) -> str:
 
 def _group_name(all_reduce: fx.Node) -> Any:
     return all_reduce.kwargs.get("group_name", all_reduce.args[1] if len(all_reduce.args) > 1 else None)
+
+
+def _normalised(node: fx.Node) -> fx.Node | None:
+    """What ``node`` normalises: as an operator of vLLM's, as torch's LayerNorm, or as the end of a norm that is written out."""
+    if _name(node) in _NORMS or node.target is torch.nn.functional.layer_norm:
+        return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    return _normalised_in_float32(node) if node.target == "to" else None
+
+
+def _normalised_in_float32(cast: fx.Node) -> fx.Node | None:
+    """``x`` of ``(weight * (x.to(float32) - mean) * rsqrt(variance + eps)).to(dtype)``, as Cohere's models have it."""
+    sources, seen, pending = set[fx.Node](), set[fx.Node](), cast.all_input_nodes
+    while pending and len(seen) < _MOST_NODES_OF_A_NORM:
+        node = pending.pop()
+        seen.add(node)
+        if node.target == "to" and _shape(node) == _shape(cast):
+            sources.update(node.all_input_nodes)
+        else:
+            pending += [one for one in node.all_input_nodes if one not in seen]
+    is_norm = not pending and len(sources) == 1 and any(node.target is torch.rsqrt for node in seen)
+    return sources.pop() if is_norm else None
 
 
 def _shape(node: fx.Node) -> torch.Size | None:

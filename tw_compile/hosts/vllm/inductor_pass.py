@@ -160,8 +160,6 @@ def _refusal(graph: fx.Graph, engine: Engine | None) -> tuple[HostRefusal, str] 
         name = _called(node)
         if name.startswith("vllm::") and any(word in name for word in _STATE_SPACE):
             return HostRefusal.STATE_SPACE, f"the piece calls {name}"
-        if name.startswith("vllm::lora"):
-            return HostRefusal.LORA, f"the piece calls {name}"
     return None
 
 

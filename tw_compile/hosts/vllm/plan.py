@@ -45,8 +45,8 @@ class Engine:
     """What matters of a vLLM configuration.
 
     ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``; up to ``captured_tokens`` tokens
-    there may be CUDA graphs. ``quantised``: weights are. ``returns_experts``: a step's choices of experts are recorded, by
-    the numbers of its tokens.
+    there may be CUDA graphs. ``quantised``: weights are. ``lora``: there may be adapters. ``returns_experts``: a step's choices
+    of experts are recorded, by the numbers of its tokens.
     """
 
     tensor_parallel_size: int
@@ -77,7 +77,6 @@ class Engine:
                 "no compilation by Inductor: mode, backend, or eager execution",
             ),
             (self.batch_invariant, HostRefusal.BATCH_INVARIANT, "VLLM_BATCH_INVARIANT fixes the order of sums"),
-            (self.lora, HostRefusal.LORA, "adapters have not been tried with fused operators"),
             (self.dual_batch_overlap, HostRefusal.DUAL_BATCH_OVERLAP, "two threads would share one slot of a kernel"),
             (self.state_space, HostRefusal.STATE_SPACE, "Mamba or linear attention layers have not been tried"),
         )
@@ -232,6 +231,8 @@ def planned_ranges(
     profile, layer = split_for
     if engine.returns_experts:
         return ranges, f"split {config.split}: none, a step's choices of experts are recorded by its tokens' numbers"
+    if engine.lora:
+        return ranges, f"split {config.split}: none, adapters' kernels sort the tokens of a whole step by their adapter"
     if config.split != "auto":
         return ranges, f"split {config.split}"
     if first >= engine.max_tokens:

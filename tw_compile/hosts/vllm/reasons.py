@@ -11,7 +11,6 @@ class HostRefusal(StrEnum):
     TENSOR_PARALLEL_SIZE_1 = "tensor_parallel_size_1"
     NOT_COMPILED = "not_compiled"
     BATCH_INVARIANT = "batch_invariant"
-    LORA = "lora"
     DUAL_BATCH_OVERLAP = "dual_batch_overlap"
     STATE_SPACE = "state_space"
     SLOT_TAKEN = "slot_taken"

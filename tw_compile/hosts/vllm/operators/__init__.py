@@ -13,13 +13,16 @@ from tw_compile.hosts.vllm.operators.positions import POSITIONS
 from tw_compile.hosts.vllm.operators.quantisations import QUANTISATIONS
 from tw_compile.hosts.vllm.operators.scaled_matmuls import SCALED_MATMULS
 from tw_compile.hosts.vllm.operators.weight_only_matmuls import WEIGHT_ONLY_MATMULS
-from tw_compile.passes.operators import AllReduceOperator, Operator
+from tw_compile.passes.operators import AllGatherOperator, AllReduceOperator, Operator
 
 # all_reduce(tensor, group_name): out of place, ready when it returns; the group has a name of vLLM's, as ``tp:0``.
 ALL_REDUCE = AllReduceOperator("vllm::all_reduce")
+# all_gather(tensor, dim, world_size, group_name)
+ALL_GATHER = AllGatherOperator("vllm::all_gather")
 
 OPERATORS: tuple[Operator, ...] = (
     ALL_REDUCE,
+    ALL_GATHER,
     ATTENTION,
     LATENT_ATTENTION,
     *NORMS,
