@@ -31,7 +31,7 @@ class Family:
     """``where``: module and class of the model; ``config``: what differs from :data:`fake_vllm.MODEL`.
 
     ``embedding``: whether its all_reduce is followed by a norm. ``sums``: of a layer. ``first``: layers before those that are
-    alike. ``known``: whether transformers has a configuration class for it.
+    alike. ``atol``: of values around 1, in bf16, three layers on. ``known``: whether transformers has a configuration for it.
     """
 
     where: str
@@ -39,6 +39,7 @@ class Family:
     embedding: bool = True
     sums: int = 2
     first: int = 0
+    atol: float = 0.06
     engine: dict[str, Any] = field(default_factory=dict)
     known: bool = True
 
@@ -136,7 +137,11 @@ SPLIT = {
         },
         sums=1,
     ),
-    "nemotron": Family("nemotron.NemotronModel", {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2"}),
+    "nemotron": Family(
+        "nemotron.NemotronModel",
+        {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2"},
+        atol=0.1,  # it squares what was rounded
+    ),
     "cohere": Family("commandr.CohereModel", {"architectures": ["CohereForCausalLM"], "logit_scale": 0.0625}),
     "minicpm3": Family(
         "minicpm3.MiniCPM3Model",
@@ -212,7 +217,7 @@ def fused_as_unfused(folder: Path, name: str, family: Family) -> list[torch.Tens
     head, *groups = [graph.counts["all_reduce"] for graph in reports if graph.tokens and graph.tokens[0] >= LONG_FROM]
     assert head == 1 + family.sums * family.first and {*groups} == {family.sums}
     for one, other in zip(found, unfused, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.06, atol=0.06)
+        torch.testing.assert_close(one, other, rtol=0.06, atol=family.atol)
     return found
 
 
@@ -245,6 +250,6 @@ def test_split_layers_of_other_kinds_compute_the_same(folder: Path, name: str) -
     found = fused_as_unfused(folder, name, family)
     halves, reports = run(folder, family, split="16")
     modes = [graph.split.mode for graph in reports if graph.split is not None and graph.tokens[1] == MAX_TOKENS]
-    assert modes == ["split"], [graph.split for graph in reports]
+    assert {*modes} == {"split"}, [graph.split for graph in reports]
     for one, other in zip(halves, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.06, atol=0.06)
+        torch.testing.assert_close(one, other, rtol=0.06, atol=family.atol)
