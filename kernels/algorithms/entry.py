@@ -49,6 +49,7 @@ class AlgorithmEntry:
             of a transport has this; it is asked last. That of ``multimem`` is the one of ``p2p``.
         wires: Whether it lets rows travel in codes. No other is asked for that.
         scales: Whether it makes the scales of float8 results of the rows themselves. No other is asked for that.
+        feeds: Whether it leaves it to a GEMM to hand out the rows of a result. It serves no other calls.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -68,6 +69,7 @@ class AlgorithmEntry:
     serves_all: bool = False
     wires: bool = False
     scales: bool = False
+    feeds: bool = False
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()

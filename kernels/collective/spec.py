@@ -180,6 +180,7 @@ class Request:
     ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
     overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``outputs``: where the results go, if that is settled
     before the launch.
+    ``feed_from``: from so many tokens on a GEMM may be fed the rows of the result (``fed_mm.py``); 0: never.
     ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
     remembered.
     """
@@ -198,6 +199,7 @@ class Request:
     results_in_slot: bool = False
     wire: str = EXACT
     norm_bias: torch.Tensor | None = None
+    feed_from: int = 0
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     form: Hashable | None = None
 

@@ -30,7 +30,7 @@ FIELDS_OF_SCHEMA = (
     "Tensor? residual, Tensor? bias, Tensor? weight, float eps, float weight_offset, ScalarType? cast_before_weight, "
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
-    'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None'
+    'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None, int feed_from=0'
 )
 
 
@@ -116,6 +116,7 @@ CHANGES: dict[str, Any] = {
     "results_in_slot": False,
     "wire": "int8",
     "norm_bias": torch.randn(16, dtype=BF16),
+    "feed_from": 512,
     "epilogue": "another",
     "scale_columns": 8,
     "min_scale": 1e-10,

@@ -37,9 +37,10 @@ NAMES = (
     "leave_results_in_slots",
     "reserve_sms",
     "lock_order",
+    "feed_gemms",
     "join_gemms",
 )
-SPLIT_NAMES = NAMES[1:-1]
+SPLIT_NAMES = NAMES[1:-2]
 INDISPENSABLE = ("choose_split", "split_tokens", "mend_seams", "schedule", "lock_order")
 
 
