@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from emulator import EmulationError
-from emulator.fed import FedMachine, sources
+from emulator.fed import FORM, FedMachine, sources
+from emulator.kernels import PushMachine
 
 LONG = 4096
 """A chunk of such rows is sent in 16 pieces, of which 8 have room."""
@@ -44,6 +47,17 @@ def check(
 def test_two_ranks_have_all_rows_and_the_products(source: Path, tokens: int) -> None:
     """Rows of both in one block, in one chunk, in low tiles, of one rank alone."""
     check(source, tokens, [tokens])
+
+
+def test_rows_have_the_bits_of_those_that_push_hands_out(source: Path) -> None:
+    options: dict[str, Any] = {"most_tokens": 33, "seed": 4}
+    fed, pushed = FedMachine(source, 2, 128, **options), PushMachine(2, 128, FORM, one_shot=False, **options)
+    fed.call(33, 3)
+    pushed.call(33, 3)
+    for machine in (fed, pushed):
+        machine.run()
+    for own, other in zip(fed.calls[0].outputs(), pushed.calls[0].outputs(), strict=True):
+        assert torch.equal(own, other)
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 260, 385])

@@ -10,6 +10,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -21,20 +22,21 @@ from tw_compile.harness.problems import Context, Form, Problem, make_problem
 from tw_compile.kernels.algorithms.push.push import Push
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
-from tw_compile.kernels.collective.transport import get_transport, instances
+from tw_compile.kernels.collective.transport import Transport, get_transport, instances
 from tw_compile.kernels.gemm.mm_leaving_sms import gated_mm_leaving_sms, joint_mm_leaving_sms
 from tw_compile.kernels.transports.p2p import P2PTransport
 
 COLUMNS = {"plain": (1536, 512, 520), "single": (1800,), "biased": (1536, 512), "gated": (1800, 1800)}
 """Of the matrices of each form."""
-_SIZES = (
+TRANSPORT = "p2p"
+SIZES = (
     (1, 1024), (2, 1024), (63, 1024), (128, 4096), (129, 4096), (255, 2048), (257, 4096), (511, 8192), (640, 4096), (1025, 8192)
 )  # fmt: skip
 _SHARDED = Form(residual="sharded", out="sharded", residual_dtype=torch.float32)
 
 
 @dataclass
-class _Site:
+class Site:
     """A call and the GEMMs behind it; ``want``: products of the GEMM behind the wait, and the rows of the residual."""
 
     problem: Problem
@@ -44,7 +46,9 @@ class _Site:
     want: list[torch.Tensor]
 
 
-def _site(ctx: Context, tokens: int, hidden_size: int, form: str, of_call: Form = FIRST_SITE, seed: int = 0) -> _Site:
+def make_site(
+    ctx: Context, tokens: int, hidden_size: int, form: str, of_call: Form = FIRST_SITE, seed: int = 0
+) -> Site:
     problem = make_problem(ctx, tokens, hidden_size, of_call, seed)
     generator = ctx.generator(tokens, hidden_size, seed)
     shapes = [(columns, hidden_size) for columns in COLUMNS[form]]
@@ -53,9 +57,8 @@ def _site(ctx: Context, tokens: int, hidden_size: int, form: str, of_call: Form 
         for shape in shapes
     ]
     biases = [torch.randn(len(one.t()), generator=generator, device=ctx.device).bfloat16() for one in matrices]
-    site = _Site(problem, form, matrices, biases if form == "biased" else [], [])
-    exact = _unfed()
-    hidden, residual = _finished(exact, problem, ctx)
+    site = Site(problem, form, matrices, biases if form == "biased" else [], [])
+    hidden, residual = _finished(unfed(), problem, ctx)
     if form == "gated":
         products = [gated_mm_leaving_sms(hidden, *matrices, 0)]
     else:
@@ -65,23 +68,20 @@ def _site(ctx: Context, tokens: int, hidden_size: int, form: str, of_call: Form 
     return site
 
 
-_transports: list[P2PTransport] = []
+@cache
+def unfed() -> Transport:
+    """By push's two-shot."""
+    return P2PTransport("p2p", Push(one_shot=False))
 
 
-def _unfed() -> P2PTransport:
-    if not _transports:
-        _transports.append(P2PTransport("p2p", Push(one_shot=False)))
-    return _transports[0]
-
-
-def _finished(transport: P2PTransport, problem: Problem, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+def _finished(transport: Transport, problem: Problem, ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
     started = transport.start(problem.request(ctx))
     if started.finish is not None:
         started.finish()
     return started.hidden, started.residual
 
 
-def _fed(ctx: Context, site: _Site, feed_from: int = 1, slot: int = 0) -> list[torch.Tensor]:
+def run_fed(ctx: Context, site: Site, feed_from: int = 1, slot: int = 0) -> list[torch.Tensor]:
     """The same by the operators; our kernel computes what is not fed, too."""
     request, turns = site.problem.request(ctx), [0]
     norm = request.norm
@@ -98,14 +98,11 @@ def _fed(ctx: Context, site: _Site, feed_from: int = 1, slot: int = 0) -> list[t
         request.residual_sharded,
         request.residual_out,
         ctx.group_name,
-        "p2p",
+        TRANSPORT,
         slot,
         feed_from=feed_from,
     )
-    served = ops.in_flight[ctx.group_name, slot].fed is not None
-    ctx.expect(
-        served == (0 < feed_from <= len(request.x)), f"{len(request.x)} tokens from {feed_from} on: fed {served}"
-    )
+    expect_fed(ctx, slot, 0 < feed_from <= len(request.x))
     if site.form == "gated":
         products = [fed_gated_mm(hidden, *site.matrices, turns, ctx.group_name, slot)]
     else:
@@ -114,7 +111,12 @@ def _fed(ctx: Context, site: _Site, feed_from: int = 1, slot: int = 0) -> list[t
     return [*products, site.problem.written(ctx, residual)]
 
 
-def _count(wrong: torch.Tensor, found: list[torch.Tensor], site: _Site) -> None:
+def expect_fed(ctx: Context, slot: int, wanted: bool) -> None:
+    fed = ops.in_flight[ctx.group_name, slot].fed is not None
+    ctx.expect(fed == wanted, f"fed: {fed}, expected {wanted}")
+
+
+def _count(wrong: torch.Tensor, found: list[torch.Tensor], site: Site) -> None:
     """Elements that differ, counted on the device, without a host wait."""
     for got, want in zip(found, site.want, strict=True):
         wrong.add_((got != want).sum())
@@ -122,11 +124,11 @@ def _count(wrong: torch.Tensor, found: list[torch.Tensor], site: _Site) -> None:
 
 def fed_gemms_give_the_same_bits(ctx: Context) -> None:
     """All forms at sizes whose rows lie in blocks of several ranks, in low tiles, in parts of chunks."""
-    for tokens, hidden_size in _SIZES:
+    for tokens, hidden_size in SIZES:
         for form in COLUMNS:
             for of_call in (FIRST_SITE, _SHARDED):
-                site, wrong = _site(ctx, tokens, hidden_size, form, of_call), new_counter(ctx)
-                _count(wrong, _fed(ctx, site), site)
+                site, wrong = make_site(ctx, tokens, hidden_size, form, of_call), new_counter(ctx)
+                _count(wrong, run_fed(ctx, site), site)
                 label = f"[{tokens}, {hidden_size}], {form}, residual {of_call.residual}"
                 ctx.expect(int(wrong) == 0, f"{label}: {int(wrong)} wrong elements")
 
@@ -134,7 +136,7 @@ def fed_gemms_give_the_same_bits(ctx: Context) -> None:
 def fed_and_other_calls_in_turn(ctx: Context) -> None:
     """On one slot, of several sizes, back to back, with ranks that lag: rows or flags of other calls would show."""
     sites = [
-        _site(ctx, tokens, hidden_size, form, seed=index)
+        make_site(ctx, tokens, hidden_size, form, seed=index)
         for index, (tokens, hidden_size, form) in enumerate(
             [
                 (1025, 4096, "gated"),
@@ -150,7 +152,7 @@ def fed_and_other_calls_in_turn(ctx: Context) -> None:
         if skew.random() < 0.3:
             compat.delay_stream(skew.randrange(400_000))
         burst = [(order.choice(sites), order.random() < 0.8) for _ in range(5)]
-        found = [_fed(ctx, site, feed_from=1 if fed else 0) for site, fed in burst]
+        found = [run_fed(ctx, site, feed_from=1 if fed else 0) for site, fed in burst]
         for results, (site, _) in zip(found, burst, strict=True):
             _count(wrong, results, site)
     ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
@@ -158,22 +160,22 @@ def fed_and_other_calls_in_turn(ctx: Context) -> None:
 
 def fed_ten_thousand_calls(ctx: Context) -> None:
     """Eight calls at a time, no host wait. Fewer where ranks share GPUs."""
-    sites = [_site(ctx, tokens, 1024, "plain", seed=tokens) for tokens in (1, 200, 5, 257, 2, 64, 384, 130)]
+    sites = [make_site(ctx, tokens, 1024, "plain", seed=tokens) for tokens in (1, 200, 5, 257, 2, 64, 384, 130)]
     wrong = new_counter(ctx)
     for _ in range(ctx.calls(10_000) // len(sites)):
-        for site, results in [(site, _fed(ctx, site)) for site in sites]:
+        for site, results in [(site, run_fed(ctx, site)) for site in sites]:
             _count(wrong, results, site)
     ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
 
 
 def fed_captured_and_replayed(ctx: Context) -> None:
     """Replays, each with calls of another size between them, give the same bits; ranks lag."""
-    site, other, wrong = _site(ctx, 640, 4096, "gated"), _site(ctx, 257, 4096, "plain"), new_counter(ctx)
-    _fed(ctx, site)
+    site, other, wrong = make_site(ctx, 640, 4096, "gated"), make_site(ctx, 257, 4096, "plain"), new_counter(ctx)
+    run_fed(ctx, site)
     kept: list[list[torch.Tensor]] = []
 
     def enqueue() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        kept[:] = [_fed(ctx, site) for _ in range(3)]
+        kept[:] = [run_fed(ctx, site) for _ in range(3)]
         return []
 
     graph, _ = capture(enqueue)
@@ -186,16 +188,18 @@ def fed_captured_and_replayed(ctx: Context) -> None:
         graph.replay()
         for results in kept:
             _count(wrong, results, site)
-        _count(wrong, _fed(ctx, other), other)
+        _count(wrong, run_fed(ctx, other), other)
     ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements")
 
 
 def fed_call_that_no_gemm_reads(ctx: Context) -> None:
     """Its result is complete behind the wait all the same."""
-    site = _site(ctx, 300, 4096, "plain")
-    hidden, _ = _finished(_unfed(), site.problem, ctx)
-    started = get_transport("p2p").start(replace(site.problem.request(ctx), feed_from=1))
-    ctx.expect(started.fed is not None, "the call was not fed")
+    site = make_site(ctx, 300, 4096, "plain")
+    hidden, _ = _finished(unfed(), site.problem, ctx)
+    started = get_transport(TRANSPORT).start(replace(site.problem.request(ctx), feed_from=1))
+    ops.in_flight[ctx.group_name, 0] = started
+    expect_fed(ctx, 0, True)
+    del ops.in_flight[ctx.group_name, 0]
     if started.finish is not None:
         started.finish()
     ctx.expect(torch.equal(started.hidden, hidden), "other rows than those of a call that is not fed")
@@ -210,19 +214,19 @@ def fed_lost_peer_is_reported(ctx: Context) -> None:
     finally:
         del os.environ[SPIN_LIMIT]
     try:
-        site = _site(ctx, 512, 1024, "plain")
+        site = make_site(ctx, 512, 1024, "plain")
         # Ranks compile for different times and may give up on each other: on a slot that is not used again.
-        _fed(ctx, site, slot=1)
+        run_fed(ctx, site, slot=1)
         torch.cuda.synchronize()
         dist.barrier()
         lost.states[ctx.group_name, ctx.device].slots[1].status.zero_()
         wrong = new_counter(ctx)
-        _count(wrong, _fed(ctx, site), site)
+        _count(wrong, run_fed(ctx, site), site)
         ctx.expect(int(wrong) == 0, f"{int(wrong)} wrong elements with all ranks")
         lost.check()
         dist.barrier()
         if ctx.rank != 0:
-            _fed(ctx, site)
+            run_fed(ctx, site)
             try:
                 lost.check()
                 message = "nothing was reported"
