@@ -22,7 +22,8 @@
 //
 // Progress. A rank's rows are sent by those of its CTAs that run, whichever they are, by a thread that waits for no peer. So if
 // on every rank one cluster of the GEMM runs, all rows arrive and all waits end; then the others run. Every rank's GEMM is
-// reached: the kernel before it waits for sums of the peers alone, which their kernels of the same call send before they wait.
+// reached: the kernel before it waits for sums of the peers alone, of a turn that their kernels of the same call send before they
+// wait in that turn.
 //
 // SPIN_LIMIT: polls before a thread gives up and reports phase 4; 0: never.
 #pragma once
