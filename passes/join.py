@@ -53,8 +53,8 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
         while waiting:
             nodes = joint.beside(waiting[0], waiting[1:])
             waiting = [node for node in waiting[1:] if node not in nodes]
-            gemms = _gemms(nodes) if nodes else None
-            rows = None if gemms is None else _rows(nodes[0], tokens)
+            gemms = gemms_of(nodes) if nodes else None
+            rows = None if gemms is None else rows_served(nodes[0], tokens)
             if gemms is None or rows is None:
                 continue
             turns = measure(gemms, rows, nodes[0].meta["val"].device)
@@ -64,7 +64,7 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
     return JoinedGemms(tuple(joined))
 
 
-def _gemms(nodes: Sequence[fx.Node]) -> Gemms | None:
+def gemms_of(nodes: Sequence[fx.Node]) -> Gemms | None:
     """What ``nodes``, a result of :func:`joint.beside`, are to be measured as; None for a GEMM alone that is not gated."""
     gated = joint.is_gated(nodes)
     if len(nodes) == 1 and not gated:
@@ -79,7 +79,7 @@ def _gemms(nodes: Sequence[fx.Node]) -> Gemms | None:
     return Gemms(depth, columns, biased=len(nodes[0].args) == 3, gated=gated, halves=halves)
 
 
-def _rows(node: fx.Node, tokens: TokenRange | None) -> tuple[int, ...] | None:
+def rows_served(node: fx.Node, tokens: TokenRange | None) -> tuple[int, ...] | None:
     """The numbers of rows to measure; None where there are none."""
     rows: Any = node.meta["val"].shape[0]
     if isinstance(rows, int):

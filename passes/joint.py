@@ -110,15 +110,15 @@ class Joint:
         for result, new in zip(self.results, found, strict=True):
             new.meta = dict(result.meta)
             result.replace_all_uses_with(new)
-            _erase(result)
+            erase(result)
         return self.node
 
     def discard(self) -> None:
         """Erase ``node``. Matrices, biases and their views stay at the place to which they were moved."""
-        _erase(self.node)
+        erase(self.node)
 
 
-def _erase(node: fx.Node) -> None:
+def erase(node: fx.Node) -> None:
     """Erase a node that nobody reads, and all nodes that only it has read."""
     unread = {node: None}
     while unread:
@@ -136,7 +136,7 @@ def join(nodes: Sequence[fx.Node]) -> Joint:
     first, graph = nodes[0], nodes[0].graph
     matrices, biases = [matrix_of(node) for node in nodes], [one for node in nodes for one in _biases(node)]
     for given in (*matrices, *biases):
-        _hoist(given, first)
+        hoist(given, first)
     gated = None if biases else _gated(nodes)
     with graph.inserting_before(first):
         if gated is None:
@@ -154,7 +154,7 @@ def is_gated(nodes: Sequence[fx.Node]) -> bool:
     return not _biases(nodes[0]) and _gated(nodes) is not None
 
 
-def _hoist(given: fx.Node, before: fx.Node) -> None:
+def hoist(given: fx.Node, before: fx.Node) -> None:
     """Move ``given``, and the views that it is made by, in front of ``before`` if they come after it."""
     made_of = [given]
     while made_of[-1].all_input_nodes:

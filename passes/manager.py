@@ -14,6 +14,7 @@ from tw_compile import compat
 from tw_compile.graph.copy import copy_of, restore
 from tw_compile.graph.snapshot import snapshot
 from tw_compile.passes.contract import Context, InductorNeed, Pass
+from tw_compile.passes.feed import FEED
 from tw_compile.passes.fusion.fuse import FUSE
 from tw_compile.passes.join import JOIN
 from tw_compile.passes.prefetch import PREFETCH
@@ -23,7 +24,7 @@ from tw_compile.sources import source_of
 
 logger = logging.getLogger("tw_compile")
 
-ORDER: tuple[Pass, ...] = (FUSE, *SPLIT, JOIN, PREFETCH)
+ORDER: tuple[Pass, ...] = (FUSE, *SPLIT, FEED, JOIN, PREFETCH)
 """The project's own passes."""
 
 _DISABLE = "tw_compile.disable_passes"

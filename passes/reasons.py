@@ -67,6 +67,20 @@ class WireRefusal(StrEnum):
     ACCURACY_BEYOND_BUDGET = "accuracy_beyond_budget"
 
 
+class FeedRefusal(StrEnum):
+    """Why the GEMMs behind a fused norm wait for all rows though they were to be fed. Stable, as those of :class:`Refusal`."""
+
+    GRAPH_SPLIT = "graph_split"
+    GEMMS_TUNED = "gemms_tuned"
+    TRANSPORT_NOT_FED = "transport_not_fed"
+    DTYPE_NOT_SUPPORTED = "dtype_not_supported"
+    ROWS_IN_CODES = "rows_in_codes"
+    RESIDUAL_ON_ALL_RANKS = "residual_on_all_ranks"
+    RESULT_USED_ELSEWHERE = "result_used_elsewhere"
+    GEMM_NOT_OURS = "gemm_not_ours"
+    MESSAGE_TOO_SMALL = "message_too_small"
+
+
 @dataclass(frozen=True)
 class Refused:
     """A refusal and the words that explain it for this one site."""
@@ -80,6 +94,14 @@ class QuantRefused:
     """Why a quantisation is not done by the fused operator, and the words that explain it for this one site."""
 
     reason: QuantRefusal
+    detail: str
+
+
+@dataclass(frozen=True)
+class FeedRefused:
+    """Why GEMMs are not fed, and the words that explain it for this one site."""
+
+    reason: FeedRefusal
     detail: str
 
 

@@ -15,8 +15,10 @@ from tw_compile import compat
 from tw_compile.config import Config
 from tw_compile.current import current_gate
 from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.reference import add_rms_norm
 from tw_compile.kernels.collective.spec import NormSpec
+from tw_compile.kernels.gemm import by_rows
 from tw_compile.models.config import config_from_dict
 from tw_compile.models.decoder import build_decoder
 from tw_compile.passes import manager
@@ -152,6 +154,8 @@ class _Alone(fx.Interpreter):
             ops.start: self._start,
             ops.mm_start: lambda a, b, *rest, reserved_sms=0, **named: self._start(a @ b, *rest, **named),
             ops.wait_: self._wait,
+            fed_joint_mm: lambda hidden, *rest: by_rows.joint_mm_by_rows(self._awaited(hidden), *rest[:-2]),
+            fed_gated_mm: lambda hidden, *rest: by_rows.gated_mm_by_rows(self._awaited(hidden), *rest[:-2]),
         }
         handler = handlers.get(target)
         return super().call_function(target, args, kwargs) if handler is None else handler(*args, **kwargs)
@@ -165,6 +169,7 @@ class _Alone(fx.Interpreter):
         *rest: Any,
         overlap_sms: int = 0,
         results_in_slot: bool = False,
+        feed_from: int = 0,
     ) -> Any:
         eps, offset, cast, dtype, residual_dtype, sharded, out, _, _, slot, *more = rest
         scale = more[0] if more else 1.0
@@ -186,6 +191,10 @@ class _Alone(fx.Interpreter):
         self._kept.append(given)
         self._in_flight[slot] = id(hidden)
         return hidden, given
+
+    def _awaited(self, hidden: Any) -> Any:
+        assert id(hidden) in self._in_flight.values(), "its call has been waited for"
+        return hidden
 
     def _wait(self, hidden: Any, residual: Any, keep: Any, group: Any, slot: int) -> None:
         assert self._in_flight.pop(slot) == id(hidden)

@@ -24,6 +24,7 @@ WHY_NOT_INT4 = (
 )
 _MOST_DIGITS = 9
 _ABSORB_MM = ("auto", "always", "never")
+_FEED_MM = ("never", "auto")
 _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
 _CALIBRATE = ("auto", "stored", "off")
@@ -52,6 +53,10 @@ class Config:
             written to where the other ranks read it. ``auto``: with transports that have such memory (``p2p`` and
             ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
             ``never`` regard neither.
+        feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that are
+            there, and take the other ranks' rows as they arrive: ``never``, or ``auto``, where that is proven to be right
+            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from it). ``never`` until it has been
+            measured on GPUs.
         thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
             sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
         calibrate: Whether ranks on a node that nobody has measured measure it, once, before the first graph with an all_reduce
@@ -95,6 +100,7 @@ class Config:
     fuse_min_bytes: int = 0
     fuse_max_bytes: int | None = None
     absorb_mm: str = "auto"
+    feed_mm: str = "never"
     thresholds: str = "auto"
     calibrate: str = "auto"
     host: str = DEFAULT_HOST
@@ -124,6 +130,7 @@ class Config:
             self._check_type(name, bool, "True or False")
         self._check_choice("transport", (AUTO, *sorted(TRANSPORTS.names())))
         self._check_choice("absorb_mm", _ABSORB_MM)
+        self._check_choice("feed_mm", _FEED_MM)
         self._check_choice("split_gemm_sms", _SPLIT_GEMM_SMS)
         self._check_choice("calibrate", _CALIBRATE)
         self._check_choice("host", host_names())

@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 
 Decision = Literal["fused", "refused", "gated"]
 Producer = Literal["mm", "other"]
+Consumer = Literal["fed", "other"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Site:
     :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
     ``wire`` is how the rows of the fused operator travel; ``wire_refusal``, where another wire was asked for, the name of a
     :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what the sum is made by: ``attention``, ``mlp``, or empty where
-    nobody has asked or it is neither.
+    nobody has asked or it is neither. ``consumer`` is what reads the norm's result: GEMMs that are ``fed`` its rows as they
+    arrive, or something other that waits for all of them; ``feed_refusal``, where they were to be fed, the name of a
+    :class:`tw_compile.passes.reasons.FeedRefusal`.
     """
 
     index: int
@@ -56,6 +59,8 @@ class Site:
     wire: str = EXACT
     wire_refusal: str = ""
     feeds: str = ""
+    consumer: Consumer = "other"
+    feed_refusal: str = ""
 
 
 SplitMode = Literal["off", "split", "join"]
@@ -224,12 +229,19 @@ class GraphReport:
         names = [site.wire for site in self.sites if site.decision == "fused" and site.wire != EXACT]
         return dict(Counter([*names, *(site.wire_refusal for site in self.sites if site.wire_refusal)]).most_common())
 
+    @property
+    def fed(self) -> dict[str, int]:
+        """How many fused sites have GEMMs that are ``fed``, and how often each :attr:`Site.feed_refusal` came."""
+        names = [site.consumer for site in self.sites if site.decision == "fused" and site.consumer == "fed"]
+        return dict(Counter([*names, *(site.feed_refusal for site in self.sites if site.feed_refusal)]).most_common())
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "sites": [asdict(site) for site in self.sites],
             "counts": self.counts,
             "quantisations": self.quantisations,
             "wires": self.wires,
+            "fed": self.fed,
             "split": None if self.split is None else self.split.as_dict(),
             "seconds": self.seconds,
             "tokens": self.tokens,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.algorithms.host import entries as host
 from tw_compile.kernels.algorithms.multimem.entries import MULTIMEM
-from tw_compile.kernels.algorithms.push.entries import ONE_SHOT, TWO_SHOT
+from tw_compile.kernels.algorithms.push.entries import FED, ONE_SHOT, TWO_SHOT
 from tw_compile.kernels.algorithms.stream.entries import STREAM
 from tw_compile.kernels.algorithms.two_shot.entries import SERVES_ALL
 from tw_compile.kernels.registry import Registry
 
 ALGORITHMS: Registry[AlgorithmEntry] = Registry(
-    "algorithm", (ONE_SHOT, TWO_SHOT, STREAM, MULTIMEM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT)
+    "algorithm", (ONE_SHOT, TWO_SHOT, FED, STREAM, MULTIMEM, SERVES_ALL, host.WORDS, host.ONE_SHOT, host.TWO_SHOT)
 )
 
 
@@ -27,6 +27,11 @@ def with_scales(transport: str) -> list[AlgorithmEntry]:
     """Those of a transport that make scales of any message's rows, in the order in which they are asked."""
     of_transport = [entry for entry in ALGORITHMS if entry.scales and entry.transport == transport]
     return [entry for entry in of_transport if not entry.needs_whole_residual]
+
+
+def feeding(transport: str) -> list[AlgorithmEntry]:
+    """Those of a transport that leave it to a GEMM to hand out rows, in the order in which they are asked."""
+    return [entry for entry in ALGORITHMS if entry.feeds and entry.transport == transport]
 
 
 def beside_work(transport: str) -> list[AlgorithmEntry]:

@@ -50,6 +50,7 @@ class AlgorithmEntry:
         wires: Whether it lets rows travel in codes. No other is asked for that.
         scales: Whether it makes the scales of float8 results of the rows themselves. No other is asked for that.
         prefetches: Whether it can prefetch weights that calls are given (``prefetch.py``).
+        feeds: Whether it leaves it to a GEMM to hand out the rows of a result. It serves no other calls.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -70,6 +71,7 @@ class AlgorithmEntry:
     wires: bool = False
     scales: bool = False
     prefetches: bool = False
+    feeds: bool = False
     profile: str | None = None
     benchmarked: tuple[Benchmarked, ...] = ()
     checked: tuple[Checked, ...] = ()

@@ -25,6 +25,7 @@ from tw_compile.kernels.collective.cuda_variant import (
     row_obstacle,
     variant_of,
 )
+from tw_compile.kernels.collective.fed_call import started_by
 from tw_compile.kernels.collective.prefetch import prefetched
 from tw_compile.kernels.collective.slot import GroupState, Slot
 from tw_compile.kernels.collective.spec import (
@@ -35,6 +36,7 @@ from tw_compile.kernels.collective.spec import (
     whole_residual,
 )
 from tw_compile.kernels.collective.transport import Started
+from tw_compile.kernels.gemm.fed import FedRows
 from tw_compile.kernels.runtime.launch import Kernel, prepare
 from tw_compile.kernels.runtime.program import Program, arch_of
 
@@ -138,8 +140,7 @@ class RowKernel(Algorithm):
         request = aligned(request)
         call = self._call(request, state, slot, spin_limit)
         stream = torch.cuda.current_stream(state.device).cuda_stream
-        outputs = call.enqueue(operands_of(request), request.outputs, stream, request.prefetch)
-        return Started(*outputs, call=call)
+        return started_by(call, operands_of(request), request.outputs, stream, request.prefetch)
 
     def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
         """The launches of the request.
@@ -175,7 +176,12 @@ class RowKernel(Algorithm):
             residual_of,
             residual_out_of,
             prefetches=self.prefetches and bool(request.prefetch),
+            fed=self.fed_rows(request, state, slot, spin_limit),
         )
+
+    def fed_rows(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> FedRows | None:
+        """Where the call leaves rows that a GEMM is to be fed; None: all rows are in ``hidden``."""
+        return None
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
         """The loaded kernel. In one-shot the caller has changed ``request`` to one with a whole residual."""

@@ -19,6 +19,7 @@ import torch
 from tw_compile.kernels.collective.fields import LAST_POINTERS, POINTERS
 from tw_compile.kernels.collective.prefetch import LINE
 from tw_compile.kernels.collective.spec import Operands, Request, empty_hidden
+from tw_compile.kernels.gemm.fed import FedRows
 from tw_compile.kernels.runtime.launch import Kernel
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -42,6 +43,8 @@ class Call:
         residual_of: Makes of the caller's residual the one that the kernel reads; None: they are the same.
         residual_out_of: Makes of the kernel's new residual the one that the caller gets; None: they are the same.
         prefetches: Whether the parameters have a field ``prefetch`` (``prefetch.Prefetched``) whose addresses are wanted.
+        fed: Where the kernel leaves this rank's rows, and a GEMM finds all rows; ``hidden`` gets them only if no GEMM is fed.
+            None: they are written to ``hidden``.
     """
 
     kernel: Kernel
@@ -52,6 +55,7 @@ class Call:
     residual_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     residual_out_of: Callable[[torch.Tensor], torch.Tensor] | None = None
     prefetches: bool = False
+    fed: FedRows | None = None
 
     def allocate(self) -> Outputs:
         """``(hidden, residual_out)`` as the kernel writes them."""
@@ -76,8 +80,9 @@ class Call:
             operands = operands._replace(residual=self.residual_of(operands.residual))
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in operands]
         first, last = addresses[:_BEHIND], addresses[_BEHIND:]
+        results = hidden if self.fed is None else self.fed.rows
         for params, ctas in self.launches:
-            _write_pointers(params, 0, *first, hidden.data_ptr(), residual_out.data_ptr())
+            _write_pointers(params, 0, *first, results.data_ptr(), residual_out.data_ptr())
             for name, address in zip(LAST_POINTERS, last, strict=True):
                 if address:  # calls of one form all have it, or none does
                     setattr(params, name, address)

@@ -86,6 +86,7 @@ class Arguments(NamedTuple):
     norm_bias: Annotated[torch.Tensor | None, Role("operand", "NORM_BIAS_TYPE", rows=True, last=True)] = None
     prefetch: Annotated[list[torch.Tensor] | None, Role("hint")] = None
     prefetch_bytes: Annotated[int, Role("layout", variant=True)] = 0
+    feed_from: Annotated[int, Role("routing")] = 0
     epilogue: Annotated[str, Role("norm", "EPILOGUE", in_schema=False)] = RMS_NORM
     scale_columns: Annotated[int, Role("norm", "SCALE_COLUMNS", of_scales=True)] = 0
     min_scale: Annotated[float, Role("norm", "MIN_SCALE", of_scales=True)] = 0.0

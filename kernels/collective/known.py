@@ -9,6 +9,7 @@ import torch
 
 from tw_compile import compat
 from tw_compile.kernels.collective.call import Call
+from tw_compile.kernels.collective.fed_call import started_by
 from tw_compile.kernels.collective.side_stream import fork_and_join
 from tw_compile.kernels.collective.spec import Operands
 from tw_compile.kernels.collective.transport import Started
@@ -39,7 +40,7 @@ class Known:
                 return self.start(operands, prefetch)
         call = self.call
         if not self.overlap_sms:
-            return Started(*call.enqueue(operands, None, compat.current_stream(self.device).cuda_stream, prefetch))
+            return started_by(call, operands, None, compat.current_stream(self.device).cuda_stream, prefetch)
         allocated = call.allocate()
 
         def launch(side: torch.cuda.Stream) -> Started:

@@ -312,6 +312,11 @@ def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
     return now or (group_name, slot, hidden.data_ptr()) in completed_early
 
 
+def is_complete(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
+    """Whether the call with this output was completed by the slot's next start, before its ``wait_``."""
+    return (group_name, slot, hidden.data_ptr()) in completed_early
+
+
 def _wait_fake(
     hidden: torch.Tensor,
     residual_out: torch.Tensor,

@@ -15,6 +15,7 @@ import triton
 
 from tw_compile import compat
 from tw_compile.agree import common_obstacle
+from tw_compile.kernels.gemm.fed import STATE_WORDS
 from tw_compile.kernels.runtime.barrier import MAX_CTAS, MAX_WORLD_SIZE, REPORT_ROWS
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ MIN_CAPACITY_BYTES = 32 * 2**20
 """Smallest size of a symmetric buffer."""
 
 INBOX = "inbox"
+FED = "fed"
 NOT_ARRIVED = -(2**31)
 """The word of an inbox to which nothing has been written, as int32; elements.cuh has it too."""
 
@@ -34,9 +36,9 @@ OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 16
 """The most CTAs of a call of host_rows.cu. So many fill a bus, and an outbox has rings for all of them."""
 
-_STATE_WORDS = {INBOX: 5, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
-"""How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, the state of
-host_rows.cu, and HostWordsState of host_words.cu."""
+_STATE_WORDS = {INBOX: 5, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
+"""How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, FedState of
+fed.cuh, the state of host_rows.cu, and HostWordsState of host_words.cu."""
 
 
 def state_words(buffer: str) -> int:

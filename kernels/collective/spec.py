@@ -183,6 +183,7 @@ class Request:
     overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``prefetch``: tensors of which up to
     ``prefetch_bytes`` may be brought into the L2 cache meanwhile, see ``prefetch.py``. ``outputs``: where the results go, if
     that is settled before the launch.
+    ``feed_from``: from so many tokens on a GEMM may be fed the rows of the result (``fed_mm.py``); 0: never.
     ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
     remembered.
     """
@@ -203,6 +204,7 @@ class Request:
     norm_bias: torch.Tensor | None = None
     prefetch: list[torch.Tensor] | None = None
     prefetch_bytes: int = 0
+    feed_from: int = 0
     outputs: tuple[torch.Tensor, torch.Tensor] | None = None
     form: Hashable | None = None
 

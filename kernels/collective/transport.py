@@ -25,6 +25,7 @@ from tw_compile.kernels.collective.transports import TRANSPORTS, GroupFacts, Tra
 if TYPE_CHECKING:
     from tw_compile.kernels.collective.call import Call
     from tw_compile.kernels.collective.known import Known
+    from tw_compile.kernels.gemm.fed import FedRows
 
 
 @dataclass
@@ -32,7 +33,8 @@ class Started:
     """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do.
 
     ``overlap_sms``: SMs that the call's kernel may hold beside what the current stream does before ``finish``. ``call``:
-    what was launched, where other calls of the same form may be made with it.
+    what was launched, where other calls of the same form may be made with it. ``fed``: the rows of ``hidden``, of which those
+    of other ranks come when a GEMM is fed them; ``finish`` sees to that where none was.
     """
 
     hidden: torch.Tensor
@@ -40,6 +42,7 @@ class Started:
     finish: Callable[[], None] | None = None
     overlap_sms: int = 0
     call: Call | None = None
+    fed: FedRows | None = None
 
 
 class Transport(ABC):

@@ -76,6 +76,7 @@ class TransportEntry:
         repeatable: Whether equal calls give equal bits.
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
+        feeds: Whether graphs may have GEMMs of a call's result before ``wait_`` (``fed_mm.py``). For gloo that is a test.
         wires: The names of the wires that it serves beside ``exact``.
         prefetches: Whether some of its kernels prefetch weights that calls are given (``prefetch.py``).
         wire_from_bytes: Where no table and no option says from which size on messages travel in codes, they do from so many
@@ -93,6 +94,7 @@ class TransportEntry:
     repeatable: bool = True
     benchmarked: tuple[Benchmarked, ...] = ()
     checked_beside: bool = False
+    feeds: bool = False
     wires: tuple[str, ...] = ()
     wire_from_bytes: int | None = None
     prefetches: bool = False
@@ -156,6 +158,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             message_buffers=True,
             prefetches=True,
             benchmarked=(Benchmarked("tw-p2p", sharded=True), Benchmarked("tw-p2p-replicated", sharded=False)),
+            feeds=True,
             wires=CODED_WIRES,
         ),
         TransportEntry(
@@ -201,6 +204,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
             "CPU tensors: collectives of the group's own backend",
             preference=0,
             benchmarked=(Benchmarked("tw-gloo", sharded=False),),
+            feeds=True,
             wires=CODED_WIRES,
             wire_from_bytes=SLOW_LINK_WIRE_BYTES,
         ),

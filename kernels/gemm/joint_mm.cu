@@ -15,10 +15,16 @@
 // GATED: two matrices, and silu(rows * the first) * (rows * the second) is stored. A tile's columns are half of the first
 // matrix's, which CTA 0 loads for both, and as many of the second's, which CTA 1 loads.
 //
+// FED: rows that other ranks compute arrive while it runs (fed.cuh). Pairs of this rank's own rows come first, those of the next
+// ranks follow. Who loads rows waits for them, and one more thread of each CTA sends this rank's rows to the others.
+//
 // Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
 // CUTLASS's persistent cooperative kernels do.
 
 #include "tiles.cuh"
+#if FED
+#include "fed.cuh"
+#endif
 
 inline constexpr int MATRICES = 3;
 static_assert(!(BIASED && GATED), "biases are added to what is stored");
@@ -33,6 +39,9 @@ struct JointMmParams {
   int32_t depth;       // a multiple of TILE_DEPTH
   int32_t whole;       // pairs that are neither narrow nor low
   int32_t unused[14];  // to a multiple of 64 bytes
+#if FED
+  FedParams fed;
+#endif
 };
 
 inline constexpr int TILE_ROWS = 128, TILE_DEPTH = 64;
@@ -45,11 +54,20 @@ inline constexpr int HALF_A = TILE_ROWS / 2 * ROW_BYTES, QUARTER_B = COLUMNS / 4
 inline constexpr int STAGE_BYTES = 2 * HALF_A + 4 * QUARTER_B;
 inline constexpr int STAGES = 225 * 1024 / STAGE_BYTES;
 inline constexpr uint16_t BOTH = 3;
+#if FED
+inline constexpr int FREE_BYTES = 227 * 1024 - STAGES * (STAGE_BYTES + 16);
+inline constexpr int PIECES = FREE_BYTES / (FED_PIECE + 8) < 8 ? FREE_BYTES / (FED_PIECE + 8) : 8;
+static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
+#endif
 
 struct Shared {
   uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
   uint64_t full[STAGES];                // a stage has arrived
   uint64_t empty[STAGES];               // it has been read: one arrival of each consuming warp of both CTAs
+#if FED
+  uint8_t pieces[PIECES][FED_PIECE];  // of rows that are sent
+  uint64_t arrived[PIECES];
+#endif
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 
@@ -73,10 +91,20 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
   tile.low = pair >= pairs;
   tile.narrow = behind >= 0 && !tile.low;
   if (!tile.low) {
+    int32_t over = high;  // pairs over each other, of which bands are made
+#if FED
+    const bool own = pair < params.fed.own * wide;
+    if (!own) pair -= params.fed.own * wide;
+    over = own ? params.fed.own : high - params.fed.own;
+#endif
     int32_t band = pair / (BAND * wide), in_band = pair % (BAND * wide);
-    int32_t here = high - band * BAND < BAND ? high - band * BAND : BAND;
+    int32_t here = over - band * BAND < BAND ? over - band * BAND : BAND;
     row = (band * BAND + in_band % here) * 2 * TILE_ROWS;
     column = in_band / here;
+#if FED
+    row += (params.fed.first + (own ? 0 : params.fed.own)) * 2 * TILE_ROWS;
+    if (row >= high * 2 * TILE_ROWS) row -= high * 2 * TILE_ROWS;
+#endif
   } else {
     row = high * 2 * TILE_ROWS;
     column = behind - 2 * (pairs - params.whole);
@@ -99,7 +127,13 @@ DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile
 DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   Ring<STAGES> ring;
   Tile tile;
+#if FED
+  const uint32_t call = params.fed.state->call;
+#endif
   for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
+#if FED
+    await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
+#endif
     const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
     const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // that this CTA loads
     const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
@@ -188,12 +222,18 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       mbarrier_init(&shared.full[stage], 1);
       mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);
     }
+#if FED
+    for (int32_t piece = 0; piece < PIECES; piece++) mbarrier_init(&shared.arrived[piece], 1);
+#endif
     mbarrier_init_fence();
   }
   cluster_sync();
   if (threadIdx.x < 128) {
     fewer_registers<40>();
     if (threadIdx.x == 0) fill(params, shared, rank);
+#if FED
+    if (threadIdx.x == 32) send_rows<PIECES>(params.fed, params.rows, params.depth * 2, shared.pieces[0], shared.arrived);
+#endif
   } else {
     more_registers<232>();
     int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // of both warpgroups

@@ -2,6 +2,7 @@
 
     joint_mm(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], each with its bias if there are any
     gated_mm(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
+    fed_joint_mm(fed, matrices, biases), fed_gated_mm(fed, gate, up): the same of rows that arrive meanwhile (fed.py)
 
 Half of the tokens have half of the tiles, and what a last, partial wave leaves idle weighs twice as much. Queries, keys and
 values, or gate and up, are GEMMs of one input: as one sequence of tiles they have one partial wave, and it is made of smaller
@@ -19,8 +20,9 @@ from typing import Literal
 import torch
 
 from tw_compile import compat
+from tw_compile.kernels.gemm.fed import FedParams, FedRows, pieces_bytes
 from tw_compile.kernels.runtime.launch import Kernel, prepare
-from tw_compile.kernels.runtime.program import Program, arch_of
+from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, Program, arch_of
 from tw_compile.kernels.runtime.wgmma import BOX_COLUMNS, CAPABILITY, TensorMap, has_instructions, tensor_map
 from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 
@@ -44,6 +46,15 @@ class JointMmParams(ctypes.Structure):
         ("whole", ctypes.c_int32),
         ("unused", ctypes.c_int32 * 14),
     ]
+
+
+class FedJointMmParams(ctypes.Structure):
+    """The same with FED."""
+
+    _fields_ = [*JointMmParams._fields_, ("fed", FedParams)]
+
+
+FedJointMmParams.__name__ = JointMmParams.__name__
 
 
 def can_multiply(a: torch.Tensor, matrix: torch.Tensor) -> bool:
@@ -98,6 +109,20 @@ def gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms
     return out
 
 
+def fed_joint_mm(fed: FedRows, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """As :func:`joint_mm`, of ``fed.rows``, which all ranks must do; to the same bits. Then all rows are there."""
+    outs = [fed.rows.new_empty(len(fed.rows), one.shape[1]) for one in matrices]
+    _launch("biased" if biases else "plain", fed.rows, matrices, biases, outs, 0, fed)
+    return outs
+
+
+def fed_gated_mm(fed: FedRows, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """As :func:`gated_mm`, of ``fed.rows``, which all ranks must do; to the same bits. Then all rows are there."""
+    out = fed.rows.new_empty(len(fed.rows), gate.shape[1])
+    _launch("gated", fed.rows, (gate, up), (), [out], 0, fed)
+    return out
+
+
 def _launch(
     form: Form,
     a: torch.Tensor,
@@ -105,6 +130,7 @@ def _launch(
     biases: Sequence[torch.Tensor],
     outs: Sequence[torch.Tensor],
     reserved_sms: int,
+    fed: FedRows | None = None,
 ) -> None:
     rows, depth = a.shape
     if not rows:
@@ -112,7 +138,7 @@ def _launch(
     clusters = max(sms_of(a.device) - reserved_sms, 2) // 2
     columns = [one.shape[1] for one in matrices]
     tiles = tiling(rows, (sum(columns),) if form == "gated" else tuple(columns), clusters)
-    params = JointMmParams(
+    params = (JointMmParams if fed is None else FedJointMmParams)(
         a=tensor_map(a.data_ptr(), rows, depth, _TILE_ROWS // 2), rows=rows, depth=depth, whole=tiles.whole
     )
     for index, matrix in enumerate(matrices):
@@ -122,26 +148,43 @@ def _launch(
         params.columns[index] = out.shape[1]
     for index, bias in enumerate(biases):
         params.biases[index] = bias.data_ptr()
-    kernel_on(a.device, tiles.width, form).launch(
+    if fed is not None:
+        params.fed = fed.params()
+    loaded = (
+        kernel_on(a.device, tiles.width, form)
+        if fed is None
+        else fed_kernels(a.device, form, fed.spin_limit)[tiles.width]
+    )
+    loaded.launch(
         params,
         stream=compat.current_stream(a.device).cuda_stream,
         grid=2 * min(clusters, tiles.whole + tiles.narrow + tiles.low),
         block=_THREADS,
-        shared_bytes=shared_bytes(tiles.width),
+        shared_bytes=shared_bytes(tiles.width, fed is not None),
         cluster=2,
     )
 
 
-def shared_bytes(width: int) -> int:
-    """``Shared`` of joint_mm.cu: as many stages as an SM has room for, and two barriers for each."""
+def shared_bytes(width: int, fed: bool = False) -> int:
+    """``Shared`` of joint_mm.cu: as many stages as an SM has room for, two barriers for each, and pieces of rows to send."""
     stage = (_TILE_ROWS + width) * _TILE_DEPTH * 2
-    return 225 * 1024 // stage * (stage + 16)
+    stages = 225 * 1024 // stage * (stage + 16)
+    return stages + (pieces_bytes(FULL_SHARED_BYTES - stages) if fed else 0)
 
 
 def joint_mm_program(width: int, form: Form) -> Program:
     """The kernel for tiles of ``width`` columns."""
-    defines = (("COLUMNS", width), ("BIASED", form == "biased"), ("GATED", form == "gated"))
-    return Program(Path(__file__).with_name("joint_mm.cu"), JointMmParams, arch_of(CAPABILITY), defines)
+    return _program(width, form, JointMmParams, FED=0)
+
+
+def fed_mm_program(width: int, form: Form, spin_limit: int) -> Program:
+    """The same for rows that arrive meanwhile."""
+    return _program(width, form, FedJointMmParams, FED=1, SPIN_LIMIT=spin_limit)
+
+
+def _program(width: int, form: Form, params: type[ctypes.Structure], **more: int) -> Program:
+    defines = {"COLUMNS": width, "BIASED": form == "biased", "GATED": form == "gated", **more}
+    return Program(Path(__file__).with_name("joint_mm.cu"), params, arch_of(CAPABILITY), tuple(defines.items()))
 
 
 def kernel_on(device: torch.device, width: int, form: Form) -> Kernel:
@@ -156,6 +199,12 @@ def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
     CUDA graph is captured, when nothing can be loaded.
     """
     return {width: prepare(joint_mm_program(width, form), device.index) for width in WIDTHS}
+
+
+@cache
+def fed_kernels(device: torch.device, form: Form, spin_limit: int) -> dict[int, Kernel]:
+    """As :func:`_kernels`."""
+    return {width: prepare(fed_mm_program(width, form, spin_limit), device.index) for width in WIDTHS}
 
 
 @cache

@@ -19,9 +19,10 @@ Tables are measured in the form that each kernel is best in. Two-shot leaves the
 want all of its rows, two-shot moves half a message more, and one-shot takes its place at all sizes.
 
 Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
-calls whose rows travel in codes (``wire``): they go to the kernel that can do that, alone and beside other work. Where none
-can, their rows travel as they are. Of what a table says, kernels are passed over that can't make the scales of a call's
-results; in their place there is the first that can.
+calls whose rows a GEMM is fed (``feed_from``), as one kernel does that, where it can. Nor are calls whose rows travel in codes
+(``wire``): they go to the kernel that can do that, alone and beside other work. Where none can, their rows travel as they are.
+Of what a table says, kernels are passed over that can't make the scales of a call's results; in their place there is the first
+that can.
 
 Reading tables imports no torch: only choosing for a request makes the kernels.
 """
@@ -39,7 +40,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from tw_compile.files import read_if_there, user_file
-from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, with_scales, with_wires
+from tw_compile.kernels.algorithms import ALGORITHMS, beside_work, feeding, with_scales, with_wires
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.wires import EXACT
 
@@ -127,6 +128,7 @@ class Selector(Chooser):
         super().__init__(transport)
         self._bytes = [step.up_to_bytes for step in steps]
         last = serves_all(transport)
+        self._feeding = tuple(entry.make() for entry in feeding(transport))
         self._beside = (*(_at_most(entry, MAX_OVERLAP_SMS) for entry in beside_work(transport)), last)
         self._candidates: list[tuple[Algorithm, ...]] = []
         self._of_whole: list[tuple[Algorithm, ...]] = []
@@ -149,7 +151,8 @@ class Selector(Chooser):
         if request.overlap_sms:
             return self._beside
         candidates = self._of_whole if request.residual_out == "replicated" else self._candidates
-        return candidates[min(bisect_left(self._bytes, request.x.nbytes), len(candidates) - 1)]
+        by_size = candidates[min(bisect_left(self._bytes, request.x.nbytes), len(candidates) - 1)]
+        return (*self._feeding, *by_size) if request.feed_from else by_size
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
         """See :class:`Chooser`. Those of a table; one kernel serves all sizes of a wire."""
@@ -163,6 +166,8 @@ class Selector(Chooser):
                 alternatives += preferred if served else [*preferred, last]
         if request.norm.scale_columns:
             alternatives += self._with_scales
+        if request.feed_from:
+            alternatives += self._feeding
         return tuple(dict.fromkeys(alternatives))
 
 

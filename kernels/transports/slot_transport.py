@@ -176,7 +176,7 @@ class SlotTransport(Transport):
 
         In capture nothing is done, and the launch loads its own kernel (see ``kernels/runtime/launch.py``).
         """
-        variant = (variant_of(request), request.overlap_sms > 0)
+        variant = (variant_of(request), request.overlap_sms > 0, request.feed_from > 0)
         if variant in state.prepared or torch.cuda.is_current_stream_capturing():
             return
         # Beside other work one kernel serves messages of all sizes.

@@ -20,10 +20,11 @@ Modelled
     Prefetches are noted.
 Errors
     Accesses outside of allocations, to private memory of peers or misaligned; bulk copies of data that an ordinary store
-    wrote without a barrier or ``fence_proxy_async`` since; words written to a multicast address and read at another, or the
-    other way round, without ``fence_proxy_alias`` since; lanes of a warp that call different collectives; a CTA that ends
-    while bulk copies or arrivals of others use its shared memory; misuse of mbarriers; matmuls without ``wgmma_fence``, of what
-    an ordinary store wrote, or that are never waited for; deadlock, with who waits where.
+    wrote without a barrier or ``fence_proxy_async`` since, or that a bulk copy of another CTA wrote without one in the reader;
+    words written to a multicast address and read at another, or the other way round, without ``fence_proxy_alias`` since; lanes
+    of a warp that call different collectives; a CTA that ends while bulk copies or arrivals of others use its shared memory;
+    misuse of mbarriers; matmuls without ``wgmma_fence``, of what an ordinary store wrote, or that are never waited for;
+    deadlock, with who waits where.
 Not modelled
     Loads happen in program order and are never stale, so a missing acquire is not found. Data races other than the above show
     only as wrong values. The warps of a warpgroup may issue matmuls apart from each other, and each has its registers without

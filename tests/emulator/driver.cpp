@@ -127,7 +127,15 @@ void check_fenced_load(const Thread& thread, const void* global, uint32_t bytes)
   const Word* words = allocation.words + (static_cast<const char*>(global) - allocation.base) / 4;
   const uint32_t fence = std::max(thread.fence, thread.clock ? thread.clock->last_fence : 0);
   for (uint32_t i = 0; i < bytes / 4; ++i) {
-    if (!words[i].writer || fence > words[i].written) continue;
+    if (fence > words[i].written) continue;
+    if (words[i].copier && words[i].copier != thread.cta->serial) {
+      const Cta& copier = machine->ctas[words[i].copier - 1];
+      if (!copier.launch->ended)
+        fail("reads %s, which a bulk copy of rank %u, CTA %u wrote, with no fence_proxy_async since",
+             machine->describe(*thread.cta, static_cast<const char*>(global) + 4 * i).c_str(), copier.launch->rank,
+             copier.index);
+    }
+    if (!words[i].writer) continue;
     const Cta& writer = machine->ctas[words[i].writer / 1024 - 1];
     if (writer.launch->ended || writer.threads[words[i].writer % 1024].fence > words[i].written) continue;
     fail("reads %s, which rank %u, CTA %u, thread %u wrote with no fence_proxy_async since",

@@ -333,7 +333,7 @@ class PushMachine(Machine):
         )
         example = make_call(form, partial_sums(world_size, most_tokens, hidden_size, form.dtype, 0), 0).ranks[0].request
         defines = row_defines(example, world_size, spin_limit)
-        defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1}
+        defines |= {"ONE_SHOT": int(one_shot), "THREADS": self.threads, "CTAS_PER_SM": 1, "FED": 0}
         super().__init__(_source("push", sources), defines, form, hidden_size, world_size, seed, **options)
         capacity = Push(one_shot).needs(example, world_size)["inbox"]
         self.part_bytes = part_bytes(capacity)

@@ -152,6 +152,7 @@ void Machine::store(Allocation& allocation, void* address, const uint32_t* words
     word->pending = id;
     word->writer = cta.serial * 1024 + current->index;
     word->written = now;
+    word->copier = 0;
     word->multicast = false;
     cta.pending.push_back(id);
     ++pending;
@@ -249,6 +250,8 @@ void Machine::copy_step(uint32_t index) {
     for (uint32_t i = 0; i < words; ++i) {
       commit_own(word[i], cta.launch->rank);
       word[i].writer = 0;
+      word[i].written = now;
+      word[i].copier = cta.serial;
       reinterpret_cast<uint32_t*>(piece.global)[i] = piece.buffer[i];
       if (i % 16 == 0 || i + 1 == words) notify(allocation.key(piece.global + 4 * i));
     }
@@ -431,7 +434,7 @@ void Machine::end_launch(Launch& launch) {
     if (access.writes) {
       memcpy(access.address, access.values, access.bytes);
       Word* words = allocation.words + (access.address - allocation.base) / 4;
-      for (uint32_t i = 0; i < access.bytes / 4; ++i) words[i].writer = 0;
+      for (uint32_t i = 0; i < access.bytes / 4; ++i) words[i].writer = words[i].copier = 0;
     } else {
       read(allocation, access.address, access.values, access.bytes, launch.rank);
     }

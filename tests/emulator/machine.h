@@ -58,6 +58,7 @@ struct Word {
   uint32_t pending;  // index of the first PendingStore, 0 for none
   uint32_t writer;   // serial of the CTA * 1024 + thread of the last ordinary store, 0 for none or a bulk copy
   uint32_t written;  // Machine::now then
+  uint32_t copier;   // serial of the CTA whose bulk copy wrote it last, 0 for none or an ordinary store since
   bool multicast;    // that store went to a multicast address
 };
 struct Allocation {

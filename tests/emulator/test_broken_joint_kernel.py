@@ -22,7 +22,7 @@ QUARTER_TO = "b + (rank * quarters + quarter) * QUARTER_B"
 COLUMN = "(GATED ? 0 : rank * quarters * (COLUMNS / 4))"
 BESIDE = "beside * 2 * QUARTER_B, row, column"
 STEPS = "d[part], rows + columns_on(step), columns + part * (2 * QUARTER_B >> 4) + columns_on(step), 1);"
-BAND = "high - band * BAND < BAND ? high - band * BAND : BAND"
+BAND = "over - band * BAND < BAND ? over - band * BAND : BAND"
 
 RING: dict[str, Changes] = {
     "waits for the other parity of full stages": ((FULL, FULL.replace("parity", "parity ^ 1")),),

@@ -79,7 +79,7 @@ def of(tokens: int) -> Any:
     """A message of as many bytes as tokens."""
     x = SimpleNamespace(shape=(tokens, HIDDEN), nbytes=tokens)
     norm = SimpleNamespace(scale_columns=0)
-    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=0, wire="exact")
+    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=0, wire="exact", feed_from=0)
 
 
 def test_a_table_takes_the_algorithm_and_what_is_to_serve_instead(monkeypatch: pytest.MonkeyPatch) -> None:

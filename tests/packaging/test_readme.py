@@ -186,6 +186,7 @@ def test_every_reason_is_explained() -> None:
         "site": {*reasons.Refusal, *gates},
         "float8": {*reasons.QuantRefusal},
         "wire": {*reasons.WireRefusal},
+        "feed": {*reasons.FeedRefusal},
         "split": {*reasons.SplitRefusal, *Off},
         "join": {*reasons.JoinReason},
         "exposed": {*Exposure},

@@ -400,6 +400,13 @@ def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
 
 
+def test_fed_gemms_take_part_where_they_are_named() -> None:
+    named = dataclasses.replace(SPEC, only=("fused", "fused-fed"))
+    assert [one.label for one in variants(named, 1024)] == ["fused", "fused-fed"]
+    assert variants(named, 1024)[1].config["feed_mm"] == "auto"
+    assert "fused-fed" not in [one.label for one in variants(SPEC, 1024)]
+
+
 def test_symmetric_memory_is_left_out_where_peers_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
     known = variants(SPEC, 1024)

@@ -467,7 +467,7 @@ def test_layers_are_shown_as_ranges() -> None:
 
 def test_sites_that_differ_in_their_layer_only_are_one_group() -> None:
     site = {"form": "f", "bytes": 8, "transport": "p2p", "decision": "fused", "reason": "", "detail": "d"}
-    site |= {"producer": "other", "wire": "exact"}
+    site |= {"producer": "other", "consumer": "other", "wire": "exact"}
     other = site | {"bytes": 16}
     groups = render.group_sites(
         [site | {"layer": 0}, other | {"layer": 0}, site | {"layer": 1}, site | {"layer": None}]

@@ -31,7 +31,7 @@ FIELDS_OF_SCHEMA = (
     "ScalarType hidden_dtype, ScalarType residual_dtype, bool residual_sharded, str residual_out, str group_name, "
     "str transport, int slot, float scale=1.0, Tensor? hidden_scale=None, Tensor? eps_tensor=None, int overlap_sms=0, "
     'bool results_in_slot=False, str wire="exact", Tensor? norm_bias=None, '
-    "Tensor[]? prefetch=None, int prefetch_bytes=0"
+    "Tensor[]? prefetch=None, int prefetch_bytes=0, int feed_from=0"
 )
 
 
@@ -117,6 +117,7 @@ CHANGES: dict[str, Any] = {
     "results_in_slot": False,
     "wire": "int8",
     "norm_bias": torch.randn(16, dtype=BF16),
+    "feed_from": 512,
     "epilogue": "another",
     "scale_columns": 8,
     "min_scale": 1e-10,

@@ -85,6 +85,7 @@ def test_which_kernel_serves_a_message_that_nobody_measured(
         residual_out="sharded",
         overlap_sms=overlap_sms,
         wire="exact",
+        feed_from=0,
     )
     state: Any = SimpleNamespace(world_size=world_size, rank=0)
     chosen = Selector(default_steps("host", world_size), "host").choose(asked, state)

@@ -37,6 +37,7 @@ NAMES = (
     "leave_results_in_slots",
     "reserve_sms",
     "lock_order",
+    "feed_gemms",
     "join_gemms",
     "prefetch_weights",
 )

@@ -27,7 +27,7 @@ STATE: Any = SimpleNamespace(world_size=4, rank=1)
 def message(nbytes: int, overlap_sms: int = 0) -> Any:
     norm = SimpleNamespace(scale_columns=0)
     x = SimpleNamespace(nbytes=nbytes)
-    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=overlap_sms, wire="exact")
+    return SimpleNamespace(x=x, norm=norm, residual_out="sharded", overlap_sms=overlap_sms, wire="exact", feed_from=0)
 
 
 @pytest.fixture
@@ -172,6 +172,7 @@ def test_equal_bytes_give_equal_choices_on_all_ranks(monkeypatch: pytest.MonkeyP
         residual_out="none",
         overlap_sms=0,
         wire="exact",
+        feed_from=0,
     )
     chosen = {id(selector.choose(request, SimpleNamespace(world_size=4, rank=rank))) for rank in range(4)}
     assert len(chosen) == 1

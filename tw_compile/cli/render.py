@@ -15,7 +15,7 @@ from tw_compile.harness.table import plain_table
 from tw_compile.kernels.collective.wires import EXACT
 
 STYLES = {"fused": "green", "refused": "yellow", "gated": "cyan"}
-GROUP_KEYS = ("form", "bytes", "transport", "wire", "decision", "reason", "producer")
+GROUP_KEYS = ("form", "bytes", "transport", "wire", "decision", "reason", "producer", "consumer")
 
 
 def ranges(numbers: Iterable[int]) -> str:
@@ -125,7 +125,8 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
     table = plain_table(columns, ("layers", "form", "transport", "decision"), title, "bold", overflow="fold")
     for group in group_sites(report["sites"]):
         absorbs = "+mm" if group["producer"] == "mm" else ""
-        decision = Text(group["decision"] + absorbs, style=STYLES[group["decision"]])
+        feeds = "+fed" if group["consumer"] == "fed" else ""
+        decision = Text(group["decision"] + absorbs + feeds, style=STYLES[group["decision"]])
         if group["reason"]:
             decision.append(f": {group['reason']}")
         table.add_row(

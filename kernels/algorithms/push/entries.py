@@ -20,6 +20,9 @@ ONE_SHOT = AlgorithmEntry(
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
 )
+FED = AlgorithmEntry(
+    "push_fed", "tw_compile.kernels.algorithms.push.fed_push:FedPush", sms=128, most_sms=128, feeds=True
+)
 TWO_SHOT = AlgorithmEntry(
     "push_two_shot",
     _PUSH,

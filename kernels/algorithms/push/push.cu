@@ -27,14 +27,23 @@
 // own part as it is, and keeps of its result what the others make of the codes: all ranks have the same bits. Rows of the new
 // residual travel as they are.
 //
-// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
-// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A one-shot
-// rank computes all rows: its residual is not sharded.
+// FED=1: the rows of the result that this rank computes stay in its own memory, `hidden`, and the kernel takes none of the
+// peers'. The GEMM behind it sends them and takes those of the peers (fed.cuh); this kernel hands it a new number.
+// Of the argument above, that a call needs something of every other rank, is then true of both together: a rank that owns no
+// rows waits for nobody here, but its GEMM waits for all rows, and every rank has added to each of these. So such a call is
+// one launch, with its GEMM between it and the next one.
+//
+// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
+// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
+// one-shot rank computes all rows: its residual is not sharded.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
 #include "scales.cuh"
 #include "prefetch.cuh"
+#if FED
+#include "fed.cuh"
+#endif
 
 struct PushState {
   uint32_t part;      // that the next call receives in
@@ -63,8 +72,12 @@ struct PushParams {
   float scale;
   const NORM_BIAS_TYPE* norm_bias;  // [HIDDEN]
   Prefetched prefetch;
+#if FED
+  FedState* fed;
+#endif
 };
 
+static_assert(!FED || (!ONE_SHOT && RESIDUAL_OUT != ALL_ROWS && !ResultRow::CODED), "owners' rows alone, as they are");
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
 
@@ -73,13 +86,14 @@ inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
 inline constexpr int PEERS = WORLD_SIZE - 1;
 inline constexpr int AHEAD = 1;                 // turns from sending a row until it is computed
-inline constexpr int BEHIND = ONE_SHOT ? 0 : 1;  // turns from there until the peers' rows of that number are taken
+inline constexpr bool PUBLISHES = !ONE_SHOT && !FED;
+inline constexpr int BEHIND = PUBLISHES ? 1 : 0;  // turns from there until the peers' rows of that number are taken
 
 // Of an inbox, for each turn of a CTA.
 using KeptRow = Exact<RESIDUAL_OUT_TYPE>;
 inline constexpr uint32_t TURN_BYTES =
     PEERS *
-    (SumRow::ROW_BYTES + (ONE_SHOT ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
+    (SumRow::ROW_BYTES + (!PUBLISHES ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
 inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // vectors a thread
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
@@ -177,8 +191,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 
   const int rows = p.end - p.begin;
   const Sections<SumRow> sums{0, rows};
-  const Sections<ResultRow> normalised{sums.end(), ONE_SHOT ? 0 : rows};
-  const Sections<KeptRow> residuals{normalised.end(), !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
+  const Sections<ResultRow> normalised{sums.end(), PUBLISHES ? rows : 0};
+  const Sections<KeptRow> residuals{normalised.end(), PUBLISHES && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
   // Sends partial sums: a row to all, or the peers' rows of this number to their owners.
   const auto send = [&](int local) {
@@ -288,11 +302,11 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 #endif
         if (!in_row) return;
         keep(row, column, piece);
-        if constexpr (!ONE_SHOT)
+        if constexpr (PUBLISHES)
           for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, piece);
       });
     }
-    if constexpr (!ONE_SHOT) {
+    if constexpr (PUBLISHES) {
       const int behind = local - BEHIND * stride;
       if (behind >= first && behind < p.end) take(behind);
     }
@@ -310,5 +324,9 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     p.state->finished = 0;
     p.state->used[call.part] = (uint32_t)(residuals.end() / 16);
     p.state->part = (call.part + 1) % 3;
+#if FED
+    p.fed->call += 1;
+    p.fed->claimed = 0;
+#endif
   }
 }

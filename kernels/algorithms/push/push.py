@@ -74,7 +74,7 @@ class Push(RowKernel):
     """
 
     source = Path(__file__).with_name("push.cu")
-    params = PushParams
+    params: type[Structure] = PushParams
     most_sms = 128
     min_capability = PEER_KERNELS
     wires = True
@@ -105,16 +105,20 @@ class Push(RowKernel):
         hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
         row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
         if not self._one_shot:
-            row_bytes += result_bytes(request)
+            row_bytes += self._returned_bytes(request)
             if request.residual_out == "replicated":
                 row_bytes += hidden_size * norm.residual_dtype.itemsize
         return (world_size - 1) * row_bytes
+
+    def _returned_bytes(self, request: Request) -> int:
+        """Bytes of them that a normalised row takes."""
+        return result_bytes(request)
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
         """See :class:`RowKernel`."""
         threads = threads_for(request.x.shape[1], state.world_size)
         ctas = ctas_per_sm(threads, state.world_size)
-        return {"ONE_SHOT": int(self._one_shot), "THREADS": threads, "CTAS_PER_SM": ctas}
+        return {"ONE_SHOT": int(self._one_shot), "FED": 0, "THREADS": threads, "CTAS_PER_SM": ctas}
 
     def options(self, request: Request, state: GroupState) -> dict[str, Any]:
         """See :class:`RowKernel`."""
@@ -135,7 +139,7 @@ class Push(RowKernel):
         launches: list[tuple[Structure, int]] = []
         for begin in range(0, rows, most):
             end = min(begin + most, rows)
-            params = PushParams(
+            params = self.params(
                 inboxes=address(inbox.table),
                 state=address(inbox.state),
                 status=address(slot.status),
@@ -145,6 +149,11 @@ class Push(RowKernel):
                 begin=begin,
                 end=end,
                 **numbers_of(request.norm),
+                **self._more_params(slot),
             )
             launches.append((params, min(end - begin, ctas)))
         return self.with_prefetch(request, state, launches, ctas_each)
+
+    def _more_params(self, slot: Slot) -> dict[str, Any]:
+        """Parameters of ``params`` that others do not have."""
+        return {}

@@ -56,6 +56,7 @@ import torch.distributed as dist
 from gpu.checks import (
     accuracy,
     dynamic_fp8,
+    fed,
     joint_gemms,
     layer_norm,
     overlap,
@@ -130,6 +131,7 @@ ALONE = (
     joint_gemms.gemms_by_rows_are_as_near_as_matmuls,
     joint_gemms.turns_are_measured,
     joint_gemms.compiled_gemms_are_joined,
+    *fed.ALONE,
     dynamic_fp8.nccl_dynamic_fp8_forms,
     split_steps.thousand_split_steps,
     split_steps.thousand_split_steps_of_experts,

@@ -75,6 +75,8 @@ PLANNED = LayerVariant("fused+split", "ours")
 """What a user gets by default."""
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
 GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config={"split": "off", "disable_passes": "join_gemms"})
+FED = LayerVariant("fused-fed", "ours", config={"split": "off", "feed_mm": "auto"})
+"""Only where ``--only`` names it: its kernels have not run on GPUs."""
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
@@ -130,5 +132,6 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     else:
         known += [LayerVariant("inductor+gloo", "peer")]
     known += [LayerVariant(NO_COMMUNICATION, "bound", DropAllReduces)]
+    known += [FED] if FED.label in spec.only else []
     check_labels(known, spec.only)
     return [*with_labels(known, spec.only), *(swept(tokens) if spec.sweep_split else ())]

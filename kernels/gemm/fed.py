@@ -1,0 +1,83 @@
+"""Rows of a fused call that arrive while a GEMM reads them: what ``fed.cuh`` needs of the host."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from tw_compile.planning.joint_tiles import PAIR_ROWS
+
+_BLOCK_ROWS, _BLOCKS, _RANKS = 128, 512, 8
+MOST_ROWS = _BLOCK_ROWS * _BLOCKS
+ROWS_OFFSET = 4 * _RANKS * _BLOCKS
+"""Bytes of the flags, which lie before the rows."""
+STATE_WORDS = 2 + _BLOCKS
+_PIECE_BYTES, _MOST_PIECES, _MBARRIER_BYTES = 2048, 8, 8
+
+
+class FedParams(ctypes.Structure):
+    """``FedParams`` of fed.cuh."""
+
+    _fields_ = [
+        ("memory", ctypes.c_void_p),
+        ("state", ctypes.c_void_p),
+        ("status", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("rank", "world", "first", "own")),
+        ("unused", ctypes.c_int32 * 6),
+    ]
+
+
+@dataclass(frozen=True)
+class FedRows:
+    """The rows of one call.
+
+    Attributes:
+        rows: bfloat16 ``[tokens, hidden]``, in memory that peers write. A GEMM that is fed them sees to those of other ranks.
+        table: int64, the address of each rank's flags and rows.
+        state: int32 ``[STATE_WORDS]`` of this rank.
+        begin, end: The rows that this rank has computed.
+        status: int32, where a thread reports that it gave up waiting after ``spin_limit`` polls; 0: it never does.
+    """
+
+    rows: torch.Tensor
+    table: torch.Tensor
+    state: torch.Tensor
+    status: torch.Tensor
+    rank: int
+    world_size: int
+    begin: int
+    end: int
+    spin_limit: int
+
+    def params(self) -> FedParams:
+        first, own = own_pairs(len(self.rows), self.begin, self.end)
+        addresses = {"memory": self.table.data_ptr(), "state": self.state.data_ptr(), "status": self.status.data_ptr()}
+        return FedParams(**addresses, rank=self.rank, world=self.world_size, first=first, own=own)
+
+
+def fed_bytes(tokens: int, hidden_size: int) -> int:
+    """What a rank's flags and rows take."""
+    return ROWS_OFFSET + tokens * hidden_size * torch.bfloat16.itemsize
+
+
+def rows_in(memory: torch.Tensor, tokens: int, hidden_size: int) -> torch.Tensor:
+    """The rows in a rank's memory, uint8 ``[bytes]``."""
+    return memory[ROWS_OFFSET : fed_bytes(tokens, hidden_size)].view(torch.bfloat16).view(tokens, hidden_size)
+
+
+def own_pairs(rows: int, begin: int, end: int) -> tuple[int, int]:
+    """Of the pairs of tiles over each other, the first that has rows from ``begin`` to ``end`` alone, and how many have.
+
+    Low tiles, of the last rows, are in no pair.
+    """
+    high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
+    first, last = -(-begin // PAIR_ROWS), high if end == rows else end // PAIR_ROWS
+    return (first, last - first) if first < last else (0, 0)
+
+
+def pieces_bytes(free: int) -> int:
+    """Of ``free`` bytes of shared memory, those that pieces of rows take, with their barriers."""
+    each = _PIECE_BYTES + _MBARRIER_BYTES
+    return min(free // each, _MOST_PIECES) * each

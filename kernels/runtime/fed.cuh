@@ -1,0 +1,135 @@
+// How a GEMM gets the rows of a fused call that other ranks compute: it sends its own rank's to them, and waits for theirs.
+//
+// The kernel before it (push.cu with FED=1) has left the rows of this rank in its part of the slot's memory. In each CTA of the
+// GEMM one thread copies rows from there to the peers' parts, in chunks that the CTAs claim in turn, while others multiply.
+// When all of a rank's rows of a block of FED_BLOCK rows have gone to a peer, that peer's flag for the rank and the block gets
+// the number of the call. Who loads rows of a peer waits for its flag first.
+//
+// Order. The copies of a chunk are complete (bulk_wait), and fenced from the async proxy, before the thread adds its rows to
+// done[block]. That addition acquires and releases, so who completes the block knows of all chunks, and its release at system
+// scope has all of them before the flag. The reader acquires the flag and fences before its loads, which the async proxy makes.
+//
+// No row is overwritten that somebody still reads. Call k+1 of the slot writes rows of this rank's part: this rank's own kernel
+// does, when sums of call k+1 from all ranks have come, and so do the peers' GEMMs, with rows to which all ranks have added in
+// call k+1. So every rank has begun call k+1 before anything of it is written anywhere, and it begins when all that came
+// before it on the rank's stream has ended: the GEMM of call k, with its loads, and with its copies to peers. The same holds
+// for calls that are not fed, before and after, as they write to this memory in no other way (a slot's buffer "fed" is theirs
+// alone).
+//
+// Flags need no reset: numbers of calls only grow, on all ranks alike, as all ranks make the same fed calls on a slot, and are
+// compared by the sign of the difference. A flag that is ahead can't be: the next number is written in the next call. The
+// number lives in device memory, so replays of CUDA graphs count on. A second GEMM of one call finds all flags there.
+//
+// Progress. A rank's rows are sent by those of its CTAs that run, whichever they are, by a thread that waits for no peer. So if
+// on every rank one cluster of the GEMM runs, all rows arrive and all waits end; then the others run. Every rank's GEMM is
+// reached: the kernel before it waits for sums of the peers alone, of a turn that their kernels of the same call send before they
+// wait in that turn.
+//
+// SPIN_LIMIT: polls before a thread gives up and reports phase 4; 0: never.
+#pragma once
+#include "primitives.cuh"
+
+inline constexpr int32_t FED_BLOCK = 128;  // rows that have a flag; no tile of the GEMM lies in two blocks
+inline constexpr int32_t FED_CHUNK = 4;    // rows that a CTA sends at a time; no chunk lies in two blocks
+inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
+inline constexpr int32_t FED_PIECE = 2048;  // bytes that are on their way together
+inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
+inline constexpr int32_t FED_PHASE = 4;
+static_assert(FED_BLOCK % FED_CHUNK == 0, "chunks fill blocks");
+
+// Of this rank; zero at first.
+struct FedState {
+  uint32_t call;              // the number of the latest one
+  uint32_t claimed;           // chunks of it
+  uint32_t done[FED_BLOCKS];  // rows of this rank that have been sent, in blocks that are not complete
+};
+
+struct FedParams {
+  uint8_t* const* memory;  // [world], each rank's flags and rows [rows, row_bytes]
+  FedState* state;
+  int32_t* status;  // [CTAs, FED_RANKS]
+  int32_t rank;
+  int32_t world;
+  int32_t first;      // of the pairs of tiles over each other, the first that has rows of this rank alone
+  int32_t own;        // how many of them have
+  int32_t unused[6];  // to 64 bytes
+};
+
+DEVICE int32_t fed_share(const FedParams& fed, int32_t rows) { return (rows + fed.world - 1) / fed.world; }
+DEVICE int32_t least_of(int32_t a, int32_t b) { return a < b ? a : b; }
+
+DEVICE uint32_t* fed_flag(const FedParams& fed, int32_t of, int32_t owner, int32_t row) {
+  return (uint32_t*)fed.memory[of] + owner * FED_BLOCKS + row / FED_BLOCK;
+}
+
+// One thread: waits until the first `height` rows from `row` on are there, which lie in one block; `rows` are those of the call.
+DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_t row, int32_t height) {
+  const int32_t share = fed_share(fed, rows), end = least_of(row + height, rows);
+  if (row >= end) return;
+  for (int32_t owner = row / share; owner * share < end; owner++) {
+    if (owner == fed.rank) continue;
+    const uint32_t* flag = fed_flag(fed, fed.rank, owner, row);
+    [[maybe_unused]] uint32_t polls = 0;
+    while ((int32_t)(load_acquire_sys(flag) - call) < 0) {
+#if SPIN_LIMIT
+      if (++polls == SPIN_LIMIT) {
+        int32_t* report = fed.status + blockIdx.x * FED_RANKS + owner;
+        if (*report == 0) *report = FED_PHASE;
+        break;
+      }
+#endif
+    }
+  }
+  fence_proxy_async();
+}
+
+// One thread: sends this rank's rows to the peers, as far as no other CTA has claimed them. `pieces`: shared memory for PIECES
+// pieces, and `arrived` an mbarrier of one arrival for each.
+template <int PIECES>
+DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes, uint8_t* pieces, uint64_t* arrived) {
+  constexpr int32_t AHEAD = PIECES - 2;  // pieces from loading one until it is sent
+  static_assert(AHEAD > 0, "some are loaded while others are sent");
+  const int32_t share = fed_share(fed, rows), begin = least_of(fed.rank * share, rows), end = least_of(begin + share, rows);
+  const int32_t first = begin / FED_CHUNK, chunks = (end + FED_CHUNK - 1) / FED_CHUNK - first;
+  const uint8_t* const own = fed.memory[fed.rank];
+  const uint32_t call = fed.state->call;
+  if (begin == end) return;
+  for (int32_t loaded = 0;;) {
+    const int32_t chunk = (int32_t)fetch_add_gpu(&fed.state->claimed, 1);
+    if (chunk >= chunks) return;
+    int32_t from = (first + chunk) * FED_CHUNK, to = least_of(from + FED_CHUNK, end);
+    if (from < begin) from = begin;
+    const int64_t at = FED_ROWS + (int64_t)from * row_bytes;
+    const int32_t bytes = (to - from) * row_bytes, count = (bytes + FED_PIECE - 1) / FED_PIECE;
+    for (int32_t i = 0; i < count + AHEAD; i++) {
+      if (i < count) {
+        const int32_t piece = (loaded + i) % PIECES, size = least_of(FED_PIECE, bytes - i * FED_PIECE);
+        bulk_wait_read<PIECES - AHEAD - 1>();  // who had the piece before has been sent
+        mbarrier_arrive_expect(&arrived[piece], size);
+        bulk_load(pieces + piece * FED_PIECE, own + at + i * FED_PIECE, size, &arrived[piece]);
+      }
+      if (i >= AHEAD) {
+        const int32_t sent = i - AHEAD, piece = (loaded + sent) % PIECES;
+        const int32_t size = least_of(FED_PIECE, bytes - sent * FED_PIECE);
+        while (!mbarrier_try_wait(&arrived[piece], (loaded + sent) / PIECES & 1)) {
+        }
+        for (int32_t step = 1; step < fed.world; step++) {
+          bulk_store(fed.memory[(fed.rank + step) % fed.world] + at + sent * FED_PIECE, pieces + piece * FED_PIECE, size);
+        }
+        bulk_commit();
+      }
+    }
+    loaded += count;
+    bulk_wait();
+    fence_proxy_async();
+    const int32_t block = from / FED_BLOCK * FED_BLOCK, block_end = least_of(block + FED_BLOCK, end);
+    const int32_t wanted = block_end - (block < begin ? begin : block);
+    uint32_t* const done = &fed.state->done[from / FED_BLOCK];
+    if ((int32_t)fetch_add_gpu(done, to - from) + to - from == wanted) {
+      *done = 0;  // for the next call
+      for (int32_t step = 1; step < fed.world; step++) {
+        store_release_sys(fed_flag(fed, (fed.rank + step) % fed.world, fed.rank, from), call);
+      }
+    }
+  }
+}

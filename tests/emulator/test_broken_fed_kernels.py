@@ -1,0 +1,75 @@
+"""Lines of fed.cuh, and of what is FED elsewhere, that must be as they are: with another in its place, calls fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emulator.broken import Changes, check_caught
+from emulator.fed import sources
+from emulator.test_fed_kernels import LONG, WRAPS, check
+
+SEEDS = range(8)
+POLL = "while ((int32_t)(load_acquire_sys(flag) - call) < 0) {"
+COMPLETE = "    bulk_wait();\n"
+ADDED = "if ((int32_t)fetch_add_gpu(done, to - from) + to - from == wanted) {"
+
+FED: dict[str, Changes] = {
+    "reads rows that have not arrived": ((POLL, "while (false) {"),),
+    "compares numbers, not their difference": ((POLL, "while (load_acquire_sys(flag) < call) {"),),
+    "does not fence before it loads": (("    }\n  }\n  fence_proxy_async();\n}", "    }\n  }\n}"),),
+    "waits for another block": (("fed_flag(fed, fed.rank, owner, row)", "fed_flag(fed, fed.rank, owner, 0)"),),
+    "waits for the first owner alone": (("owner * share < end; owner++", "owner == row / share; owner++"),),
+    "announces rows that are on their way": ((COMPLETE, "    bulk_wait_read<0>();\n"),),
+    "announces a block with its first chunk": ((ADDED, f"{ADDED[:-3]} || true) {{"),),
+    "counts rows of the call before": (("      *done = 0;  // for the next call\n", ""),),
+    "wants rows of other ranks in a block": (("(block < begin ? begin : block)", "block"),),
+    "sends rows of the rank before": (("    if (from < begin) from = begin;\n", ""),),
+}
+PIECES: dict[str, Changes] = {
+    "loads over a piece that is being sent": (("bulk_wait_read<PIECES - AHEAD - 1>()", "bulk_wait_read<PIECES>()"),),
+    "sends pieces that have not arrived": (("(loaded + sent) / PIECES & 1)) {", "1)) {"),),
+}
+PUSH: dict[str, Changes] = {
+    "calls have one number": (("p.fed->call += 1;", "p.fed->call = 1;"),),
+    "chunks stay claimed": (("    p.fed->claimed = 0;\n", ""),),
+}
+GEMM: dict[str, Changes] = {
+    "pairs of other ranks are its own again": (("    if (!own) pair -= params.fed.own * wide;\n", ""),),
+    "pairs beyond the last are not the first": (
+        ("    if (row >= high * 2 * TILE_ROWS) row -= high * 2 * TILE_ROWS;\n", ""),
+    ),
+    "loads before it has waited": (("    await_rows(params.fed, call,", "    if (0) await_rows(params.fed, call,"),),
+}
+BROKEN = [
+    (file, name) for file, found in (("fed.cuh", FED), ("push.cu", PUSH), ("joint_mm.cu", GEMM)) for name in found
+]
+
+
+def run(source: Path, seed: int) -> None:
+    check(source, seed, [390, 300, 390], numbered=WRAPS)
+
+
+def run_long(source: Path, seed: int) -> None:
+    check(source, seed, [17], hidden_size=LONG)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("file", "name"), BROKEN, ids=[name for _, name in BROKEN])
+def test_a_broken_copy_is_caught(file: str, name: str, tmp_path: Path) -> None:
+    changes = {**FED, **PUSH, **GEMM}[name]
+    check_caught(run, sources(tmp_path, file, changes), SEEDS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PIECES)
+def test_a_broken_copy_of_long_rows_is_caught(name: str, tmp_path: Path) -> None:
+    check_caught(run_long, sources(tmp_path, "fed.cuh", PIECES[name]), SEEDS)
+
+
+@pytest.mark.full
+def test_the_copies_are_right_but_for_their_changes(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        run(sources(tmp_path), seed)
+        run_long(sources(tmp_path), seed)

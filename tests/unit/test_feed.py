@@ -1,0 +1,277 @@
+"""GEMMs that are fed: which results they are fed, which not and why, and that a fed graph computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+from graph_builder import copy_of
+from split_graphs import FUSED, WORLD_SIZE, family_graph, random_values, run_alone
+from torch._inductor import config as inductor_config
+
+from tw_compile import Config, TWCompilePass, compat
+from tw_compile.current import current_gate
+from tw_compile.kernels.collective import ops
+from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
+from tw_compile.kernels.collective.transport import Started
+from tw_compile.models.config import load_config
+from tw_compile.models.decoder import build_decoder
+from tw_compile.passes import feed
+from tw_compile.passes.contract import Context
+from tw_compile.passes.feed import FEED, feed_gemms
+from tw_compile.passes.fusion import FusionDecisions
+from tw_compile.passes.reasons import FeedRefusal
+from tw_compile.passes.split import SplitReport
+from tw_compile.passes.split.schedule.dependences import argument, find_calls
+from tw_compile.report import Site
+from tw_compile.testing import fake_cuda, fake_process_group
+from tw_compile.testing.graphs import find_ops
+
+BF16 = torch.bfloat16
+FAMILY = {"hidden_size": 64, "intermediate_size": 128, "dtype": BF16}
+AUTO = Config(strict=True, transport="gloo", split="off", feed_mm="auto")
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    ops.in_flight.clear()
+    ops.completed_early.clear()
+    with fake_process_group(WORLD_SIZE):
+        yield
+    ops.in_flight.clear()
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of all sizes are fed."""
+    monkeypatch.setattr(feed, "FED_FROM_TOKENS", 1)
+
+
+@cache
+def _traced(family: str, changes: tuple[tuple[str, Any], ...]) -> fx.Graph:
+    return family_graph(family, 2, 8, **{**FAMILY, **dict(changes)})
+
+
+def graph_of(family: str = "llama", **changes: Any) -> fx.Graph:
+    return copy_of(_traced(family, tuple(changes.items())))
+
+
+def reasons(graph: fx.Graph) -> list[str]:
+    """Of each fused site, in graph order; ``fed`` where it is."""
+    return ["fed" if refused is None else str(refused.reason) for refused in feed_gemms(graph, None).values()]
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_llama_is_fed_and_computes_the_same(short: None, dynamic: bool) -> None:
+    """Two layers, behind the sums of the embeddings and of all but the last norm, whose result the graph returns."""
+    graph = graph_of(dynamic=dynamic)
+    values = random_values(graph, _sizes_of(graph))
+    expected = run_alone(graph, values)
+    found = reasons(graph)
+    graph.lint()
+    assert found.count("fed") == 4 and set(found) == {"fed", FeedRefusal.RESIDUAL_ON_ALL_RANKS}
+    assert len(find_ops(graph, "fed_gated_mm")) == 2 and len(find_ops(graph, "fed_joint_mm")) == 2
+    for one, other in zip(expected, run_alone(graph, values), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def _sizes_of(graph: fx.Graph) -> dict[str, int]:
+    symbols = {
+        str(symbol)
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["val"], torch.SymInt)
+        for symbol in node.meta["val"].node.expr.free_symbols
+    }
+    return dict.fromkeys(symbols, 8)
+
+
+def test_fed_gemms_are_between_start_and_wait(short: None) -> None:
+    graph = graph_of("qwen2")
+    feed_gemms(graph, None)
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    calls = find_calls(graph)
+    assert isinstance(calls, list)
+    by_hidden = {argument(call.wait, "hidden"): call for call in calls}
+    fed = [node for name in ("fed_joint_mm", "fed_gated_mm") for node in find_ops(graph, name)]
+    assert len(fed) == 4
+    for node in fed:
+        hidden: Any = node.args[0]
+        call = by_hidden[hidden]
+        assert place[call.start] < place[node] < place[call.wait]
+        assert node.args[-2:] == call.slot
+        assert {*hidden.users} == {node, call.wait}
+    biases: Any = find_ops(graph, "fed_joint_mm")[0].args[2]
+    assert len(biases) == 3, "q, k and v of Qwen 2 have biases"
+
+
+def test_turns_of_rows_that_are_not_fed_are_measured(short: None) -> None:
+    graph = graph_of()
+    feed_gemms(graph, (1, 4096), lambda gemms, rows, device: (64, 2048))
+    fed = [node for name in ("fed_joint_mm", "fed_gated_mm") for node in find_ops(graph, name)]
+    assert [node.args[-3] for node in fed] == [[64, 2048]] * 4
+
+
+def test_readers_that_are_no_gemms_of_ours_are_named(short: None) -> None:
+    assert {*reasons(graph_of(dtype=torch.float32))} == {FeedRefusal.DTYPE_NOT_SUPPORTED}
+    assert FeedRefusal.GEMM_NOT_OURS in reasons(graph_of(intermediate_size=132)), "columns that are no multiple of 8"
+
+
+@pytest.mark.full
+def test_a_router_and_its_experts_are_not_fed(short: None) -> None:
+    assert FeedRefusal.RESULT_USED_ELSEWHERE in reasons(graph_of("mixtral"))
+
+
+def test_a_result_that_the_graph_returns_is_not_fed(short: None) -> None:
+    graph = graph_of()
+    calls = find_calls(graph)
+    assert isinstance(calls, list)
+    first = next(call for call in calls if argument(call.start, "residual_out") == "sharded")
+    output = graph.output_node()
+    output.args = ((*output.args[0], argument(first.wait, "hidden")),)  # type: ignore[misc]
+    assert reasons(graph).count("fed") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("transport", "nccl", FeedRefusal.TRANSPORT_NOT_FED),
+        ("wire", "int8", FeedRefusal.ROWS_IN_CODES),
+        ("residual_out", "replicated", FeedRefusal.RESIDUAL_ON_ALL_RANKS),
+    ],
+)
+def test_calls_that_cant_be_fed_are_refused_by_name(short: None, name: str, value: str, reason: str) -> None:
+    graph = graph_of()
+    before = [call.start for call in find_calls(graph) if isinstance(call.start, fx.Node)]  # type: ignore[union-attr]
+    for start in before:
+        names = [declared.name for declared in start.target._schema.arguments]  # type: ignore[union-attr]
+        index = names.index(name)
+        if index < len(start.args):
+            start.update_arg(index, value)
+        else:
+            start.update_kwarg(name, value)
+    assert reason in reasons(graph)
+    assert not find_ops(graph, "fed_gated_mm")
+
+
+def test_short_messages_are_not_fed() -> None:
+    assert {*reasons(graph_of())} == {FeedRefusal.MESSAGE_TOO_SMALL, FeedRefusal.RESIDUAL_ON_ALL_RANKS}
+
+
+def context_of(config: Config) -> Context:
+    context = Context(config, current_gate(config))
+    context.keep(FusionDecisions((Site(0, 0, "form", "fused", "", None, "gloo"),)))
+    return context
+
+
+def sites(context: Context) -> tuple[Site, ...]:
+    return context.needed(FusionDecisions).sites
+
+
+def test_nothing_is_fed_or_refused_unasked() -> None:
+    context = context_of(FUSED)
+    assert not FEED.run(graph_of(), context).counts
+    assert sites(context)[0] == Site(0, 0, "form", "fused", "", None, "gloo")
+
+
+def test_split_graphs_and_tuned_gemms_are_refused() -> None:
+    context = context_of(AUTO)
+    context.keep(SplitReport.__new__(SplitReport))
+    assert FEED.run(fx.Graph(), context).counts == {FeedRefusal.GRAPH_SPLIT: 1}
+    assert (sites(context)[0].consumer, sites(context)[0].feed_refusal) == ("other", FeedRefusal.GRAPH_SPLIT)
+    context = context_of(AUTO)
+    with inductor_config.patch(max_autotune_gemm=True):
+        assert FEED.run(fx.Graph(), context).counts == {FeedRefusal.GEMMS_TUNED: 1}
+    assert "max_autotune" in sites(context)[0].detail
+
+
+def test_the_report_says_what_is_fed(short: None) -> None:
+    graph = graph_of()
+    context = Context(AUTO, current_gate(AUTO))
+    count = len(find_calls(graph))  # type: ignore[arg-type]
+    context.keep(FusionDecisions(tuple(Site(index, 0, "form", "fused", "", None, "gloo") for index in range(count))))
+    outcome = FEED.run(graph, context)
+    assert outcome.changed and outcome.counts["fed"] == 4
+    assert [site.consumer for site in sites(context)].count("fed") == 4
+    assert all((site.consumer == "fed") == (not site.feed_refusal) for site in sites(context))
+
+
+# --- the operators ---------------------------------------------------------------------------------------------------
+
+
+def matrices(count: int) -> list[torch.Tensor]:
+    return [torch.randn(24, 64).to(BF16).t() for _ in range(count)]
+
+
+def in_flight(hidden: torch.Tensor) -> None:
+    """A call that adds 1 to its result when it is waited for."""
+
+    def finish() -> None:
+        hidden.add_(1)
+
+    ops.in_flight["0", 0] = Started(hidden, hidden.new_empty(0), finish)
+
+
+def test_a_fed_gemm_completes_the_call_and_the_wait_has_nothing_to_do() -> None:
+    hidden, factors = torch.randn(5, 64).to(BF16), matrices(2)
+    want = hidden + 1
+    in_flight(hidden)
+    found = fed_joint_mm(hidden, factors, [], [0], "0", 0)
+    assert all(torch.equal(one, want @ factor) for one, factor in zip(found, factors, strict=True))
+    gated = fed_gated_mm(hidden, *factors, [0], "0", 0)
+    assert torch.equal(gated, torch.nn.functional.silu(want @ factors[0]) * (want @ factors[1]))
+    ops.wait_(hidden, hidden.new_empty(0), [], "0", 0)
+    assert torch.equal(hidden, want) and not ops.in_flight and not ops.completed_early
+
+
+def test_a_call_that_the_next_start_has_completed_is_complete() -> None:
+    hidden, (factor,) = torch.randn(5, 64).to(BF16), matrices(1)
+    in_flight(hidden)
+    ops.complete_earlier("0", 0)
+    (found,) = fed_joint_mm(hidden, [factor], [], [], "0", 0)
+    assert torch.equal(found, hidden @ factor)
+
+
+def test_a_fed_gemm_without_a_call_is_an_error() -> None:
+    hidden, (factor,) = torch.randn(5, 64).to(BF16), matrices(1)
+    in_flight(torch.randn(5, 64))
+    with pytest.raises(RuntimeError, match="no call with this result is in flight on group '0', slot 0"):
+        fed_joint_mm(hidden, [factor], [], [], "0", 0)
+
+
+@pytest.mark.parametrize("operator", [fed_joint_mm, fed_gated_mm])
+def test_opcheck(monkeypatch: pytest.MonkeyPatch, operator: Any) -> None:
+    """It runs the operator on copies of its arguments: whatever is read is in flight, and complete."""
+    monkeypatch.setattr(ops, "is_in_flight", lambda *_: True)
+    monkeypatch.setattr(ops, "is_complete", lambda *_: True)
+    hidden, factors = torch.randn(5, 64).to(BF16), matrices(2)
+    args = (hidden, factors, [], [0], "0", 0) if operator is fed_joint_mm else (hidden, *factors, [0], "0", 0)
+    torch.library.opcheck(operator, args)
+
+
+# --- generated code --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_generated_code_runs_fed_gemms_before_the_wait() -> None:
+    """Inductor orders them by what is written: the wait writes what the GEMM reads."""
+    with fake_cuda():
+        decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
+        ids = torch.zeros(1, 1024, dtype=torch.long, device="cuda")
+        config = Config(strict=True, split="off", feed_mm="auto")
+        code = compat.inductor_code(decoder, (ids,), TWCompilePass(config), "cuda", None, {})
+    lines = [line for line in code.splitlines() if not line.strip().startswith("#")]
+
+    def calls(name: str) -> list[int]:
+        return [index for index, line in enumerate(lines) if f"{name}.default.direct(" in line]
+
+    fed, waits, starts = calls("fed_gated_mm"), calls("all_reduce_rms_norm_wait_"), calls("all_reduce_rms_norm_start")
+    assert len(fed) == 2
+    for index in fed:
+        wait = min(one for one in waits if one > index)
+        start = max(one for one in starts if one < index)
+        between = [line for line in lines[start + 1 : wait] if ".direct(" in line or ".run(" in line]
+        assert between == [lines[index]], "nothing copies what the GEMM reads"
