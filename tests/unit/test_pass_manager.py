@@ -41,7 +41,7 @@ NAMES = (
     "join_gemms",
     "prefetch_weights",
 )
-SPLIT_NAMES = NAMES[1:-2]
+SPLIT_NAMES = NAMES[1:-3]
 INDISPENSABLE = ("choose_split", "split_tokens", "mend_seams", "schedule", "lock_order")
 
 
