@@ -126,6 +126,17 @@ def random_values(graph: fx.Graph, sizes: dict[str, int] | None = None, seed: in
     return values
 
 
+def sizes_of_symbols(graph: fx.Graph, size: int) -> dict[str, int]:
+    """``size`` for every symbol of the inputs, as :func:`random_values` takes it."""
+    symbols = {
+        str(symbol)
+        for node in graph.find_nodes(op="placeholder")
+        if isinstance(node.meta["val"], torch.SymInt)
+        for symbol in node.meta["val"].node.expr.free_symbols
+    }
+    return dict.fromkeys(symbols, size)
+
+
 def run_alone(graph: fx.Graph, values: list[Any]) -> list[torch.Tensor]:
     """Interpret a graph as if every rank held the same: sums are multiples, gathers are repetitions."""
     values = [one.clone() if isinstance(one, torch.Tensor) else one for one in values]

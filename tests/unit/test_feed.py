@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.fx as fx
 from graph_builder import copy_of
-from split_graphs import FUSED, WORLD_SIZE, family_graph, random_values, run_alone
+from split_graphs import FUSED, WORLD_SIZE, family_graph, random_values, run_alone, sizes_of_symbols
 from torch._inductor import config as inductor_config
 
 from tw_compile import Config, TWCompilePass, compat
@@ -69,7 +69,7 @@ def reasons(graph: fx.Graph) -> list[str]:
 def test_a_llama_is_fed_and_computes_the_same(short: None, dynamic: bool) -> None:
     """Two layers, behind the sums of the embeddings and of all but the last norm, whose result the graph returns."""
     graph = graph_of(dynamic=dynamic)
-    values = random_values(graph, _sizes_of(graph))
+    values = random_values(graph, sizes_of_symbols(graph, 8))
     expected = run_alone(graph, values)
     found = reasons(graph)
     graph.lint()
@@ -77,16 +77,6 @@ def test_a_llama_is_fed_and_computes_the_same(short: None, dynamic: bool) -> Non
     assert len(find_ops(graph, "fed_gated_mm")) == 2 and len(find_ops(graph, "fed_joint_mm")) == 2
     for one, other in zip(expected, run_alone(graph, values), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
-def _sizes_of(graph: fx.Graph) -> dict[str, int]:
-    symbols = {
-        str(symbol)
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(node.meta["val"], torch.SymInt)
-        for symbol in node.meta["val"].node.expr.free_symbols
-    }
-    return dict.fromkeys(symbols, 8)
 
 
 def test_fed_gemms_are_between_start_and_wait(short: None) -> None:

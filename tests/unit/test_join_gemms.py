@@ -11,7 +11,7 @@ import torch.fx as fx
 from hypothesis import given
 from hypothesis import strategies as st
 from joint_graphs import products, swiglu
-from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone
+from split_graphs import WORLD_SIZE, family_graph, random_values, run_alone, sizes_of_symbols
 
 from tw_compile import Config
 from tw_compile.autotune.turns import MOST_ROWS, Gemms, measured_turns, rows_to_measure, turns_of
@@ -78,7 +78,7 @@ def test_the_graph_stays_where_nothing_is_faster(turns: tuple[int, ...] | None) 
 @pytest.mark.full
 def test_a_graph_for_many_token_counts_is_measured_for_those_that_its_host_runs() -> None:
     graph = family_graph("llama", 2, 8, dynamic=True, **FAMILY)
-    values = random_values(graph, _sizes_of(graph))
+    values = random_values(graph, sizes_of_symbols(graph, 8))
     expected = run_alone(graph, values)
     measure = Measured((64, 2048))
     join_gemms(graph, (1, 512), measure)
@@ -86,16 +86,6 @@ def test_a_graph_for_many_token_counts_is_measured_for_those_that_its_host_runs(
     assert joined(graph) == [[64, 2048]] * 4
     for one, other in zip(expected, run_alone(graph, values), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
-
-
-def _sizes_of(graph: fx.Graph) -> dict[str, int]:
-    symbols = {
-        str(symbol)
-        for node in graph.find_nodes(op="placeholder")
-        if isinstance(node.meta["val"], torch.SymInt)
-        for symbol in node.meta["val"].node.expr.free_symbols
-    }
-    return dict.fromkeys(symbols, 8)
 
 
 def test_one_matrix_that_holds_gate_and_up_is_gated() -> None:
