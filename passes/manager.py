@@ -133,13 +133,14 @@ def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None)
     off = _switched_off(context.config.disable_passes, passes)
     result = Run()
     before: fx.Graph | None = None
+    is_older = False  # than the transaction, and not equal to the graph any more
 
     def text() -> str:
         return snapshot(graph)
 
     for place, current in enumerate(passes):
-        if place and not _same_transaction(passes[place - 1], current):
-            before = None
+        if place and not _same_transaction(passes[place - 1], current) and is_older:
+            before, is_older = None, False  # else it serves once more: copying a graph takes as long as many a pass
         outcome, why = _left_out(current, off, result)
         if outcome is not None:
             result.reports.append(PassReport(current.name, outcome, detail=why))
@@ -161,6 +162,7 @@ def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None)
             continue
         seconds = time.perf_counter() - begin
         if done.changed:
+            is_older = True
             context.forget(but=current.keeps)
         compat.trace_artifact(f"tw_compile_{current.name}_after", text)
         outcome = "refused" if done.refused else "changed" if done.changed else "unchanged"

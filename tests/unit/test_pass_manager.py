@@ -241,6 +241,27 @@ def test_an_analysis_is_forgotten_when_the_graph_changes() -> None:
     assert log == ["flat", "deep", "flat", "deep"]
 
 
+def test_a_graph_is_copied_again_only_if_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(graph: fx.Graph, context: Context) -> Outcome:
+        return Outcome(changed=False)
+
+    def change(graph: fx.Graph, context: Context) -> Outcome:
+        graph.placeholder("x")
+        return Outcome(changed=True)
+
+    def fail(graph: fx.Graph, context: Context) -> Outcome:
+        graph.placeholder("half_done")
+        raise RuntimeError("on purpose")
+
+    log: list[str] = []
+    counting(monkeypatch, manager, "copy_of", log)
+    graph, config = fx.Graph(), Config(strict=False)
+    passes = [Pass("a", look), Pass("b", look), Pass("c", change), Pass("d", look), Pass("e", look), Pass("f", fail)]
+    run = manager.run(graph, Context(config, current_gate(config)), passes)
+    assert run.failed is passes[-1] and [node.name for node in graph.nodes] == ["x"]
+    assert log == ["copy_of", "copy_of"]
+
+
 def test_what_no_pass_has_kept_is_missed_in_words() -> None:
     config = Config()
     context = Context(config, current_gate(config))
