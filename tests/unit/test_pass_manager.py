@@ -258,7 +258,7 @@ def test_a_graph_is_copied_again_only_if_it_has_changed(monkeypatch: pytest.Monk
     graph, config = fx.Graph(), Config(strict=False)
     passes = [Pass("a", look), Pass("b", look), Pass("c", change), Pass("d", look), Pass("e", look), Pass("f", fail)]
     run = manager.run(graph, Context(config, current_gate(config)), passes)
-    assert run.failed is passes[-1] and [node.name for node in graph.nodes] == ["x"]
+    assert run.failed is passes[-1] and len(graph.nodes) == 1
     assert log == ["copy_of", "copy_of"]
 
 
