@@ -65,19 +65,18 @@ def _fewest_rows(start: fx.Node, tokens: TokenRange | None) -> int:
 
 
 def _weights_behind(start: fx.Node, budget: int) -> list[fx.Node]:
-    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes.
-
-    A launch reads all its weights at the same time, so either all weights of a matmul are taken or none.
-    """
+    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes."""
     device, found, total = start.meta["val"][0].device, list[fx.Node](), 0
     matmuls = _matmuls_of(start)
     for node in _until_next_call(start):
-        new = [weight for weight in dict.fromkeys(matmuls.get(node, ())) if weight not in found]
-        new = [weight for weight in new if weight.meta["val"].device == device and _is_fixed(weight.meta["val"])]
-        if new and (total >= budget or len(found) + len(new) > MOST_TENSORS):
-            break
-        found += new
-        total += sum(weight.meta["val"].nbytes for weight in new)
+        for weight in matmuls.get(node, ()):
+            tensor = value(weight)
+            if tensor is None or weight in found or tensor.device != device or not _is_fixed(tensor):
+                continue
+            if total >= budget or len(found) == MOST_TENSORS:
+                return found
+            found.append(weight)
+            total += tensor.nbytes
     return found
 
 

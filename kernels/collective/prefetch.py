@@ -2,8 +2,8 @@
 
 A message of few tokens has few rows, so most SMs have nothing to do until it has travelled, and the memory is idle. A call can
 be given tensors (``prefetch``) and a number of bytes (``prefetch_bytes``). Its kernel is then launched with more CTAs than
-there are rows, and these ask for so many bytes of the tensors, in pieces that are spread evenly over all of them. They don't
-wait for what they asked for, read none of it and write nothing: no result depends on them.
+there are rows, and these ask for the first so many bytes of the tensors, one after the other. They don't wait for what they
+asked for, read none of it and write nothing: no result depends on them.
 
 Kernels that can't do it leave it, as calls of more than :data:`MOST_TOKENS` tokens and calls beside other work do.
 """
@@ -21,10 +21,8 @@ MOST_TOKENS = 256
 MOST_TENSORS = 4
 LINE = 16
 """In bytes: what is asked for begins and ends at multiples of it."""
-PIECE = 1024
-"""In bytes: what lies together of what is asked for; ``PREFETCH_PIECE`` of prefetch.cuh. There is a CTA for each at most."""
-_STEP = 128
-"""In bytes: a period is an odd multiple of it. Pieces of rows of 2^n bytes then begin at all columns, and not at a few."""
+PIECE = 4096
+"""In bytes: what a warp asks for at a time. Fewer CTAs are launched than there are pieces."""
 _MOST_BYTES = 2**31
 
 
@@ -35,7 +33,6 @@ class Prefetched(Structure):
         ("begin", c_uint64 * MOST_TENSORS),
         ("bytes", c_uint32 * MOST_TENSORS),
         ("row_ctas", c_int32),
-        ("period", c_uint32),
     ]
 
 
@@ -61,15 +58,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
-def period_of(nbytes: int, budget: int) -> int:
-    """Bytes from one piece to the next, so that pieces of tensors of ``nbytes`` bytes together are about ``budget`` bytes.
-
-    0 where there is nothing to ask for, :data:`PIECE` where all of it is.
-    """
-    if nbytes <= budget:
-        return PIECE if nbytes else 0
-    pieces = budget // PIECE
-    return 0 if not pieces else min((nbytes // (pieces * _STEP) | 1) * _STEP, _MOST_BYTES - _STEP)
+def shares(sizes: Sequence[int], budget: int) -> list[int]:
+    """What of each tensor of ``sizes`` bytes is asked for, in whole lines: in their order, until the budget is used up."""
+    found = []
+    for size in sizes:
+        found.append(min(size, budget) // LINE * LINE)
+        budget -= found[-1]
+    return found
 
 
 def form_of_prefetch(prefetch: Sequence[torch.Tensor] | None) -> tuple[Any, ...]:
@@ -82,10 +77,10 @@ def prefetched(prefetch: Sequence[torch.Tensor], budget: int, row_ctas: int, fre
 
     At most ``free_ctas`` more. The addresses are left to be filled in.
     """
-    sizes = [min(tensor.nbytes // LINE * LINE, _MOST_BYTES) for tensor in prefetch]
-    period = period_of(sum(sizes), budget)
-    pieces = sum(-(-nbytes // period) for nbytes in sizes) if period else 0
+    found = shares([tensor.nbytes for tensor in prefetch], budget)
+    pieces = sum(-(-nbytes // PIECE) for nbytes in found)
     more = max(0, min(free_ctas, pieces))
     if not more:
-        sizes, period = [], PIECE
-    return Prefetched(bytes=(c_uint32 * MOST_TENSORS)(*sizes), row_ctas=row_ctas, period=period), row_ctas + more
+        found = []
+    sizes = (c_uint32 * MOST_TENSORS)(*found)
+    return Prefetched(bytes=sizes, row_ctas=row_ctas), row_ctas + more

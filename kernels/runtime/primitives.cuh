@@ -246,7 +246,7 @@ DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared:
 
 // What an instruction asks for at most, at and in multiples of 16 bytes, and how many lanes of a warp have one each.
 #if __CUDA_ARCH__ >= 900
-inline constexpr uint32_t PREFETCH_BYTES = 1024, PREFETCH_LANES = 1;
+inline constexpr uint32_t PREFETCH_BYTES = 4096, PREFETCH_LANES = 1;
 DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }

@@ -253,7 +253,7 @@ DEVICE void fence_proxy_async() { emulated_fence_proxy_async(); }
 DEVICE void fence_proxy_async_shared() { emulated_fence_proxy_async(); }
 
 // Smaller than any machine's, so that short tensors have more pieces than a grid has lanes.
-inline constexpr uint32_t PREFETCH_BYTES = 512, PREFETCH_LANES = 2;
+inline constexpr uint32_t PREFETCH_BYTES = 64, PREFETCH_LANES = 2;
 DEVICE void prefetch_l2(const void* address, uint32_t bytes) { emulated_prefetch_l2(address, bytes); }
 
 // --- wgmma.cuh: clusters, copies of tiles, matmuls of a warpgroup --------------------------------------------------

@@ -21,8 +21,8 @@ from tw_compile.kernels.collective.prefetch import (
     PIECE,
     check_prefetch,
     is_dense,
-    period_of,
     prefetched,
+    shares,
 )
 from tw_compile.kernels.collective.slot import Slot, SymmetricBuffer
 from tw_compile.kernels.collective.spec import Request, operands_of
@@ -33,8 +33,7 @@ MIB = 2**20
 
 
 def asking(asked: Request) -> Request:
-    weight = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
-    return replace_fields(asked, prefetch=[weight], prefetch_bytes=8 * MIB)
+    return replace_fields(asked, prefetch=[torch.empty(4096, 4096, device="meta")], prefetch_bytes=8 * MIB)
 
 
 def of(kind: str, asked: Request, patch: pytest.MonkeyPatch, capability: int = 9) -> Program:
@@ -89,10 +88,10 @@ def test_a_grid_has_more_ctas_where_sms_are_free(
     assert (grid, [*params.prefetch.bytes]) == (rows, [0] * MOST_TENSORS)
     ((params, grid),) = launches(kernel, asking(asked), 132, monkeypatch)
     assert (grid, params.prefetch.row_ctas) == (132 * ctas_an_sm, rows)
-    assert [*params.prefetch.bytes] == [64 * MIB, 0, 0, 0] and params.prefetch.period == 8 * 1024 + 128
+    assert [*params.prefetch.bytes] == [8 * MIB, 0, 0, 0]
     few = replace_fields(asking(asked), prefetch_bytes=3 * PIECE + 16)
     ((params, grid),) = launches(kernel, few, 132, monkeypatch)
-    assert grid == rows + 3, "no more than there are pieces"
+    assert grid == rows + 4, "no more than there are pieces"
     ((params, grid),) = launches(kernel, asking(asked), rows // ctas_an_sm, monkeypatch)
     assert (grid, [*params.prefetch.bytes]) == (rows, [0] * MOST_TENSORS), "no SM is free"
 
@@ -101,7 +100,7 @@ def test_only_the_first_of_several_launches_prefetches(monkeypatch: pytest.Monke
     monkeypatch.setattr("tw_compile.kernels.algorithms.push.push.MOST_INBOX_BYTES", 3 * (5 * 4096 * 2 + 128))
     asked = asking(request(4096, cast=BF16, residual_out="replicated"))
     found = launches(Push(True), asked, 132, monkeypatch)
-    assert [params.prefetch.bytes[0] for params, _ in found] == [64 * MIB, 0, 0, 0]
+    assert [params.prefetch.bytes[0] for params, _ in found] == [8 * MIB, 0, 0, 0]
     assert [params.prefetch.row_ctas for params, _ in found] == [4, 4, 4, 4] and [grid for _, grid in found][1:] == [
         4
     ] * 3
@@ -109,7 +108,7 @@ def test_only_the_first_of_several_launches_prefetches(monkeypatch: pytest.Monke
 
 def test_each_call_of_a_form_asks_for_its_own_weights() -> None:
     launched: list[list[int]] = []
-    params, grid = prefetched([torch.empty(64), torch.empty(8)], 1000, 2, 9)
+    params, grid = prefetched([torch.empty(64), torch.empty(8)], 100, 2, 9)
     launch: Any = SimpleNamespace(launch=lambda given, **options: launched.append([*given.prefetch.begin]))
     from tw_compile.kernels.algorithms.push.push import PushParams
 
@@ -121,29 +120,9 @@ def test_each_call_of_a_form_asks_for_its_own_weights() -> None:
     assert launched == [[weights[0].data_ptr(), weights[1].data_ptr(), 0, 0] for weights in others]
 
 
-@pytest.mark.parametrize("nbytes", [1000, 25 * MIB, 117 * MIB - 16, 3 * 10**9])
-@pytest.mark.parametrize("budget", [1023, 2048, 5000, 4 * MIB, 8 * MIB, 2**31 - 1])
-def test_pieces_are_spread_over_all_weights_and_are_about_the_budget(nbytes: int, budget: int) -> None:
-    period = period_of(nbytes, budget)
-    if nbytes <= budget:
-        assert period == PIECE
-    elif budget < PIECE:
-        assert period == 0
-    else:
-        assert period > PIECE and period // 128 % 2 and not period % 128
-        assert 0.8 * budget - PIECE < -(-nbytes // period) * PIECE < 1.2 * budget + PIECE
-
-
-def test_pieces_over_rows_of_a_power_of_two_begin_at_all_columns() -> None:
-    """A part of the depth that one CTA multiplies finds as many of them as any other part."""
-    period, pitch = period_of(25 * MIB, 4 * MIB), 8192
-    parts = [at % pitch * 4 // pitch for at in range(0, 25 * MIB, period)]
-    assert max(map(parts.count, range(4))) < 1.05 * min(map(parts.count, range(4)))
-
-
-def test_nothing_is_asked_for_where_there_is_nothing() -> None:
-    assert period_of(0, 100) == 0 and period_of(64, 0) == 0
-    assert prefetched([], 100, 2, 9)[1] == prefetched([torch.empty(512)], 100, 2, 9)[1] == 2
+def test_the_budget_is_shared_out_in_order_and_whole_lines() -> None:
+    assert shares([1000, 50, 5000], 2000) == [992, 48, 960]
+    assert shares([4096], 100) == [96] and shares([], 100) == [] and shares([64], 0) == [0]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
