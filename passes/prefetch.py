@@ -5,6 +5,7 @@
 
 Weights are inputs of the graph, and the matmul that reads them comes behind the call: so the call has nothing more to wait for,
 nothing lives longer, and results are the same to the bit. How many bytes, says option ``prefetch``, or the device's profile.
+Matmuls with many weights are left: they were measured not to gain, see :data:`MOST_WEIGHT_BYTES`.
 One graph may serve few and many tokens: each call decides by its own (``kernels/collective/prefetch.py``).
 """
 
@@ -21,7 +22,7 @@ import torch.fx as fx
 from tw_compile import compat
 from tw_compile.graph.predicates import aten, is_call, is_cast, is_view, makes_view, value
 from tw_compile.kernels.collective import ops
-from tw_compile.kernels.collective.prefetch import MOST_TENSORS, MOST_TOKENS, is_dense
+from tw_compile.kernels.collective.prefetch import MOST_TENSORS, MOST_TOKENS, MOST_WEIGHT_BYTES, is_dense
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.gemm.by_rows import gated_mm_by_rows, joint_mm_by_rows
 from tw_compile.passes.contract import Context, Outcome, Pass, TokenRange
@@ -38,7 +39,7 @@ _STARTS = (*ops.STARTS, *ops.MM_STARTS)
 def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Counter[str]:
     """Have each call that may be one of few tokens prefetch up to ``budget`` bytes. ``tokens``: as :attr:`Context.tokens`.
 
-    Counts the calls: ``prefetching``, or why not: ``many_tokens``, ``transport``, ``no_weight``.
+    Counts the calls: ``prefetching``, or why not: ``many_tokens``, ``transport``, ``no_weight``, ``many_weights``.
     """
     starts = [node for node in graph.nodes if is_call(node, *_STARTS)]
     counts = Counter[str]()
@@ -49,8 +50,8 @@ def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) ->
         elif _fewest_rows(start, tokens) > MOST_TOKENS:
             why = "many_tokens"
         else:
-            found = _weights_behind(start, budget)
-            why = "prefetching" if found else "no_weight"
+            found, left = _weights_behind(start, budget)
+            why = "prefetching" if found else left
         counts[why] += 1
         if found:
             _ask(start, found, budget)
@@ -64,20 +65,31 @@ def _fewest_rows(start: fx.Node, tokens: TokenRange | None) -> int:
     return compat.size_bounds(rows)[0]
 
 
-def _weights_behind(start: fx.Node, budget: int) -> list[fx.Node]:
-    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes."""
-    device, found, total = start.meta["val"][0].device, list[fx.Node](), 0
+def _weights_behind(start: fx.Node, budget: int) -> tuple[list[fx.Node], str]:
+    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes.
+
+    Without any: why there are none.
+    """
+    device, found, total, why = start.meta["val"][0].device, list[fx.Node](), 0, "no_weight"
     matmuls = _matmuls_of(start)
     for node in _until_next_call(start):
-        for weight in matmuls.get(node, ()):
-            tensor = value(weight)
-            if tensor is None or weight in found or tensor.device != device or not _is_fixed(tensor):
+        weights = [weight for weight in dict.fromkeys(matmuls.get(node, ())) if _can_prefetch(weight, device)]
+        if sum(weight.meta["val"].nbytes for weight in weights) > MOST_WEIGHT_BYTES:
+            why = "many_weights"
+            break
+        for weight in weights:
+            if weight in found:
                 continue
             if total >= budget or len(found) == MOST_TENSORS:
-                return found
+                return found, why
             found.append(weight)
-            total += tensor.nbytes
-    return found
+            total += weight.meta["val"].nbytes
+    return found, why
+
+
+def _can_prefetch(weight: fx.Node, device: torch.device) -> bool:
+    tensor = value(weight)
+    return tensor is not None and tensor.device == device and _is_fixed(tensor)
 
 
 def _is_fixed(tensor: torch.Tensor) -> bool:

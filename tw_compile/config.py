@@ -82,7 +82,7 @@ class Config:
             (1 MiB over NCCL, gloo and host memory, never over NVLink).
         wire_accuracy: The file in which ``tw-compile tune --wire int8 --checkpoint NAME`` has kept what wires cost this
             checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where that is within the budget.
-        prefetch: How many bytes of the next matmul's weights a fused call of up to 256 tokens brings into the L2 cache while
+        prefetch: How many bytes of the next matmul's weights a fused call of up to 128 tokens brings into the L2 cache while
             its message is under way: a number, as ``8388608`` or ``"8388608"``, ``off``, or ``auto``: as many as the device's
             profile says. No shipped profile says any, as nobody has measured it. Results are the same to the bit.
         disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`

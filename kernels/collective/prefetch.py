@@ -16,8 +16,14 @@ from typing import Any
 
 import torch
 
-MOST_TOKENS = 256
-"""Longer messages have rows for all SMs, and what they move themselves is more than L2 holds beside."""
+MOST_TOKENS = 128
+"""Longer messages have rows for all SMs. On two H100 those of 256 tokens lost up to 2% where two-shot served them."""
+MOST_WEIGHT_BYTES = 32 * 2**20
+"""A matmul with more weights is left to read them all by itself.
+
+On two H100 a matmul of 25 MB took 2 to 5% less with 4 MiB prefetched, its call included; one of 117 MB took up to 1% more
+(``benchmarks/kernel-notes.md``, section 7).
+"""
 MOST_TENSORS = 4
 LINE = 16
 """In bytes: what is asked for begins and ends at multiples of it."""

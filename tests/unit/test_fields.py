@@ -175,7 +175,7 @@ def test_what_is_prefetched_makes_a_form_and_whether_it_is_a_variant() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "changed"),
-    [(257, {}), (5, {"overlap_sms": 8}), (5, {"prefetch_bytes": 0}), (5, {"prefetch": []}), (5, {"prefetch": None})],
+    [(129, {}), (5, {"overlap_sms": 8}), (5, {"prefetch_bytes": 0}), (5, {"prefetch": []}), (5, {"prefetch": None})],
 )
 def test_long_calls_those_beside_other_work_and_those_without_a_budget_prefetch_nothing(
     tokens: int, changed: dict[str, Any]

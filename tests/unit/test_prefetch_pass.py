@@ -91,6 +91,17 @@ def test_no_more_weights_than_a_kernel_takes() -> None:
     assert len(asked(start)) == MOST_TENSORS
 
 
+@pytest.mark.parametrize(("columns", "count"), [((H, H), 2), ((H, 2 * H), 1), ((2 * H, H), 0)])
+def test_a_matmul_with_many_weights_and_what_is_behind_it_are_left(
+    monkeypatch: pytest.MonkeyPatch, columns: tuple[int, ...], count: int
+) -> None:
+    monkeypatch.setattr("tw_compile.passes.prefetch.MOST_WEIGHT_BYTES", 2 * H * H)
+    result = done(Block(columns))
+    (start,) = starts(result)
+    assert len(asked(start)) == count
+    assert report(result).counts == {"prefetching" if count else "many_weights": 1}
+
+
 class Behind(Block):
     """What ``how`` makes of the norm's result comes before the matmul."""
 
@@ -161,7 +172,7 @@ def test_scaled_matmuls_and_ours_are_known() -> None:
 # --- how many tokens -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("tokens", "prefetching"), [(256, True), (257, False)])
+@pytest.mark.parametrize(("tokens", "prefetching"), [(128, True), (129, False)])
 def test_calls_of_many_tokens_are_left(tokens: int, prefetching: bool) -> None:
     result = done(Block(), tokens)
     assert [bool(asked(start)) for start in starts(result)] == [prefetching]
@@ -173,7 +184,7 @@ def test_a_graph_for_any_number_of_tokens_leaves_it_to_the_call() -> None:
     (start,) = starts(result)
     assert asked(start) and not isinstance(start.meta["val"][0].shape[0], int)
     graph = result.after.graph
-    for tokens, expected in (((1, None), "prefetching"), ((257, 512), "many_tokens")):
+    for tokens, expected in (((1, None), "prefetching"), ((129, 512), "many_tokens")):
         start.kwargs = {}
         assert prefetch_weights(graph, BUDGET, tokens) == {expected: 1}
 
@@ -186,7 +197,7 @@ def test_a_graph_for_any_number_of_tokens_leaves_it_to_the_call() -> None:
     [
         ({"prefetch": "off"}, "refused", "prefetch is off"),
         ({"prefetch": "auto"}, "refused", "nobody has measured"),
-        ({"prefetch": "auto", "device_profile": "H100"}, "refused", "nobody has measured"),
+        ({"prefetch": "auto", "device_profile": "H200"}, "refused", "nobody has measured"),
         ({"prefetch": "1000", "disable_passes": "prefetch_weights"}, "off", "disable_passes"),
         ({"prefetch": "1000", "transport": "nccl"}, "unchanged", ""),
     ],
@@ -223,7 +234,8 @@ def test_a_number_of_bytes_has_one_spelling() -> None:
     assert Config().prefetch_bytes == Config(prefetch="off").prefetch_bytes == 0
 
 
-def test_auto_goes_by_the_profile_and_no_shipped_one_says_anything(tmp_path: Any) -> None:
+def test_auto_goes_by_the_profile(tmp_path: Any) -> None:
+    assert own_prefetch_bytes(Config(device_profile="H100")) == load_profile("H100").prefetch_bytes == 4 << 20
     shipped = load_profile("H200")
     assert shipped.prefetch_bytes is None and "prefetch_bytes" not in toml_of(shipped)
     assert own_prefetch_bytes(Config(device_profile="H200")) == own_prefetch_bytes(Config()) == 0

@@ -13,7 +13,7 @@ from tw_compile.kernels.algorithms import ALGORITHMS as REGISTRY
 from tw_compile.kernels.collective.spec import Request
 
 KERNELS = [checked.name for entry in REGISTRY if entry.prefetches for checked in entry.checked]
-TOKENS = (1, 2, 5, 63, 256, 257)
+TOKENS = (1, 2, 5, 63, 128, 129)
 BUDGETS = (16, 5000, 8 * 2**20, 64 * 2**20)
 """Less than a piece, no multiple of one, what a profile may say, and more than L2 and the weights have."""
 REPLAYS = 40
