@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.fx as fx
-from fake_vllm import LAYERS, MAX_TOKENS, engine_config, llama
+from fake_vllm import HIDDEN, LAYERS, MAX_TOKENS, engine_config, llama
 from one_rank import one_rank  # noqa: F401
 
 from tw_compile import collect_reports
@@ -123,3 +123,23 @@ def test_the_start_says_from_where_on_steps_run_by_groups_or_why_not(
     with caplog.at_level(logging.INFO, logger="vllm.tw_compile"):
         engine(folder, {"use_inductor_graph_partition": partition})
     assert expected in caplog.text
+
+
+@pytest.mark.parametrize("tokens", [HIDDEN, 2 * HIDDEN - 8])
+def test_a_step_with_as_many_tokens_as_a_row_has_columns_is_like_any_other(
+    folder: Path, graphs: list[fx.Graph], tokens: int
+) -> None:
+    """The first step that is traced has the most tokens. A size that happens to equal another one must not become it."""
+    config = engine_config(
+        folder,
+        compilation={"pass_config": {"fuse_allreduce_rms": False}},
+        additional_config={"tw_compile": {"strict": True}},
+        max_num_batched_tokens=tokens,
+        max_model_len=tokens,
+    )
+    with collect_reports() as reports, llama(config) as model:
+        found = [model(count) for count in (tokens, tokens - 1, 30)]
+    assert all(torch.isfinite(one).all() for one in found)
+    assert {report.tokens for report in reports} >= {(24, tokens)}
+    sizes = [node.meta["val"] for node in graphs[-1].find_nodes(op="placeholder")]
+    assert any(isinstance(size, torch.SymInt) for size in sizes), "the groups are for one number of tokens"

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.split_module import split_module
 
 from tw_compile import compat
+from tw_compile.graph.predicates import same_shape
 from tw_compile.hosts.vllm.operators import ADD_NORM, ALL_REDUCE, ATTENTION, LATENT_ATTENTION, NORM
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 
@@ -92,12 +93,12 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
     """The last norm before the first layer, then that at the end of each layer."""
     borders: list[fx.Node] = []
     norm: fx.Node | None = None
-    shape: torch.Size | None = None
+    summed: torch.Tensor | None = None
     for node in graph.nodes:
         name = _name(node)
         if name == ALL_REDUCE.name:
-            norm, shape = None, _shape(node)
-        elif _shape(node) == shape and _normalised(node) is not None:
+            norm, summed = None, _tensor(node)
+        elif _normalised(node) is not None and _same_shape(_tensor(node), summed):
             norm = node
         elif name in _ATTENTION and norm is not None:
             borders.append(norm)
@@ -115,7 +116,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     group_names = {_group_name(node) for node in graph.nodes if _name(node) == ALL_REDUCE.name}
     if not isinstance(like, FakeTensor) or not isinstance(other, FakeTensor) or len(group_names) != 1:
         return None
-    if (like.dtype, like.shape) != (other.dtype, other.shape):
+    if like.dtype != other.dtype or not same_shape(like, other):
         return None
     last = max(norm, hidden, residual)
     while compat.leaves_autocast(last.next):  # a region must not go on in the next group
@@ -188,7 +189,7 @@ def _normalised_in_float32(cast: fx.Node) -> fx.Node | None:
     while pending and len(seen) < _MOST_NODES_OF_A_NORM:
         node = pending.pop()
         seen.add(node)
-        if node.target == "to" and _shape(node) == _shape(cast):
+        if node.target == "to" and _same_shape(_tensor(node), _tensor(cast)):
             sources.update(node.all_input_nodes)
         else:
             pending += [one for one in node.all_input_nodes if one not in seen]
@@ -196,11 +197,16 @@ def _normalised_in_float32(cast: fx.Node) -> fx.Node | None:
     return sources.pop() if is_norm else None
 
 
-def _shape(node: fx.Node) -> torch.Size | None:
-    """Of the value, or of the first of several."""
+def _tensor(node: fx.Node) -> torch.Tensor | None:
+    """The value, or the first of several."""
     value = node.meta.get("example_value")
     first = value[0] if isinstance(value, tuple) else value
-    return first.shape if isinstance(first, torch.Tensor) else None
+    return first if isinstance(first, torch.Tensor) else None
+
+
+def _same_shape(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether that is known of all steps. To compare sizes of the step at hand would make the graph one for that step alone."""
+    return one is not None and other is not None and same_shape(one, other)
 
 
 def _name(node: fx.Node) -> str:
