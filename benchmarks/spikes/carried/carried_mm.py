@@ -14,7 +14,8 @@ other stores, in tiles of 256 columns, and so never a wave shorter than the prod
     regs          as it; tiles of the peer's rows go to the peer's memory from registers
     regs signal   the same; each warp adds to a counter of the peer's behind each of its tiles
     regs spread   as regs; tiles of the peer's rows are spread evenly over all waves but the last
-    bulk          as peer first; tiles of the peer's rows go by way of shared memory of their own and bulk copies, then a counter
+    bulk          as peer first; tiles of the peer's rows go by way of shared memory of their own and bulk copies, each of which
+                  the sending warp waits for before it adds to a counter of the peer's
     bulk local    the same to local memory: what the lost stage and the way through shared memory cost
     held          as bulk, with no stage less: a stage of the ring is held until what was put there has been sent
     held local    the same to local memory
@@ -124,7 +125,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Contender:
-    """``send``, ``signal``: those of carried_mm.cu. ``order``: own, first or spread. ``local``: the peer is this rank itself."""
+    """``send``, ``signal``: of carried_mm.cu. ``order``: own, first or spread. ``local``: the peer is this rank itself."""
 
     label: str
     send: int
@@ -344,7 +345,9 @@ class Site:
             counters + part * BLOCKS * 4,
         )
         program = carried_program(contender.send, contender.signal)
-        return self._launch(program, params, carried_grid(self.tiles, own.clusters), carried_shared_bytes(contender.send))
+        return self._launch(
+            program, params, carried_grid(self.tiles, own.clusters), carried_shared_bytes(contender.send)
+        )
 
     def _launch(self, program: Program, params: ctypes.Structure, grid: int, shared: int) -> Callable[[], object]:
         kernel, device = self.own.kernels[program], self.own.device
@@ -378,7 +381,9 @@ class Site:
             if whole:
                 own.expect(self._is_poison(own.inbox_memory), f"{where}: the inbox was written")
             else:
-                own.expect(self._is_poison(self.outs[:, self.theirs]), f"{where}: the peer's rows were stored here, too")
+                own.expect(
+                    self._is_poison(self.outs[:, self.theirs]), f"{where}: the peer's rows were stored here, too"
+                )
                 self._same(self.inbox, self.expected, f"{where}: rows that came")
                 behind = own.inbox_memory[self.parts * shape.moved_bytes :]
                 own.expect(self._is_poison(behind), f"{where}: memory behind the rows was written")
@@ -395,8 +400,8 @@ class Site:
         self._same(self.inbox, self.expected, f"{where}: rows that came")
         counting = [contender for contender in CARRIED if contender.sends and contender.counts]
         calls = (WARM_UP + ROUNDS) * self.count // self.parts * len(counting)
-        want = self._counters_of(self.mine, calls)
-        self.own.expect(torch.equal(self.own.counters, want), f"{where}: counters are {_few(self.own.counters)}, not {_few(want)}")
+        want, found = self._counters_of(self.mine, calls), self.own.counters
+        self.own.expect(torch.equal(found, want), f"{where}: counters are {_few(found)}, not {_few(want)}")
 
     def _replay(self, label: str) -> None:
         """One replay of a contender on all ranks, where there was poison before."""

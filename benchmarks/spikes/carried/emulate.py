@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import carried_mm as spike
 from emulator import Emulator
 from emulator.grouped import NOT_WRITTEN, STALL_LIMIT, TileDriver, whole_numbers
+
 from tw_compile.kernels.runtime import bindings, wgmma
 from tw_compile.planning.joint_tiles import Tiling
 
@@ -39,7 +40,12 @@ def check(contender: spike.Contender, shape: spike.Shape, whole: int, clusters: 
         out.append(np.full((shape.tokens, shape.hidden), NOT_WRITTEN, np.uint16))
         inbox.append(np.full((shape.half, shape.hidden), NOT_WRITTEN, np.uint16))
         counters.append(np.zeros(spike.BLOCKS, np.uint32))
-        for name, buffer in (("a", a[rank]), ("matrix", matrix[rank]), ("out", out[rank]), ("counters", counters[rank])):
+        for name, buffer in (
+            ("a", a[rank]),
+            ("matrix", matrix[rank]),
+            ("out", out[rank]),
+            ("counters", counters[rank]),
+        ):
             emulator.alloc(rank, buffer, name=name)
         emulator.alloc(rank, inbox[rank], symmetric=True, name="inbox")
     for rank in range(spike.WORLD):
