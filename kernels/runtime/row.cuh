@@ -1,7 +1,8 @@
 // What happens to one reduced row before and around the epilogue: scale, bias, residual, sums over the row. A row is spread
 // over the threads of a group. Included by the header of an epilogue, behind what it has to have:
 //
-//   RowStatistics             what the row's threads add up: float, or a struct with operator+= and shuffle_xor
+//   RowStatistics             what the row's threads add up: float; or a struct with operator+= and shuffle_xor, or else with
+//                             warp_sum and total of its own
 //   observe(statistics, h)    adds eight elements of the row to a thread's statistics
 //   row_factor(total, eps)    what normalise is given of the row's
 //   normalise(...)            one vector of the result, Eight<Normalised>
