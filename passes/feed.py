@@ -35,8 +35,9 @@ from tw_compile.passes.split.rewrite.duplicate import SplitReport
 from tw_compile.passes.split.schedule.dependences import CommunicationCall, argument, find_calls
 from tw_compile.report import Site
 
-FED_FROM_TOKENS = 512
-"""Shorter messages are not fed. Not measured: it is where the notes on the kernels predict the first gain."""
+FED_FROM_TOKENS = 4096
+"""Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 4%, and one of 4096 gained 1.8%: GEMMs of
+few tokens wait for the other ranks' rows, and rows in another order read the weights twice (``benchmarks/kernel-notes.md``)."""
 _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms: fed_gated_mm}
 
 

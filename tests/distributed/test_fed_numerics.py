@@ -9,19 +9,23 @@ from torch import nn
 
 from tw_compile.models.config import config_from_dict
 from tw_compile.models.decoder import build_decoder
-from tw_compile.passes.feed import FED_FROM_TOKENS
+from tw_compile.passes import feed
 from tw_compile.report import collect_reports
 from tw_compile.testing import GlooRanks, compare_on_gloo
 
+FROM_TOKENS = 64
+"""From which number of tokens on these ranks feed: a model of as many as are fed by default takes a CPU minutes."""
+
 
 def qwen(rank: int) -> nn.Module:
-    """Its queries, keys and values have biases."""
+    """Its queries, keys and values have biases. It is the first that a rank is asked for."""
+    feed.FED_FROM_TOKENS = FROM_TOKENS
     config = config_from_dict({**FAMILIES["qwen2"], "hidden_size": 64, "intermediate_size": 128})
     return build_decoder(config, device="cpu", dtype=torch.bfloat16)
 
 
 def tokens(rank: int, call: int) -> tuple[torch.Tensor]:
-    return (torch.randint(3, 120, (1, FED_FROM_TOKENS + call), generator=torch.Generator().manual_seed(call)),)
+    return (torch.randint(3, 120, (1, FROM_TOKENS + call), generator=torch.Generator().manual_seed(call)),)
 
 
 def consumers(rank: int) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from tw_compile.planning.evidence import UNMEASURED_MARGIN, LayerError, Measured
 H200 = load_profile("H200")
 LAYERS = list(measured_layers("NVIDIA H200", "stream"))
 OF_GROUPS = [layer for layer in LAYERS if layer.group]
-LAYER = MeasuredLayer("llama-3.1-8b", 2, 2048, 1024, True, "test", fused_us=800.0, split_us=720.0)
+LAYER = MeasuredLayer("llama-3.1-8b", 2, 2048, 1024, True, False, "test", fused_us=800.0, split_us=720.0)
 
 
 def error(ratio: float, group: bool = True) -> LayerError:
@@ -39,13 +39,18 @@ def test_the_margin_is_the_mean_error_of_the_share_that_a_split_saves(name: str)
     by_hand = []
     for one in known.counted:
         plan = plan_layer(
-            profile, one.layer.shape, one.layer.tokens, first=one.layer.first, joins_gemms=False, min_gain=0.0
+            profile,
+            one.layer.shape,
+            one.layer.tokens,
+            first=one.layer.first,
+            joins_gemms=one.layer.joined,
+            min_gain=0.0,
         )
         assert plan.predicted.split_us is not None
         predicted = plan.predicted.split_us / plan.predicted.fused_us
         by_hand.append(abs(one.layer.split_us / one.layer.fused_us / predicted - 1.0))
     assert known.margin == pytest.approx(fmean(by_hand))
-    assert 0.005 < known.margin < 0.015
+    assert 0.005 < known.margin < 0.025
     assert plan_layer(profile, LAYER.shape, 2048).margin == known.margin
 
 
@@ -100,3 +105,11 @@ def test_the_words_name_mean_sign_and_worst() -> None:
 def test_sources_of_the_figures_are_named() -> None:
     assert all(layer.source for layer in LAYERS)
     assert {layer.group for layer in LAYERS} == {True, False}
+
+
+@pytest.mark.parametrize(
+    "layer", [one for one in measured_layers("NVIDIA H100 80GB HBM3", "stream") if one.group], ids=str
+)
+def test_layers_of_h100s_are_split_where_that_was_measured_to_be_faster(layer: MeasuredLayer) -> None:
+    plan = plan_layer(load_profile("H100"), layer.shape, layer.tokens, joins_gemms=layer.joined)
+    assert (plan.mode is Mode.OFF) == (layer.ratio > 1.0)

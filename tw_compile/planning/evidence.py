@@ -38,6 +38,7 @@ class MeasuredLayer:
     Attributes:
         group: Whether the ranks of a group added up, and not one rank beside stand-ins for calls.
         first: Tokens of half 1.
+        joined: Whether GEMMs of the unsplit layer may have been joined. They were not before 24 November 2026.
         source: Where the times come from.
     """
 
@@ -46,6 +47,7 @@ class MeasuredLayer:
     tokens: int
     first: int
     group: bool
+    joined: bool
     source: str
     split_us: float
     fused_us: float | None = None
@@ -142,7 +144,9 @@ def measured_layers(device_name: str, kernel: str, link: str = "") -> Iterator[M
             source = values["sources"][entry["source"]]
             about = {"model": entry["model"], "world_size": entry["world_size"], "source": source["text"]}
             for row in entry["rows"]:
-                yield MeasuredLayer(**about, group=source["calls"] == "group", **row)
+                yield MeasuredLayer(
+                    **about, group=source["calls"] == "group", joined=source.get("joined", False), **row
+                )
 
 
 @cache

@@ -253,7 +253,7 @@ def _evidence(device_name: str, kernel: str, link_name: str) -> Evidence:
             layer.tokens,
             kernel=kernel,
             first=layer.first,
-            joins_gemms=False,  # no GEMM of an unsplit layer was joined when these were measured
+            joins_gemms=layer.joined,
             min_gain=0.0,
             link=link,
         )
