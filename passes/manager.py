@@ -64,7 +64,7 @@ def register(new: Pass, *, after: str | None = None, before: str | None = None) 
             f"got {new.name!r} of {new.transaction!r}"
         )
     _order.insert(place, new)
-    _sources[new.name] = source_of(new.run)
+    _sources[new.name] = " ".join(source_of(step) for step in (new.run, new.look) if step is not None)
 
 
 def unregister(name: str) -> None:

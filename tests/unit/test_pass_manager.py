@@ -284,6 +284,15 @@ def test_a_graph_that_is_only_looked_at_is_not_copied(monkeypatch: pytest.Monkey
     assert log == ["look", "copy_of"] and outcomes(run) == {"a": "changed"} and len(graph.nodes) == 1
 
 
+def test_what_looks_is_part_of_what_identifies_a_registered_pass() -> None:
+    known = []
+    for look in (None, find_calls):
+        manager.register(Pass("mine", summarise, look=look), after="lock_order")  # type: ignore[arg-type]
+        known.append(manager.identity())
+        manager.unregister("mine")
+    assert known[0] != known[1]
+
+
 def test_a_pass_that_fails_as_it_looks_is_undone_with_its_transaction() -> None:
     def change(graph: fx.Graph, context: Context) -> Outcome:
         graph.placeholder("x")
