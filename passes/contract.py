@@ -158,6 +158,8 @@ class Pass:
         needs: Passes without which it does not run: they were refused, or are switched off.
         indispensable: Whether the transaction is wrong, or worse than nothing, without it; why, in words. If such a pass is
             switched off, all of its transaction is.
+        look: Says, without an edit, what the outcome is if there is nothing to change; None if ``run`` is to be called. A graph
+            that a pass only looks at is not copied, which would take longer than most passes do.
         edits: Whether it may change the graph at all.
         rolls_back: Whether the graph is as it was when ``run`` raises, by itself; such a pass stands alone. For all others the
             manager keeps a copy.
@@ -170,6 +172,7 @@ class Pass:
     transaction: str = ""
     needs: tuple[str, ...] = ()
     indispensable: str = ""
+    look: Callable[[fx.Graph, Context], Outcome | None] | None = None
     edits: bool = True
     rolls_back: bool = False
     keeps: tuple[Callable[..., Any], ...] = ()

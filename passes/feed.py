@@ -126,15 +126,23 @@ def _feed(call: CommunicationCall, gemms: Sequence[fx.Node], turns: Turns) -> No
         joint.erase(rows)
 
 
-def _run(graph: fx.Graph, context: Context) -> Outcome:
+def _look(graph: fx.Graph, context: Context) -> Outcome | None:
     decided = context.kept(FusionDecisions)
     if context.config.feed_mm == "never" or decided is None:
         return Outcome(False)
     whole = _of_the_whole_graph(context)
     if whole is None:
-        by_site = feed_gemms(graph, context.tokens)
-    else:
-        by_site = {site.index: whole for site in decided.sites if site.decision == "fused"}
+        return None
+    return _noted(context, {site.index: whole for site in decided.sites if site.decision == "fused"})
+
+
+def _run(graph: fx.Graph, context: Context) -> Outcome:
+    return _noted(context, feed_gemms(graph, context.tokens))
+
+
+def _noted(context: Context, by_site: dict[int, FeedRefused | None]) -> Outcome:
+    """The outcome, with the decisions kept that are known of the sites now."""
+    decided = context.needed(FusionDecisions)
     context.keep(FusionDecisions(tuple(_with(site, by_site) for site in decided.sites)))
     counts: dict[str, int] = {}
     for refused in by_site.values():
@@ -161,4 +169,4 @@ def _with(site: Site, by_site: dict[int, FeedRefused | None]) -> Site:
     return replace(site, feed_refusal=refused.reason, detail=detail)
 
 
-FEED = Pass("feed_gemms", _run)
+FEED = Pass("feed_gemms", _run, look=_look)

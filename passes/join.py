@@ -38,13 +38,27 @@ class JoinedGemms:
     turns: tuple[tuple[Gemms, Turns], ...]
 
 
+@dataclass(frozen=True)
+class Joinable:
+    """Matmuls that are faster as one operator, with the numbers of rows where they are."""
+
+    nodes: tuple[fx.Node, ...]
+    gemms: Gemms
+    turns: Turns
+
+
 def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None) -> JoinedGemms:
-    """Join what ``measure`` (None: :func:`measured_turns`) finds faster.
+    """Join what :func:`find_joinable` finds."""
+    return _join(find_joinable(graph, tokens, measure))
+
+
+def find_joinable(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None) -> list[Joinable]:
+    """What ``measure`` (None: :func:`measured_turns`) says is faster as one; no two of them have a matmul in common.
 
     ``tokens`` are the token counts that the graph serves; None: any.
     """
     measure = measure or measured_turns
-    joined: list[tuple[Gemms, Turns]] = []
+    found: list[Joinable] = []
     by_input: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
         if is_call(node, aten.mm.default, aten.addmm.default):
@@ -59,9 +73,8 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
                 continue
             turns = measure(gemms, rows, nodes[0].meta["val"].device)
             if turns:
-                _join(nodes, turns)
-                joined.append((gemms, turns))
-    return JoinedGemms(tuple(joined))
+                found.append(Joinable(tuple(nodes), gemms, turns))
+    return found
 
 
 def gemms_of(nodes: Sequence[fx.Node]) -> Gemms | None:
@@ -89,20 +102,30 @@ def rows_served(node: fx.Node, tokens: TokenRange | None) -> tuple[int, ...] | N
     return rows_to_measure(max(least, 1) * factor, None if most is None else most * factor)
 
 
-def _join(nodes: Sequence[fx.Node], turns: Turns) -> None:
-    node = joint.join(nodes).adopt()
-    node.target = _BY_ROWS[node.target]
-    node.args = (*node.args[:-1], list(turns))
+def _join(found: Sequence[Joinable]) -> JoinedGemms:
+    for one in found:
+        node = joint.join(one.nodes).adopt()
+        node.target = _BY_ROWS[node.target]
+        node.args = (*node.args[:-1], list(one.turns))
+    return JoinedGemms(tuple((one.gemms, one.turns) for one in found))
 
 
-def _run(graph: fx.Graph, context: Context) -> Outcome:
+def _look(graph: fx.Graph, context: Context) -> Outcome | None:
     if context.kept(SplitReport) is not None:
         return Outcome(False, refused="the graph is split, and GEMMs are planned beside its communication")
     if compat.tunes_gemms():
         return Outcome(False, refused="Inductor tunes GEMMs (max_autotune)")
-    done = join_gemms(graph, context.tokens)
+    found = context.analysis(find_joinable, graph, context.tokens)
+    return None if found else _outcome(JoinedGemms(()))
+
+
+def _run(graph: fx.Graph, context: Context) -> Outcome:
+    return _outcome(_join(context.analysis(find_joinable, graph, context.tokens)))
+
+
+def _outcome(done: JoinedGemms) -> Outcome:
     gated = sum(gemms.gated for gemms, _ in done.turns)
     return Outcome(bool(done.turns), {"gated": gated, "joint": len(done.turns) - gated})
 
 
-JOIN = Pass(JOIN_GEMMS, _run)
+JOIN = Pass(JOIN_GEMMS, _run, look=_look)

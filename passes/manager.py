@@ -64,7 +64,7 @@ def register(new: Pass, *, after: str | None = None, before: str | None = None) 
             f"got {new.name!r} of {new.transaction!r}"
         )
     _order.insert(place, new)
-    _sources[new.name] = source_of(new.run)
+    _sources[new.name] = " ".join(source_of(step) for step in (new.run, new.look) if step is not None)
 
 
 def unregister(name: str) -> None:
@@ -148,9 +148,11 @@ def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None)
         compat.trace_artifact(f"tw_compile_{current.name}_before", text)
         begin = time.perf_counter()
         try:
-            if before is None and current.edits and not current.rolls_back:
-                before = copy_of(graph)
-            done = current.run(graph, context)
+            done = None if current.look is None else current.look(graph, context)
+            if done is None:
+                if before is None and current.edits and not current.rolls_back:
+                    before = copy_of(graph)
+                done = current.run(graph, context)
         except Exception as error:
             if before is not None:
                 restore(graph, before)

@@ -9,6 +9,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
+from tw_compile.passes.fake_results import FakeResults
 
 _KEY = "tw_compile"
 """Of ``node.meta``."""
@@ -77,7 +78,7 @@ class Inserter:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.new: list[fx.Node] = []
-        self._fake_mode = compat.graph_fake_mode(graph)
+        self._results = FakeResults(compat.graph_fake_mode(graph))
 
     def call(
         self,
@@ -107,9 +108,7 @@ class Inserter:
 
     def fake(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What ``target`` computes from the fake results of its operands."""
-        fakes, named = fx.map_arg((args, dict(kwargs)), lambda node: node.meta["val"])
-        with compat.tracing_fake_mode(self._fake_mode):
-            return target(*fakes, **named)
+        return self._results.compute(target, args, kwargs)
 
     def roll_back(self) -> None:
         """Take out what was added; nothing else may read it."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,14 +37,31 @@ from tw_compile.report import GraphReport
 _STARTS = (*ops.STARTS, *ops.MM_STARTS)
 
 
-def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Counter[str]:
-    """Have each call that may be one of few tokens prefetch up to ``budget`` bytes. ``tokens``: as :attr:`Context.tokens`.
+@dataclass(frozen=True)
+class Prefetches:
+    """The weights that calls can prefetch, and how many calls do (``prefetching``).
 
-    Counts the calls: ``prefetching``, or why not: ``many_tokens``, ``transport``, ``no_weight``, ``many_weights``.
+    ``counts`` has the others, too, by why they don't: ``many_tokens``, ``transport``, ``no_weight``, ``many_weights``.
     """
-    starts = [node for node in graph.nodes if is_call(node, *_STARTS)]
-    counts = Counter[str]()
-    for start in starts:
+
+    weights: dict[fx.Node, list[fx.Node]]
+    counts: Counter[str]
+
+
+def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Counter[str]:
+    """Have calls prefetch what :func:`find_prefetches` finds, and count them as it does."""
+    return _ask(find_prefetches(graph, budget, tokens), budget)
+
+
+def find_prefetches(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Prefetches:
+    """What each call that may be one of few tokens can prefetch, up to ``budget`` bytes.
+
+    ``tokens``: as :attr:`Context.tokens`.
+    """
+    result = Prefetches({}, Counter[str]())
+    for start in graph.nodes:
+        if not is_call(start, *_STARTS):
+            continue
         found: list[fx.Node] = []
         if not TRANSPORTS[arguments_of(start)["transport"]].prefetches:
             why = "transport"
@@ -52,10 +70,10 @@ def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) ->
         else:
             found, left = _weights_behind(start, budget)
             why = "prefetching" if found else left
-        counts[why] += 1
+        result.counts[why] += 1
         if found:
-            _ask(start, found, budget)
-    return counts
+            result.weights[start] = found
+    return result
 
 
 def _fewest_rows(start: fx.Node, tokens: TokenRange | None) -> int:
@@ -168,26 +186,33 @@ def _hands_rows_on(node: fx.Node) -> bool:
     return makes_view(node) or torch.Tag.pointwise in node.target.tags
 
 
-def _ask(start: fx.Node, weights: list[fx.Node], budget: int) -> None:
-    for weight in weights:
-        if start < weight:  # of the graph's attributes, which need not be at its beginning
-            start.prepend(weight)
-    start.kwargs = {**start.kwargs, "prefetch": weights, "prefetch_bytes": budget}
-    start.meta.pop("eager_input_vals", None)  # of the old arguments
+def _ask(found: Prefetches, budget: int) -> Counter[str]:
+    for start, weights in found.weights.items():
+        for weight in weights:
+            if start < weight:  # of the graph's attributes, which need not be at its beginning
+                start.prepend(weight)
+        start.kwargs = {**start.kwargs, "prefetch": weights, "prefetch_bytes": budget}
+        start.meta.pop("eager_input_vals", None)  # of the old arguments
+    return found.counts
 
 
-def _run(graph: fx.Graph, context: Context) -> Outcome:
+def _look(graph: fx.Graph, context: Context) -> Outcome | None:
     if context.config.prefetch == "off":
         return Outcome(False, refused="tw_compile.prefetch is off")
     if not context.prefetch_bytes:
         return Outcome(False, refused="no profile of this device has prefetch_bytes: nobody has measured that it pays")
     if context.kept(SplitReport) is not None:
         return Outcome(False, refused="the graph is split, and steps of few tokens never are")
-    counts = prefetch_weights(graph, context.prefetch_bytes, context.tokens)
-    return Outcome(bool(counts["prefetching"]), counts)
+    found = context.analysis(find_prefetches, graph, context.prefetch_bytes, context.tokens)
+    return None if found.weights else Outcome(False, found.counts)
 
 
-PREFETCH = Pass("prefetch_weights", _run)
+def _run(graph: fx.Graph, context: Context) -> Outcome:
+    found = context.analysis(find_prefetches, graph, context.prefetch_bytes, context.tokens)
+    return Outcome(True, _ask(found, context.prefetch_bytes))
+
+
+PREFETCH = Pass("prefetch_weights", _run, look=_look)
 
 
 def prefetching_calls(reports: Iterable[GraphReport]) -> int:

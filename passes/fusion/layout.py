@@ -62,9 +62,9 @@ class Seam:
 
 def find_seam(graph: fx.Graph) -> Seam | None:
     """None for a graph without, and for the ends of a model, which have one side of it."""
-    entered = [node for node in graph.nodes if is_call(node, operator.getitem) and is_call(node.args[0], enter_layers)]
-    residuals = [node for node in entered if node.args[1] == 1]
-    leaves = [node for node in graph.nodes if is_call(node, leave_layers)]
+    entered = [user for node in graph.find_nodes(op="call_function", target=enter_layers) for user in node.users]
+    residuals = [user for user in entered if is_call(user, operator.getitem) and user.args[1] == 1]
+    leaves = graph.find_nodes(op="call_function", target=leave_layers)
     return Seam(residuals[0], leaves[0]) if len(residuals) == len(leaves) == 1 else None
 
 

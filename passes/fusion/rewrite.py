@@ -165,7 +165,7 @@ class Rewriter:
                 superfluous.update(
                     operand
                     for operand in node.all_input_nodes
-                    if operand.op == "call_function" and not operand.is_impure()
+                    if operand.op == "call_function" and operand not in superfluous and not operand.is_impure()
                 )
                 self.graph.erase_node(node)
 

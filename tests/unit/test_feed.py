@@ -20,7 +20,7 @@ from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.transport import Started
 from tw_compile.models.config import load_config
 from tw_compile.models.decoder import build_decoder
-from tw_compile.passes import feed
+from tw_compile.passes import feed, manager
 from tw_compile.passes.contract import Context
 from tw_compile.passes.feed import FEED, feed_gemms
 from tw_compile.passes.fusion import FusionDecisions
@@ -161,20 +161,26 @@ def sites(context: Context) -> tuple[Site, ...]:
     return context.needed(FusionDecisions).sites
 
 
+def fed(graph: fx.Graph, context: Context) -> dict[str, int]:
+    """What the pass counts, as the manager runs it."""
+    (report,) = manager.run(graph, context, (FEED,)).reports
+    return report.counts
+
+
 def test_nothing_is_fed_or_refused_unasked() -> None:
     context = context_of(FUSED)
-    assert not FEED.run(graph_of(), context).counts
+    assert not fed(graph_of(), context)
     assert sites(context)[0] == Site(0, 0, "form", "fused", "", None, "gloo")
 
 
 def test_split_graphs_and_tuned_gemms_are_refused() -> None:
     context = context_of(AUTO)
     context.keep(SplitReport.__new__(SplitReport))
-    assert FEED.run(fx.Graph(), context).counts == {FeedRefusal.GRAPH_SPLIT: 1}
+    assert fed(fx.Graph(), context) == {FeedRefusal.GRAPH_SPLIT: 1}
     assert (sites(context)[0].consumer, sites(context)[0].feed_refusal) == ("other", FeedRefusal.GRAPH_SPLIT)
     context = context_of(AUTO)
     with inductor_config.patch(max_autotune_gemm=True):
-        assert FEED.run(fx.Graph(), context).counts == {FeedRefusal.GEMMS_TUNED: 1}
+        assert fed(fx.Graph(), context) == {FeedRefusal.GEMMS_TUNED: 1}
     assert "max_autotune" in sites(context)[0].detail
 
 

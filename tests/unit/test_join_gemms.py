@@ -18,6 +18,7 @@ from tw_compile.autotune.turns import MOST_ROWS, Gemms, measured_turns, rows_to_
 from tw_compile.current import current_gate
 from tw_compile.kernels.gemm import by_rows
 from tw_compile.kernels.gemm.by_rows import is_ours
+from tw_compile.passes import manager
 from tw_compile.passes.contract import Context
 from tw_compile.passes.join import JOIN, join_gemms
 from tw_compile.passes.split import SplitReport
@@ -123,7 +124,8 @@ def test_float32_is_left_to_the_library() -> None:
 def test_split_graphs_are_left_to_the_split() -> None:
     context = Context(Config(), current_gate(Config()))
     context.keep(SplitReport.__new__(SplitReport))
-    assert "split" in JOIN.run(fx.Graph(), context).refused
+    (report,) = manager.run(fx.Graph(), context, (JOIN,)).reports
+    assert report.outcome == "refused" and "split" in report.detail
 
 
 def test_nothing_is_measured_without_a_gpu() -> None:

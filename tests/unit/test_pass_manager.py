@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tw_compile import Config, TWCompilePass, collect_reports, pipeline
 from tw_compile.current import current_gate
 from tw_compile.graph.copy import copy_of
 from tw_compile.graph.snapshot import snapshot
-from tw_compile.passes import manager
+from tw_compile.passes import join, manager
 from tw_compile.passes.contract import Context, InductorNeed, Outcome, Pass
 from tw_compile.passes.nodes import Inserter, annotate, annotation
 from tw_compile.passes.split import SPLIT, summarise
@@ -260,6 +261,82 @@ def test_a_graph_is_copied_again_only_if_it_has_changed(monkeypatch: pytest.Monk
     run = manager.run(graph, Context(config, current_gate(config)), passes)
     assert run.failed is passes[-1] and len(graph.nodes) == 1
     assert log == ["copy_of", "copy_of"]
+
+
+def test_a_graph_that_is_only_looked_at_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(graph: fx.Graph, context: Context) -> Outcome:
+        graph.placeholder("x")
+        return Outcome(changed=True, counts={"inputs": 1})
+
+    def nothing(graph: fx.Graph, context: Context) -> Outcome:
+        return Outcome(changed=False, counts={"inputs": len(graph.nodes)}, refused="there is an input")
+
+    def anything(graph: fx.Graph, context: Context) -> None:
+        log.append("look")
+
+    log: list[str] = []
+    counting(monkeypatch, manager, "copy_of", log)
+    graph, config = fx.Graph(), Config(strict=True)
+    run = manager.run(graph, Context(config, current_gate(config)), [Pass("a", change, look=nothing)])
+    assert log == [] and not graph.nodes and [done.detail for done in run.reports] == ["there is an input"]
+    assert outcomes(run) == {"a": "refused"} and run.reports[0].counts == {"inputs": 0}
+    run = manager.run(graph, Context(config, current_gate(config)), [Pass("a", change, look=anything)])
+    assert log == ["look", "copy_of"] and outcomes(run) == {"a": "changed"} and len(graph.nodes) == 1
+
+
+def test_what_looks_is_part_of_what_identifies_a_registered_pass() -> None:
+    known = []
+    for look in (None, find_calls):
+        manager.register(Pass("mine", summarise, look=look), after="lock_order")  # type: ignore[arg-type]
+        known.append(manager.identity())
+        manager.unregister("mine")
+    assert known[0] != known[1]
+
+
+def test_a_pass_that_fails_as_it_looks_is_undone_with_its_transaction() -> None:
+    def change(graph: fx.Graph, context: Context) -> Outcome:
+        graph.placeholder("x")
+        return Outcome(changed=True)
+
+    def fail(graph: fx.Graph, context: Context) -> None:
+        raise RuntimeError("on purpose")
+
+    graph, config = fx.Graph(), Config(strict=False)
+    passes = [Pass("a", change, "t"), Pass("b", change, "t", look=fail), Pass("c", change)]
+    run = manager.run(graph, Context(config, current_gate(config)), passes)
+    assert outcomes(run) == {"a": "undone", "b": "failed", "c": "not_run"} and not graph.nodes
+    assert run.warning == "RuntimeError: on purpose"
+
+
+def test_passes_only_look_where_they_say_so(unfused: fx.Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked at is as it was, and where nothing is to do the graph of a model is not copied once."""
+    looked: dict[str, bool] = {}
+
+    def checked(each: Pass) -> Pass:
+        def look(graph: fx.Graph, context: Context) -> Outcome | None:
+            assert each.look is not None
+            before, users = snapshot(graph), [list(node.users) for node in graph.nodes]
+            outcome = each.look(graph, context)
+            assert snapshot(graph) == before and [list(node.users) for node in graph.nodes] == users, each.name
+            looked[each.name] = outcome is None
+            return outcome
+
+        return each if each.look is None else replace(each, look=look)
+
+    log: list[str] = []
+    counting(monkeypatch, manager, "copy_of", log)
+    passes = tuple(map(checked, manager.ORDER))
+    config = Config(strict=True, transport="gloo")
+    context = Context(config, current_gate(config), H200)
+    assert outcomes(manager.run(copied(unfused), context, passes))["fuse_all_reduce_rms_norm"] == "changed"
+    assert looked == {"feed_gemms": False, "join_gemms": False, "prefetch_weights": False} and log == []
+
+    monkeypatch.setattr(join, "measured_turns", lambda *_: (0,))
+    config = Config(strict=True, transport="gloo", feed_mm="auto")
+    context = Context(config, current_gate(config), H200)
+    manager.run(copied(unfused), context, passes)
+    assert looked == {"feed_gemms": True, "join_gemms": True, "prefetch_weights": False}
+    assert log == ["copy_of"]  # nothing is fed, so that the copy for that serves once more
 
 
 def test_what_no_pass_has_kept_is_missed_in_words() -> None:

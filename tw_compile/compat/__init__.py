@@ -21,6 +21,10 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from tw_compile.compat.fake_tensors import fake_like as fake_like
+from tw_compile.compat.fake_tensors import is_plain_fake as is_plain_fake
+from tw_compile.compat.fake_tensors import size_keys as size_keys
+from tw_compile.compat.fake_tensors import symbols_of as symbols_of
 from tw_compile.compat.generated_code import compile_post_grad as compile_post_grad
 from tw_compile.compat.generated_code import inductor_code as inductor_code
 from tw_compile.compat.graph_cache import compile_settings as compile_settings

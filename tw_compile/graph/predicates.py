@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, TypeGuard
 
 import torch
@@ -90,9 +91,14 @@ def is_lossless_cast(node: fx.Node) -> bool:
     """A cast whose result holds every value of its input exactly, e.g. bf16 to fp32. Never said of float8."""
     source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
     assert source is not None and result is not None
-    if is_float8(source.dtype) or is_float8(result.dtype):
+    return _holds_all_values(result.dtype, source.dtype)
+
+
+@cache  # torch makes tensors to find the type that two promote to, and so runs whatever mode is on
+def _holds_all_values(result: torch.dtype, source: torch.dtype) -> bool:
+    if is_float8(source) or is_float8(result):
         return False
-    return torch.promote_types(source.dtype, result.dtype) == result.dtype
+    return torch.promote_types(source, result) == result
 
 
 def constant(operand: object) -> float | None:
