@@ -561,19 +561,7 @@ def _row(found: dict[str, Any]) -> str:
 
 
 def _summary(report: dict[str, Any], seconds: float) -> str:
-    """The rule, of what goes to the peer against what does not: the slower of it and of each thing that it is held against."""
-    sending = [contender.label for contender in CARRIED if contender.sends]
-    lines = ["", f"least that is sent, against {BASE!r}, joint, and torch.mm"]
-    for found in report["shapes"]:
-        us = found["us"]
-        best = min(sending, key=us.__getitem__)
-        against = ", ".join(f"{100 * (us[best] / us[label] - 1):+.1f}%" for label in (BASE, "joint", "mm"))
-        excess = us[best] - us[BASE]
-        lines.append(
-            f"{found['site']} {found['tokens']} ({found['waves']:.2f} waves): {best}, {against}; "
-            f"{excess:.1f} us, of {found['link_us']:.1f} that the link takes"
-        )
-    lines += ["", f"{len(report['shapes'])} of {len(SHAPES)} sizes in {seconds:.1f} s"]
+    lines = ["", f"{len(report['shapes'])} of {len(SHAPES)} sizes in {seconds:.1f} s"]
     lines += [f"WRONG: {failure[:2000]}" for failure in report["failures"]] or ["all results were right"]
     return "\n".join(lines)
 
