@@ -15,6 +15,7 @@ from fork_servers import run_script
 from graph_builder import GraphBuilder, aten
 
 import tw_compile.testing
+from tw_compile import compat
 from tw_compile.testing import (
     GlooRanks,
     RankError,
@@ -83,6 +84,15 @@ def test_rewriting_a_graph_module_works_on_a_copy() -> None:
         result = rewrite(module, ())
         assert str(module.graph) == before == str(result.before.graph)
         assert count_ops(result.after.graph, "all_reduce_rms_norm_start") == 1
+
+
+@pytest.mark.parametrize("tokens", [64, 48])
+def test_a_dim_that_is_marked_dynamic_is_a_symbol_also_where_it_equals_another_size(tokens: int) -> None:
+    x = torch.empty(tokens, 64, dtype=torch.bfloat16)
+    torch._dynamo.mark_dynamic(x, 0, min=8, max=128)
+    result = rewrite(torch.nn.Linear(64, 64, bias=False).bfloat16(), (x,), device="cuda")
+    (size,) = (n.meta["val"] for n in result.after.graph.nodes if isinstance(n.meta.get("val"), torch.SymInt))
+    assert compat.size_bounds(size) == (8, 128)
 
 
 def test_graph_module_without_metadata_is_run_on_fake_arguments() -> None:

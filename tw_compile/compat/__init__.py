@@ -21,6 +21,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from tw_compile.compat.fake_tensors import copy_dynamo_marks as copy_dynamo_marks
 from tw_compile.compat.fake_tensors import fake_like as fake_like
 from tw_compile.compat.fake_tensors import is_plain_fake as is_plain_fake
 from tw_compile.compat.fake_tensors import size_keys as size_keys

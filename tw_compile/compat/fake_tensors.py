@@ -39,6 +39,15 @@ def fake_like(plain: Any, memory_of: torch.Tensor | None = None) -> torch.Tensor
         return FakeTensor(mode, meta, plain.fake_device)
 
 
+def copy_dynamo_marks(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """``target``, with what ``torch._dynamo.mark_dynamic`` and its like have noted of ``source``."""
+    marks = {
+        name: value for name, value in vars(source).items() if name.startswith("_dynamo_") or name == "_specialize_on"
+    }
+    vars(target).update(marks)
+    return target
+
+
 def size_keys(sizes: Iterable[int | torch.SymInt]) -> tuple[object, ...]:
     """Hashable values that are equal for equal sizes, without a guard: a symbolic size has no hash of its own."""
     return tuple([size if isinstance(size, int) else size.node.expr for size in sizes])

@@ -81,10 +81,15 @@ def process_group(world_size: int) -> Iterator[None]:
 
 
 def on_fake_cuda(module: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A copy of ``module``, and ``args``, on fake CUDA tensors; call it inside ``fake_cuda()``. Nothing is copied."""
+    """A copy of ``module``, and ``args``, on fake CUDA tensors; call it inside ``fake_cuda()``. No values are copied.
+
+    Dims that ``torch._dynamo.mark_dynamic`` has marked stay marked.
+    """
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device.type == "cuda" else torch.empty_like(tensor, device="cuda")
+        if tensor.device.type == "cuda":
+            return tensor
+        return compat.copy_dynamo_marks(tensor, torch.empty_like(tensor, device="cuda"))
 
     if isinstance(module, torch.nn.Module):
         replaced: dict[int, Any] = {}
