@@ -37,8 +37,7 @@ from tw_compile.report import Site
 
 FED_FROM_TOKENS = 4096
 """Shorter messages are not fed. On two H100 layers of 512 and 1024 tokens lost 10% and 4%, and one of 4096 gained 1.8%:
-GEMMs of few tokens wait for the other ranks' rows, and rows in another order read the weights twice
-(``benchmarks/kernel-notes.md``)."""
+GEMMs of few tokens wait for the other ranks' rows (``benchmarks/kernel-notes.md``, section 8)."""
 _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms: fed_gated_mm}
 
 
