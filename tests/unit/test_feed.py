@@ -256,7 +256,7 @@ def test_generated_code_runs_fed_gemms_before_the_wait() -> None:
     """Inductor orders them by what is written: the wait writes what the GEMM reads."""
     with fake_cuda():
         decoder = build_decoder(load_config("tiny-llama"), device="cuda", dtype=BF16, num_layers=2)
-        ids = torch.zeros(1, 1024, dtype=torch.long, device="cuda")
+        ids = torch.zeros(1, feed.FED_FROM_TOKENS, dtype=torch.long, device="cuda")
         config = Config(strict=True, split="off", feed_mm="auto")
         code = compat.inductor_code(decoder, (ids,), TWCompilePass(config), "cuda", None, {})
     lines = [line for line in code.splitlines() if not line.strip().startswith("#")]

@@ -182,7 +182,7 @@ def test_long_calls_those_beside_other_work_and_those_without_a_budget_prefetch_
 ) -> None:
     asked = arguments(overlap_sms=0, prefetch=[torch.randn(32, 16)], prefetch_bytes=100)
     residual = torch.randn(tokens, 16)
-    served = request_of(torch.randn(256, 16), asked._replace(residual=residual), None)
+    served = request_of(torch.randn(128, 16), asked._replace(residual=residual), None)
     assert served.prefetch and served.prefetch_bytes == 100
     left = request_of(torch.randn(tokens, 16), asked._replace(residual=residual, **changed), None)
     assert left.prefetch is None and left.prefetch_bytes == 0
