@@ -121,6 +121,21 @@ def test_views_are_in_the_memory_of_their_own_operand(mode: Any) -> None:
     assert all_of(again)[:-1] == all_of(first)[:-1] and again.storage_offset() == 32
 
 
+def test_a_view_of_known_size_in_memory_of_unknown_size_assumes_nothing(mode: Any) -> None:
+    """That there are as many rows is for who made the graph to say, and not for a copy of the view's metadata."""
+    source = ConstantSource("tokens")
+    symbol = mode.shape_env.create_symbol(20, source, DimDynamic.DYNAMIC)
+    tokens = mode.shape_env.create_symintnode(symbol, hint=20, source=source)
+    calls = Calls(mode)
+    ran = []
+    for _ in range(2):
+        rows = calls.tensor(tokens, 16)
+        before = len(mode.shape_env.guards), mode.shape_env.var_to_range[symbol]
+        ran.append(calls.runs(aten.as_strided.default, rows, [16, 16], [16, 1], 0)[1])
+    assert ran == [True, False]
+    assert (len(mode.shape_env.guards), mode.shape_env.var_to_range[symbol]) == before
+
+
 def test_a_result_is_taken_from_its_call_and_a_call_without_results_has_none(mode: Any) -> None:
     calls = Calls(mode)
     ran = []

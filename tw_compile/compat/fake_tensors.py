@@ -30,7 +30,9 @@ def fake_like(plain: Any, memory_of: torch.Tensor | None = None) -> torch.Tensor
     from torch.utils._mode_utils import no_dispatch
 
     mode, shape, stride = plain.fake_mode, plain.shape, plain.stride()
-    are_known = all(isinstance(size, int) for size in (*shape, *stride))
+    # set_ asks whether the memory is long enough for what is to lie in it.
+    memory = 0 if memory_of is None else memory_of.untyped_storage().nbytes()
+    are_known = all(isinstance(size, int) for size in (*shape, *stride, plain.storage_offset(), memory))
     no_guards = contextlib.nullcontext() if are_known else mode.shape_env.suppress_guards()
     with no_dispatch(), no_guards:  # neither that of the tensor's own mode nor that of others that are on
         meta = torch.empty_strided(shape, stride, dtype=plain.dtype, device="meta")
