@@ -55,8 +55,8 @@ class Config:
             ``never`` regard neither.
         feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that are
             there, and take the other ranks' rows as they arrive: ``never``, or ``auto``, where that is proven to be right
-            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from it). ``never`` until it has been
-            measured on GPUs.
+            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from it). ``never`` by default,
+            as layers of few tokens were slower with it on two H100.
         thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
             sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
         calibrate: Whether ranks on a node that nobody has measured measure it, once, before the first graph with an all_reduce
@@ -84,7 +84,7 @@ class Config:
             checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where that is within the budget.
         prefetch: How many bytes of the next matmul's weights a fused call of up to 128 tokens brings into the L2 cache while
             its message is under way: a number, as ``8388608`` or ``"8388608"``, ``off``, or ``auto``: as many as the device's
-            profile says. No shipped profile says any, as nobody has measured it. Results are the same to the bit.
+            profile says. Of the shipped ones H100's alone says any. Results are the same to the bit.
         disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
             refuses names that no pass has. If the token split would be wrong without one of them, all of the split is
             switched off.

@@ -152,7 +152,7 @@ class DeviceProfile:
             ranks; see :meth:`slower_beside`.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
         prefetch_bytes: How much of the next weights a call of few tokens brings into the L2 cache while its message is under
-            way; None: nothing. No shipped profile has it, as nobody has measured that it pays.
+            way; None: nothing, as nobody has measured there that it pays.
         estimated: Whether most of it is another device's, scaled by a few times that ranks have measured (``calibration.py``).
     """
 

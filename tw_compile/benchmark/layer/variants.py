@@ -76,7 +76,7 @@ PLANNED = LayerVariant("fused+split", "ours")
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
 GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config={"split": "off", "disable_passes": "join_gemms"})
 FED = LayerVariant("fused-fed", "ours", config={"split": "off", "feed_mm": "auto"})
-"""Only where ``--only`` names it: its kernels have not run on GPUs."""
+"""Only where ``--only`` names it: it was slower than ``fused`` but for long messages."""
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
