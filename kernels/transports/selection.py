@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from tw_compile.kernels.collective.spec import Request
 
 USER_FILE = "kernels.toml"
-P2P = "p2p"
+P2P, HOST = "p2p", "host"
 _WORDS_BYTES = 128 * 1024
 """Up to so many bytes a message of two ranks is fastest in words that say that they have arrived. They are twice the bytes,
 from each peer, and save what a fence takes."""
@@ -264,6 +264,15 @@ def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
 
 def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
     return _steps(shipped_tables(), device_name, world_size, transport)
+
+
+def usual_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
+    """What serves calls as long as no measurement says otherwise: the shipped steps, or the default of a transport without any."""
+    return tuple(
+        step
+        for transport in (P2P, HOST)
+        for step in shipped_steps(device_name, world_size, transport) or default_steps(transport, world_size)
+    )
 
 
 def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:

@@ -35,7 +35,7 @@ def with_rate(link: Link, transport: str, way: LinkWay) -> Link:
 def test_every_number_has_its_source_beside_it() -> None:
     values = [line for line in TEXT.splitlines() if "=" in line.partition("#")[0] and ' = "' not in line]
     numbers = [line for line in values if "true" not in line and "false" not in line]
-    assert len(numbers) == 12
+    assert len(numbers) == 13
     for line in numbers:
         assert line.partition("#")[2].strip().startswith(("measured", "fitted", "estimate")), line
 

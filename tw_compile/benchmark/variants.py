@@ -156,13 +156,20 @@ def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, .
 
 
 def by_norms(of_rms_norm: Sequence[Variant], norms: Iterable[str]) -> tuple[Variant, ...]:
-    """All of ``of_rms_norm`` with each of the norms. Tables of kernels are made from RMSNorm's times alone."""
+    """All of ``of_rms_norm`` with each of the norms. Tables of kernels are made from RMSNorm's times alone.
+
+    The LayerNorm here has a bias, and no kernel makes scales of such results.
+    """
     listed: list[Variant] = []
     for norm in norms:
         if norm == NORMS[0]:
             listed += of_rms_norm
         else:
-            listed += [replace(each, label=f"{each.label}-{norm}", algorithm=None, norm=norm) for each in of_rms_norm]
+            listed += [
+                replace(each, label=f"{each.label}-{norm}", algorithm=None, norm=norm)
+                for each in of_rms_norm
+                if not each.scales
+            ]
     return tuple(listed)
 
 

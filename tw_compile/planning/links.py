@@ -44,6 +44,7 @@ class LinkTransport:
         sms: The SMs that a call occupies beside compute.
         contention: Factor on the time of a call while compute runs beside it.
         norm_apart: The norm is a separate kernel. It counts as compute of the half, not as part of the call.
+        cluster: CTAs of a cluster of its kernel beside compute, see :meth:`DeviceProfile.sms_beside`.
     """
 
     only_without_peers: bool
@@ -51,15 +52,12 @@ class LinkTransport:
     contention: float
     norm_apart: bool
     ways: Mapping[str, LinkWay]
+    cluster: int = 1
 
     @property
     def ctas(self) -> tuple[int, ...]:
         """The numbers of CTAs to choose from, as :class:`~tw_compile.planning.device.FusedKernel` has them."""
         return (self.sms,)
-
-    @property
-    def cluster(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)

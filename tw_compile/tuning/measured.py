@@ -77,9 +77,9 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
     return times
 
 
-def measured_steps(runs: Sequence[KernelRun], shipped: Sequence[Step]) -> list[Step]:
-    """The kernel table of ``runs`` of one world size."""
-    return steps_by_transport((row for run in runs for row in run.rows), runs[0].world_size, shipped)
+def measured_steps(runs: Sequence[KernelRun], usual: Sequence[Step]) -> list[Step]:
+    """The kernel table of ``runs`` of one world size; what is as good in ``usual`` as the best stays."""
+    return steps_by_transport((row for run in runs for row in run.rows), runs[0].world_size, usual)
 
 
 def _way(row: Row, backend: Backend, steps: Sequence[Step]) -> str | None:

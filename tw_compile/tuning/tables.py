@@ -19,7 +19,7 @@ from tw_compile.gating.table import Entry, Source, Table, read_table, table_text
 from tw_compile.harness.requests import UsageError
 from tw_compile.harness.table import mebibytes
 from tw_compile.kernels.transports import selection
-from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of
+from tw_compile.kernels.transports.selection import Step, shipped_steps, steps_of, usual_steps
 from tw_compile.planning.device import USER_FILE as PROFILE_FILE
 from tw_compile.planning.device import DeviceProfile, parse_profile, shipped_profile
 from tw_compile.tuning.decide import Band, Chooser, entries_from
@@ -121,7 +121,7 @@ class Decided:
 def decide(runs: Sequence[KernelRun], shipped: Gate) -> Decided:
     """A pure function of measured times; ``shipped``: see :func:`shipped_gate`. The last run names the source."""
     run = runs[-1]
-    steps = measured_steps(runs, shipped_steps(run.device_name, run.world_size))
+    steps = measured_steps(runs, usual_steps(run.device_name, run.world_size))
     entries: list[Entry] = []
     bands: dict[tuple[int, Backend], Band] = {}
     for backend in UNFUSED:
