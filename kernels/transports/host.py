@@ -13,16 +13,12 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
 class HostTransport(SlotTransport):
-    """Kernels over host memory. A group that can't share any uses NCCL.
-
-    Its calls go in turn: each fills the one link that a GPU has to the host.
-    """
+    """Kernels over host memory. A group that can't share any uses NCCL."""
 
     label = "host transport"
     kernels_of = "host"
     memory = HostMemory()
     instead = "nccl"
-    in_turn = True
 
     def group_obstacle(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         """See :class:`SlotTransport`."""

@@ -47,7 +47,6 @@ class SlotTransport(Transport):
         kernels_of: The transport whose kernels it has, as their registry says.
         memory: What slots are made of.
         instead: The transport of groups that can't have this one.
-        in_turn: Whether calls beside other work follow each other, as their messages share one link (:mod:`side_stream`).
         states: What is known of each group and device that has been used.
         spin_limit: A barrier gives up after so many polls; 0: it never does. See :meth:`limit_spins`.
     """
@@ -57,7 +56,6 @@ class SlotTransport(Transport):
     memory: SlotMemory
     instead: str
     multicast = False
-    in_turn = False
 
     def __init__(self, name: str, algorithm: Algorithm | None = None) -> None:
         self.name, self.algorithm = name, algorithm
@@ -91,8 +89,7 @@ class SlotTransport(Transport):
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self.spin_limit)
-                ready = replace(request, outputs=algorithm.outputs(request, state, slot))
-                started = start_beside(ready, launch, self.in_turn)
+                started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
             else:
                 started = algorithm.launch(request, state, slot, self.spin_limit)
         self._remember(request, state, slot, started)
@@ -134,7 +131,7 @@ class SlotTransport(Transport):
         if len(state.known) >= MOST_FORMS:
             state.known.clear()
         state.known[request.form] = Known(
-            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None, self.in_turn
+            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None
         )
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:

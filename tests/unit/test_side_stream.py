@@ -179,25 +179,6 @@ def test_streams_are_made_once_for_a_device_and_slot_and_have_priority(machine: 
     assert machine.made == [(device, -1) for device in devices for _ in range(2)]
 
 
-def test_calls_in_turn_are_on_one_stream_and_nothing_but_the_next_call_waits_for_them(machine: Machine) -> None:
-    started = [start_beside(ready(slot), launching(machine), in_turn=True) for slot in range(2)]
-    kernels = [line.partition(":")[0] for line in machine.log if line.endswith("kernel")]
-    assert kernels == ["side1."] * 2, "both on the stream that was asked for first"
-    # Had the current stream gone on behind side1, it would have waited for the first call when it started the second.
-    went_on = [line for line in machine.log if line.startswith("main: wait")]
-    assert went_on == ["main: wait side2.1", "main: wait side3.1"]
-    for call in started:
-        join(call)
-    assert machine.log[-2:] == ["main: wait side1.1", "main: wait side1.2"]
-
-
-def test_in_capture_calls_in_turn_leave_no_stream_without_a_join(machine: Machine) -> None:
-    machine.capturing = True
-    for slot in range(2):
-        join(start_beside(ready(slot), launching(machine), in_turn=True))
-    assert {line.partition(":")[0] for line in machine.log if "wait" in line or "record" in line} == {"main", "side1."}
-
-
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_slots_calls_share_events_that_no_graph_has(machine: Machine, capturing: bool) -> None:
     events: list[object] = []
