@@ -47,6 +47,7 @@ SLOW = {
 }
 """Reports that take up to a minute each. The tests that make such reports compare their keys."""
 ELSEWHERE = {
+    "bench gemm-site": "The keys are those of `bench layer`.",
     "bench model": "The keys are those of `bench layer`.",
     "bench vllm": "Without `--dry-run` the report needs GPUs and vLLM. A committed one: "
     "[vLLM TP2](../../benchmarks/results/2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.json), "

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from tw_compile import compat
 from tw_compile.benchmark.layer import worker
 from tw_compile.benchmark.layer.spec import LayerSpec, Scope
-from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject
+from tw_compile.benchmark.layer.subjects import build_subject
 from tw_compile.benchmark.layer.variants import LayerVariant, with_wires
 from tw_compile.benchmark.layer.worker import TokensReference, VariantAtTokens, bench_tokens
 from tw_compile.cli.app import app

@@ -229,11 +229,11 @@ def test_sweep_holds_the_planned_split_against_the_fastest() -> None:
 def test_symmetric_memory_serves_what_torch_has_kernels_for() -> None:
     by_label = {one.label: one for one in variants(SPEC, 1024)}
     one_shot, two_shot = by_label["inductor+symm-one-shot"], by_label["inductor+symm-two-shot"]
-    assert one_shot.obstacle(32 * MIB, "bfloat16", 2) is None
-    assert "up to 32 MiB" in str(one_shot.obstacle(32 * MIB + 2, "bfloat16", 2))
-    assert two_shot.obstacle(512 * MIB, "bfloat16", 2) is None
-    assert "bfloat16 and float32 only" in str(two_shot.obstacle(1, "float16", 2))
-    assert all(one.obstacle(512 * MIB, "float16", 2) is None for one in by_label.values() if not one.symmetric)
+    assert one_shot.obstacle(2, 32 * MIB, "bfloat16", 2) is None
+    assert "up to 32 MiB" in str(one_shot.obstacle(2, 32 * MIB + 2, "bfloat16", 2))
+    assert two_shot.obstacle(2, 512 * MIB, "bfloat16", 2) is None
+    assert "bfloat16 and float32 only" in str(two_shot.obstacle(2, 1, "float16", 2))
+    assert all(one.obstacle(2, 512 * MIB, "float16", 2) is None for one in by_label.values() if not one.symmetric)
 
 
 def layer(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -395,6 +395,7 @@ def test_table_names_the_baseline_the_reasons_and_who_failed() -> None:
     assert "inductor+symm-one-shot: messages too large" in text
     assert "us a layer" in text
     assert "us a run" in printed(report_of(measured(), scope="model"))
+    assert "us a site" in printed(report_of(measured(), scope="gemm-site"))
     failed = row("fused", "ours", None, outcome="numerics failed", reason="hidden: error 2")
     text = printed(report_of([failed, *measured()[1:]]))
     assert "FAILED  fused at 1024 tokens: numerics failed: hidden: error 2" in text and "PASSED" not in text
@@ -410,9 +411,9 @@ def test_fed_gemms_take_part_where_they_are_named() -> None:
 def test_symmetric_memory_is_left_out_where_peers_are_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TW_COMPILE_PEER_ACCESS", "0")
     known = variants(SPEC, 1024)
-    off = {one.label for one in known if one.obstacle(2, "bfloat16", 2) == SWITCHED_OFF}
+    off = {one.label for one in known if one.obstacle(2, 2, "bfloat16", 2) == SWITCHED_OFF}
     assert off == {one.label for one in known if one.symmetric} and len(off) == 2
-    assert all(one.obstacle(2, "bfloat16", 2) is None for one in known if one.label not in off)
+    assert all(one.obstacle(2, 2, "bfloat16", 2) is None for one in known if one.label not in off)
 
 
 def test_csv_has_a_line_for_each_row() -> None:
@@ -424,7 +425,7 @@ def test_csv_has_a_line_for_each_row() -> None:
     assert {(line["model"], line["layers"], line["torch"]) for line in lines} == {("llama-3.3-70b", "4", "2.11.0")}
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize("scope", ["layer", "gemm-site", "model"])
 def test_plot_is_a_picture(scope: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "layer.svg"
@@ -506,7 +507,7 @@ def test_model_is_cut_to_16_layers_at_all_lengths(monkeypatch: pytest.MonkeyPatc
     assert (min(spec.tokens), max(spec.tokens), len(spec.tokens), spec.sweep_split) == (512, 32768, 7, False)
 
 
-@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize("scope", ["layer", "gemm-site", "model"])
 def test_report_says_what_was_asked_for(scope: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"device_name": "d", "hidden_size": 8, "rows": [asdict(one) for one in measured()]}
     monkeypatch.setattr(start, "spawn_ranks", lambda spec, progress, entry: found)

@@ -1,4 +1,4 @@
-"""``tw-compile bench layer`` and ``bench model``: what the passes make of a model, beside the unfused ways."""
+"""``tw-compile bench layer``, ``gemm-site`` and ``model``: what the passes make of a model, beside the unfused ways."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ CUDA_MODEL, CPU_MODEL = "llama-3.3-70b", "tiny-llama"
 CPU_TOKENS, CPU_LAYERS = "8", 1
 CUDA_TOKENS: dict[Scope, str] = {
     "layer": "512,1024,2048,4096,8192",
+    "gemm-site": "256,512,1024,2048,4096,8192",
     "model": "512,1024,2048,4096,8192,16384,32768",
 }
-CUDA_LAYERS: dict[Scope, int] = {"layer": 4, "model": 16}
+CUDA_LAYERS: dict[Scope, int] = {"layer": 4, "gemm-site": 4, "model": 16}
 
 ModelOption = Annotated[
     str | None,
@@ -94,6 +95,37 @@ def layer(
     """
     spec = _spec("layer", model, device, tokens, batch, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
     _bench(dataclasses.replace(spec, sweep_split=sweep_split), tp, csv_file, plot_file, json_file)
+
+
+@common.one_line_errors
+def gemm_site(
+    model: ModelOption = None,
+    tp: RanksOption = None,
+    device: DeviceOption = "cuda",
+    tokens: Annotated[str | None, _tokens_option("gemm-site")] = None,
+    layers: Annotated[int | None, _layers_option("gemm-site")] = None,
+    dtype: DtypeOption = "bfloat16",
+    only: OnlyOption = None,
+    wire: WiresOption = EXACT,
+    prefetch: PrefetchOption = None,
+    repeats: RepeatsOption = 50,
+    seed: SeedOption = 0,
+    timeout: TimeoutOption = 1800.0,
+    csv_file: CsvOption = None,
+    plot_file: PlotOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Time GEMM, all_reduce, residual, norm and the GEMMs behind it, beside torch's GEMMs that communicate, in one run.
+
+    The sites are the MLPs of a model, one behind the other, without attention. Among the peers are NCCL's reduce_scatter and
+    all_gather, and torch's fused_matmul_reduce_scatter and fused_all_gather_matmul.
+
+    Before it is timed, each variant must stay within the error budget of `run`. One that does not gets no time.
+
+    Exit code: 0 tw_compile's variants passed, 1 one of them failed or token counts are missing, 2 bad input.
+    """
+    spec = _spec("gemm-site", model, device, tokens, 1, layers, dtype, only, wire, prefetch, repeats, seed, timeout)
+    _bench(spec, tp, csv_file, plot_file, json_file)
 
 
 @common.one_line_errors

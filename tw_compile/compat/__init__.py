@@ -381,6 +381,11 @@ def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
     return symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
 
 
+def load_symm_mem_operators() -> None:
+    """Have ``torch.ops.symm_mem`` with the GEMMs that communicate, which are defined in Python."""
+    import torch.distributed._symmetric_memory  # noqa: F401
+
+
 def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, list[int], int, int]:
     """Map every rank's ``tensor`` (from :func:`symm_mem_empty`) into this process; collective over the group.
 

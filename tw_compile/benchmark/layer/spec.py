@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Scope = Literal["layer", "model"]
+Scope = Literal["layer", "gemm-site", "model"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class LayerSpec:
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a smoke test).
         tokens: Token counts to time. Each is that of one prefill over all its sequences, and a multiple of ``batch``.
         batch: Sequences of equal length.
-        layers: How many of the model's.
+        layers: How many of the model's; of ``gemm-site`` how many MLPs.
         repeats: Timed runs of each variant.
         sweep_split: Time the fused ones split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.

@@ -28,7 +28,8 @@ import torch
 from tw_compile import Config, collect_reports, compat
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import CompiledRun, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, Subject
+from tw_compile.benchmark.layer.subjects import build_subject
 from tw_compile.benchmark.layer.symmetric import DropAllReduces
 from tw_compile.benchmark.layer.variants import (
     FUSED,

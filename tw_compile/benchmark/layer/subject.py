@@ -12,7 +12,6 @@ from tw_compile.harness.measure import GraphTimer, LoopTimer, Timer
 from tw_compile.harness.problems import Context
 from tw_compile.models.decoder import Decoder
 from tw_compile.models.reference import to_double
-from tw_compile.runner.model import build_model
 
 HiddenAndResidual = tuple[torch.Tensor, torch.Tensor]
 
@@ -86,12 +85,3 @@ class Model(Subject):
 
     def parts(self, spec: LayerSpec) -> int:
         return 1
-
-
-def build_subject(spec: LayerSpec, device: torch.device) -> Subject:
-    """With random weights.
-
-    Raises:
-        UsageError: The model can't be built as asked.
-    """
-    return (Subject if spec.scope == "layer" else Model)(build_model(spec, device, seed=spec.seed))

@@ -10,6 +10,8 @@ from tw_compile.benchmark.layer.results import LayerRow, rows_of
 from tw_compile.harness.table import ReportTable, mebibytes, number, times
 from tw_compile.kernels.collective.wires import EXACT
 
+UNITS = {"bench layer": "us a layer", "bench gemm-site": "us a site"}
+
 
 class LayerTable(ReportTable[LayerRow]):
     own_columns = ("speed-up", "hidden", "peak memory", "fused")
@@ -17,7 +19,7 @@ class LayerTable(ReportTable[LayerRow]):
     promise = "ours: error budget, and equal bits on all ranks where every all_reduce is fused, at every size"
 
     def unit(self) -> str:
-        return "us a layer" if self.report["command"] == "bench layer" else "us a run"
+        return UNITS.get(self.report["command"], "us a run")
 
     def subject(self) -> str:
         return f"{self.report['model']}, layers: {self.report['layers']}"

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from tw_compile.benchmark.contender import ContenderKind
+from tw_compile.benchmark.layer.sites import CountScatters, async_tp, scattered
 from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.subject import Subject
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
 from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.harness.spec import check_labels, with_labels
@@ -32,6 +36,7 @@ class LayerVariant:
         halves: Its tokens are split in the middle, or between the two halves of the batch: nobody plans for it.
         wire: How rows of its fused calls travel, whatever a message's size.
         symmetric: It reduces by torch's symmetric memory, if need be messages of up to ``most_bytes``.
+        module: What is compiled in the place of the subject: the same, computed so that each rank keeps its own rows.
     """
 
     label: str
@@ -42,6 +47,7 @@ class LayerVariant:
     wire: str = EXACT
     symmetric: bool = False
     most_bytes: int | None = None
+    module: Callable[[Subject], nn.Module] | None = None
 
     @property
     def prefetches(self) -> bool:
@@ -59,10 +65,12 @@ class LayerVariant:
         first = tokens // batch * (batch // 2) or max(tokens // 2 // HALF_MULTIPLE * HALF_MULTIPLE, 1)
         return self.config | {"split": str(first)}
 
-    def obstacle(self, nbytes: int, dtype: str, world_size: int) -> str | None:
-        """Why it does not serve messages of ``nbytes``; None when it does."""
+    def obstacle(self, tokens: int, nbytes: int, dtype: str, world_size: int) -> str | None:
+        """Why it does not serve messages of ``tokens`` rows and ``nbytes``; None when it does."""
         if self.symmetric and (obstacle := peer_access_obstacle(range(world_size))):
             return obstacle
+        if self.module is not None and tokens % world_size:
+            return f"each rank has as many rows: {tokens} tokens are no multiple of {world_size} ranks"
         if self.most_bytes is not None and nbytes > self.most_bytes:
             return f"every rank would read all messages whole: tried up to {self.most_bytes // 2**20} MiB"
         if self.symmetric and dtype not in SYMM_MEM_DTYPES:
@@ -89,6 +97,11 @@ SYMMETRIC = (
     ),
     LayerVariant("inductor+symm-two-shot", "peer", partial(UseSymmetricMemory, "two_shot"), symmetric=True),
 )
+
+
+SCATTERED = LayerVariant("inductor+nccl-scattered", "peer", CountScatters, module=scattered)
+SCATTERED_ON_CPU = replace(SCATTERED, label="inductor+gloo-scattered")
+ASYNC_TP = LayerVariant("inductor+async-tp", "peer", CountScatters, symmetric=True, module=async_tp)
 
 
 def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
@@ -125,13 +138,15 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     Raises:
         UsageError: ``--only`` names nobody.
     """
+    sites = spec.scope == "gemm-site"
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]
+    known += [GEMMS_APART, FED] if sites else []
     known += [*with_wires(spec.wires), *with_prefetch(spec.prefetch)]
     if spec.device == "cuda":
-        known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC]
+        known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC, *([SCATTERED, ASYNC_TP] if sites else [])]
     else:
-        known += [LayerVariant("inductor+gloo", "peer")]
+        known += [LayerVariant("inductor+gloo", "peer"), *([SCATTERED_ON_CPU] if sites else [])]
     known += [LayerVariant(NO_COMMUNICATION, "bound", DropAllReduces)]
-    known += [FED] if FED.label in spec.only else []
+    known += [FED] if not sites and FED.label in spec.only else []
     check_labels(known, spec.only)
     return [*with_labels(known, spec.only), *(swept(tokens) if spec.sweep_split else ())]

@@ -14,7 +14,8 @@ from tw_compile import Config, collect_reports, compat
 from tw_compile.benchmark.layer.coded import outputs_in_codes
 from tw_compile.benchmark.layer.results import LayerRow, complete
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject, build_subject
+from tw_compile.benchmark.layer.subject import CompiledRun, HiddenAndResidual, Subject
+from tw_compile.benchmark.layer.subjects import build_subject
 from tw_compile.benchmark.layer.symmetric import reserve
 from tw_compile.benchmark.layer.variants import LayerVariant, variants
 from tw_compile.benchmark.ours import fallback
@@ -182,7 +183,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
     """Compile, run, check, capture. What goes wrong on one rank ends it on all, with the reason."""
     inputs = reference.inputs
     assert inputs is not None
-    refusal = ranks.agree(entry.variant.obstacle(entry.row.nbytes, spec.dtype, spec.world_size))
+    refusal = ranks.agree(entry.variant.obstacle(entry.row.tokens, entry.row.nbytes, spec.dtype, spec.world_size))
     if refusal is not None:
         entry.fail("not served", refusal)
         return
@@ -217,7 +218,8 @@ def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tenso
         backend, options = "tw_compile", Config(strict=True, **variant.options(batch * seq, batch)).as_options()
     else:
         backend, options = "inductor", {compat.POST_GRAD_HOOK: graph_pass}
-    run = CompiledRun(torch.compile(subject, dynamic=False, backend=backend, options=options), inputs)
+    compiled = subject if variant.module is None else variant.module(subject)
+    run = CompiledRun(torch.compile(compiled, dynamic=False, backend=backend, options=options), inputs)
     _finished(run)
     return run, None if graph_pass is None else graph_pass.seen
 
