@@ -23,7 +23,7 @@ class Known:
     """A form of calls on a slot.
 
     ``buffer``: where a matmul writes the message ``[tokens, hidden]``; None: to memory of its own. ``overlap_sms``: see
-    :class:`Request`.
+    :class:`Request`. ``in_turn``: see :func:`~tw_compile.kernels.collective.side_stream.fork_and_join`.
     """
 
     call: Call
@@ -32,6 +32,7 @@ class Known:
     slot: int
     overlap_sms: int
     buffer: torch.Tensor | None
+    in_turn: bool = False
 
     def start(self, operands: Operands, prefetch: Sequence[torch.Tensor] | None = None) -> Started:
         """As :meth:`Transport.start`."""
@@ -46,4 +47,5 @@ class Known:
         def launch(side: torch.cuda.Stream) -> Started:
             return Started(*call.enqueue(operands, allocated, side.cuda_stream))
 
-        return fork_and_join(self.device, self.group_name, self.slot, self.overlap_sms, (operands, allocated), launch)
+        kept = (operands, allocated)
+        return fork_and_join(self.device, self.group_name, self.slot, self.overlap_sms, kept, launch, self.in_turn)

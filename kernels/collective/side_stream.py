@@ -23,6 +23,11 @@ but hardly in one group, where the kernel's clusters would find a place: it woul
 stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. A captured graph
 has no streams, and there such an event would only be one more edge.
 
+**In turn.** Where messages share one slow link, long calls of all slots are on one side stream
+(``SlotTransport.in_turn_from``). Two calls at a time would each have half of the link, and the first would end as late as the
+second. In turn, the second ends no later, and what waits for the first goes on earlier: its own message is ready when the link
+is free again. The current stream must not wait for the call before, so what it goes on behind is still the slot's own stream.
+
 **Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
 CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/runtime/barrier.py``.
 
@@ -43,6 +48,8 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.transport import Started
 
 _CLUSTER_MIN_SMS = 100
+_IN_TURN = -1
+"""In the place of a slot: the side stream of calls that follow each other, whatever their slots."""
 
 
 @cache
@@ -84,17 +91,18 @@ def cluster_size(ctas: int, device: torch.device) -> int:
     return next(size for size in ((8, 4, 2, 1) if ctas > 4 else (2, 1)) if ctas % size == 0)
 
 
-def start_beside(request: Request, launch: Callable[[Request], Started]) -> Started:
+def start_beside(request: Request, launch: Callable[[Request], Started], in_turn: bool = False) -> Started:
     """``launch(request)`` on the side stream of the request's slot; ``finish`` makes the then current stream wait for it.
 
-    The request has its ``outputs``; the device is current.
+    The request has its ``outputs``; the device is current. ``in_turn``: see :func:`fork_and_join`.
     """
 
     def launch_there(side: torch.cuda.Stream) -> Started:
         with torch.cuda.stream(side):
             return launch(request)
 
-    return fork_and_join(request.x.device, request.group_name, request.slot, request.overlap_sms, request, launch_there)
+    slot, overlap_sms = request.slot, request.overlap_sms
+    return fork_and_join(request.x.device, request.group_name, slot, overlap_sms, request, launch_there, in_turn)
 
 
 def fork_and_join(
@@ -104,20 +112,25 @@ def fork_and_join(
     overlap_sms: int,
     kept: object,
     launch: Callable[[torch.cuda.Stream], Started],
+    in_turn: bool = False,
 ) -> Started:
     """Let ``launch`` enqueue its work on the side stream between a fork and a join; ``finish`` of the result is the join.
 
     ``launch`` is given the side stream. ``kept`` holds inputs and outputs alive until the join. ``device``, ``slot`` and
-    ``overlap_sms`` are those of the request, and the device is current.
+    ``overlap_sms`` are those of the request, and the device is current. ``in_turn``: the call begins when those before it with
+    ``in_turn`` have ended, whatever their slots.
     """
-    current, side = compat.current_stream(device), side_stream(device, slot)
+    current, side = compat.current_stream(device), side_stream(device, _IN_TURN if in_turn else slot)
     captured = torch.cuda.is_current_stream_capturing()
     fork, passed, join = _new_events() if captured else events_of(device, group_name, slot)
     fork.record(current)
-    side.wait_event(fork)
     if not captured:
-        passed.record(side)
+        free = side_stream(device, slot)
+        free.wait_event(fork)
+        passed.record(free)
         current.wait_event(passed)
+    if captured or in_turn:
+        side.wait_event(fork)
     try:
         started = launch(side)
     except BaseException:

@@ -267,7 +267,7 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
 
 
 def usual_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
-    """What serves calls as long as no measurement says otherwise: the shipped steps, or the default of a transport without any."""
+    """What serves calls as long as no measurement says otherwise: shipped steps, or the default of a transport without any."""
     return tuple(
         step
         for transport in (P2P, HOST)

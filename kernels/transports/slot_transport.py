@@ -47,6 +47,8 @@ class SlotTransport(Transport):
         kernels_of: The transport whose kernels it has, as their registry says.
         memory: What slots are made of.
         instead: The transport of groups that can't have this one.
+        in_turn_from: From so many bytes on, calls beside other work follow each other, as their messages share one link
+            (:mod:`side_stream`); None: they never do.
         states: What is known of each group and device that has been used.
         spin_limit: A barrier gives up after so many polls; 0: it never does. See :meth:`limit_spins`.
     """
@@ -56,6 +58,7 @@ class SlotTransport(Transport):
     memory: SlotMemory
     instead: str
     multicast = False
+    in_turn_from: int | None = None
 
     def __init__(self, name: str, algorithm: Algorithm | None = None) -> None:
         self.name, self.algorithm = name, algorithm
@@ -89,7 +92,8 @@ class SlotTransport(Transport):
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self.spin_limit)
-                started = start_beside(replace(request, outputs=algorithm.outputs(request, state, slot)), launch)
+                ready = replace(request, outputs=algorithm.outputs(request, state, slot))
+                started = start_beside(ready, launch, self._in_turn(request))
             else:
                 started = algorithm.launch(request, state, slot, self.spin_limit)
         self._remember(request, state, slot, started)
@@ -131,8 +135,17 @@ class SlotTransport(Transport):
         if len(state.known) >= MOST_FORMS:
             state.known.clear()
         state.known[request.form] = Known(
-            started.call, state.device, state.name, request.slot, request.overlap_sms, x if in_slot else None
+            started.call,
+            state.device,
+            state.name,
+            request.slot,
+            request.overlap_sms,
+            x if in_slot else None,
+            self._in_turn(request),
         )
+
+    def _in_turn(self, request: Request) -> bool:
+        return self.in_turn_from is not None and request.x.nbytes >= self.in_turn_from
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""

@@ -179,6 +179,25 @@ def test_streams_are_made_once_for_a_device_and_slot_and_have_priority(machine: 
     assert machine.made == [(device, -1) for device in devices for _ in range(2)]
 
 
+def test_calls_in_turn_are_on_one_stream_and_nothing_but_the_next_call_waits_for_them(machine: Machine) -> None:
+    started = [start_beside(ready(slot), launching(machine), in_turn=True) for slot in range(2)]
+    kernels = [line.partition(":")[0] for line in machine.log if line.endswith("kernel")]
+    assert kernels == ["side1."] * 2, "both on the stream that was asked for first"
+    # Had the current stream gone on behind side1, it would have waited for the first call when it started the second.
+    went_on = [line for line in machine.log if line.startswith("main: wait")]
+    assert went_on == ["main: wait side2.1", "main: wait side3.1"]
+    for call in started:
+        join(call)
+    assert machine.log[-2:] == ["main: wait side1.1", "main: wait side1.2"]
+
+
+def test_in_capture_calls_in_turn_leave_no_stream_without_a_join(machine: Machine) -> None:
+    machine.capturing = True
+    for slot in range(2):
+        join(start_beside(ready(slot), launching(machine), in_turn=True))
+    assert {line.partition(":")[0] for line in machine.log if "wait" in line or "record" in line} == {"main", "side1."}
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_a_slots_calls_share_events_that_no_graph_has(machine: Machine, capturing: bool) -> None:
     events: list[object] = []
@@ -243,11 +262,16 @@ class Fake(TwoShot):
         return Started(hidden.copy_(request.x), residual)
 
 
+SMALL = T * H * 4
+"""Bytes of a message here."""
+
+
 @pytest.fixture
-def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def algorithm(machine: Machine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Fake]:
     """What serves calls of the operators, on two slots, under the name "p2p"."""
     algorithm = Fake(machine)
     transport = p2p.P2PTransport("p2p", algorithm)
+    transport.in_turn_from = getattr(request, "param", None)
 
     def slot() -> Slot:
         buffers = {
@@ -296,6 +320,17 @@ def test_without_overlap_no_stream_is_made_and_no_event_recorded(machine: Machin
     wait(begin())
     assert machine.log == ["main: kernel of slot 0", "main: allocate"]
     assert machine.made == [] and algorithm.prepared == []
+
+
+@pytest.mark.parametrize(("algorithm", "streams"), [(None, 2), (SMALL, 1), (SMALL + 1, 2)], indirect=["algorithm"])
+def test_calls_of_two_slots_go_in_turn_from_so_many_bytes_on(machine: Machine, algorithm: Fake, streams: int) -> None:
+    """Also those of a form that is known."""
+    for _ in range(2):
+        outputs = [begin(slot, overlap_sms=4) for slot in range(2)]
+        for slot in range(2):
+            wait(outputs[slot], slot)
+    kernels = [line.partition(":")[0] for line in machine.log if "kernel of slot" in line]
+    assert len(kernels) == 4 and len(set(kernels)) == streams
 
 
 def test_kernels_are_loaded_ahead_at_the_first_call_beside_other_work(machine: Machine, algorithm: Fake) -> None:
