@@ -115,7 +115,7 @@ def test_layers_over_host_memory_are_predicted_within_seven_percent_and_their_sp
 def test_layers_through_host_memory_are_predicted_within_a_tenth(row) -> None:  # type: ignore[no-untyped-def]
     assert plan_layer(H100, row.shape, row.tokens, kernel="host", link=LINK).mode is Mode.SPLIT
     plan = plan_layer(H100, row.shape, row.tokens, kernel="host", link=LINK, first=row.first)
-    assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.05)
+    assert plan.predicted.unfused_us == pytest.approx(row.unfused_us, rel=0.06)
     assert plan.predicted.split_us == pytest.approx(row.split_us, rel=0.1)
     assert row.fused_us is None or plan.predicted.fused_us == pytest.approx(row.fused_us, rel=0.05)
 
