@@ -37,7 +37,7 @@ SPEC = LayerSpec("layer", "tiny-llama", 2, "cpu", "bfloat16", (6,), batch=2, lay
 
 @pytest.mark.full
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("scope", "all_reduces"), [("layer", 2), ("model", 3)])
+@pytest.mark.parametrize(("scope", "all_reduces"), [("layer", 2), ("gemm-site", 1), ("model", 3)])
 def test_smoke_test_on_gloo_ranks(scope: str, all_reduces: int, tmp_path: Path) -> None:
     files = {name: tmp_path / f"rows.{name}" for name in ("csv", "json")}
     args = ["--device", "cpu", "--repeats", "20", "--only", "fused,no-communication"]
