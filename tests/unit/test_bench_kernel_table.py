@@ -8,13 +8,31 @@ import pytest
 
 from tw_compile.benchmark.results import Row
 from tw_compile.benchmark.tune import steps_by_transport, steps_from, table_of
-from tw_compile.kernels.transports.selection import Step
+from tw_compile.gating.table import Source
+from tw_compile.kernels.transports.selection import Step, step_for
+from tw_compile.tuning.measured import KernelRun
+from tw_compile.tuning.tables import decide, shipped_gate
 
 
 def timed(algorithm: str, sms: int, nbytes: int, us: float, hidden: int = 8192, numerics: str = "ok") -> Row:
     size = (nbytes // 2 // hidden, hidden, nbytes)
     found = Row("ours", "ours", *size, 1, "", sms, "timed", None, numerics, 0.9 * us, us, 1.1 * us)
     return replace(found, algorithm=algorithm, max_sms=sms)
+
+
+@pytest.mark.parametrize(("of_one_shot", "kernel"), [(0.99, "host_two_shot"), (0.95, "host_one_shot")])
+def test_what_a_node_without_tables_uses_stays_unless_another_kernel_is_faster_by_more_than_noise(
+    of_one_shot: float, kernel: str
+) -> None:
+    """Also over host memory. Where the default changes kernels, at 2 MiB, both are as fast here."""
+    rows = []
+    for nbytes, us in ((2**21, 84.0), (2**23, 250.0), (2**26, 1750.0)):
+        one_shot = of_one_shot if nbytes > 2**21 else 1.0
+        rows += [timed("host_one_shot", 8, nbytes, us * one_shot), timed("host_two_shot", 16, nbytes, us)]
+    run = KernelRun(2, "A GPU", Source("here", "default", ("a run",)), tuple(rows))
+    decided = decide([run], shipped_gate("generic"))
+    assert step_for(decided.steps, 2**24).algorithm == kernel  # type: ignore[union-attr]
+    assert step_for(decided.steps, 2**21).algorithm == "host_one_shot"  # type: ignore[union-attr]
 
 
 def test_a_table_takes_the_fastest_kernel_of_each_size_and_meets_half_way() -> None:
