@@ -2,7 +2,7 @@
 
 A part is a folder, or a module that lies beside the folders. Its layer is one above the highest layer it imports, so every
 arrow points down. Parts that import each other have no layer: they are an error, and the script names them. Imports inside
-functions count. Imports for type checkers alone do not, as they never run.
+functions count. Imports for type checkers alone do not, because they never run.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def layers(graph: Graph) -> tuple[list[list[str]], set[str]]:
 
 
 def cycles(graph: Graph, among: set[str]) -> list[tuple[str, str]]:
-    """Arrows among parts that import each other, directly or by way of others."""
+    """Arrows of ``graph`` between parts that import each other, directly or through other parts."""
 
     def reaches(part: str) -> set[str]:
         seen: set[str] = set()
@@ -103,7 +103,7 @@ def cycles(graph: Graph, among: set[str]) -> list[tuple[str, str]]:
 
 
 def arrows_to_draw(graph: Graph, placed: list[list[str]]) -> list[tuple[str, str]]:
-    """All arrows but those that follow from two others."""
+    """All arrows except those that follow from a chain of other arrows."""
     below: dict[str, set[str]] = {}
     for layer in placed:
         for part in layer:

@@ -1,7 +1,7 @@
-"""What mkdocs needs for pages that live outside ``docs``: they are added to the site, and links between them are mended.
+"""Hooks of mkdocs for pages that live outside ``docs``: they add these pages to the site, and adapt the links between pages.
 
 On disk a page links to ``../benchmarks/x.md`` or, from ``benchmarks``, to ``../docs/x.md``, so that links work where the
-repository is read as files. In the site both folders are one.
+repository is read as files. In the site the two folders are merged into one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make links between ``docs`` and the rest links within the site."""
+    """Turn links between ``docs`` and the rest of the repository into links within the site."""
     return site_links(markdown, page.file.src_uri)
 
 
 def site_links(markdown: str, source: str) -> str:
-    """``markdown`` of the page ``source`` (its place in the site) with the links that its place on disk does not need."""
+    """``markdown`` with its links on disk turned into links within the site.
+
+    ``source`` is the page's place in the site. Links to files that are not in the repository stay as they are.
+    """
     folder = Path(source).parent
     on_disk = folder if source in PAGES or source.startswith("benchmarks/") else "docs" / folder
 

@@ -1,8 +1,8 @@
 """Write the pages of ``docs/reference`` from the code.
 
-``python docs/make_reference.py`` writes ``commands.md`` and ``options.md``. ``python docs/make_reference.py json`` runs every
-command that runs on a CPU, some minutes in all, and writes ``json.md`` from their reports. Tests compare the pages with the
-code.
+``python docs/make_reference.py`` writes ``commands.md`` and ``options.md``. ``python docs/make_reference.py json`` runs the
+commands that need no GPU, except those in ``ELSEWHERE``, in some minutes, and writes ``json.md`` from their reports. Tests
+compare the pages with the code.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def commands_page() -> str:
 
 
 def options_page() -> str:
-    """The fields of Config, their defaults, and what its docstring says of them."""
+    """The fields of Config, their defaults, and what the docstring of Config says about each field."""
     said = _attributes(inspect.getdoc(Config) or "")
     lines = [
         MADE,
@@ -138,7 +138,7 @@ def _walk(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _keys_are_data(path: str) -> bool:
-    """Whether the keys below ``path`` are names that the data bring, as reasons and settings are."""
+    """Whether the keys below ``path`` come from the data, such as names of reasons or of settings."""
     last = path.rpartition(".")[2].removesuffix("[]")
     return last in {"refusals", "joins", "exposed", "reasons", "quantisations", "environment", "medians_us"}
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/generate.py CHECKPOINT_FOLDER "Once upon a time"
 
-Without GPUs the ranks are processes on the CPU, which shows that it works and not how fast it is.
+Without GPUs the ranks are processes on the CPU. Such a run shows that the example works, but not how fast it is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A host that owns its compile pipeline: it calls Inductor itself, and has the passes beside a pass of its own.
+"""A host that owns its compile pipeline: it calls Inductor itself, and runs the passes behind a pass of its own.
 
 torchrun --nproc-per-node 2 examples/own_pipeline.py
 """

@@ -1,4 +1,7 @@
-"""Registries: what there is of a kind, by name, as plain data that imports neither torch nor what it names."""
+"""Registries of transports, algorithms and epilogues, by name.
+
+Entries are plain data: they import neither torch nor the code that they name.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,10 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Generic[E]):
-    """Entries in the order in which they were registered; ``kind`` is the word for one of them in errors.
+    """Entries in the order in which they were registered; ``kind`` is the word for an entry in error messages.
 
-    Users may register entries of their own, in every process of a group and before the first call that names one.
+    Users may register entries of their own. They must do this in every process of a group, and before the first call that names
+    the entry.
     """
 
     def __init__(self, kind: str, entries: Iterable[E] = ()) -> None:
@@ -40,7 +44,7 @@ class Registry(Generic[E]):
 
     @contextmanager
     def registered(self, entry: E) -> Iterator[None]:
-        """Have an entry inside of a ``with`` block only, as tests do."""
+        """Register an entry for the duration of a ``with`` block, as tests do."""
         self.register(entry)
         try:
             yield
@@ -57,7 +61,7 @@ class Registry(Generic[E]):
         return name in self._entries
 
     def __getitem__(self, name: str) -> E:
-        """ValueError for a name that is not registered."""
+        """The entry called ``name``; ValueError if no such name is registered."""
         if name not in self._entries:
             raise ValueError(f"{self.kind}: expected one of {', '.join(sorted(self._entries))}, got {name!r}")
         return self._entries[name]
@@ -65,7 +69,7 @@ class Registry(Generic[E]):
 
 @cache
 def load(path: str) -> Any:
-    """What ``path`` names, as ``package.module:attribute``; its module is imported by the first call."""
+    """The object that ``path`` names as ``package.module:attribute``. The first call imports the module."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -75,11 +79,12 @@ class Benchmarked:
     """A line of ``tw-compile bench kernel``.
 
     Attributes:
-        sharded: The residual that is natural to it is sharded; if not, it is replicated.
-        narrow: That residual has the message's dtype, see :attr:`Contender.residual_narrow`.
-        in_slot: Messages lie in the slot's memory, as if their producer had written them there, and results stay there.
-        quantises: Its results are float8.
-        scales: Scales that are made of them: for each ``token`` or ``group`` of 128 columns; empty: one is given.
+        sharded: Whether the residual is sharded, as suits the implementation; if not, the residual is replicated.
+        narrow: Whether the residual has the message's dtype, see :attr:`Contender.residual_narrow`.
+        in_slot: Whether messages lie in the slot's memory, as if their producer had written them there, and results stay there.
+        quantises: Whether the results are float8.
+        scales: What gets a scale of its own, made from the results: each ``token``, or each ``group`` of 128 columns. Empty:
+            the call is given one scale.
     """
 
     label: str
@@ -91,5 +96,5 @@ class Benchmarked:
 
     @property
     def plain(self) -> bool:
-        """Whether it does what a call in a table of kernels does."""
+        """Whether it runs the calls that tables of kernels are for: results are ordinary tensors and not quantised."""
         return not (self.in_slot or self.quantises)

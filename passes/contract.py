@@ -1,4 +1,4 @@
-"""What a pass is: a step with a name, what it needs, and what it says of what it did.
+"""Define a pass: a step with a name, the passes that it needs, and a report of what it did.
 
     def _count(graph, context):
         return Outcome(changed=False, counts={"mm": sum(is_call(node, aten.mm.default) for node in graph.nodes)})
@@ -30,21 +30,22 @@ TokenRange = tuple[int, int | None]
 
 
 class InductorNeed(StrEnum):
-    """What Inductor must do with a graph that a pass has changed. Whoever called the passes sees to it, no pass does."""
+    """What Inductor must do with a graph that a pass has changed. The caller of the passes arranges this, not a pass."""
 
     NO_COMBO_KERNELS = "no_combo_kernels"
-    """Kernels that do not depend on each other stay apart: of a split graph they would be those of both halves."""
+    """Inductor must not combine independent kernels: in a split graph it would combine kernels of both halves."""
     TUNE_FOR_EXAMPLES = "tune_for_examples"
-    """Kernels with sizes that operators compute are tuned for the examples that came with these sizes."""
+    """Inductor must tune kernels whose sizes operators compute for the example values that came with these sizes."""
 
 
 @dataclass(frozen=True)
 class HostGraph:
-    """What a host says of a graph that it compiles.
+    """What a host says about a graph that it compiles.
 
-    ``counts`` are the smallest and the largest number of tokens (None: unbounded) that it runs it with, dim 0 of its inputs.
-    Steps of more than ``captured_tokens`` tokens are launched kernel by kernel, which takes ``host_us`` for a split layer.
-    ``attention_kernel`` is what device profiles call the kernel of attention that is elsewhere.
+    ``counts`` are the smallest and the largest number of tokens (None: unbounded) with which the host runs the graph. The
+    tokens are dim 0 of the graph's inputs. The host launches steps of more than ``captured_tokens`` tokens kernel by kernel;
+    this takes ``host_us`` for a split layer. If attention is outside of the graph, ``attention_kernel`` is the name of its
+    kernel in device profiles.
     """
 
     counts: TokenRange
@@ -67,7 +68,7 @@ class Outcome:
     """What a pass did to one graph.
 
     Attributes:
-        changed: Whether the graph is another one than before. What was analysed of it is then computed anew.
+        changed: Whether the pass changed the graph. If so, later passes compute analyses of the graph again.
         counts: What the pass counts, by name.
         refused: Why the pass does not do its work on this graph; empty if it does. Passes that need it do not run.
     """
@@ -78,14 +79,14 @@ class Outcome:
 
 
 class Context:
-    """What passes may know beside the graph, and what they leave for each other; of one run over one graph.
+    """What passes may read besides the graph, and what they hand to each other, during one run over one graph.
 
     Attributes:
         config: The options.
         gate: Decides which sizes are fused.
-        profile: The device that is planned for; None where none is known.
-        host: What the graph's host says of it; None for torch.compile.
-        link: What messages travel over where GPUs have no peer access, as it is planned for; None where nothing is planned.
+        profile: The profile of the device that the planner plans for; None if no profile is known.
+        host: What the graph's host says about the graph; None for torch.compile.
+        link: What the planner knows of the link that messages take where GPUs have no peer access; None if nothing is planned.
         prefetch_bytes: How much of the next weights a call may bring into the L2 cache; 0: nothing.
     """
 
@@ -115,11 +116,12 @@ class Context:
     def analysis(self, analyse: Callable[P, T], *operands: P.args, **options: P.kwargs) -> T:
         """``analyse(*operands, **options)``, computed once for the same objects, until a pass changes the graph.
 
-        ``analyse`` must depend on these alone, and change nothing; nor may a caller change what it returns.
+        ``analyse`` must depend on these objects alone, and must change nothing. Callers must not change its result.
         """
         key = (analyse, *map(id, operands), *sorted(options.items()))
         if key not in self._analysed:
-            self._analysed[key] = analyse(*operands, **options), operands  # which thereby keep their identity
+            # The operands are kept alive, so that no other object gets their ids.
+            self._analysed[key] = analyse(*operands, **options), operands
         known: T = self._analysed[key][0]
         return known
 
@@ -153,18 +155,18 @@ class Pass:
 
     Attributes:
         name: What reports, dumps and ``tw_compile.disable_passes`` call it.
-        run: Does the work. An exception undoes it, and whatever else its transaction has done, and no pass runs behind it.
-        transaction: Passes next to each other with the same one are kept or undone together. Empty: it stands alone.
-        needs: Passes without which it does not run: they were refused, or are switched off.
-        indispensable: Whether the transaction is wrong, or worse than nothing, without it; why, in words. If such a pass is
-            switched off, all of its transaction is.
-        look: Says, without an edit, what the outcome is if there is nothing to change; None if ``run`` is to be called. A graph
-            that a pass only looks at is not copied, which would take longer than most passes do.
-        edits: Whether it may change the graph at all.
-        rolls_back: Whether the graph is as it was when ``run`` raises, by itself; such a pass stands alone. For all others the
-            manager keeps a copy.
-        keeps: Analyses (:meth:`Context.analysis`) that are right for the changed graph, too.
-        inductor: What a graph that it has changed needs.
+        run: Does the work. If it raises, the manager undoes this pass and the rest of its transaction, and runs no later pass.
+        transaction: Neighbouring passes of the same transaction are kept or undone together. Empty: the pass stands alone.
+        needs: Passes that this pass needs. If one of them did not run to its end, this pass does not run.
+        indispensable: Why the transaction is wrong, or worse than nothing, without this pass; empty if it is not. If an
+            indispensable pass is switched off, its whole transaction is switched off.
+        look: Returns the outcome, without an edit, if there is nothing to change; returns None if ``run`` must be called. The
+            manager does not copy a graph that a pass only looks at: copying takes longer than many a pass does.
+        edits: Whether the pass may change the graph at all.
+        rolls_back: Whether ``run`` itself restores the graph before it raises; such a pass stands alone. For all other passes
+            the manager keeps a copy of the graph.
+        keeps: Analyses (:meth:`Context.analysis`) that are still right for the changed graph.
+        inductor: What Inductor must do with a graph that this pass has changed.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""What operators return for fake tensors, with each operator run once for all calls of one form.
+"""Compute what operators return for fake tensors, and run each operator once for all calls of one form.
 
-The layers of a model have calls that differ only in which tensors they read. To run an operator on fake tensors takes longer
-than all else that it takes to add its call to a graph. So of calls alike only the first runs, and the others get new tensors
-with the metadata of its results.
+The layers of a model have calls that differ only in which tensors they read. Running an operator on fake tensors takes longer
+than all other work of adding its call to a graph. So only the first of several calls of one form runs. The other calls get new
+tensors with the metadata of its results.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ _CONSTANTS = frozenset(
 
 
 class _Result(NamedTuple):
-    """A tensor that a call has returned, and the place of the operand whose memory it is in; None if it has its own."""
+    """A tensor that a call has returned. ``inside`` is the place of the operand whose memory it uses; None: its own memory."""
 
     tensor: torch.Tensor
     inside: int | None
 
 
 class FakeResults:
-    """Runs operators on fake tensors of ``fake_mode``. Of other tensors (None: those of the graph) nothing is used again."""
+    """Runs operators on fake tensors of ``fake_mode``.
+
+    For other tensors, or without a ``fake_mode`` (None: the graph's own tensors are used), no result is used again.
+    """
 
     def __init__(self, fake_mode: Any) -> None:
         self._fake_mode = fake_mode
@@ -56,9 +59,9 @@ class FakeResults:
             return target(*fakes, **named)
 
     def _form(self, argument: Any, operands: list[torch.Tensor]) -> object:
-        """Equal for arguments for which an operator returns the same metadata; equal to nothing where that isn't known.
+        """A key that is equal for arguments for which an operator returns the same metadata.
 
-        The tensors among them are appended to ``operands``.
+        Where this is not known, the key equals no other key. The tensors among the arguments are appended to ``operands``.
         """
         kind = type(argument)
         if kind in _CONSTANTS:
@@ -75,9 +78,10 @@ class FakeResults:
         return object()
 
     def _is_of_form(self, returned: Any, operands: list[torch.Tensor]) -> bool:
-        """Whether what was returned follows from the form of the call.
+        """Whether the metadata of the results follows from the form of the call.
 
-        Not so are operands themselves, sizes that the operator introduces, and memory that several tensors are in.
+        It does not if a result is an operand itself, if the operator introduces symbolic sizes, or if a result's memory belongs
+        to several results or to several operands.
         """
         tensors = _tensors(returned)
         if not all(compat.is_plain_fake(tensor, self._fake_mode) for tensor in tensors):
@@ -111,7 +115,7 @@ def _described(returned: Any, operands: list[torch.Tensor]) -> Any:
 
 
 def _like(known: Any, operands: list[torch.Tensor]) -> Any:
-    """What a call of ``operands`` returns, by what a call of the same form has returned."""
+    """What a call with ``operands`` returns, derived from what a call of the same form has returned (``known``)."""
     if known is None:
         return None
     if isinstance(known, _Result):

@@ -1,11 +1,12 @@
-"""Let the GEMMs behind a fused norm begin with the rows that are there, and take the other ranks' as they arrive.
+"""Let the GEMMs behind a fused norm begin with the rows that their rank has, and take the other ranks' rows as they arrive.
 
     before:  start; wait_; q = mm(hidden, wq); k = mm(hidden, wk)   after:  start; q, k = fed_joint_mm(hidden, [wq, wk]); wait_
     before:  start; wait_; silu(mm(hidden, gate)) * mm(hidden, up)  after:  start; fed_gated_mm(hidden, gate, up); wait_
 
-Option ``feed_mm`` asks for it. A result is fed only where GEMMs that one launch computes are all that reads it: whatever else
-reads it would wait for all rows. Where it is not, the site keeps the name of why. All of this, and so which form of kernels a
-call has, follows from the graph and the options, which all ranks share; nothing that one rank measures decides it.
+Option ``feed_mm`` asks for it. A norm's result is fed only if all its readers are GEMMs that one kernel launch computes: any
+other reader would wait for all rows. If a result is not fed, the site records the named reason. These decisions, and so the
+form of each call's kernels, follow from the graph and the options, which all ranks share. No measurement of a single rank
+decides them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _FED: dict[Any, Any] = {joint_mm_leaving_sms: fed_joint_mm, gated_mm_leaving_sms
 def feed_gemms(
     graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None
 ) -> dict[int, FeedRefused | None]:
-    """Feed what can be fed; by index of each fused site of the graph why not, or None where it is.
+    """Feed the GEMMs that can be fed. The result says, by index of each fused site, why it is not fed; None: it is fed.
 
     ``tokens`` are the token counts that the graph serves; None: any. ``measure`` (None: :func:`measured_turns`) says for which
     numbers of rows our kernel is faster where rows are not fed.
@@ -102,7 +103,7 @@ def fed_by(
 
 
 def _turns(gemms: Sequence[fx.Node], tokens: TokenRange | None, measure: Measure) -> Turns:
-    """For which numbers of rows our kernel computes them where the call is not fed, as of GEMMs that are joined."""
+    """The numbers of rows for which our kernel computes ``gemms`` where the call is not fed, as for joined GEMMs."""
     described, rows = gemms_of(gemms), rows_served(gemms[0], tokens)
     if described is None or rows is None:
         return ()
@@ -140,7 +141,7 @@ def _run(graph: fx.Graph, context: Context) -> Outcome:
 
 
 def _noted(context: Context, by_site: dict[int, FeedRefused | None]) -> Outcome:
-    """The outcome, with the decisions kept that are known of the sites now."""
+    """The outcome. Also adds ``by_site`` to the sites' decisions that ``context`` keeps."""
     decided = context.needed(FusionDecisions)
     context.keep(FusionDecisions(tuple(_with(site, by_site) for site in decided.sites)))
     counts: dict[str, int] = {}

@@ -3,9 +3,10 @@
     before:  q = mm(x, wq); k = mm(x, wk); v = mm(x, wv)        after:  q, k, v = joint_mm_by_rows(x, [wq, wk, wv], [], turns)
     before:  silu(mm(x, gate)) * mm(x, up)                      after:  gated_mm_by_rows(x, gate, up, turns)
 
-As one sequence of tiles they have one partial wave instead of two or three, and the gated product is stored at once instead of
-by a kernel of its own. ``turns`` are the numbers of rows where our kernel is faster, see ``kernels/gemm/by_rows.py``; where
-there are none the graph stays as it is. In split graphs ``reserve_sms`` does the same for GEMMs beside communication.
+As one sequence of tiles, the GEMMs have one partial wave instead of two or three. The same kernel stores the gated product,
+which needs a kernel of its own otherwise. ``turns`` are the numbers of rows where our kernel is faster, see
+``kernels/gemm/by_rows.py``. If there are none, the graph stays as it is. In split graphs ``reserve_sms`` does the same for
+GEMMs beside communication.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ Measure = Callable[[Gemms, Sequence[int], torch.device], Turns | None]
 
 @dataclass(frozen=True)
 class JoinedGemms:
-    """What was joined, each with the numbers of rows where our kernel computes it."""
+    """The GEMMs that were joined, each group with the numbers of rows for which our kernel computes it."""
 
     turns: tuple[tuple[Gemms, Turns], ...]
 
 
 @dataclass(frozen=True)
 class Joinable:
-    """Matmuls that are faster as one operator, with the numbers of rows where they are."""
+    """Matmuls that are faster as one operator, with the numbers of rows for which they are faster."""
 
     nodes: tuple[fx.Node, ...]
     gemms: Gemms
@@ -53,7 +54,7 @@ def join_gemms(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | No
 
 
 def find_joinable(graph: fx.Graph, tokens: TokenRange | None, measure: Measure | None = None) -> list[Joinable]:
-    """What ``measure`` (None: :func:`measured_turns`) says is faster as one; no two of them have a matmul in common.
+    """The groups of matmuls that ``measure`` (None: :func:`measured_turns`) finds faster as one operator; they don't overlap.
 
     ``tokens`` are the token counts that the graph serves; None: any.
     """
@@ -78,7 +79,10 @@ def find_joinable(graph: fx.Graph, tokens: TokenRange | None, measure: Measure |
 
 
 def gemms_of(nodes: Sequence[fx.Node]) -> Gemms | None:
-    """What ``nodes``, a result of :func:`joint.beside`, are to be measured as; None for a GEMM alone that is not gated."""
+    """The description of ``nodes``, a result of :func:`joint.beside`, for measurements.
+
+    None for a single GEMM that is not gated, and for matrices with a symbolic size.
+    """
     gated = joint.is_gated(nodes)
     if len(nodes) == 1 and not gated:
         return None

@@ -34,16 +34,16 @@ from tw_compile.planning.joint_tiles import MOST_JOINT
 
 
 def beside(node: fx.Node, others: Sequence[fx.Node]) -> list[fx.Node]:
-    """``node`` and those of ``others`` that can be computed with it; nothing where it can't be computed so."""
+    """``node`` and those of ``others`` that one launch can compute with it; empty if our kernel can't compute ``node``."""
     if not _can_join(node, node):
         return []
     return [node, *(one for one in others if _can_join(one, node))][:MOST_JOINT]
 
 
 def _can_join(node: fx.Node, first: fx.Node) -> bool:
-    """Whether a matmul reads what ``first`` does, and a matrix that is there from the beginning, as the kernel wants it.
+    """Whether ``node`` is a matmul of the same rows as ``first`` and a matrix that is a graph input and suits the kernel.
 
-    With a bias if ``first`` has one.
+    ``node`` must add a bias if ``first`` does, and none if ``first`` adds none.
     """
     if not is_call(node, aten.mm.default, aten.addmm.default) or node.target is not first.target or node.kwargs:
         return False
@@ -56,7 +56,7 @@ def _can_join(node: fx.Node, first: fx.Node) -> bool:
 
 
 def _biases(matmul: fx.Node) -> tuple[fx.Node, ...]:
-    """The one that it adds, if it adds one."""
+    """The bias that a matmul adds; empty if it adds none."""
     return matmul.args[:-2]  # type: ignore[return-value]
 
 
@@ -71,7 +71,7 @@ def matrix_of(matmul: fx.Node) -> fx.Node:
 
 
 def _is_same(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes are the same rows: the same elements in the same order, by way of views of their own."""
+    """Whether two nodes hold the same rows: the same elements in the same order, perhaps through different views."""
     shape, other_shape = (node.meta["val"].shape for node in (one, other))
     return one is other or (peel_views(one) is peel_views(other) and all(map(same_size, shape, other_shape)))
 
@@ -81,7 +81,7 @@ def _is_given(node: fx.Node) -> bool:
 
 
 def given_as(node: fx.Node) -> fx.Node | None:
-    """The input of the graph that ``node`` is, or is a view of that depends on nothing else; None if it is computed."""
+    """The input of the graph that ``node`` is, or is a view of if it depends on nothing else; None if ``node`` is computed."""
     while node.op == "call_function" and makes_view(node) and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     return node if node.op in ("placeholder", "get_attr") else None
@@ -155,7 +155,7 @@ def is_gated(nodes: Sequence[fx.Node]) -> bool:
 
 
 def hoist(given: fx.Node, before: fx.Node) -> None:
-    """Move ``given``, and the views that it is made by, in front of ``before`` if they come after it."""
+    """Move ``given``, and the nodes that it is a view of, in front of ``before`` if they come after ``before``."""
     made_of = [given]
     while made_of[-1].all_input_nodes:
         made_of.append(made_of[-1].all_input_nodes[0])
@@ -204,7 +204,10 @@ def _halves(node: fx.Node) -> list[fx.Node]:
 
 
 def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
-    """What is behind ``x / (1 + exp(-x))``, as Inductor has silu, times ``up``, in the shape of the matmuls."""
+    """The node that holds ``silu(gate) * up`` in the shape of the matmuls; None if there is none.
+
+    Inductor writes ``silu(x)`` as ``x / (1 + exp(-x))``.
+    """
     x = _last_view(gate)
     cast = _only_user(x)
     if is_cast(cast):

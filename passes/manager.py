@@ -1,4 +1,4 @@
-"""The order of all passes, and what runs them: it times and dumps each, leaves out what is switched off, undoes what fails."""
+"""The order of all passes, and the function that runs, times and dumps them, skips those that are off, and undoes failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RAN = ("changed", "unchanged")
 
 _order: list[Pass] = list(ORDER)
 _sources: dict[str, str] = {}
-"""Of registered passes, by name: what identifies their source."""
+"""What identifies the source of each registered pass, by the pass's name."""
 
 
 def order() -> tuple[Pass, ...]:
@@ -43,10 +43,10 @@ def order() -> tuple[Pass, ...]:
 def register(new: Pass, *, after: str | None = None, before: str | None = None) -> None:
     """Put a pass of your own right behind, or right before, another one, for all graphs compiled from now on.
 
-    Its source file is part of the key of Inductor's caches. What comes behind ``lock_order`` finds operators in subgraphs.
+    The pass's source file is part of the key of Inductor's caches. A pass behind ``lock_order`` finds operators in subgraphs.
 
     Raises:
-        ValueError: The name is taken, the neighbour is unknown, or the place is inside of a transaction that is not its own.
+        ValueError: The name is taken, the neighbour is unknown, or the place is inside another transaction than the pass's.
     """
     if (after is None) == (before is None):
         raise ValueError(f"register: expected one of after= and before=, got after={after!r}, before={before!r}")
@@ -68,10 +68,10 @@ def register(new: Pass, *, after: str | None = None, before: str | None = None) 
 
 
 def unregister(name: str) -> None:
-    """Take out a pass that :func:`register` has put in.
+    """Remove a pass that :func:`register` has added.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: No registered pass has this name.
     """
     if name not in _sources:
         raise ValueError(f"unregister: expected one of {', '.join(_sources) or 'no'} registered passes, got {name!r}")
@@ -80,15 +80,15 @@ def unregister(name: str) -> None:
 
 
 def identity() -> str:
-    """What identifies registered passes and their places; empty without any: the project's own are covered by its sources."""
+    """What identifies the registered passes and their places. Empty without any: the project's sources cover its own passes."""
     return repr([(each.name, _sources.get(each.name, "")) for each in _order]) if _sources else ""
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names of passes that there are none of.
+    """Refuse names that no pass has.
 
     Raises:
-        ValueError: The message lists all passes, and suggests the nearest.
+        ValueError: A name is unknown. The message lists all passes, and suggests the nearest name.
     """
     _check_names(_DISABLE, names)
 
@@ -107,7 +107,7 @@ class Run:
     """What became of one graph: a report for each pass, in order.
 
     ``failed`` is the pass that raised ``error``, if one did; the graph is then as it was before its transaction. ``inductor``
-    is what the graph needs now.
+    is what Inductor must do with the graph now.
     """
 
     reports: list[PassReport] = field(default_factory=list)
@@ -124,23 +124,23 @@ class Run:
 
 
 def run(graph: fx.Graph, context: Context, passes: Sequence[Pass] | None = None) -> Run:
-    """Run ``passes``, all of them if None, over ``graph``, which is changed in place.
+    """Run ``passes`` (None: all passes) over ``graph``, and change ``graph`` in place.
 
-    A pass that raises is undone with its transaction, none runs behind it, and there is one warning. With ``config.strict`` the
-    exception goes on, when that is undone.
+    If a pass raises, the pass and its transaction are undone, no later pass runs, and one warning is logged. With
+    ``config.strict`` the exception is raised again once the changes are undone.
     """
     passes = order() if passes is None else passes
     off = _switched_off(context.config.disable_passes, passes)
     result = Run()
     before: fx.Graph | None = None
-    is_older = False  # than the transaction, and not equal to the graph any more
+    is_older = False  # whether a pass has changed the graph since ``before`` was copied
 
     def text() -> str:
         return snapshot(graph)
 
     for place, current in enumerate(passes):
         if place and not _same_transaction(passes[place - 1], current) and is_older:
-            before, is_older = None, False  # else it serves once more: copying a graph takes as long as many a pass
+            before, is_older = None, False  # otherwise reuse the copy: copying takes as long as many a pass
         outcome, why = _left_out(current, off, result)
         if outcome is not None:
             result.reports.append(PassReport(current.name, outcome, detail=why))

@@ -12,7 +12,7 @@ from tw_compile import compat
 from tw_compile.passes.fake_results import FakeResults
 
 _KEY = "tw_compile"
-"""Of ``node.meta``."""
+"""The key of ``node.meta`` under which the annotation is."""
 
 _PROVENANCE = ("nn_module_stack", "stack_trace", "seq_nr", "original_aten")
 
@@ -24,10 +24,10 @@ class Annotation(TypedDict, total=False):
     """What passes note on a node. All of them, and ``tw_compile.testing.annotation``, read and write these fields only.
 
     Fields:
-        site: Index of the all_reduce that the node was made for, as in the report; None where it is in another graph.
+        site: Index of the all_reduce that the node was made for, as in the report; None if the all_reduce is in another graph.
         role: What the node is for: ``start``, ``hidden``, ``residual``, ``wait``, ``view``, ``slice``, ``cat``, ``clone``, ...
         stream: 0, the stream that the graph runs on, until the graph is scheduled; then ``communication`` or ``compute``.
-        stream_dtype: Of a start: what the model keeps its residual in.
+        stream_dtype: On a start: the dtype in which the model keeps its residual.
         split: Whose tokens the node works on.
         reason: Why a joined node runs once for all tokens (:class:`tw_compile.passes.reasons.JoinReason`, or ``graph_output``).
         window: Index of the window of the schedule that the node runs in.
@@ -47,7 +47,7 @@ _NOTHING = Annotation()
 
 
 def annotation(node: fx.Node) -> Annotation:
-    """What is noted on a node; empty where nothing is. Not to be changed: see :func:`annotate`."""
+    """The annotation of a node; empty if there is none. Do not change the result: use :func:`annotate`."""
     noted: Annotation = node.meta.get(_KEY, _NOTHING)
     return noted
 
@@ -73,7 +73,7 @@ _COMPUTED: Any = object()
 
 
 class Inserter:
-    """Adds operators to a graph, where it inserts at the time (``graph.inserting_before``), and can take them out again."""
+    """Adds operators at the graph's current insertion point (``graph.inserting_before``), and can remove them again."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -93,9 +93,9 @@ class Inserter:
         """A new call of ``target`` with the metadata that Inductor and other passes look for.
 
         Args:
-            like: The node that says where in the model the new one comes from.
-            noted: What is noted on it.
-            result: The fake result, where that is known; otherwise ``target`` computes it from those of the operands.
+            like: The node that says where in the model the new node comes from.
+            noted: The annotation of the new node.
+            result: The fake result, if the caller knows it; otherwise ``target`` computes it from the operands' fake results.
         """
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         self.new.append(node)
@@ -111,7 +111,7 @@ class Inserter:
         return self._results.compute(target, args, kwargs)
 
     def roll_back(self) -> None:
-        """Take out what was added; nothing else may read it."""
+        """Remove all added nodes. No other node may read them."""
         for node in reversed(self.new):
             self.graph.erase_node(node)
         self.new.clear()

@@ -1,6 +1,6 @@
 """Operators of hosts that the passes know by name: what each of them computes, as data that a host declares.
 
-Graphs are read by these names. So no host is imported for it, and this module imports no torch either.
+Passes recognise operators in a graph by these names. So passes import no host for this, and this module does not import torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 Argument = int | str
-"""By its place in a call. If the operator writes to arguments, by its name, as graphs then name all of them."""
+"""An argument, by its place in a call. If the operator writes to arguments: by its name, as graphs then name all arguments."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class AllReduceOperator:
 
 @dataclass(frozen=True)
 class AllGatherOperator:
-    """Puts its first argument of all ranks of a group one behind the other. It is ready when the operator returns.
+    """Concatenates the first arguments of all ranks of a group. The result is ready when the operator returns.
 
-    ``dim``: the name of the argument that says along which dim.
+    ``dim``: the name of the argument that holds the dim to concatenate along.
     """
 
     writes: ClassVar[bool] = False
@@ -50,11 +50,11 @@ class MadeScaleArguments:
 
     Attributes:
         group_size: The argument that says how many columns share a scale; None: all do.
-        min_amax: The argument that is the least amax, in the place of a least scale.
-        upper_bound: The argument that is a tensor with the largest scale; what is given for it but None is not known.
-        power_of_two: Arguments that, if true, have scales rounded to powers of two.
-        other_layout: Arguments that, if true, have scales laid out otherwise than by rows.
-        least, greatest: Arguments that are the bounds of float8.
+        min_amax: The argument that holds the smallest amax, where the operator bounds the amax instead of the scale.
+        upper_bound: The argument that is a tensor with the largest scale. The value of a tensor that a call gives is unknown.
+        power_of_two: Arguments that, if true, make the operator round scales to powers of two.
+        other_layout: Arguments that, if true, make the operator store scales in another layout than by rows.
+        least, greatest: Arguments that hold the bounds of float8.
     """
 
     group_size: str | None = None
@@ -75,10 +75,13 @@ class NormOperator:
         rows, weight, eps: Arguments; the weight may be None in a call.
         residual: The argument that is added to ``rows`` first, unless a call has None for it. Results are then the normalised
             values and the sum.
-        variance_size: The argument that says over how many columns it averages, None being all; None: it has no such argument.
+        variance_size: The argument that says over how many columns the operator averages (None in a call: over all). None: the
+            operator has no such argument.
         scale: The argument that the normalised values are divided by before they are rounded to float8.
-        made_scales: It rounds them to float8 by scales that it makes of them, and writes these behind its result.
-        writes: It writes its results to arguments, so graphs have it in ``auto_functionalized``, behind its own result, None.
+        made_scales: How the operator makes scales of the normalised values, to round them to float8. It writes the scales
+            behind the values.
+        writes: Whether the operator writes its results to arguments. Graphs then have it in ``auto_functionalized``, whose
+            results are the operator's own result, None, and then the written results.
     """
 
     name: str
@@ -96,7 +99,7 @@ class NormOperator:
 class QuantOperator:
     """Divides ``rows`` by the one number in ``scale`` and rounds to float8. It writes its one result to an argument.
 
-    ``group_shape``: the argument that says how many rows and columns share a scale; None and ``[-1, -1]`` are all of them.
+    ``group_shape``: the argument that says how many rows and columns share a scale; None and ``[-1, -1]`` mean all.
     """
 
     writes: ClassVar[bool] = True
@@ -123,13 +126,14 @@ class RowWiseOperator:
     """Treats each row of dim 0 independently, so that it may run once for each half of the tokens.
 
     Attributes:
-        reads: Arguments with one row for each token; it may write to them, too. Those that a call gives as None don't count.
-        results: Arguments that are new tensors with one row for each token, and are written all over.
+        reads: Arguments with one row for each token; the operator may also write to them. An argument that is None in a call
+            does not count.
+        results: Arguments that are new tensors with one row for each token, and that the operator overwrites completely.
         scales: Arguments with one row for each token, or with one number for all of them.
         counts: Arguments that are the number of rows.
-        absent: Arguments for which only calls that give None are known to be row-wise.
-        writes: It writes to arguments, so graphs have it in ``auto_functionalized``; otherwise it only returns results, each
-            with one row for each token.
+        absent: Arguments that must be None: other calls are not known to be row-wise.
+        writes: Whether the operator writes to arguments; graphs then have it in ``auto_functionalized``. Otherwise it only
+            returns results, each with one row for each token.
     """
 
     name: str
@@ -151,11 +155,11 @@ class OneScaleOperator:
 
 @dataclass(frozen=True)
 class AttentionOperator:
-    """Causal attention of requests one behind the other, ``[tokens, heads, head_dim]``. It writes its result to an argument.
+    """Causal attention of concatenated requests, ``[tokens, heads, head_dim]``. It writes its result to an argument.
 
     Attributes:
         query: The argument that holds the queries.
-        half: The operator that does it for one half of the tokens; None: there is none.
+        half: The operator that computes this attention for one half of the tokens; None: there is no such operator.
         kernel: What device profiles call its kernel.
     """
 
@@ -210,12 +214,12 @@ def declare(*operators: Operator) -> None:
 
 
 def operator_named(name: str) -> Operator | None:
-    """What is known of the operator ``name``, of whatever kind; None if it was not declared."""
+    """What was declared about the operator ``name``, of any kind; None if it was not declared."""
     return registered_operators.get(name)
 
 
 def declared_as(kind: type[Kind], name: str) -> Kind | None:
-    """What is known of the operator ``name`` if it is of this kind."""
+    """What was declared about the operator ``name``; None if it was not declared as this kind."""
     operator = registered_operators.get(name)
     return operator if isinstance(operator, kind) else None
 

@@ -3,10 +3,10 @@
     before:  start = all_reduce_rms_norm_start(x, ...); wait_(...); q = mm(start[0], wq); k = mm(start[0], wk)
     after:   start = all_reduce_rms_norm_start(x, ..., prefetch=[wq, wk], prefetch_bytes=8388608)
 
-Weights are inputs of the graph, and the matmul that reads them comes behind the call: so the call has nothing more to wait for,
-nothing lives longer, and results are the same to the bit. How many bytes, says option ``prefetch``, or the device's profile.
-Matmuls with many weights are left: they were measured not to gain, see :data:`MOST_WEIGHT_BYTES`.
-One graph may serve few and many tokens: each call decides by its own (``kernels/collective/prefetch.py``).
+Weights are inputs of the graph, and the matmul that reads them comes behind the call. So the call waits for nothing more, no
+tensor lives longer, and results are the same to the bit. Option ``prefetch``, or the device's profile, says how many bytes.
+Matmuls with large weights are left out: measurements showed no gain for them, see :data:`MOST_WEIGHT_BYTES`.
+One graph may serve few and many tokens: each call decides by its own token count (``kernels/collective/prefetch.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STARTS = (*ops.STARTS, *ops.MM_STARTS)
 class Prefetches:
     """The weights that calls can prefetch, and how many calls do (``prefetching``).
 
-    ``counts`` has the others, too, by why they don't: ``many_tokens``, ``transport``, ``no_weight``, ``many_weights``.
+    ``counts`` also counts the other calls, by the reason: ``many_tokens``, ``transport``, ``no_weight``, ``many_weights``.
     """
 
     weights: dict[fx.Node, list[fx.Node]]
@@ -49,12 +49,12 @@ class Prefetches:
 
 
 def prefetch_weights(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Counter[str]:
-    """Have calls prefetch what :func:`find_prefetches` finds, and count them as it does."""
+    """Let calls prefetch the weights that :func:`find_prefetches` finds, and return its counts."""
     return _ask(find_prefetches(graph, budget, tokens), budget)
 
 
 def find_prefetches(graph: fx.Graph, budget: int, tokens: TokenRange | None) -> Prefetches:
-    """What each call that may be one of few tokens can prefetch, up to ``budget`` bytes.
+    """The weights that each call that may have few tokens can prefetch, up to ``budget`` bytes.
 
     ``tokens``: as :attr:`Context.tokens`.
     """
@@ -84,9 +84,9 @@ def _fewest_rows(start: fx.Node, tokens: TokenRange | None) -> int:
 
 
 def _weights_behind(start: fx.Node, budget: int) -> tuple[list[fx.Node], str]:
-    """Inputs of the graph that matmuls of the call's result read, in the graph's order, until they are ``budget`` bytes.
+    """The weights (graph inputs) that matmuls of the call's result read, in graph order, until they have ``budget`` bytes.
 
-    Without any: why there are none.
+    If there are none, the string says why.
     """
     device, found, total, why = start.meta["val"][0].device, list[fx.Node](), 0, "no_weight"
     matmuls = _matmuls_of(start)
@@ -115,7 +115,7 @@ def _is_fixed(tensor: torch.Tensor) -> bool:
 
 
 def _until_next_call(start: fx.Node) -> Iterator[fx.Node]:
-    """The nodes behind ``start`` up to the next sum over the ranks, which can prefetch what comes behind it."""
+    """The nodes behind ``start`` up to the next sum over the ranks. That sum can prefetch the weights of what follows it."""
     node = start.next
     while node.op != "output" and not is_call(node, *_STARTS) and read_all_reduce(node) is None:
         yield node
@@ -123,7 +123,7 @@ def _until_next_call(start: fx.Node) -> Iterator[fx.Node]:
 
 
 def _matmuls_of(start: fx.Node) -> dict[fx.Node, list[fx.Node]]:
-    """Matmuls that read the normalised rows, or what is made of them row by row, each with the graph's inputs that it reads."""
+    """The matmuls that read the normalised rows, or rows made from these one by one, each with the weights that it reads."""
     found: dict[fx.Node, list[fx.Node]] = {}
     pending = [user for user in start.users if is_call(user, operator.getitem) and user.args[1] != 1]
     seen = set(pending)
@@ -141,7 +141,7 @@ def _matmuls_of(start: fx.Node) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _weights_of(node: fx.Node) -> list[fx.Node] | None:
-    """The inputs of the graph that a matmul multiplies by; empty where they are computed. None for what is no matmul."""
+    """The graph inputs that a matmul multiplies by; empty if its factors are computed. None if ``node`` is no matmul."""
     factors: list[Any]
     if is_call(node, aten.mm.default, aten.addmm.default):
         factors = [matrix_of(node)]
@@ -175,7 +175,7 @@ def _dims(node: fx.Node) -> int:
 
 
 def _hands_rows_on(node: fx.Node) -> bool:
-    """Whether a node gives rows that are made of those it reads: views, some of the rows, elementwise work, quantisation."""
+    """Whether a node makes its rows from the rows that it reads: views, selections of rows, elementwise work, quantisation."""
     if is_view(node) or is_cast(node) or is_call(node, operator.getitem, aten.index.Tensor):
         return True
     quantises = host_call(node, QuantOperator) is not None or host_call(node, MadeQuantOperator) is not None
@@ -189,10 +189,10 @@ def _hands_rows_on(node: fx.Node) -> bool:
 def _ask(found: Prefetches, budget: int) -> Counter[str]:
     for start, weights in found.weights.items():
         for weight in weights:
-            if start < weight:  # of the graph's attributes, which need not be at its beginning
+            if start < weight:  # a get_attr node need not be at the beginning of the graph
                 start.prepend(weight)
         start.kwargs = {**start.kwargs, "prefetch": weights, "prefetch_bytes": budget}
-        start.meta.pop("eager_input_vals", None)  # of the old arguments
+        start.meta.pop("eager_input_vals", None)  # it describes the old arguments
     return found.counts
 
 

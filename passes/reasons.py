@@ -54,7 +54,7 @@ class QuantRefusal(StrEnum):
 
 
 class WireRefusal(StrEnum):
-    """Why a fused call's rows travel as they are though a wire was asked for. Stable names, as those of :class:`Refusal`."""
+    """Why a fused call sends exact rows although a wire was asked for. Stable names, as those of :class:`Refusal`."""
 
     SITE_EXCLUDED = "site_excluded"
     TRANSPORT_WITHOUT_WIRE = "transport_without_wire"
@@ -68,7 +68,7 @@ class WireRefusal(StrEnum):
 
 
 class FeedRefusal(StrEnum):
-    """Why the GEMMs behind a fused norm wait for all rows though they were to be fed. Stable, as those of :class:`Refusal`."""
+    """Why the GEMMs behind a fused norm are not fed although it was asked for. Stable names, as those of :class:`Refusal`."""
 
     GRAPH_SPLIT = "graph_split"
     GEMMS_TUNED = "gemms_tuned"
@@ -136,22 +136,22 @@ class JoinReason(StrEnum):
 
 
 ATTENTION_JOINS = frozenset(reason for reason in JoinReason if reason.startswith("attention"))
-"""Attention itself runs once: as the plan has it, or because of its mask, its kernel, or a cut in one of several requests."""
+"""Why attention itself runs once: because of the plan, its mask, its kernel, or a cut in one of several requests."""
 
 
 class HostAttention(StrEnum):
-    """Where attention is, of a graph that a host gives, and what may become of it."""
+    """Where the attention of a host's graph is, and whether the split may cut it."""
 
     ELSEWHERE = "elsewhere"
-    """Before and behind the graph, which is a piece of a model."""
+    """Attention is before and behind the graph, which is a piece of a model."""
     ONCE = "once"
-    """In the graph, for all tokens at once."""
+    """Attention is in the graph, and runs for all tokens at once."""
     HALVES = "halves"
-    """In the graph, and what it needs to know of a half is to be had."""
+    """Attention is in the graph, and the data that it needs about a half is available."""
 
 
 class SplitRefusal(StrEnum):
-    """Why a graph was not split at all; beside these there are the planner's own (:class:`tw_compile.planning.Off`)."""
+    """Why a graph was not split at all. The planner has further reasons of its own (:class:`tw_compile.planning.Off`)."""
 
     NO_TOKEN_AXIS = "no_token_axis"
     TOO_FEW_TOKENS = "too_few_tokens"
@@ -189,7 +189,7 @@ host_refusals: list[type[StrEnum]] = []
 
 
 def declare_refusals(names: type[StrEnum]) -> None:
-    """Make names known for which a host has its graphs left as they are; they are as stable as those of :class:`Refusal`."""
+    """Declare a host's own reasons for leaving a graph as it is. Their names are as stable as those of :class:`Refusal`."""
     if names not in host_refusals:
         host_refusals.append(names)
 

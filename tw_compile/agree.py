@@ -1,12 +1,13 @@
-"""Agreement between ranks, of the two kinds that there are.
+"""Two ways in which ranks agree: through the store, and by a collective.
 
 Through the store (:func:`first_value`, :func:`agreed`): all ranks take the value of the rank that came first. No rank waits for
-the others, so ranks need not ask equally often; compiler caches, for one, are each rank's own.
+the others, so ranks need not ask equally often. Compiler caches are one reason: each rank has its own.
 
-No rank has to come for that. Where all must, :func:`all_come` says whether they do, and waits no longer than it is told to.
+This works even if some ranks never ask. Where all ranks must take part, :func:`all_come` says whether they do. It waits no
+longer than the time it is given.
 
-By a collective (:func:`gather`, :func:`common_obstacle`): all ranks hear what all have to say, and do the same about it. Every
-rank must call, and all wait for the last one.
+By a collective (:func:`gather`, :func:`common_obstacle`): every rank gets the values of all ranks, so all ranks can react in
+the same way. Every rank must call, and all ranks wait for the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tw_compile import compat
 T = TypeVar("T")
 
 _values: dict[str, tuple[object, Any]] = {}
-"""By key the process group in which a value was agreed on, and the value."""
+"""Maps a key to the process group that agreed on a value, and to the value."""
 
 
 def first_value(own: T, store: dist.Store, key: str) -> T:
@@ -37,11 +38,11 @@ def first_value(own: T, store: dist.Store, key: str) -> T:
 def agreed(key: str, own_value: Callable[[], T], agree: Callable[[T, dist.Store, str], T] = first_value) -> T:
     """One value for all ranks of the default process group, agreed on once per group and key.
 
-    Where there is no group, or a fake one, nobody is there to agree with, and the value is this process's own.
+    Without a process group, or with a fake one, there are no other ranks. The value is then this process's own.
 
     Args:
-        own_value: What this rank would say; asked for only where the value is not known yet.
-        agree: Makes the common value of own value, store and key, and says what there is to say about a difference.
+        own_value: Computes the value that this rank proposes. It is called only where the value is not known yet.
+        agree: Computes the common value from own value, store and key. It also reports a difference between the two values.
     """
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return own_value()
@@ -54,32 +55,32 @@ def agreed(key: str, own_value: Callable[[], T], agree: Callable[[T, dist.Store,
 
 
 def forget() -> None:
-    """Agree anew on all values, as a new process does."""
+    """Forget all values, so that ranks agree on them again as new processes do."""
     _values.clear()
 
 
 def all_come(store: dist.Store, key: str, ranks: int, seconds: float) -> bool:
     """Whether all ``ranks`` call this with ``key`` before one of them has waited ``seconds``; the same on all ranks.
 
-    A rank that comes later hears what those that waited heard, and does not wait.
+    A rank that calls after that gets the same answer as the ranks that waited, and does not wait.
     """
     verdict = f"{key}/all"
     if store.add(f"tw_compile/{key}/came", 1) == ranks:
         return first_value(True, store, verdict)
     try:
         store.wait([f"tw_compile/{verdict}"], timedelta(seconds=seconds))
-    except RuntimeError:  # nobody has said anything yet; of two ranks that say so now the store takes the first
+    except RuntimeError:  # no verdict yet; if two ranks set one now, the store keeps the first
         return first_value(False, store, verdict)
     return first_value(False, store, verdict)
 
 
 def refuse(store: dist.Store, key: str) -> None:
-    """Instead of :func:`all_come`, by a rank that will not come: those that wait need not."""
+    """Say that this rank will not call :func:`all_come`, so that the ranks that wait there can stop waiting."""
     first_value(False, store, f"{key}/all")
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The ``value`` of every rank of ``group``, None being the default group, by rank. Collective."""
+    """The ``value`` of every rank of ``group``, in rank order; None means the default group. Collective."""
     values: list[Any] = [None] * (dist.get_world_size() if group is None else group.size())
     dist.all_gather_object(values, value, group=group)
     return values

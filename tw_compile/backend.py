@@ -21,7 +21,7 @@ from tw_compile.report import GraphReport, collect_reports, publish
 logger = logging.getLogger("tw_compile")
 
 _CALIBRATE = "tw_compile.tuning.calibrate:before_compile"
-"""Named and not imported: it needs what the benchmarks are made of."""
+"""The name of the function. Its module is not imported here, because it imports the modules of the benchmarks."""
 
 
 def tw_compile_backend(
@@ -38,7 +38,7 @@ def tw_compile_backend(
         options: ``tw_compile.*`` keys configure the passes (:class:`tw_compile.Config`), all others are Inductor's own.
             A ``post_grad_custom_post_pass`` among them, or set globally, runs before the passes.
 
-    torch.compile takes either ``mode`` or ``options``, and says so itself; both together have :func:`make_backend`.
+    torch.compile takes either ``mode`` or ``options``, and refuses both together; :func:`make_backend` is for that case.
 
     ``TW_COMPILE=0`` in the environment leaves the passes out: what remains is Inductor with the same options.
 
@@ -53,8 +53,8 @@ def make_backend(config: Config) -> Callable[..., Any]:
     """A backend bound to ``config``, for use together with ``mode=``, which torch.compile doesn't take beside options.
 
     Raises:
-        TypeError: ``config`` is something else.
-        ValueError: ``config.disable_passes`` names what no pass is called.
+        TypeError: ``config`` is no :class:`tw_compile.Config`.
+        ValueError: ``config.disable_passes`` has a name that no pass has.
     """
     TWCompilePass(config)
 
@@ -105,7 +105,7 @@ def _compile(
 
 
 def _keep(file: Path, reports: Sequence[GraphReport]) -> None:
-    """For the time when the graph comes out of Inductor's cache."""
+    """Keep ``reports`` for a later compile, which may take the graph from Inductor's cache."""
     try:
         kept_reports.keep(file, reports)
     except ValueError as error:
@@ -113,7 +113,7 @@ def _keep(file: Path, reports: Sequence[GraphReport]) -> None:
 
 
 def _publish_kept(file: Path) -> None:
-    """No pass has run: the graph came out of Inductor's cache. Its reports are those of when it was rewritten."""
+    """Publish the reports from when the graph was rewritten: it came out of Inductor's cache now, so no pass has run."""
     try:
         reports = kept_reports.read(file)
     except ValueError as error:
@@ -130,5 +130,5 @@ def _publish_kept(file: Path) -> None:
 
 @functools.cache
 def say_off() -> None:
-    """Once, as a model may have many graphs; ``say_off.cache_clear()`` has it said again."""
+    """Warn that the passes are off; only once, as a model may have many graphs. ``say_off.cache_clear()`` allows a repeat."""
     logger.warning("tw_compile: off, as %s=0 in the environment: compiling with Inductor alone", environment.ENABLE)

@@ -1,8 +1,8 @@
-"""What ranks have measured of their node by themselves: one file for each kind of node, and what this process uses of it.
+"""Calibrations: what ranks have measured on their node by themselves. One file for each kind of node.
 
 A file is JSON in the folder ``calibration`` of the user's config folder. Its name has a digest of what it was measured on, so a
-node with another driver or other kernels has another file, and two processes that write at once write the same one whole.
-:mod:`tw_compile.tuning.calibrate` measures; here is what comes of it, which needs no GPU.
+node with another driver or other kernels has another file. Two processes may write the same file at once: each writes it whole.
+:mod:`tw_compile.tuning.calibrate` measures. This module reads, writes and selects the results, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _KEYS = ("schema_version", "measured_on", "seconds", "thresholds", "kernels", "p
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """What times depend on; a calibration serves nodes of which all of it is the same.
+    """What the measured times depend on; a calibration is valid only on nodes where every field is equal.
 
     Attributes:
         peer_access: Whether the kernels used the GPUs' peer access.
@@ -67,9 +67,10 @@ class Calibration:
         steps: Which kernel serves which message.
         remarks: What was left out, and why, a line each.
         rows: The times, as ``tw-compile bench kernel`` reports them.
-        seconds: What measuring took, and before it loading kernels with the first size's checks.
-        profile: What the planner goes by on a device that has no profile; None where it has one, or where too little was timed.
-        link: What it goes by for messages through host memory; None where none were timed.
+        seconds: The time that measuring took, and the time before that for loading kernels and checking the first size.
+        profile: What the planner uses on a device that has no profile. None where the device has a profile, or where too little
+            was timed.
+        link: What the planner uses for messages through host memory; None where no such messages were timed.
     """
 
     measured_on: MeasuredOn
@@ -119,7 +120,7 @@ def calibration_of(text: str, source: str) -> Calibration:
     if not isinstance(seconds, list) or [type(value) for value in seconds] != [float, float]:
         raise ValueError(f"{source}: seconds: expected two numbers, got {seconds!r}")
     here = _measured_on(values["measured_on"], source)
-    # Whichever file it is in, the same thresholds are the same table: its name is part of the compile caches' key.
+    # Equal thresholds must be equal tables, whatever file they are in: a table's file name is part of the compile caches' key.
     table = replace(read_table(values["thresholds"], source), file=LAYER)
     _, steps = steps_of(values["kernels"], source)
     profile = parse_profile(values["profile"], f"{source}: profile") if values["profile"] else None
@@ -139,13 +140,13 @@ def _measured_on(values: Any, source: str) -> MeasuredOn:
 
 
 def default_folder() -> Path | None:
-    """Where calibrations are kept; it need not exist. None without a home."""
+    """The folder with the calibrations, which need not exist; None where the user has no home."""
     folder = user_folder()
     return None if folder is None else folder / LAYER
 
 
 def stored(folder: Path | None, here: MeasuredOn) -> Calibration | None:
-    """What is kept of a node like ``here``; None where there is nothing. A file that can't be used is named in one line."""
+    """The calibration kept for a node like ``here``; None without one. If the file can't be used, one warning names it."""
     if folder is None:
         return None
     file = folder / here.file_name
@@ -157,7 +158,7 @@ def stored(folder: Path | None, here: MeasuredOn) -> Calibration | None:
 
 
 def all_stored(folder: Path | None) -> list[Calibration]:
-    """Every calibration of ``folder`` that can be read, by the names of the files."""
+    """Every calibration in ``folder`` that can be read, sorted by file name."""
     files = [] if folder is None or not folder.is_dir() else sorted(folder.glob("*.json"))
     return [calibration for calibration in map(_read, files) if calibration is not None]
 
@@ -172,7 +173,7 @@ def _read(file: Path) -> Calibration | None:
 
 
 def store(folder: Path | None, calibration: Calibration) -> Path | None:
-    """Write the file; None, and one line, where that is impossible: then it is measured again by the next process."""
+    """Write the file and return its path; where that fails, warn and return None. The next process then measures again."""
     if folder is None:
         logger.warning("tw_compile: the calibration is not kept, as this user has no home")
         return None
@@ -187,7 +188,7 @@ def store(folder: Path | None, calibration: Calibration) -> Path | None:
 
 
 def merged_table(calibrations: Iterable[Calibration], device_class: str) -> Table | None:
-    """The thresholds of all world sizes, of which each is in one of ``calibrations``; None where there are none."""
+    """The thresholds of all ``calibrations`` in one table, each having those of one world size; None where there are none."""
     entries = [entry for calibration in calibrations for entry in calibration.table.entries]
     return Table(LAYER, device_class, tuple(entries)) if entries else None
 
@@ -196,7 +197,7 @@ _in_use: list[Calibration] = []
 
 
 def use(calibration: Calibration | None) -> None:
-    """Have graphs that this process compiles from now on, and groups that it then uses first, go by ``calibration``."""
+    """Use ``calibration`` for graphs that this process compiles, and for groups that it uses first, from now on."""
     _in_use[:] = [] if calibration is None else [calibration]
     selection.use_measured({} if calibration is None else {calibration.measured_on.device_name: calibration.steps})
 

@@ -1,12 +1,12 @@
 """Processes that live no longer than the one that started them: ranks, and the engines of ``bench vllm``.
 
-A child leads a session and process group of its own, with all that it starts: Inductor's compile workers, nvcc, vLLM's workers.
-So Ctrl-C in a terminal reaches the parent alone. A thread of the child reads from a pipe, the line, whatever its main thread
-waits for. It ends the group when the parent says so, or when the kernel has closed the other end because the parent is gone,
-even by SIGKILL.
+A child leads its own session and process group. Everything that it starts is in that group: Inductor's compile workers, nvcc,
+vLLM's workers. So Ctrl-C in a terminal reaches only the parent. A thread of the child reads from a pipe, called the line, even
+while the main thread waits for something. The thread ends the group when the parent says so. It also ends the group when the
+parent is gone, even by SIGKILL: the kernel then closes the parent's end of the pipe.
 
-The kernel's own means (PR_SET_PDEATHSIG) is tied to the thread that started the child, which may end before its process does;
-it ends nothing but the child, and leaves no time to clean up.
+The kernel's own mechanism (PR_SET_PDEATHSIG) is tied to the thread that started the child, and that thread may end before its
+process does. It ends only the child itself, and leaves no time to clean up.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Child:
         daemon: Such a child can't start processes with multiprocessing. A parent that exits doesn't wait for it.
 
     Attributes:
-        exitcode: As in multiprocessing; None until :meth:`join` has seen that it has ended.
+        exitcode: As in multiprocessing; None until :meth:`join` has seen that the child has ended.
     """
 
     def __init__(self, target: Callable[..., None], *args: Any, scratch: str, daemon: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         theirs, self._line = context.Pipe(duplex=False)
-        util.Finalize(self, self._line.close, exitpriority=0)  # a parent that exits would first wait for the child
-        # The target's module, which may import torch for many seconds, is imported when the child already watches its line.
+        util.Finalize(self, self._line.close, exitpriority=0)  # else a parent that exits waits for the child first
+        # Unpickling imports the target's module, which may import torch for many seconds. The child watches its line first.
         pickled = pickle.dumps(target)
         self._process = context.Process(target=_run, args=(theirs, scratch, pickled, args), daemon=daemon)
         self.exitcode: int | None = None
@@ -63,21 +63,21 @@ class Child:
         self._line.close()
 
     def join(self, timeout: float) -> bool:
-        """Wait up to so many seconds for its end; whether it has ended. What it has left behind is killed."""
+        """Wait up to ``timeout`` seconds for the child's end; whether it has ended. What it has left behind is then killed."""
         if self.exitcode is None and wait([self._process.sentinel], timeout):
-            kill_group(self.pid)  # while it is not waited for its number can't be another's
+            kill_group(self.pid)  # the child is not reaped yet, so no other process can have its pid
             self._process.join()
             self.exitcode = self._process.exitcode
         return self.exitcode is not None
 
     def kill(self) -> None:
-        """The child and all that it has started."""
+        """Kill the child and all processes that it has started."""
         self._process.kill()
         kill_group(self.pid)
 
 
 def end(children: Sequence[Child], grace: float) -> None:
-    """Have all end at once; those that still run after ``grace`` seconds are killed."""
+    """Tell all children to end; kill those that still run after ``grace`` seconds."""
     for child in children:
         child.tell_to_end()
     deadline = time.monotonic() + grace
@@ -94,11 +94,13 @@ def kill_group(leader: int) -> None:
 
 
 def live_with(line: int, scratch: str) -> None:
-    """From now on this process, which leads a process group, ends with all of it as its parent says, or when that is gone.
+    """End this process and its whole process group when the parent says so, or when the parent is gone.
+
+    This process must lead the group.
 
     Args:
-        line: File descriptor of a pipe that can be read, which stays open.
-        scratch: A folder of the parent's, which can't remove it when it has been killed.
+        line: File descriptor of the pipe's end for reading, which stays open.
+        scratch: A folder of the parent's, which a killed parent can't remove itself.
     """
 
     def watch() -> None:
@@ -107,7 +109,7 @@ def live_with(line: int, scratch: str) -> None:
         too_long.daemon = True
         too_long.start()
         if not told:
-            # By a process that goes on when this group is gone: until then compile workers may write to the folder.
+            # rm has its own session, so it outlives this group. Until the group ends, compile workers may write to the folder.
             with contextlib.suppress(OSError):
                 subprocess.Popen(["rm", "-rf", "--", scratch], stderr=subprocess.DEVNULL, start_new_session=True)
         release_semaphores()  # last, as the main thread may still make some
@@ -117,14 +119,14 @@ def live_with(line: int, scratch: str) -> None:
 
 
 def wait_for_end() -> NoReturn:
-    """For a main thread that finds its parent gone: the thread of :func:`live_with` ends this process, and cleans up."""
+    """Sleep until the thread of :func:`live_with` cleans up and ends this process. For a main thread whose parent is gone."""
     while True:
         time.sleep(60)
 
 
 def _run(line: Connection, scratch: str, target: bytes, args: tuple[Any, ...]) -> None:
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that came before there was the session is the parent's, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a SIGINT from before setsid() went to the parent, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
     live_with(line.fileno(), scratch)
     pickle.loads(target)(*args)
@@ -132,8 +134,8 @@ def _run(line: Connection, scratch: str, target: bytes, args: tuple[Any, ...]) -
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Signals that end a command come before or after; a process that starts meanwhile has them blocked."""
-    resource_tracker.ensure_running()  # or starting a process would start it, and unblock them
+    """Hold back signals that end a command until the ``with`` block ends; a process that starts inside has them blocked."""
+    resource_tracker.ensure_running()  # else starting a process would start the tracker, and unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
     try:
         yield

@@ -29,12 +29,12 @@ _SPLIT_GEMM_SMS = ("auto", "off")
 _PREFETCH = ("auto", "off")
 _CALIBRATE = ("auto", "stored", "off")
 JOIN_GEMMS = "join_gemms"
-"""The pass that computes GEMMs of one input as one."""
+"""The name of the pass that joins GEMMs that read the same input into one GEMM."""
 _SWITCHES = ("fuse", "disable_custom_all_reduce", "strict")
 
 
 def whole_number(text: str) -> int | None:
-    """What up to nine digits say; None for other text."""
+    """The number that up to nine digits give; None for other text."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
@@ -44,51 +44,55 @@ class Config:
 
     Attributes:
         fuse: Fuse all_reduce + residual add + RMSNorm.
-        transport: ``auto`` takes the best one for the device and the group. ``p2p``, ``host``, ``nccl`` or ``gloo`` insist on
-            one, and sites that it can't serve are refused. ``multimem`` is ``p2p`` with NVLink multicast, where torch's
-            symmetric memory has it.
+        transport: ``auto`` takes the best transport for the device and the group. ``p2p``, ``host``, ``nccl`` and ``gloo``
+            insist on that transport; sites that it can't serve are refused. ``multimem`` is ``p2p`` with NVLink multicast,
+            where torch's symmetric memory has it.
         fuse_min_bytes: Messages smaller than this stay as they are (decision ``gated``).
         fuse_max_bytes: Messages larger than this stay as they are; None means no limit.
-        absorb_mm: Whether the fused operator does the matmul whose result is summed, if that is a plain ``mm``, so that it is
-            written to where the other ranks read it. ``auto``: with transports that have such memory (``p2p`` and
+        absorb_mm: Whether the fused operator does the matmul whose result is summed, if that is a plain ``mm``. The matmul then
+            writes its result to where the other ranks read it. ``auto``: with transports that have such memory (``p2p`` and
             ``multimem``), and unless Inductor tunes matmuls (``max_autotune``, ``max_autotune_gemm``). ``always`` and
-            ``never`` regard neither.
-        feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that are
-            there, and take the other ranks' rows as they arrive: ``never``, or ``auto``, where that is proven to be right
-            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from it). ``never`` by default,
-            as layers of few tokens were slower with it on two H100.
-        thresholds: What says at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off`` fuses all
-            sizes, else a TOML file that comes before these (``tw_compile.gating``). Not asked where ``transport`` insists.
-        calibrate: Whether ranks on a node that nobody has measured measure it, once, before the first graph with an all_reduce
-            over all of them is compiled: ``auto`` does that (on GPUs, where ``host`` is ``pytorch``), ``stored`` goes by what
-            ``tw-compile tune --quick`` or another process has measured, ``off`` by neither.
+            ``never`` depend on neither condition.
+        feed_mm: Whether the GEMMs that read a fused norm's result (q, k and v; gate and up) begin with the rows that their
+            rank has, and take the other ranks' rows as they arrive: ``never``, or ``auto``, where that is proven to be right
+            (:class:`tw_compile.passes.reasons.FeedRefusal` names what keeps a site from being fed). ``never`` is the default,
+            as layers of few tokens were slower with ``auto`` on two H100.
+        thresholds: The tables that say at which sizes fusing pays: ``auto`` takes the shipped tables and the user's, ``off``
+            fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
+            ``transport`` insists on a transport.
+        calibrate: Whether ranks measure a node that nobody has measured. They do so once, before they compile the first graph
+            with an all_reduce over all of them. ``auto`` measures (on GPUs, where ``host`` is ``pytorch``), ``stored`` uses
+            only what ``tw-compile tune --quick`` or another process has measured, ``off`` uses no calibration.
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
             :func:`tw_compile.gating.host_names`.
-        all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, as ``multimem``.
-        disable_custom_all_reduce: A host that has an all_reduce of its own does not use it, as a setting of that name says.
+        all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, such as
+            ``multimem``.
+        disable_custom_all_reduce: Whether a host that has its own all_reduce does not use it, as by its setting of this name.
         split: Whether the tokens of a graph are split into two halves: ``auto`` (where the planner says that it is faster),
             ``off``, or the number of tokens in the first half, as ``512`` or ``"512"``, which are the same.
         split_gemm_sms: Whether GEMMs beside communication are planned for the SMs that are left: ``auto`` (where the plan says
             so) or ``off``.
-        vllm_layer_groups: For vLLM alone, in steps too long for CUDA graphs: up to so many layers are compiled
-            as one graph, with attention in it, instead of pieces that end at attention; 0: not.
-        device_profile: The device that splits are planned for: ``auto`` takes the profile of the one at hand, else a name or a
-            TOML file (``tw_compile.planning``), whatever the device and the transport are.
+        vllm_layer_groups: For vLLM only, in steps too long for CUDA graphs: the largest number of layers that are compiled as
+            one graph, with attention in it, instead of pieces that end at attention. 0 keeps the pieces.
+        device_profile: The device that splits are planned for: ``auto`` takes the profile of the present device, else a name or
+            a TOML file (``tw_compile.planning``), whatever the device and the transport are.
         wire: How rows travel between ranks: ``exact``, in codes of 8 bits (``int8``), or sums in 4 and results in
-            8 bits (``int6``). Codes change numbers: nobody gets them unasked. ``auto`` is ``int8`` where a measured table
-            says that it is faster, and ``wire_accuracy`` that it does not cost this checkpoint too much.
-        wire_sites: Which sums that is for: ``all``, those behind ``attention`` (o_proj), or those of the ``mlp`` (down_proj).
-        wire_min_bytes: Smaller messages travel as they are; None: the tables decide, and where they have nothing, the transport
-            (1 MiB over NCCL, gloo and host memory, never over NVLink).
+            8 bits (``int6``). Codes change numbers, so they are used only on request. ``auto`` is ``int8`` where a measured
+            table says that it is faster, and ``wire_accuracy`` says that it does not cost this checkpoint too much.
+        wire_sites: The sums that ``wire`` applies to: ``all``, those behind ``attention`` (o_proj), or those of the ``mlp``
+            (down_proj).
+        wire_min_bytes: Smaller messages travel as they are. None: the tables decide; where they have no entry, the transport
+            decides (1 MiB over NCCL, gloo and host memory, never over NVLink), but ``wire`` = ``auto`` is then exact.
         wire_accuracy: The file in which ``tw-compile tune --wire int8 --checkpoint NAME`` has kept what wires cost this
-            checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where that is within the budget.
+            checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where its cost is within the budget.
         prefetch: How many bytes of the next matmul's weights a fused call of up to 128 tokens brings into the L2 cache while
-            its message is under way: a number, as ``8388608`` or ``"8388608"``, ``off``, or ``auto``: as many as the device's
-            profile says. Of the shipped ones H100's alone says any. Results are the same to the bit.
-        disable_passes: Names of passes that are switched off, a list or with commas between. :class:`tw_compile.TWCompilePass`
-            refuses names that no pass has. If the token split would be wrong without one of them, all of the split is
-            switched off.
-        strict: An internal error raises instead of leaving the graph as it was (environment: ``TW_COMPILE_STRICT=1``).
+            its message is under way: a number, as ``8388608`` or ``"8388608"``, ``off``, or ``auto``: the number in the
+            device's profile. Among the shipped profiles only H100's has one. Results are the same to the bit.
+        disable_passes: Names of passes that are switched off: a list, or a text with commas.
+            :class:`tw_compile.TWCompilePass` refuses names that no pass has. If the token split would be wrong without one of
+            these passes, the whole split is switched off.
+        strict: An internal error raises. Otherwise the failed transaction is undone, with a warning (environment:
+            ``TW_COMPILE_STRICT=1``).
 
     Raises:
         TypeError: A value has the wrong type.
@@ -175,7 +179,7 @@ class Config:
 
     def _check_split(self) -> None:
         wording = "off, auto or a number of tokens as '512'"
-        if type(self.split) is int:  # options come untyped; as text there is one spelling, and one digest
+        if type(self.split) is int:  # options come untyped; as text, equal values have one spelling and one digest
             object.__setattr__(self, "split", str(self.split))
         self._check_type("split", str, wording)
         if self.split not in ("off", "auto") and self.split_tokens is None:
@@ -200,7 +204,7 @@ class Config:
 
     @property
     def joins_gemms(self) -> bool:
-        """Whether GEMMs of one input may be computed as one where nothing is split; planning must know."""
+        """Whether GEMMs that read the same input may be joined into one where nothing is split; the planner must know this."""
         return JOIN_GEMMS not in self.disable_passes
 
     @property
@@ -251,7 +255,7 @@ class Config:
         return {OPTION_PREFIX + f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def digest(self) -> str:
-        """Changes exactly when a field changes; part of the compile caches' key."""
+        """A hash that changes exactly when a field changes; part of the compile caches' key."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 

@@ -32,8 +32,8 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambda settings: settings) -> Gate:
     """The gate for graphs that this process compiles with ``config``; the same on all ranks of the process group.
 
-    ``observe`` is given what environment and options say of the host's all_reduces, and returns what the host has set up.
-    Until CUDA is in use there is nothing to decide about, and nothing to agree on.
+    ``observe`` gets what environment and options say about the host's all_reduces, and returns what the host has set up.
+    Until CUDA is in use there is nothing to decide, so ranks do not agree on a gate.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
@@ -45,9 +45,9 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
 
 
 def _calibrated(config: Config) -> tuple[Calibration | None, str]:
-    """The calibration that counts, and a part of the keys of what ranks agree on that follows from it.
+    """The calibration that counts, and the part that it adds to the keys of the values that ranks agree on.
 
-    All ranks have the same one, as they agreed on it, and none before that.
+    All ranks have the same calibration, because they agreed on it. Before that they have none.
     """
     calibrated = in_use() if config.calibrate != "off" else None
     return calibrated, "" if calibrated is None else f"/{calibrated.measured_on.file_name}"
@@ -60,7 +60,10 @@ def _observed_gate(config: Config, observe: Callable[[Settings], Settings], cali
 
 
 def current_node() -> Node:
-    """This process's device, and whether the GPUs of its host's ranks, or all that it sees, reach each other's memory."""
+    """This process's device, and whether the GPUs of its host's ranks reach each other's memory.
+
+    Without a process group, all GPUs that this process sees are asked.
+    """
     device = torch.cuda.current_device()
     multicast = bool(compat.multicast_support(device))
     ranks = local_world_size() if dist.is_initialized() else torch.cuda.device_count()
@@ -82,7 +85,7 @@ def measured_on(device_name: str, world_size: int, node: Node, peer_access: bool
 
 
 def _driver_version() -> str:
-    """As the kernel's module has it; ``unknown`` where a container hides it."""
+    """The version that the driver's kernel module reports; ``unknown`` where a container hides it."""
     try:
         words = _DRIVER.read_text().split()
     except OSError:
@@ -104,9 +107,9 @@ def agreed_gate(own: Gate, store: dist.Store, key: str) -> Gate:
 
 
 def current_profile(config: Config) -> DeviceProfile | None:
-    """What the halves are planned for; the same on all ranks of the process group, as halves of different sizes would hang.
+    """The device profile that the halves are planned for; None where nothing is planned, and for devices without a profile.
 
-    None where nothing is planned, and for devices without a profile.
+    It is the same on all ranks of the process group, as halves of different sizes would hang.
 
     Raises:
         ValueError: ``tw_compile.device_profile`` is neither a profile's name nor a profile.
@@ -135,8 +138,9 @@ def own_prefetch_bytes(config: Config) -> int:
 
 
 def current_link(profile: DeviceProfile | None, config: Config) -> Link | None:
-    """What messages travel over where GPUs have no peer access; the same on all ranks. None where ``profile``, the current one,
-    is None and so nothing is planned.
+    """The link that messages travel over where GPUs have no peer access; the same on all ranks.
+
+    None where ``profile``, the current one, is None: then nothing is planned.
 
     Raises:
         ValueError: The user's file is wrong.
@@ -163,7 +167,7 @@ def _agreed_profile(own: DeviceProfile | None, store: dist.Store, key: str) -> D
 
 
 def own_profile(config: Config, calibrated: Calibration | None = None) -> DeviceProfile | None:
-    """What this process would plan for if it were alone; of a device without a profile what ranks measured of it."""
+    """The profile that this process would plan for if it were alone; ranks' measurements, for a device without a profile."""
     if config.device_profile == "auto":
         profile = profile_of_device(torch.cuda.get_device_name())
         return profile if profile is not None or calibrated is None else calibrated.profile

@@ -22,7 +22,7 @@ _MOST = 2**31 - 1
 def enabled(environment: Mapping[str, str] = os.environ) -> bool | None:
     """What ``TW_COMPILE`` says: to use the passes, or not to; None where it is unset.
 
-    vLLM uses them if it is 1, torch.compile's backend ``tw_compile`` unless it is 0.
+    vLLM uses the passes if the variable is 1. torch.compile's backend ``tw_compile`` uses them unless it is 0.
     """
     return _switch(environment, ENABLE)
 
@@ -35,7 +35,7 @@ def strict(environment: Mapping[str, str] = os.environ) -> bool:
 def thresholds(environment: Mapping[str, str] = os.environ) -> str:
     """``TW_COMPILE_THRESHOLDS``: the path of a table, ``off``, or ``auto`` where it is unset.
 
-    A path must be there, and no folder or FIFO; what is in the file is for its reader to judge.
+    A path must exist and be a regular file, no folder or FIFO. Whoever reads the file checks its content.
     """
     value = environment.get(THRESHOLDS) or "auto"
     if value in ("auto", "off"):
@@ -64,14 +64,14 @@ def checks_inputs(environment: Mapping[str, str] = os.environ) -> bool:
 def cache_dir(environment: Mapping[str, str] = os.environ) -> Path | None:
     """``TW_COMPILE_CACHE_DIR``: the folder of compiled kernels; None where it is unset.
 
-    No value is refused: a folder that cannot be written to costs the time of compiling.
+    No value is refused: with a folder that cannot be written to, kernels are compiled again.
     """
     value = environment.get(CACHE_DIR)
     return Path(value) if value else None
 
 
 def peer_access(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether peer access between GPUs is used where it is, by ``TW_COMPILE_PEER_ACCESS``; it is unless that says 0."""
+    """Whether kernels may use peer access between GPUs that have it: yes, unless ``TW_COMPILE_PEER_ACCESS`` is 0."""
     return _switch(environment, PEER_ACCESS) is not False
 
 
@@ -81,7 +81,7 @@ def required_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def check_environment(environment: Mapping[str, str] = os.environ) -> None:
-    """Read every variable that can be wrong, so that a command refuses what it would meet later, or in another process.
+    """Read every variable that can be wrong, so that a command fails at once, not later or in another process.
 
     Raises:
         ValueError: The message names the variable, what was expected and what came.

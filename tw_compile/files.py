@@ -1,6 +1,6 @@
-"""Text of the files that users name, or that are theirs or ours, read and written.
+"""Read and write text files: files that users name, files in the user's folders, and our own.
 
-What is no regular file is refused: reading a FIFO would wait for ever.
+Anything but a regular file is refused: reading a FIFO would wait for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def read_text(path: Path, what: str) -> str:
     """The text of a regular file in UTF-8.
 
     Raises:
-        ValueError: There is none; the message begins with ``what``, the argument or variable that names it.
+        ValueError: There is no such file; the message begins with ``what``, the argument or variable that names the file.
     """
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -30,7 +30,7 @@ def read_text(path: Path, what: str) -> str:
 
 
 def read_if_there(path: Path | None, what: str) -> str | None:
-    """As :func:`read_text`; None where nothing has that name. A folder there is something, and is refused."""
+    """As :func:`read_text`, but None where nothing has that name. A folder of that name is refused."""
     try:
         if path is None or not _is_there(path):
             return None
@@ -40,7 +40,10 @@ def read_if_there(path: Path | None, what: str) -> str | None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """All of it or nothing: an interruption leaves what was there, and of two writers at once one's text is whole."""
+    """Write all of ``text`` or nothing.
+
+    An interrupted write leaves the old file as it was. After two writes at once the file has the whole text of one of them.
+    """
     other = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         other.write_text(text, encoding="utf-8")
@@ -51,7 +54,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where ``tw-compile tune`` writes what it measured; it need not exist. None without a home."""
+    """The folder where ``tw-compile tune`` writes its results, which need not exist; None where the user has no home."""
     if folder := environment.get("XDG_CONFIG_HOME"):
         return Path(folder, "tw_compile")
     try:
@@ -61,14 +64,14 @@ def user_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def user_file(name: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The file called ``name`` in the user's config folder, which need not exist; None without a home."""
+    """The file called ``name`` in the user's config folder, which need not exist; None where the user has no home."""
     folder = user_folder(environment)
     return None if folder is None else folder / name
 
 
 def _is_there(path: Path) -> bool:
     try:
-        path.lstat()  # of a link, so that one to nowhere is not taken for nothing
+        path.lstat()  # not stat(), which would not find a symlink without a target
     except (FileNotFoundError, NotADirectoryError):  # XDG_CONFIG_HOME=/dev/null is a way to have no files
         return False
     return True

@@ -1,7 +1,8 @@
 """Reports kept on disk beside Inductor's cache.
 
-A graph that comes out of that cache is not rewritten again. It has the report of when it was: a JSON file, whose name is a
-digest of the graph as the backend gets it and of all that it is compiled by. So another option is another file.
+A graph that comes out of that cache is not rewritten again. Its report is the one from when it was rewritten, kept in a JSON
+file. The file's name is a digest of the graph as the backend gets it, and of everything that affects its compilation. So
+another option means another file.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from tw_compile.files import read_text, write_whole
 from tw_compile.report import GraphReport
 
 FOLDER = Path("tw_compile", "reports")
-"""Below the folder of Inductor's cache."""
+"""The folder of the reports, relative to the folder of Inductor's cache."""
 
 
 def file_of(
     gm: fx.GraphModule, inputs: Sequence[Any], passes: compat.CustomGraphPass, options: Mapping[str, Any]
 ) -> Path | None:
-    """Where the reports of a graph are kept; None where Inductor does not cache it: caches are off, or passes have no identity.
+    """The file with the reports of a graph; None where Inductor does not cache the graph.
+
+    Inductor does not cache it if caches are off, or if ``passes`` have no identity.
 
     Args:
-        options: Inductor's for this graph, but for ``passes``.
+        options: Inductor's options for this graph, without ``passes``.
     """
     folder = compat.graph_cache_folder(options)
     identity = None if folder is None else passes.uuid()
@@ -48,7 +51,7 @@ def keep(file: Path, reports: Sequence[GraphReport]) -> None:
     """Write ``reports`` for :func:`read`, in place of what is there.
 
     Raises:
-        ValueError: The file can't be written, or a pass of the user's own has counted what JSON has no form for.
+        ValueError: The file can't be written, or a pass of the user's own has counted something that JSON can't hold.
     """
     try:
         text = json.dumps([dataclasses.asdict(report) for report in reports])
@@ -59,7 +62,7 @@ def keep(file: Path, reports: Sequence[GraphReport]) -> None:
 
 
 def read(file: Path) -> list[GraphReport]:
-    """What :func:`keep` has written, marked as from the cache.
+    """The reports that :func:`keep` has written, marked ``from_cache``.
 
     Raises:
         ValueError: There is no such file, or it holds something else.
@@ -73,14 +76,17 @@ def read(file: Path) -> list[GraphReport]:
 
 
 def _described_graph(gm: fx.GraphModule) -> list[str]:
-    """Each graph of a module with the tensors that are part of it, but for their values."""
+    """Text of each graph of a module, and of the module's tensors without their values."""
     graphs = [f"{name}: {module.graph}" for name, module in gm.named_modules() if isinstance(module, fx.GraphModule)]
     tensors = itertools.chain(gm.named_parameters(), gm.named_buffers())
     return graphs + [f"{name}: {_described(tensor)}" for name, tensor in tensors]
 
 
 def _described(value: Any) -> str:
-    """An input of a graph, but for its values: of a size its bounds, of a tensor made of tensors also these."""
+    """Text of a graph's input, without the values of tensors.
+
+    The text of a symbolic size has its bounds. The text of a tensor subclass has the tensors inside it, too.
+    """
     if isinstance(value, torch.SymInt):
         return f"{value} {compat.size_bounds(value)}"
     if not isinstance(value, torch.Tensor):
@@ -94,10 +100,10 @@ def _described(value: Any) -> str:
 
 
 def _typed(kind: Any, value: Any) -> Any:
-    """``value``, as JSON has it, as the ``kind`` that it was.
+    """Convert ``value``, which was read from JSON, back to the type ``kind``.
 
     Raises:
-        ValueError: It was something else.
+        ValueError: ``value`` does not fit ``kind``.
     """
     origin, members = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind):

@@ -1,6 +1,6 @@
-"""A model's configuration as its file has it: shipped presets, ``config.json`` files, checkpoint folders. Imports no torch.
+"""Read the file of a model's configuration: a shipped preset, a ``config.json`` or a checkpoint folder. Imports no torch.
 
-What transformers makes of it is :mod:`tw_compile.models.config`'s; what is wrong with the file itself shows here, at once.
+This module finds errors in the file itself, early. :mod:`tw_compile.models.config` has transformers build a configuration.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WHOLE_HEADS = frozenset(
         "starcoder2",
     )
 )
-"""Model types whose tensor-parallel plan deals out whole heads of attention; of others only transformers knows."""
+"""Model types whose tensor-parallel plan gives each rank whole attention heads; for others only transformers knows."""
 
 
 def preset_names() -> list[str]:
@@ -58,7 +58,7 @@ def preset_names() -> list[str]:
 
 
 def read_model_file(source: str) -> tuple[dict[str, Any], str]:
-    """The values, and what messages call the file; nothing is downloaded.
+    """The values in the file, and the name that messages use for it; nothing is downloaded.
 
     ``source`` is the name of a preset, the path of a ``config.json`` or a directory that holds one.
 
@@ -105,10 +105,12 @@ def _hub_hint(source: str) -> str:
 
 
 def check_shape(values: dict[str, Any], world_size: int | None, layers: int | None) -> None:
-    """Whether a model has so many layers, and heads for so many ranks, as far as its file tells; None is not asked.
+    """Check that a model has at least ``layers`` layers, and heads that ``world_size`` divides, as far as its file tells.
+
+    An argument that is None is not checked.
 
     Raises:
-        ValueError: It has not; the message names the key, what was expected and what it has.
+        ValueError: A check fails; the message names the option, the key, what was expected and what was given.
     """
     of_text = values.get("text_config")
     text = of_text if isinstance(of_text, dict) else values
@@ -124,7 +126,7 @@ def check_shape(values: dict[str, Any], world_size: int | None, layers: int | No
 
 
 def check_sizes(get: Callable[[str, int], Any]) -> None:
-    """Before anything divides by one of them."""
+    """Refuse sizes that are not positive, before any code divides by one of them."""
     for name in SIZES:
         size = get(name, 1)
         if isinstance(size, int) and size < 1:

@@ -32,8 +32,10 @@ def own_gate(config: Config, node: Node, calibrated: Layer | None = None) -> Gat
 
 
 def _one_shot_bytes() -> int:
-    """The largest message that Inductor gives to its one-shot kernel. Only Python sets that option: while nothing has imported
-    Inductor it has its default, 0."""
+    """The largest message, in bytes, that Inductor gives to its one-shot kernel.
+
+    Only Python code sets this option. So it has its default, 0, while nothing has imported Inductor.
+    """
     if "torch._inductor" not in sys.modules:
         return 0
     from tw_compile import compat

@@ -31,11 +31,12 @@ class TWCompilePass(compat.CustomGraphPass):
         config: What the passes may do.
         before: A post-grad pass of the user's own; it runs first and sees the graph without the fused operators.
 
-    A graph on which a pass fails stays as it was, with one warning; ``config.strict`` raises instead.
+    If a pass fails, its changes and those of its transaction are undone, with one warning. Earlier transactions stay: where the
+    split fails, the graph is fused. With ``config.strict`` the error is raised instead.
 
     Raises:
-        TypeError: An argument is something else.
-        ValueError: ``config.disable_passes`` names what no pass is called.
+        TypeError: An argument has the wrong type.
+        ValueError: ``config.disable_passes`` has a name that no pass has.
     """
 
     def __init__(self, config: Config | None = None, *, before: Callable[[fx.Graph], object] | None = None) -> None:
@@ -50,7 +51,7 @@ class TWCompilePass(compat.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        self.rewrite(graph, current_gate(self.config))  # what is wrong with a user's file is the user's to know
+        self.rewrite(graph, current_gate(self.config))  # raises if a user's file is wrong, so that the user sees it
 
     def rewrite(self, graph: fx.Graph, gate: Gate, host: HostGraph | None = None) -> report.GraphReport:
         """Rewrite ``graph`` by ``gate`` and publish the report.
@@ -82,7 +83,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return result
 
     def refuse(self, graph: fx.Graph, reason: StrEnum, detail: str) -> report.GraphReport:
-        """Leave ``graph`` as it is, and report that.
+        """Leave ``graph`` as it is, and report every site as refused for ``reason``.
 
         Raises:
             ValueError: The reason is none of :func:`tw_compile.passes.reasons.refusals`.
@@ -94,7 +95,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return result
 
     def uuid(self) -> bytes | None:
-        """Identifies all that the result depends on: sources, options, tables, profile, link, groups, users' passes and rules.
+        """A digest of all that the result depends on: sources, options, tables, profile, link, groups, users' passes and rules.
 
         None, which switches Inductor's caches off, when the user's pass can't be identified.
         """
@@ -107,7 +108,7 @@ class TWCompilePass(compat.CustomGraphPass):
         return hashlib.sha256("\n".join(parts).encode()).digest()
 
     def identity(self, gate: Gate) -> str:
-        """All that of :meth:`uuid` but the user's pass, as text."""
+        """Everything that goes into :meth:`uuid` except the user's pass, as text."""
         profile = current_profile(self.config)
         planned_for = repr((profile, current_link(profile, self.config), own_prefetch_bytes(self.config)))
         groups = [(*facts, group_facts(facts[0], "cuda").peer_access) for facts in compat.process_group_facts()]
@@ -127,7 +128,7 @@ def _sites(graph: fx.Graph, context: Context, run: manager.Run) -> list[report.S
 
 
 def split_report(graph: fx.Graph, context: Context, run: manager.Run) -> report.Split | None:
-    """What became of the tokens; the fused graph stays where a split is refused or fails."""
+    """What became of the tokens; None where no split was wanted. If a split is refused or fails, the fused graph stays."""
     if not split.is_wanted(graph, context):
         return None
     first = run.report_of(split.SPLIT[0].name)
@@ -148,7 +149,7 @@ def _not_split(context: Context, reason: SplitRefusal, detail: str) -> report.Sp
 
 
 def log_report(result: report.GraphReport) -> None:
-    """A line for the all_reduces, and one for the tokens where they may be split."""
+    """Log a line for the all_reduces, and a line for the tokens where the graph has a split report."""
     level = logging.INFO if result.counts["fused"] else logging.DEBUG
     logger.log(level, "tw_compile: %s", result.summary)
     done = result.split

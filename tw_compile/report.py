@@ -1,7 +1,7 @@
 """What the passes decided, as plain data: one :class:`Site` per all_reduce, one :class:`GraphReport` per graph.
 
-The passes append a report for every graph they see; ``collect_reports()`` hands them to whoever compiles a model and
-wants to show what happened.
+The passes publish a report for every graph that they see. ``collect_reports()`` gives these reports to code that compiles a
+model and shows what happened.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Consumer = Literal["fed", "other"]
 class Site:
     """One all_reduce of a graph and what was decided about it.
 
-    ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count
-    is symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the
-    refusal (:class:`tw_compile.passes.reasons.Refusal`) or of the gate. ``producer`` is what makes the message of the fused
-    operator: its own ``mm``, or something other that it is given the result of. Where thresholds were asked, ``backend`` is
-    what the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that comes from.
-    ``quantisation`` is about a quantisation of the norm's result: ``float8_e4m3fn`` where it is part of the form, or that with
-    ``_per_token`` or ``_per_group128`` behind it if scales are made of the result, the name of a
-    :class:`tw_compile.passes.reasons.QuantRefusal` where it is left behind the norm, empty where there is none.
-    ``wire`` is how the rows of the fused operator travel; ``wire_refusal``, where another wire was asked for, the name of a
-    :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what the sum is made by: ``attention``, ``mlp``, or empty where
-    nobody has asked or it is neither. ``consumer`` is what reads the norm's result: GEMMs that are ``fed`` its rows as they
-    arrive, or something other that waits for all of them; ``feed_refusal``, where they were to be fed, the name of a
-    :class:`tw_compile.passes.reasons.FeedRefusal`.
+    ``bytes`` is the message of the unfused all_reduce (tokens x hidden x element size), ``None`` when the token count is
+    symbolic. ``transport`` is set when the site was fused. ``reason`` is empty when it was fused, else the name of the refusal
+    (:class:`tw_compile.passes.reasons.Refusal`) or of the gate. ``producer`` is what makes the message of the fused operator:
+    the operator's own ``mm``, or another operator, whose result it is given. Where thresholds were asked, ``backend`` is what
+    the unfused all_reduce would use, ``entry`` the range of the table that decided, and ``source`` where that range comes from.
+    ``quantisation`` says what happened to a quantisation of the norm's result: it is ``float8_e4m3fn`` where the quantisation
+    is part of the form, with ``_per_token`` or ``_per_group128`` appended if scales are made of the result; the name of a
+    :class:`tw_compile.passes.reasons.QuantRefusal` where the quantisation stays behind the norm; empty where there is none.
+    ``wire`` is how the rows of the fused operator travel. Where another wire was asked for, ``wire_refusal`` is the name of a
+    :class:`tw_compile.passes.reasons.WireRefusal`. ``feeds`` is what makes the sum: ``attention``, ``mlp``, ``attention+mlp``
+    where both do, or empty where nobody has asked or neither makes it. ``consumer`` is what reads the norm's result: GEMMs that
+    are ``fed`` its rows as they arrive, or another operator, which waits for all rows. Where GEMMs were to be fed and are not,
+    ``feed_refusal`` is the name of a :class:`tw_compile.passes.reasons.FeedRefusal`.
     """
 
     index: int
@@ -72,13 +72,13 @@ class OverlapWindow:
 
     Attributes:
         kind: ``prologue``, ``attention``, ``qkv``, ``join``, ``o_proj``, ``mlp`` or ``epilogue``.
-        computes: The half, 1 or 2; ``joined`` or ``shared``.
-        beside: The calls in flight as ``(site, half)``; a site is None for a collective.
-        operators: How many compute something.
+        computes: The half that computes, 1 or 2; or ``joined`` or ``shared``.
+        beside: The calls in flight as ``(site, half)``; the site is None for a collective.
+        operators: How many operators compute something.
         overlap_sms: SMs of the calls of the other half that are hidden here.
         gemms_leaving_sms: GEMMs, by the planner's names, and the SMs that they leave to the calls.
-        compute_us, communication_us, us: What was predicted, the last one for both beside each other; None where the plan has
-            no such window.
+        compute_us, communication_us, us: The predicted times of compute, of communication, and of both beside each other; None
+            where the plan has no such window.
     """
 
     kind: str
@@ -97,11 +97,13 @@ class Overlap:
     """How the halves of a split graph hide each other's communication.
 
     Attributes:
-        calls: How many there are; ``exposed`` counts, by reason, those beside which nothing of the other half computes.
-        windows: In the order in which they run.
-        loose: Operators that the compiler may move in front of the call they belong behind.
-        in_slot: How many of the calls leave their results where peers write them, all readers being done by the next call.
-        refused: Why the order is not that of the weave; empty where it is.
+        calls: The number of calls.
+        exposed: The number of calls beside which nothing of the other half computes, by reason.
+        windows: The windows in the order in which they run.
+        loose: Operators that belong behind a call, but that the compiler may move in front of it.
+        in_slot: The number of calls whose results stay in the slot's memory, where peers write them. All readers of these
+            results are done by the next call.
+        refused: Why the operators are not in the order of the weave; empty where they are.
     """
 
     calls: int = 0
@@ -117,15 +119,16 @@ class Split:
     """What became of the tokens of one graph, where option ``split`` is not ``off``.
 
     Attributes:
-        asked: The option.
+        asked: The value of the option.
         mode: ``off``; ``split``: each half has its own attention; ``join``: attention of all tokens between split projections.
-        reason: Why not, when the mode is ``off``: a name of :class:`tw_compile.passes.reasons.SplitRefusal` or
-            :class:`tw_compile.planning.Off`; ``detail`` in words.
+        reason: Why the tokens are not split, when the mode is ``off``: a name of
+            :class:`tw_compile.passes.reasons.SplitRefusal` or :class:`tw_compile.planning.Off`. ``detail`` says it in words.
         unit: What is counted: ``token`` or ``request``.
-        sizes: Of both halves in that unit; expressions where the token count is symbolic.
+        sizes: The sizes of both halves in that unit; expressions where the token count is symbolic.
         duplicated, shared, joined, slices, cats: See :class:`tw_compile.passes.split.SplitReport`.
         joins: How many operators join the halves, by reason; ``join_details`` names them.
-        plan: What was predicted; of one token count of several where that is symbolic. ``device_profile`` is what it is for.
+        plan: What was predicted. Where the token count is symbolic, the plan is for one of several token counts.
+            ``device_profile`` is the profile that the plan is for.
         overlap: How the halves are ordered; None when the mode is ``off``.
     """
 
@@ -161,13 +164,14 @@ class PassReport:
     """What became of one pass on one graph.
 
     Attributes:
-        name: As ``tw_compile.disable_passes`` takes it.
-        outcome: ``changed`` or ``unchanged``, the graph, by a pass that ran. ``refused``: it does not do this graph.
-            ``failed``: it raised; ``undone``: it had changed the graph when another one of its transaction did. ``off``:
-            switched off. ``not_run``: what it needs was refused, or a pass before it has failed.
-        seconds: What it took, with the copy of the graph by which it would be undone; 0.0 if it did not run.
-        counts: What it counts, by name.
-        detail: Why, where it was refused, failed or did not run.
+        name: The name of the pass, as ``tw_compile.disable_passes`` takes it.
+        outcome: ``changed`` or ``unchanged``: the pass ran, and did or did not change the graph. ``refused``: the pass does not
+            handle this graph. ``failed``: the pass raised. ``undone``: the pass had changed the graph when another pass of its
+            transaction raised. ``off``: switched off. ``not_run``: a pass that it needs did not run or was
+            refused, or an earlier pass failed.
+        seconds: The time of the pass, including the copy of the graph from which it would be undone; 0.0 if it did not run.
+        counts: What the pass counts, by name.
+        detail: Why the pass was refused, failed or did not run.
     """
 
     name: str
@@ -179,11 +183,13 @@ class PassReport:
 
 @dataclass
 class GraphReport:
-    """What the pipeline did to one graph; ``seconds`` is the time all passes took together, ``passes`` has each, in order.
+    """What the pipeline did to one graph.
 
-    ``split`` is None where that option is off. ``tokens`` is the range of token counts (inclusive) that a host compiles the
-    graph for, if it has such; ``fused_by_host`` counts fused operators of the host's own, whose all_reduces are not among
-    ``sites``. ``from_cache``: the graph came out of Inductor's cache, and this is the report of when it was rewritten.
+    ``seconds`` is the time of all passes together; ``passes`` has a report of each pass, in order. ``split`` is None where that
+    option is off, or where ``auto`` finds no all_reduce. ``tokens`` is the range of token counts (inclusive) that the host
+    compiles the graph for, if the host gives one. ``fused_by_host`` counts fused operators of the host's own, whose all_reduces
+    are not among ``sites``. ``from_cache``: the graph came out of Inductor's cache, and this is the report from when the graph
+    was rewritten.
     """
 
     sites: list[Site] = field(default_factory=list)
@@ -266,8 +272,9 @@ def publish(report: GraphReport) -> None:
 def collect_reports() -> Iterator[list[GraphReport]]:
     """Collect the report of every graph that is compiled inside the ``with`` block, in order.
 
-    Of a graph that comes out of Inductor's cache the backend ``tw_compile`` shows the report of when it was rewritten, marked
-    ``from_cache``. Where none was kept, and with the bare :class:`tw_compile.TWCompilePass`, it has no report.
+    For a graph that comes out of Inductor's cache, the backend ``tw_compile`` publishes the report from when the graph was
+    rewritten, marked ``from_cache``. The graph has no report where none was kept, or with the bare
+    :class:`tw_compile.TWCompilePass`.
     """
     collected: list[GraphReport] = []
     with _lock:

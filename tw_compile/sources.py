@@ -33,9 +33,10 @@ def digest_of(folders: tuple[Path, ...]) -> str:
 
 @functools.cache
 def source_of(function: Callable[..., Any]) -> str:
-    """The digest of the file that a user's function is in; empty for one of the package, whose digest has it.
+    """The digest of the file that a user's function is in; empty for the package's own functions.
 
-    Where there is no file, it is what is equal to nothing.
+    The package's digest already covers its own functions. Where there is no file, the result is a random value, which equals
+    no other digest.
     """
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))

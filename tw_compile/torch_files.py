@@ -1,4 +1,4 @@
-"""What the files of the installed torch tell of it. Importing torch takes seconds, which commands that only show facts save."""
+"""Facts about the installed torch, read from its files: importing torch takes seconds, and not every command needs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_symmetric_memory() -> bool:
 
 @functools.cache
 def has_gloo() -> bool:
-    """``torch.distributed.is_gloo_available()``: whether the library with torch's Python classes has that of gloo's groups."""
+    """``torch.distributed.is_gloo_available()``: whether the library of torch's Python bindings has ``ProcessGroupGloo``."""
     library = _folder() / "lib" / "libtorch_python.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return content.find(b"\0ProcessGroupGloo\0") >= 0

@@ -1,6 +1,6 @@
-"""The kernels over memory of slots, a folder each. A new one is a folder with its entry, and a line here.
+"""The kernels over memory of slots, each in a folder. A new kernel needs a folder with its entry, and a line here.
 
-Outside of this project one is added by ``ALGORITHMS.register``.
+Other projects add kernels by ``ALGORITHMS.register``.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ ALGORITHMS: Registry[AlgorithmEntry] = Registry(
 
 
 def with_wires(transport: str) -> list[AlgorithmEntry]:
-    """Those of a transport that let rows travel in codes, in the order in which they are asked."""
+    """The algorithms of a transport that let rows travel in codes, in the order in which they are tried."""
     return [entry for entry in ALGORITHMS if entry.wires and entry.transport == transport]
 
 
 def with_scales(transport: str) -> list[AlgorithmEntry]:
-    """Those of a transport that make scales of any message's rows, in the order in which they are asked."""
+    """The algorithms of a transport that compute scales from any message's rows, in the order in which they are tried."""
     of_transport = [entry for entry in ALGORITHMS if entry.scales and entry.transport == transport]
     return [entry for entry in of_transport if not entry.needs_whole_residual]
 
 
 def feeding(transport: str) -> list[AlgorithmEntry]:
-    """Those of a transport that leave it to a GEMM to hand out rows, in the order in which they are asked."""
+    """The algorithms of a transport that leave it to a GEMM to exchange rows, in the order in which they are tried."""
     return [entry for entry in ALGORITHMS if entry.feeds and entry.transport == transport]
 
 
 def beside_work(transport: str) -> list[AlgorithmEntry]:
-    """Those of a transport that serve calls beside other work, in the order in which they are asked."""
+    """The algorithms of a transport that serve calls beside other work, in the order in which they are tried."""
     ranked = [
         (entry.beside, entry) for entry in ALGORITHMS if entry.beside is not None and entry.transport == transport
     ]

@@ -1,4 +1,4 @@
-"""What the CUDA C++ kernels have in common whose ranks meet in barriers: two-shot over the slot's own memory."""
+"""Base of the CUDA C++ kernels whose ranks meet in barriers: two-shot over the slot's own memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tw_compile.kernels.runtime.program import Program, arch_of
 
 
 class BarrierParams(Structure):
-    """What the parameter structs of these kernels have, each under a name of its own."""
+    """The fields of these kernels' parameter structs. Each kernel gives the struct a name of its own."""
 
     _fields_ = [
         *POINTER_FIELDS,
@@ -44,10 +44,10 @@ class BarrierParams(Structure):
 
 
 class BarrierKernel(Algorithm):
-    """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` CTAs, one an SM.
+    """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` CTAs, one per SM.
 
-    Results are ordinary tensors, or the slot's own memory where the request lets them (``results_in_slot``): then nothing is
-    copied to them once the ranks have met.
+    Results are ordinary tensors, or the slot's own memory if the request allows it (``results_in_slot``). In the slot nothing
+    has to be copied to them once the ranks have met.
     """
 
     source: Path
@@ -61,7 +61,7 @@ class BarrierKernel(Algorithm):
 
     @abstractmethod
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
-        """Definitions of the source beside those that all of them have."""
+        """The definitions of the source, besides those that all sources have."""
 
     @abstractmethod
     def cta(self, request: Request) -> dict[str, int]:

@@ -16,10 +16,10 @@ Options = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True)
 class Checked:
-    """One way in which checks on GPUs run an algorithm: made with ``options``, besides its own.
+    """One way in which checks on GPUs run an algorithm. ``options`` are added to the algorithm's own options.
 
-    ``beside``: also beside other work, where it can be. ``in_slot``: messages are made in the slot's memory, and results are
-    left there; that is not done beside other work, as a call inside may overwrite them.
+    ``beside``: whether it also runs beside other work, if the algorithm can. ``in_slot``: messages are made in the slot's
+    memory, and results stay there. This is not done beside other work, because a call inside may overwrite them.
     """
 
     name: str
@@ -38,19 +38,19 @@ class AlgorithmEntry:
             number.
         options: Keyword arguments for the class.
         transport: The transport whose memory it works on.
-        sms: The SMs that the algorithm gets where no table says otherwise. None: it chooses by itself, whatever a table says.
-        most_sms: The most SMs that it can use; 0 where that is not known before it is made.
-        beside: For calls beside other work algorithms are asked in ascending order of this number. None: it is not asked.
-        instead: The name of the algorithm that is asked next if this one can't serve a message.
-        two_whole: The name of the algorithm that is asked first where two ranks both want all rows of the new residual.
+        sms: The SMs that the algorithm gets if no table says otherwise. None: it chooses by itself, whatever a table says.
+        most_sms: The most SMs that it can use; 0 if that is not known before it is made.
+        beside: For calls beside other work algorithms are tried in ascending order of this number. None: it is not tried.
+        instead: The name of the algorithm that is tried next if this one can't serve a message.
+        two_whole: The name of the algorithm that is tried first if two ranks both want all rows of the new residual.
         needs_whole_residual: Whether every rank must have all rows of the residual.
         needs_multicast: Whether it serves nothing without NVLink multicast.
-        serves_all: Whether it serves every message whose rows travel as they are, by scales that are given. Exactly one entry
-            of a transport has this; it is asked last. That of ``multimem`` is the one of ``p2p``.
-        wires: Whether it lets rows travel in codes. No other is asked for that.
-        scales: Whether it makes the scales of float8 results of the rows themselves. No other is asked for that.
-        prefetches: Whether it can prefetch weights that calls are given (``prefetch.py``).
-        feeds: Whether it leaves it to a GEMM to hand out the rows of a result. It serves no other calls.
+        serves_all: Whether it serves every message whose rows travel as they are and whose scales are given. Exactly one entry
+            of a transport has this; it is tried last. ``multimem`` uses the entry of ``p2p``.
+        wires: Whether it lets rows travel in codes. Only such algorithms are tried for calls with a wire.
+        scales: Whether it computes the scales of float8 results from the rows. Only such algorithms serve calls that need this.
+        prefetches: Whether it can prefetch weights (``prefetch.py``).
+        feeds: Whether it leaves it to a GEMM to exchange the rows of a result. It serves no other calls.
         profile: The key under ``fused`` of device profiles for which ``tw-compile tune`` measures this algorithm; None: no key.
         benchmarked: Its lines in ``tw-compile bench kernel``; tables are made from the first plain one.
         checked: How checks on GPUs run it.
@@ -77,7 +77,7 @@ class AlgorithmEntry:
     checked: tuple[Checked, ...] = ()
 
     def check_sms(self, sms: int) -> None:
-        """ValueError for a number of SMs that the algorithm can't have; imports nothing."""
+        """ValueError if the algorithm can't have this number of SMs; imports nothing."""
         most = self.most_sms or sms
         if self.sms is not None and not 1 <= sms <= most:
             raise ValueError(f"max_sms: expected 1 to {most}, got {sms}")

@@ -1,7 +1,8 @@
-"""What the CUDA C++ kernels have in common that do the operator one-shot or two-shot, a row at a time.
+"""Base of the CUDA C++ kernels that run the operator as one-shot or two-shot, a row at a time.
 
-A one-shot rank computes all rows, so it needs all rows of the residual. Where the graph keeps a shard with each rank, it hands
-on the whole as if it were the shard (:func:`~tw_compile.kernels.collective.spec.slice_of_whole_residual`), and finds it again.
+A one-shot rank computes all rows, so it needs all rows of the residual. If the graph keeps a shard on each rank, a one-shot
+call returns a slice of the whole residual as the shard (:func:`~tw_compile.kernels.collective.spec.slice_of_whole_residual`).
+The next one-shot call finds the whole residual from that slice.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ from tw_compile.kernels.runtime.program import Program, arch_of
 class RowKernel(Algorithm):
     """A CUDA C++ kernel of ``source`` with the parameters ``params``, on at most ``max_sms`` of ``most_sms`` SMs.
 
-    ``min_capability``: of the devices that its instructions need. ``wires``: whether its two-shot rows can travel in codes.
-    ``prefetches``: whether it has CTAs that prefetch (``prefetch.py``), by a definition PREFETCH and parameters of that name.
+    ``min_capability``: the compute capability that its instructions need. ``wires``: whether its two-shot rows can travel in
+    codes. ``prefetches``: whether it can have CTAs that prefetch (``prefetch.py``). Then the source has a definition PREFETCH,
+    and ``params`` have a field of that name.
     """
 
     source: Path
@@ -64,7 +66,7 @@ class RowKernel(Algorithm):
 
     @abstractmethod
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
-        """Definitions of the source beside those that all of them have."""
+        """The definitions of the source, besides those that all sources have."""
 
     @abstractmethod
     def options(self, request: Request, state: GroupState) -> dict[str, Any]:
@@ -72,12 +74,12 @@ class RowKernel(Algorithm):
 
     @abstractmethod
     def launches(self, request: Request, state: GroupState, slot: Slot) -> list[tuple[Structure, int]]:
-        """Parameters, without those of the request's tensors, and CTAs of each launch."""
+        """The parameters, without the addresses of the request's tensors, and the number of CTAs of each launch."""
 
     def stream_options(self, request: Request, state: GroupState) -> dict[str, Any]:
-        """Those of :meth:`Kernel.launch` that follow from where the call runs: in the current stream's order, or beside it.
+        """The options of :meth:`Kernel.launch` that depend on whether the call runs in the current stream's order or beside it.
 
-        Programmatic launches are Hopper's.
+        Programmatic launches need Hopper or later.
         """
         beside = request.overlap_sms > 0
         return {
@@ -88,7 +90,7 @@ class RowKernel(Algorithm):
     def with_prefetch(
         self, request: Request, state: GroupState, launches: list[tuple[Structure, int]], ctas_per_sm: int
     ) -> list[tuple[Structure, int]]:
-        """``launches`` with CTAs behind those of the first one that prefetch what the request asks for, on free SMs."""
+        """``launches``, with CTAs added to the first launch that prefetch the request's tensors on free SMs."""
         if not request.prefetch:
             return launches
         room = torch.cuda.get_device_properties(state.device).multi_processor_count * ctas_per_sm
@@ -127,7 +129,7 @@ class RowKernel(Algorithm):
         self._kernel(request, state, spin_limit)
 
     def outputs(self, request: Request, state: GroupState, slot: Slot) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Algorithm`. A one-shot rank writes all rows of the residual, whatever is handed on of them."""
+        """See :class:`Algorithm`. A one-shot rank writes all rows of the residual, even if the call returns only a slice."""
         make_hidden, make_residual = allocators(request, self._residual_rows(request, state))
         return make_hidden(), make_residual()
 
@@ -145,8 +147,8 @@ class RowKernel(Algorithm):
     def _call(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> Call:
         """The launches of the request.
 
-        In one-shot a rank computes all rows. So it needs the whole residual. Where a shard of the new residual is asked for, it
-        returns a slice of the whole one.
+        In one-shot a rank computes all rows, so it needs the whole residual. If the request asks for a shard of the new
+        residual, the call returns a slice of the whole residual.
         """
         tokens, world_size, rank = request.x.shape[0], state.world_size, state.rank
         residual_of = residual_out_of = None
@@ -180,7 +182,7 @@ class RowKernel(Algorithm):
         )
 
     def fed_rows(self, request: Request, state: GroupState, slot: Slot, spin_limit: int) -> FedRows | None:
-        """Where the call leaves rows that a GEMM is to be fed; None: all rows are in ``hidden``."""
+        """Where the call leaves the rows for a fed GEMM; None: all rows are in ``hidden``."""
         return None
 
     def _kernel(self, request: Request, state: GroupState, spin_limit: int) -> Kernel:
@@ -193,7 +195,7 @@ class RowKernel(Algorithm):
         return kernel
 
     def program(self, request: Request, state: GroupState, spin_limit: int) -> Program:
-        """The variant of the source that serves the request, whose residual is as one-shot takes and gives it."""
+        """The variant of the source that serves the request. In one-shot the request has a whole residual."""
         defines = row_defines(request, state.world_size, spin_limit) | self.defines(request, state)
         if self.prefetches:
             defines["PREFETCH"] = int(bool(request.prefetch))

@@ -1,16 +1,16 @@
-"""Causal attention of the last tokens of a sequence, whose earlier keys and values are tensors of their own.
+"""Causal attention of the last tokens of a sequence. The keys and values of earlier tokens are separate tensors.
 
     attention_suffix(query, key, value, earlier_key, earlier_value, scale) -> [batch, heads, queries, head_dim]
 
 ``query`` ``[batch, heads, queries, head_dim]``; ``key`` and ``value`` ``[batch, kv_heads, queries, head_dim]`` of the same
-tokens; ``earlier_key`` and ``earlier_value`` ``[batch, kv_heads, earlier, head_dim]`` of those before them, or None where
-there are none. Query i sees all earlier keys and the own ones 0 to i. ``heads`` is a multiple of ``kv_heads``; all are of one
-dtype and have any strides. ``scale`` None is ``head_dim ** -0.5``. The result is laid out as ``[batch, queries, heads,
-head_dim]``, as projections read it. It is what ``torch.nn.attention.bias.causal_lower_right`` asks for, of keys that nobody has
-to join.
+tokens; ``earlier_key`` and ``earlier_value`` ``[batch, kv_heads, earlier, head_dim]`` of the tokens before them, or None if
+there are none. Query i sees all earlier keys, and keys 0 to i of ``key``. ``heads`` is a multiple of ``kv_heads``. All tensors
+have the same dtype and any strides. ``scale`` None means ``head_dim ** -0.5``. The result is laid out as ``[batch, queries,
+heads, head_dim]``, as projections read it. It equals attention with ``torch.nn.attention.bias.causal_lower_right``, but nobody
+has to join the keys.
 
-On CUDA devices it is a Triton kernel (``attention_suffix_kernel.py``, imported at the first call) for bfloat16 and float16 and
-head dims up to 128; others are a ``ValueError``. On a CPU it is the reference, of any dtype.
+On CUDA devices a Triton kernel (``suffix_kernel.py``, imported at the first call) serves bfloat16 and float16 and
+head dims up to 128; others are a ``ValueError``. On a CPU the reference serves any dtype.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tw_compile.kernels.runtime.operator import define
 from tw_compile.planning.suffix import MOST_HEAD_DIM
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of the kernel."""
+"""The dtypes that the kernel supports."""
 
 
 def reference(
@@ -136,5 +136,5 @@ attention_suffix = define(
     "float? scale=None) -> Tensor",
     _run,
     _fake,
-    tags=(torch.Tag.flexible_layout,),  # any strides will do, so Inductor copies no operand for them
+    tags=(torch.Tag.flexible_layout,),  # operands may have any strides, so Inductor need not copy them
 )

@@ -1,9 +1,9 @@
-"""The Triton kernel of :mod:`tw_compile.kernels.attention.suffix`, and the shape that it is launched in.
+"""The Triton kernel of :mod:`tw_compile.kernels.attention.suffix`, and its launch shapes.
 
 FlashAttention-2 (Dao, 2023): a CTA has a block of queries of one head and walks over blocks of keys, with a running maximum and
-sum of each row. Here the walk is over two pairs of tensors, the earlier keys first, of which none is hidden, in one loop, so
-that its pipeline never drains. Scores are masked in two places alone: where the earlier keys end and where the diagonal is. The
-blocks of the last queries, which see the most keys, are handed out first.
+sum for each row. Here one loop walks over two pairs of tensors, so its pipeline never drains. The earlier keys come first;
+every query sees all of them. Scores are masked in two places only: where the earlier keys end, and at the diagonal. The blocks
+of the last queries, which see the most keys, are scheduled first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ import triton
 import triton.language as tl
 
 _WIDE_PAIRS = 48 * 2**20
-"""Pairs of a query and a key that it sees, of all heads, from which on rows of a block share keys rather than make the last
-CTAs short. Measured: small blocks take 0.92x as long at 34 million, wide ones at 100 million."""
+"""The number of pairs of a query and a key that it sees, over all heads, from which on blocks are wide.
+
+In wide blocks more rows share the keys; small blocks make the last CTAs shorter. Measured: small blocks take 0.92x as long at
+34 million pairs, wide blocks take 0.92x as long at 100 million.
+"""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Queries and keys of a block, and the launch options that go with them."""
+    """How many queries (``rows``) and keys a block has, and the launch options that go with them."""
 
     rows: int
     keys: int
@@ -31,16 +34,16 @@ class Blocks:
 
 
 SMALL, WIDE = Blocks(64, 64, 4, 3), Blocks(128, 64, 8, 3)
-"""The fastest two of seven (``benchmarks/results/2026-11-22-h200-attention-suffix.txt``). Compiled for sm_90 neither spills."""
+"""The fastest two of seven (``benchmarks/results/2026-11-22-h200-attention-suffix.txt``). On sm_90 neither spills registers."""
 
 
 def blocks_for(queries: int, keys: int, heads: int) -> Blocks:
-    """Those of a launch; ``keys`` are all that the last query sees, ``heads`` of all requests."""
+    """The blocks for a launch. ``keys``: how many keys the last query sees. ``heads``: the number of heads of all requests."""
     return SMALL if heads * queries * (2 * keys - queries) < 2 * _WIDE_PAIRS else WIDE
 
 
 def width_of(head_dim: int) -> int:
-    """Columns of a block, of which the first ``head_dim`` hold something."""
+    """Columns of a block. Only the first ``head_dim`` of them hold data."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
@@ -78,11 +81,11 @@ def attention_suffix_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """One block of queries of one head a program: axis 0 is ``batch * HEADS``, axis 1 the blocks.
+    """One block of queries of one head per program: axis 0 is ``batch * HEADS``, axis 1 the blocks.
 
-    Heads are constants as blocks of 128 columns have few registers to spare.
+    The numbers of heads are constants because blocks of 128 columns have few registers to spare.
 
-    ``scale`` is that of the scores times log2(e); ``GROUP`` query heads share a head of keys. ``WIDTH`` is
+    ``scale`` is the scale of the scores times log2(e). ``GROUP`` query heads share a head of keys. ``WIDTH`` is
     :func:`width_of` ``HEAD_DIM``. Strides are in elements; ``out`` is contiguous ``[batch, queries, HEADS, HEAD_DIM]``.
     """
     batch = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -151,7 +154,7 @@ def launch(
 ) -> None:
     """Write attention of ``query [batch, heads, queries, head_dim]`` to ``out [batch, queries, heads, head_dim]``.
 
-    Last dims are contiguous.
+    The last dimension of all tensors is contiguous.
     """
     batch, heads, queries, head_dim = query.shape
     pairs = (*own, *(earlier or (None, None)))

@@ -1,4 +1,4 @@
-"""The interface that each kernel of the P2P transport implements."""
+"""The interface that each kernel over memory that the ranks share implements."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Algorithm(ABC):
-    """One way to run the fused operator over peer memory.
+    """One way to run the fused operator over peer memory or host memory.
 
-    All ranks must get the same answers, so these depend on what all ranks share, such as shapes, dtypes and the world size.
-    ``name`` is the name in tables of ``configs/kernels``.
+    All ranks must get the same answers from the methods. So answers may depend only on what all ranks share, such as shapes,
+    dtypes and the world size. ``name`` is the name in tables of ``configs/kernels``.
     """
 
     name: str
@@ -55,5 +55,5 @@ class Algorithm(ABC):
         """Enqueue the call on the current stream.
 
         The device is current, and ``slot`` has the buffers that :meth:`needs` asked for. With ``spin_limit`` above 0 a barrier
-        gives up after so many polls.
+        gives up after that many polls.
         """

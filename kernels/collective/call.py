@@ -1,8 +1,9 @@
-"""A call with everything settled but its tensors, so that others of its form can be made again.
+"""A call with everything decided but its tensors, so that later calls of the same form can reuse it.
 
-A model makes calls of few forms, each many times over. What serves a form, on how many SMs and from which memory, takes Python
-longer to settle than a launch does to be enqueued; without CUDA graphs it would take the host longer than the kernel takes the
-GPU. So it is settled once. Only CUDA C++ kernels have this: Triton's own launcher looks at all arguments anyway.
+A model makes calls of few forms, each of them many times. To decide which kernel serves a form, on how many SMs and from which
+memory, takes Python longer than to enqueue a launch. Without CUDA graphs the host would need longer for this than the GPU needs
+for the kernel. So it is decided once per form. Only CUDA C++ kernels do this: Triton's own launcher looks at all arguments
+anyway.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from tw_compile.kernels.runtime.launch import Kernel
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
 _write_pointers = Struct(f"{len(POINTERS)}P").pack_into
-"""Writes most addresses at once, which is faster than setting one attribute after the other."""
+"""Writes most addresses at once. This is faster than setting the attributes one after the other."""
 _BEHIND = -len(LAST_POINTERS)
-"""Of operands, the place of the first whose address is written by itself."""
+"""Index, from the end of the operands, of the first operand whose address is set by itself."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +36,16 @@ class Call:
 
     Attributes:
         launches: The parameters and the number of CTAs of each launch. The parameters begin with tensors' addresses, and end
-            with those that few calls have; each call fills them in before it copies them. A slot's calls follow each other, so
-            no two threads do this at once.
+            with the addresses of tensors that few calls have. Each call fills the addresses in before the launch copies the
+            parameters. A slot's calls follow each other, so no two threads do this at once.
         options: The other arguments of :meth:`Kernel.launch`.
         hidden: Makes the memory that the kernel writes its results to, ``[tokens, hidden]``.
         residual_out: Makes the memory for the new residual.
-        residual_of: Makes of the caller's residual the one that the kernel reads; None: they are the same.
-        residual_out_of: Makes of the kernel's new residual the one that the caller gets; None: they are the same.
-        prefetches: Whether the parameters have a field ``prefetch`` (``prefetch.Prefetched``) whose addresses are wanted.
-        fed: Where the kernel leaves this rank's rows, and a GEMM finds all rows; ``hidden`` gets them only if no GEMM is fed.
-            None: they are written to ``hidden``.
+        residual_of: Turns the caller's residual into the residual that the kernel reads; None: they are the same.
+        residual_out_of: Turns the kernel's new residual into the residual that the caller gets; None: they are the same.
+        prefetches: Whether the parameters have a field ``prefetch`` (``prefetch.Prefetched``) that needs addresses.
+        fed: Where the kernel leaves this rank's rows, and where a GEMM finds all rows. Rows are copied to ``hidden`` only if no
+            GEMM is fed. None: the kernel writes all rows to ``hidden``.
     """
 
     kernel: Kernel
@@ -70,10 +71,10 @@ class Call:
     ) -> Outputs:
         """Launch on ``stream``, the handle of a stream of the current device.
 
-        ``prefetch`` is what a kernel with a parameter of that name asks L2 for; other kernels leave it.
-        ``outputs`` are those of :meth:`allocate` if the caller has called that already; None: this calls it.
+        ``prefetch``: the tensors that a kernel with a parameter of that name prefetches into L2; other kernels ignore it.
+        ``outputs``: the result of :meth:`allocate`, if the caller has called it already; None: this method calls it.
 
-        Returns ``(hidden, residual_out)`` as the caller wants them.
+        Returns ``(hidden, residual_out)`` as the caller of the operator gets them.
         """
         hidden, residual_out = self.allocate() if outputs is None else outputs
         if self.residual_of is not None and operands.residual is not None:
@@ -84,7 +85,7 @@ class Call:
         for params, ctas in self.launches:
             _write_pointers(params, 0, *first, results.data_ptr(), residual_out.data_ptr())
             for name, address in zip(LAST_POINTERS, last, strict=True):
-                if address:  # calls of one form all have it, or none does
+                if address:  # either all calls of a form have this operand, or none has
                     setattr(params, name, address)
             if prefetch and self.prefetches:
                 params.prefetch.begin[: len(prefetch)] = [tensor.data_ptr() // LINE * LINE for tensor in prefetch]
@@ -93,7 +94,10 @@ class Call:
 
 
 def allocators(request: Request, residual_rows: int) -> tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]:
-    """Make uninitialised ``hidden [tokens, hidden]`` and ``residual_out [residual_rows, hidden]``; they keep no tensor."""
+    """Two functions that allocate uninitialised ``hidden [tokens, hidden]`` and ``residual_out [residual_rows, hidden]``.
+
+    The functions hold no reference to a tensor.
+    """
     (tokens, hidden_size), device, norm = request.x.shape, request.x.device, request.norm
     return (
         partial(empty_hidden, tokens, hidden_size, norm, device),

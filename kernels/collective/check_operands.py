@@ -1,12 +1,12 @@
-"""A debug mode: are the operands that must be the same on all ranks the same?
+"""A debug mode that checks whether operands are equal on all ranks where they must be.
 
-Fused operators take residual, bias, weight and the scale of the hidden states to be equal on all ranks of the group, as tensor
-parallelism has them. A graph can't prove that. Where it does not hold, ranks get other numbers than the unfused graph gives
+Fused operators assume that residual, bias, weight and the scale of the hidden states are equal on all ranks of the group, as
+tensor parallelism makes them. A graph can't prove that. If they differ, ranks get other numbers than the unfused graph gives
 them, and nothing else shows it. With ``TW_COMPILE_CHECK_INPUTS=1`` the first calls on each group compare a digest of each such
-operand between the ranks, and all ranks raise if one differs.
+operand between the ranks. All ranks raise if a digest differs.
 
 The check waits for the device and for the other ranks, so it is off by default. Calls that are captured in a CUDA graph are not
-checked: the calls that warm the graph up are. All ranks must set the variable, as they must make the same calls.
+checked, but the calls that warm the graph up are. All ranks must set the variable, because all must make the same calls.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tw_compile.kernels.collective.fields import OPERANDS, Arguments
 from tw_compile.kernels.collective.wires import WIRES
 
 MOST_CALLS = 512
-"""So many calls on each group are checked: three forwards of a model of 80 layers, which has 160 sums."""
+"""How many calls on each group are checked: three forwards of a model with 80 layers, which makes 160 calls per forward."""
 _CHUNK = 1 << 20
 _PRIME = 65521
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -32,7 +32,7 @@ calls_checked: dict[str, int] = {}
 
 @cache
 def checks_operands() -> bool:
-    """``TW_COMPILE_CHECK_INPUTS``, read once, as this is asked at every call."""
+    """Whether ``TW_COMPILE_CHECK_INPUTS`` is set. The variable is read only once, because every call asks for it."""
     return checks_inputs()
 
 
@@ -40,7 +40,7 @@ def check_operands(arguments: Arguments, device: torch.device) -> None:
     """Compare the operands of one call between the ranks of its group. All ranks must get here for the same call.
 
     Raises:
-        RuntimeError: One differs; on all ranks, and the message names the operand, the call and the ranks.
+        RuntimeError: An operand differs. All ranks raise, and the message names the operand, the call and the ranks.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
@@ -69,7 +69,7 @@ def check_operands(arguments: Arguments, device: torch.device) -> None:
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """64 bits for the bits of a tensor: the sum of the elements, each by weights of its place, which wraps around."""
+    """64 bits for the bits of a tensor: the sum of its elements, each weighted by its position, with wrap-around."""
     flat = tensor.detach().contiguous().view(-1)
     bits = flat.view(_INTEGERS[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)

@@ -6,14 +6,14 @@ A group of values ``x`` (float32) with the smallest ``low`` and the largest ``hi
 - ``offset`` is ``low`` rounded down, ``scale`` is ``(high - offset) / levels`` rounded up, and at least 2**-126. So no value of
   the group lies outside of what codes can say.
 - ``q = rint((x - offset) * (1 / scale))``, each operation rounded to float32, then clamped to 0 and ``levels``.
-- A group with a NaN, an infinity, or a range that float32 can't hold has the scale NaN, the offset 0 and codes 0. What comes
-  out is NaN in the whole group: nothing that is not finite is made finite.
+- A group with a NaN, an infinity, or a range that float32 can't hold has the scale NaN, the offset 0 and codes 0. The whole
+  group decodes to NaN. So no value that is not finite becomes finite.
 
-A row on its way is bytes: the codes in the order of the columns, each stored as ``q - (levels // 2)`` in two's complement
-(two codes of 4 bits to a byte, the earlier column in the lower half), then for each group a little-endian 32-bit word with the
-scale in its upper half and the offset in its lower half. No 32-bit word of it is 0x80000000: the pattern with only the highest
-bit set is no code, and scales are positive (or the positive NaN). Kernels whose receivers see by a word whether it has arrived
-need that.
+A row travels as bytes. First come the codes in the order of the columns, each stored as ``q - (levels // 2)`` in two's
+complement (two codes of 4 bits to a byte, the earlier column in the lower half). Then each group has a little-endian 32-bit
+word with the scale in its upper half and the offset in its lower half. No 32-bit word of a row is 0x80000000: the pattern with
+only the highest bit set is no code, and scales are positive (or the positive NaN). Some kernels need this: their receivers see
+from a word itself whether it has arrived.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def encode(rows: torch.Tensor, codes: Codes) -> torch.Tensor:
     tokens, hidden_size = rows.shape
     _check(hidden_size, codes)
     groups = rows.float().reshape(tokens, hidden_size // codes.group, codes.group)
-    low, high = groups.amin(-1) + 0.0, groups.amax(-1)  # NaN if there is one; of zeros the positive one
+    low, high = groups.amin(-1) + 0.0, groups.amax(-1)  # a NaN in the group gives NaN; + 0.0 turns -0.0 into 0.0
     offset = _rounded(low, up=False)
     width = high - offset
     lost = ~(width.isfinite() & offset.isfinite())
-    # By a tensor: GPUs multiply by the reciprocal of a number, which rounds twice.
+    # Divide by a tensor: for a division by a Python number GPUs multiply by its reciprocal, which rounds twice.
     scale = _rounded(width / torch.full_like(width, codes.levels), up=True).clamp_min(_SMALLEST_SCALE)
     scale, offset = scale.masked_fill(lost, 1.0), offset.masked_fill(lost, 0.0)
     quotients = (groups - offset.unsqueeze(-1)) * scale.reciprocal().unsqueeze(-1)
@@ -53,7 +53,7 @@ def encode(rows: torch.Tensor, codes: Codes) -> torch.Tensor:
 
 
 def decode(packed: torch.Tensor, codes: Codes, hidden_size: int) -> torch.Tensor:
-    """Float32 ``[tokens, hidden_size]`` of what :func:`encode` has made: ``offset + q * scale``, rounded once."""
+    """Decode the result of :func:`encode` to float32 ``[tokens, hidden_size]``: ``offset + q * scale``, rounded once."""
     _check(hidden_size, codes)
     tokens, code_bytes = packed.shape[0], hidden_size * codes.bits // 8
     stored = packed[:, :code_bytes].to(torch.int32)
@@ -70,7 +70,7 @@ def decode(packed: torch.Tensor, codes: Codes, hidden_size: int) -> torch.Tensor
 
 
 def round_trip(rows: torch.Tensor, codes: Codes | None) -> torch.Tensor:
-    """What a receiver makes of ``rows``, float32; None: as they are, in their dtype."""
+    """``rows`` encoded and decoded again, in float32, as a receiver gets them. Without ``codes``: ``rows`` themselves."""
     return rows if codes is None else decode(encode(rows, codes), codes, rows.shape[1])
 
 
@@ -85,10 +85,10 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor, up: bool) -> torch.Tensor:
-    """float32 ``values`` to the next float32 that bfloat16 holds too, upwards or downwards; NaN and infinities stay."""
+    """Round float32 ``values`` up or down to the next float32 that bfloat16 can represent; NaN and infinities stay."""
     bits = values.contiguous().view(torch.int32)
     cut = bits & -0x10000
-    # The cut is towards zero. Away from zero, where the wanted direction is that one, is one step more.
+    # Cutting the lower bits rounds towards zero. If the wanted direction is away from zero, one more step is needed.
     away = (bits >= 0) if up else (bits < 0)
     step = ((bits & 0xFFFF) != 0) & away & values.isfinite()
     return torch.where(step, cut + 0x10000, cut).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What the CUDA C++ kernels of this operator share on the host: the variant of the source that a request needs."""
+"""Host code that the CUDA C++ kernels of this operator share: which variant of a source a request needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tw_compile.kernels.epilogues import EPILOGUES
 VECTOR = 8
 """Elements that a thread handles at a time, whatever their type."""
 PEER_KERNELS = (9, 0)
-"""The least compute capability of the kernels over peer memory: griddepcontrol and bulk copies."""
+"""The lowest compute capability for kernels over peer memory. They need griddepcontrol and bulk copies."""
 HOST_KERNELS = (7, 5)
-"""The same of those over host memory: what PyTorch runs on."""
+"""The lowest compute capability for kernels over host memory. It is the lowest that PyTorch runs on."""
 CODED_ROW_ALIGNMENT = 32
-"""Of rows in codes, in bytes, as wire.cuh has it."""
+"""Alignment of rows in codes, in bytes; wire.cuh has it too."""
 MAKES_NO_SCALES = "float8 results have one scale, which is given"
 """Why a kernel does not serve a call that wants scales made of its rows."""
 _FP8_CAPABILITY = (8, 9)
@@ -32,12 +32,12 @@ _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _RESIDUAL_OUT = {"none": "NO_ROWS", "sharded": "OWN_ROWS", "replicated": "ALL_ROWS"}
 
 POINTER_FIELDS = tuple((name, c_void_p) for name in POINTERS)
-"""What the parameter structs of these kernels begin with."""
+"""The first fields of the parameter structs of these kernels."""
 LAST_FIELDS: tuple[tuple[str, Any], ...] = (
     *((name, c_float) for name in PARAMETERS),
     *((name, c_void_p) for name in LAST_POINTERS),
 )
-"""What they end with."""
+"""The last fields of these parameter structs."""
 _numbers = attrgetter(*PARAMETERS)
 
 
@@ -49,9 +49,9 @@ def numbers_of(norm: NormSpec) -> dict[str, float]:
 def row_obstacle(
     request: Request, min_capability: tuple[int, int] = PEER_KERNELS, *, wires: bool = False, scales: bool = False
 ) -> str | None:
-    """Why a kernel of at least ``min_capability`` cannot serve the request; None when it can. The same on all ranks.
+    """Why a kernel that needs ``min_capability`` cannot serve the request; None if it can. The same on all ranks.
 
-    ``wires``: whether it can let rows travel in codes. ``scales``: whether it can make scales of float8 results.
+    ``wires``: whether the kernel can let rows travel in codes. ``scales``: whether it can compute scales for float8 results.
     """
     if request.norm.scale_columns and not scales:
         return MAKES_NO_SCALES
@@ -76,14 +76,14 @@ def row_obstacle(
 
 
 def travelling_bytes(hidden_size: int, dtype: torch.dtype, codes: Codes | None) -> int:
-    """What a row takes in memory that peers write or read (``ROW_BYTES`` of wire.cuh); those of float8 have no codes."""
+    """Bytes of a row in memory that peers write or read (``ROW_BYTES`` of wire.cuh). Rows of float8 never travel in codes."""
     if codes is None or dtype == FP8:
         return hidden_size * dtype.itemsize
     return -(-codes.row_bytes(hidden_size) // CODED_ROW_ALIGNMENT) * CODED_ROW_ALIGNMENT
 
 
 def result_bytes(request: Request) -> int:
-    """The same for a normalised row (``ResultRow`` of wire.cuh), with the scales that are made of it."""
+    """Bytes of a normalised row, and of scales computed from it, in memory that peers access (``ResultRow`` of wire.cuh)."""
     hidden_size, norm = request.x.shape[1], request.norm
     if not norm.scale_columns:
         return travelling_bytes(hidden_size, norm.hidden_dtype, WIRES[request.wire].results)
@@ -92,26 +92,29 @@ def result_bytes(request: Request) -> int:
 
 
 def result_vector_bytes(request: Request) -> int:
-    """What a thread's part of a normalised row takes in shared memory."""
+    """Bytes of a thread's part of a normalised row in shared memory."""
     norm = request.norm
     return 2 * VECTOR if norm.scale_columns else vector_bytes(norm.hidden_dtype, WIRES[request.wire].results)
 
 
 def statistics_bytes(request: Request, rows: int, warps: int) -> int:
-    """What the statistics of ``rows`` rows take in shared memory, each of so many warps, two of them in turn, and maxima."""
+    """Bytes in shared memory for the statistics of ``rows`` rows of ``warps`` warps each.
+
+    There are two sets of statistics, which are used in turn, and a maximum per warp if scales are computed.
+    """
     of_a_warp = 2 * EPILOGUES[request.norm.epilogue].statistics_bytes + (4 if request.norm.scale_columns else 0)
     return rows * warps * of_a_warp
 
 
 def vector_bytes(dtype: torch.dtype, codes: Codes | None) -> int:
-    """What a thread's part of such a row takes in shared memory (``STAGED_BYTES`` of wire.cuh)."""
+    """Bytes of a thread's part of a row of ``dtype`` in ``codes`` in shared memory (``STAGED_BYTES`` of wire.cuh)."""
     return VECTOR * dtype.itemsize if codes is None or dtype == FP8 else 2 * codes.bits
 
 
 def aligned(request: Request) -> Request:
-    """The request with copies of the tensors, usually none, that don't begin at a multiple of 16 bytes.
+    """The request with copies of the tensors that don't begin at a multiple of 16 bytes. Usually there are no such tensors.
 
-    Nothing else can be done about them: such a tensor may be on one rank alone, and all ranks must launch the same kernel.
+    Such a tensor must be copied: it may be on one rank only, and all ranks must launch the same kernel.
     """
     copies: dict[str, Any] = {
         name: tensor.clone()
@@ -122,13 +125,13 @@ def aligned(request: Request) -> Request:
 
 
 def variant_of(request: Request) -> Hashable:
-    """Equal for requests that one compiled kernel serves, but for the world size."""
+    """A key that is equal for requests that one compiled kernel serves. The world size is not part of it."""
     values = (value.dtype if isinstance(value, torch.Tensor) else value for value in _variant_values(request))
     return request.x.shape[1], request.x.dtype, *values
 
 
 def row_defines(request: Request, world_size: int, spin_limit: int) -> dict[str, int | str]:
-    """The definitions of ``row.cuh`` and those that all sources of this operator share."""
+    """The definitions for ``row.cuh``, and the definitions that all sources of this operator share."""
     defines: dict[str, int | str] = {
         "WORLD_SIZE": world_size,
         "SPIN_LIMIT": spin_limit,
@@ -139,7 +142,7 @@ def row_defines(request: Request, world_size: int, spin_limit: int) -> dict[str,
         if field.role.define is not None:
             defines[field.role.define] = _definition(field, value)
     if request.weight is None:
-        defines["CAST_TYPE"] = "none"  # nothing is multiplied, so nothing is rounded before
+        defines["CAST_TYPE"] = "none"  # there is no product with a weight, so nothing is rounded before it
     return defines
 
 
@@ -157,13 +160,13 @@ def _definition(field: Field, value: Any) -> int | str:
 
 
 def headers_of(request: Request) -> tuple[Path, ...]:
-    """The header of the request's epilogue, which :func:`row_obstacle` has made sure of."""
+    """The header of the request's epilogue; :func:`row_obstacle` has checked that it exists."""
     header = EPILOGUES[request.norm.epilogue].header
     return () if header is None else (header,)
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
-    """The device address, None for no tensor: what a pointer field of a parameter struct takes."""
+    """The tensor's device address for a pointer field of a parameter struct; None without a tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""Calls whose rows a GEMM is to be fed: how they begin, and how they end where no GEMM was."""
+"""Calls whose rows are meant for a fed GEMM: how they begin, and how they end if no GEMM was fed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def started_by(
     stream: int,
     prefetch: Sequence[torch.Tensor] | None = None,
 ) -> Started:
-    """``call``, launched on ``stream``, in flight; the arguments are those of :meth:`Call.enqueue`."""
+    """Launch ``call`` on ``stream`` and return it as in flight. The arguments are those of :meth:`Call.enqueue`."""
     hidden, residual = call.enqueue(operands, outputs, stream, prefetch)
     if call.fed is None:
         return Started(hidden, residual, call=call)
@@ -30,9 +30,10 @@ def started_by(
 
 
 def collect(fed: FedRows, hidden: torch.Tensor) -> None:
-    """Copy all rows to ``hidden``, as if the call had not been fed.
+    """Copy all rows to ``hidden``, as a call does whose rows are not meant for a GEMM.
 
-    They come to who multiplies by them. So this multiplies by a matrix of few columns, of whatever numbers.
+    Only a fed GEMM exchanges the rows between ranks. So this runs a GEMM with a matrix of few columns. The matrix may
+    hold any numbers.
     """
     from tw_compile.kernels.gemm.joint_mm import fed_joint_mm
 

@@ -1,16 +1,16 @@
-"""GEMMs of a fused call's result that see to its rows themselves, between ``start`` and ``wait_``.
+"""GEMMs that read a fused call's result between ``start`` and ``wait_``, and wait for its rows themselves.
 
     fed_joint_mm(hidden, matrices, biases, turns, group_name, slot) -> [hidden @ one for one in matrices], each with its bias
     fed_gated_mm(hidden, gate, up, turns, group_name, slot) -> silu(hidden @ gate) * (hidden @ up)
 
 ``hidden`` [tokens, hidden] is the first result of a call that is in flight on ``(group_name, slot)``, and that no ``wait_``
-has completed. All other readers of such a result must come after ``wait_``; these need not. Matrices, biases and ``turns`` are
-those of ``kernels/gemm/by_rows.py``; there may be no biases. CUDA and CPU, any dtype.
+has completed. All other readers of such a result must come after ``wait_``; these GEMMs need not. Matrices, biases and
+``turns`` are those of ``kernels/gemm/by_rows.py``; there may be no biases. CUDA and CPU, any dtype.
 
-Where the call was begun with ``feed_from`` and its kernel has left it to a GEMM to hand out rows, our GEMM does that
-(``joint_mm.py``), and begins with the rows that are there. Everywhere else the call is completed, as ``wait_`` does it, and the
-GEMMs are those of ``by_rows.py``: this is the reference. ``wait_`` then has nothing left to do. Bits are those of the same
-kernel behind ``wait_``.
+If the call was begun with ``feed_from``, its kernel may leave it to a GEMM to send rows to the other ranks. Then our GEMM
+(``joint_mm.py``) does that, and begins with the rows that are there. In all other cases the call is completed as by ``wait_``,
+and the GEMMs are those of ``by_rows.py``. This is the reference. Afterwards ``wait_`` has nothing left to do. The results have
+the same bits as those of the same kernel behind ``wait_``.
 
 Raises RuntimeError where no call with this result is in flight.
 """
@@ -61,7 +61,7 @@ def _fed_gated_mm(
 
 
 def _fed_rows(hidden: torch.Tensor, group_name: str, slot: int) -> FedRows | None:
-    """The rows of ``hidden``, if they are there for a GEMM that takes them as they arrive."""
+    """The rows of ``hidden``, if a GEMM may take them as they arrive; else None."""
     if not ops.is_in_flight(hidden, group_name, slot):
         raise RuntimeError(
             f"fed matmul: no call with this result is in flight on group {group_name!r}, slot {slot}; it comes between a "
@@ -71,7 +71,7 @@ def _fed_rows(hidden: torch.Tensor, group_name: str, slot: int) -> FedRows | Non
 
 
 def _note_fed(group_name: str, slot: int) -> None:
-    """All rows are where GEMMs find them: the call is complete."""
+    """Note that the call is complete: the fed GEMM has put all rows where later GEMMs find them."""
     ops.in_flight[group_name, slot].finish = None
 
 
@@ -85,7 +85,7 @@ _loaded: set[tuple[torch.device, joint_mm.Form]] = set()
 
 
 def _load(device: torch.device, form: joint_mm.Form) -> None:
-    """Load what serves calls that are fed: the first of them may come while a CUDA graph is captured, when loading may fail."""
+    """Load the kernels of fed GEMMs now. The first fed call may come while a CUDA graph is captured, when loading may fail."""
     if device.type != "cuda" or (device, form) in _loaded or torch.cuda.is_current_stream_capturing():
         return
     if has_instructions(device):

@@ -1,11 +1,11 @@
-"""The operator's fields, each said once: the arguments of both ways to start a call, with what each of them is.
+"""The operator's fields, each defined once: the arguments of ``start`` and ``mm_start``, and the role of each.
 
-From :class:`Arguments` follow the operators' schema, what makes a call's form, the tensors that kernels read (``OPERANDS``),
-how a :class:`~tw_compile.kernels.collective.spec.Request` is built, the variant of a CUDA kernel that serves it with its
-definitions, and the parameters that all CUDA kernels of the operator have. A new field is one line there, a field of
-``Request`` or ``NormSpec`` of the same name, and the kernels that read it.
+:class:`Arguments` determines the operators' schema, a call's form, the tensors that kernels read (``OPERANDS``), how a
+:class:`~tw_compile.kernels.collective.spec.Request` is built, which variant of a CUDA kernel serves the request with which
+definitions, and the parameters that all CUDA kernels of the operator have. A new field needs one line there, a field of
+``Request`` or ``NormSpec`` with the same name, and the kernels that read it.
 
-All of it is worked out when this module is imported: calls look nothing up.
+All of this is computed when this module is imported, so calls look nothing up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from tw_compile.kernels.collective.wires import EXACT
 
 RMS_NORM = "rms_norm"
-"""The epilogue of the operators that have none in their name's place, see ``kernels/epilogues``."""
+"""The default epilogue, see ``kernels/epilogues``."""
 LAYER_NORM = "layer_norm"
 
 ResidualOut = Literal["none", "sharded", "replicated"]
@@ -34,17 +34,17 @@ class Role:
     """What a field is to the operator.
 
     Attributes:
-        kind: ``operand``: a tensor that kernels read. ``norm``: of :class:`NormSpec`. ``layout``: which rows are given and
-            wanted, where, and how they travel. ``routing``: who serves the call, and on what. ``stand_in``: takes another
-            field's place before anybody sees it. ``hint``: tensors on which no result depends.
-        define: The definition under which sources of CUDA kernels get it; of an operand, its element type.
-        variant: Whether other values need another variant of a CUDA kernel; all that has a definition does.
-        rows: For an operand: kernels read it in whole vectors, so it is contiguous, aligned and of a dtype that they add.
-        own_rows_if: For an operand: where this field is true, each rank has other rows of it.
-        last: For an operand: its address follows the numbers in a launch's parameters, and operands behind it have this, too.
-            So machine code of kernels that do not read it is what it was before there was this operand.
-        parameter: A number that is passed to each launch as float32.
-        in_schema: Whether callers of the operator give it; if not, it is the operator's own.
+        kind: ``operand``: a tensor that kernels read. ``norm``: a field of :class:`NormSpec`. ``layout``: which rows are given
+            and wanted, where, and how they travel. ``routing``: who serves the call, and on what. ``stand_in``: replaces
+            another field before any other code sees that field. ``hint``: tensors on which no result depends.
+        define: The preprocessor definition by which sources of CUDA kernels get the value, or an operand's element type.
+        variant: Whether other values need another variant of a CUDA kernel. This holds for every field with a definition.
+        rows: For an operand: kernels read it in whole vectors. So it is contiguous, aligned, and has a dtype that they can add.
+        own_rows_if: For an operand: the name of a field. If that field is true, each rank has different rows of the operand.
+        last: For an operand: in a launch's parameters its address comes after the numbers. All operands behind it have
+            ``last``, too. So kernels that do not read the operand keep the machine code that they had without it.
+        parameter: Whether it is a number that each launch gets as float32.
+        in_schema: Whether callers pass it; if not, the operator sets it.
         of_scales: Whether only operators that return scales take it.
     """
 
@@ -60,7 +60,7 @@ class Role:
 
 
 class Arguments(NamedTuple):
-    """What both ways to start a call have behind what they reduce, in the order of their schemas."""
+    """The arguments that both ways to start a call share, in the order of their schemas. The message's tensors come before."""
 
     residual: Annotated[
         torch.Tensor | None, Role("operand", "RESIDUAL_TYPE", rows=True, own_rows_if="residual_sharded")
@@ -95,7 +95,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Field:
-    """One of the arguments. ``type``: of its values, but for None, which an ``optional`` one may be."""
+    """One of the arguments. ``type``: the type of its values other than None. ``optional``: whether it may be None."""
 
     name: str
     type: Any
@@ -107,7 +107,7 @@ class Field:
         return self.name in Arguments._field_defaults
 
     def schema(self) -> str:
-        """The field as torch's schemas write it. What says how scales are made has to be said."""
+        """The field in the syntax of torch's schemas. Fields that say how scales are computed have no default there."""
         text = f"{_SCHEMA_TYPES[self.type]}{'?' if self.optional else ''} {self.name}"
         if not self.has_default or self.role.of_scales:
             return text
@@ -156,12 +156,12 @@ def values_of(wanted: Sequence[str]) -> Callable[[Arguments], tuple[Any, ...]]:
 
 
 SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.in_schema and not field.role.of_scales)
-"""Of the arguments of all operators, behind what they reduce."""
+"""Schema of the arguments that all operators take behind the message's tensors."""
 SCALES_SCHEMA = ", ".join(field.schema() for field in FIELDS if field.role.of_scales)
-"""Of the keywords that those take besides which make scales of the rows, and return them."""
+"""Schema of the additional keywords of the operators that compute scales from the rows and return them."""
 
 MESSAGE = "x"
-"""The tensor that is reduced; it is first wherever operands are named."""
+"""The tensor that is reduced. It comes first in every list of operands."""
 
 OPERANDS = of_kind("operand")
 ROWS = names(field for field in OPERANDS if field.role.rows)
@@ -169,9 +169,12 @@ ROWS = names(field for field in OPERANDS if field.role.rows)
 SINGLES = names(field for field in OPERANDS if not field.role.rows)
 """Operands that are read by the element."""
 FORM_VALUES = names(field for field in FIELDS if field.role.kind not in ("operand", "stand_in", "hint"))
-"""What calls of one form have in common, beside the shapes and dtypes of their tensors."""
+"""Fields that are equal for all calls of one form. Shapes and dtypes of their tensors are equal, too."""
 VARIANT = tuple(field for field in FIELDS if field.role.variant or field.role.define is not None)
-"""What calls have in common that one variant of a CUDA kernel serves, beside the message's hidden size and dtype."""
+"""Fields that are equal (operands: in dtype) for all calls that one variant of a CUDA kernel serves.
+
+The message's hidden size and dtype are equal, too.
+"""
 PARAMETERS = names(field for field in FIELDS if field.role.parameter)
 """Numbers that each launch of a CUDA kernel is given."""
 LAST_POINTERS = names(field for field in OPERANDS if field.role.last)
@@ -179,4 +182,4 @@ LAST_POINTERS = names(field for field in OPERANDS if field.role.last)
 HINTS = names(of_kind("hint"))
 """Lists of tensors on which no result depends."""
 POINTERS = (MESSAGE, *names(field for field in OPERANDS if not field.role.last), "hidden", "residual_out")
-"""All other tensors whose addresses it is given: first of all its parameters, in this order."""
+"""All other tensors whose addresses a launch gets. Its parameters begin with these addresses, in this order."""

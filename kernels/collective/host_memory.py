@@ -1,9 +1,9 @@
-"""Pinned host memory that the ranks of a node share: what GPUs without peer access have in common.
+"""Pinned host memory that the ranks of a node share. GPUs without peer access can all reach it.
 
-Each rank makes a file of its own in /dev/shm for each buffer, with all its pages in place, so that a full /dev/shm is found
-here and not by a signal later. The rank that writes a page makes it, so it is near that rank's GPU if the process is bound to a
-socket. Every rank maps the files of all and registers them with CUDA, which pins them and gives them device addresses. The
-files lose their names as soon as all ranks have them open, so nothing is left in /dev/shm, however a process ends.
+Each rank makes a file of its own in /dev/shm for each buffer, and allocates all its pages. So a full /dev/shm is found here,
+and not by a signal later. The rank that writes a page also allocates it, so the page is near that rank's GPU if the process is
+bound to a socket. Every rank maps the files of all ranks and registers them with CUDA, which pins them and gives them device
+addresses. The files are unlinked as soon as all ranks have them open. So nothing is left in /dev/shm, however a process ends.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ _PORTABLE_AND_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMappe
 
 
 def register(address: int, nbytes: int) -> int:
-    """Pin memory of this process and map it for the current device; its address there. RuntimeError where CUDA refuses."""
+    """Pin memory of this process and map it for the current device. Returns the device address.
+
+    RuntimeError if CUDA refuses.
+    """
     try:
-        # The runtime's function, which gives a thread a context.
+        # This uses the runtime API because the runtime gives the thread a context.
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)))
     except RuntimeError as error:
         raise RuntimeError(f"host memory: cannot be registered with CUDA: {error}") from error
@@ -39,12 +42,12 @@ def register(address: int, nbytes: int) -> int:
 
 
 def unregister(address: int) -> None:
-    """Undo :func:`register`. Where the driver is gone, as at the end of a process, it has done that itself."""
+    """Undo :func:`register`. If the driver is gone already, as at the end of a process, the driver has done it itself."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class _Mapping(mmap.mmap):
-    """The mapping of a file. CUDA forgets it before it is unmapped, as another mapping may get the same addresses."""
+    """The mapping of a file. It is unregistered from CUDA before it is unmapped: another mapping may get the same addresses."""
 
     registered: int | None = None
     unregister: Callable[[int], None]
@@ -55,11 +58,11 @@ class _Mapping(mmap.mmap):
 
 
 _mappings: WeakValueDictionary[int, _Mapping] = WeakValueDictionary()
-"""By address; tensors keep them."""
+"""Mappings by address. The tensors over them keep them alive."""
 
 
 class HostMemory(SlotMemory):
-    """Host memory of all ranks, in files of ``folder``; ``register`` gives what is mapped an address on the device."""
+    """Host memory of all ranks, in files of ``folder``. ``register`` gives mapped memory an address on the device."""
 
     def __init__(
         self,
@@ -69,10 +72,10 @@ class HostMemory(SlotMemory):
     ) -> None:
         self._folder, self._register, self._unregister = folder, register, unregister
         self._files: dict[int, Path] = {}
-        """Of this rank's parts that still have a name, by their address."""
+        """The files of this rank's parts that still have a name, by the part's address."""
 
     def capacity_for(self, nbytes: int) -> int:
-        """See :class:`SlotMemory`: no more than is needed, as /dev/shm is small in containers."""
+        """See :class:`SlotMemory`. It is no more than needed, rounded up to pages, because /dev/shm is small in containers."""
         return -(-nbytes // _PAGE) * _PAGE
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
@@ -106,14 +109,14 @@ class HostMemory(SlotMemory):
         return shared
 
     def address(self, part: torch.Tensor) -> int:
-        """Register a mapped part; where the current device reaches it."""
+        """Register a mapped part. Returns the address at which the current device reaches it."""
         address = self._register(part.data_ptr(), part.numel())
         mapping = _mappings[part.data_ptr()]
         mapping.registered, mapping.unregister = part.data_ptr(), self._unregister
         return address
 
     def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See :class:`SlotMemory`: the files lose their names."""
+        """See :class:`SlotMemory`. This unlinks the files."""
         for tensor in tensors.values():
             file = self._files.pop(tensor.data_ptr(), None)
             if file is not None:
@@ -122,7 +125,10 @@ class HostMemory(SlotMemory):
 
 
 def _new(file: Path, nbytes: int) -> torch.Tensor:
-    """``uint8 [nbytes]`` of a new file of zeros, with memory for all of them; OSError where there is none. Nobody else's."""
+    """``uint8 [nbytes]`` that maps a new file of zeros. OSError if there is no memory for all of it.
+
+    Only this user can open the file.
+    """
     descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -135,7 +141,7 @@ def _new(file: Path, nbytes: int) -> torch.Tensor:
 
 
 def _existing(file: Path, nbytes: int) -> torch.Tensor:
-    """``uint8 [nbytes]`` of a peer's file; OSError where it is not that of this user, or not as large as it should be."""
+    """``uint8 [nbytes]`` that maps a peer's file. OSError if the file belongs to another user or has another size."""
     descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         status = os.fstat(descriptor)
@@ -156,7 +162,7 @@ def _mapped(descriptor: int, nbytes: int) -> torch.Tensor:
 
 
 def _room(folder: Path, nbytes: int) -> str:
-    """Says what is wrong with the folder, for a person who can make it larger."""
+    """An error text about the folder, for a person who can make it larger."""
     try:
         status = os.statvfs(folder)
     except OSError:

@@ -1,4 +1,4 @@
-"""Forms of calls that a group has served before, and how: the short way to a launch."""
+"""Forms of calls that a group has served before, with the prepared launch for each: the short way to a launch."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ MOST_FORMS = 4096
 
 @dataclass(frozen=True)
 class Known:
-    """A form of calls on a slot.
+    """How to serve one form of calls on a slot.
 
-    ``buffer``: where a matmul writes the message ``[tokens, hidden]``; None: to memory of its own. ``overlap_sms``: see
-    :class:`Request`. ``in_turn``: see :func:`~tw_compile.kernels.collective.side_stream.fork_and_join`.
+    ``buffer``: where a matmul writes the message ``[tokens, hidden]``; None: the matmul allocates memory for it.
+    ``overlap_sms``: see :class:`Request`. ``in_turn``: see
+    :func:`~tw_compile.kernels.collective.side_stream.fork_and_join`.
     """
 
     call: Call

@@ -43,10 +43,10 @@ def add_norm_kernel(
     SCALE_COLUMNS: tl.constexpr,
     DIVIDES_BY_SCALE: tl.constexpr,
 ):
-    """One row a program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
+    """One row per program. ``reduced``, ``residual``, ``hidden``, ``h_out``: ``[rows, HIDDEN]``; None where absent.
 
     ``hidden_scale``: float32 ``[1]``, or None. ``scales``: float32 ``[rows, HIDDEN / SCALE_COLUMNS]``, or None.
-    ``NORMALISE``: the epilogue's row code, as ``row.normalise_row``.
+    ``NORMALISE``: the epilogue's row code, such as ``row.normalise_row``.
     """
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
@@ -80,10 +80,11 @@ def _add_norm(
     norm_bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """An epilogue's reference for contiguous ``reduced [rows, hidden_size]``, written to ``hidden`` and ``h``.
+    """Compute what an epilogue's reference defines for contiguous ``reduced [rows, hidden_size]``. Writes ``hidden`` and ``h``.
 
-    Both are contiguous ``[rows, hidden_size]``, or more rows, of which the first are written. ``h`` None is not kept.
-    ``scales`` are the same for the scales that are made of the rows. ``row_code`` is the epilogue's, as ``row.normalise_row``.
+    Both are contiguous ``[rows, hidden_size]``, or have more rows, of which only the first ``rows`` are written. If ``h`` is
+    None, the sums are not kept. ``scales`` gets the scales that are computed from the rows; it may have more rows, too.
+    ``row_code`` is the epilogue's row code, such as ``row.normalise_row``.
     """
     rows, hidden_size = reduced.shape
     if rows == 0:
@@ -114,6 +115,6 @@ def _add_norm(
 
 
 add_rms_norm_cuda = partial(_add_norm, normalise_row)
-"""For :func:`reference.add_rms_norm`."""
+"""The kernel for :func:`reference.add_rms_norm`."""
 add_layer_norm_cuda = partial(_add_norm, layer_normalise_row)
-"""For :func:`reference.add_layer_norm`."""
+"""The kernel for :func:`reference.add_layer_norm`."""

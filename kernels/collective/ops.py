@@ -7,29 +7,31 @@
     all_reduce_rms_norm_wait_(hidden!, residual_out!, keep, group_name, slot, scales!)
     all_reduce_rms_norm_hold_(results!, outputs)
 
-``start`` returns outputs that hold nothing until ``wait_`` has run: between the two, independent work can proceed.
-``mm_start`` is ``start`` with ``x = mm(a, b)``, which it writes to where peers read it if the transport has such memory.
-Only an operator can do that: memory that outlives the graph must never be seen by a compiler, which would reuse it.
-``wait_`` declares that it writes them, so no compiler moves a reader before it, and ``keep`` holds every input of the
-call, so none is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
-is in flight: a start completes the one before it.
+The outputs of ``start`` hold no results until ``wait_`` has run. Independent work can run between the two.
+``mm_start`` is ``start`` with ``x = mm(a, b)``. It writes ``x`` to memory that peers read, if the transport has such memory.
+Only an operator can do that: a compiler must never see memory that outlives the graph, because it would reuse that memory.
+``wait_`` declares that it writes the outputs, so no compiler moves a reader before it. ``keep`` holds every input of the
+call, so no input is freed or reused while a peer or another stream may still read it. At most one call per ``(group, slot)``
+is in flight: a start completes the call before it.
 
-``quant_start`` and ``mm_quant_start`` round to float8 by scales that the owner of a row makes of it, and return them, too.
+``quant_start`` and ``mm_quant_start`` round to float8. The owner of a row computes its scales from the row. The operators
+return the scales, too.
 
 With ``overlap_sms`` above 0 the communication runs beside what the current stream does before ``wait_``, on at most that
-many SMs (see ``side_stream.py``); NCCL and gloo always reduce beside it, on as many as they like. 0: the kernel is in the
-current stream's own order, as everything is that ``start`` does on the way to it (``mm_start``'s matmul). That matmul leaves
-``reserved_sms`` SMs to what runs beside it (see ``kernels/gemm/mm_leaving_sms.py``).
+many SMs (see ``side_stream.py``). NCCL and gloo always reduce beside the current stream, on as many SMs as they like. With 0
+the kernel runs in the current stream's own order. Everything that ``start`` does before the kernel always runs in that order
+(``mm_start``'s matmul). That matmul leaves ``reserved_sms`` SMs to what runs beside it (see
+``kernels/gemm/mm_leaving_sms.py``).
 
-With ``results_in_slot`` a call may leave its results in the slot's memory, where the slot's next call overwrites them: who asks
-for that has read them by then. To a compiler they are tensors like others, whose memory it gives to other values when
-nothing reads them any more. ``hold_``, which does nothing, is what reads them last, after a graph's ``outputs``, which might be
-given that memory, exist.
+With ``results_in_slot`` a call may leave its results in the slot's memory, where the slot's next call overwrites them. The
+caller must have read them by then. To a compiler the results are ordinary tensors: it gives their memory to other values as
+soon as nothing reads them any more. A graph's ``outputs`` might get that memory. So ``hold_``, which does nothing, is the last
+reader of the results: it also takes ``outputs``, so it comes after them.
 
-``prefetch`` are tensors of which a kernel may bring up to ``prefetch_bytes`` into the L2 cache while the message is under way:
-the weights that the next matmul reads (see ``prefetch.py``). No result depends on them, and ``wait_`` need not keep them.
+``prefetch`` are tensors, the weights that the next matmul reads. A kernel may bring up to ``prefetch_bytes`` of them into the
+L2 cache while the message is under way (see ``prefetch.py``). No result depends on them, and ``wait_`` need not keep them.
 
-``eps_tensor``, a CPU tensor, takes the place of ``eps`` where a graph has it as an input (``dynamic=True``).
+``eps_tensor``, a CPU tensor, replaces ``eps`` where the graph has ``eps`` as an input (``dynamic=True``).
 
 This module imports neither Triton nor any transport; those load at the first call.
 """
@@ -79,7 +81,7 @@ if TYPE_CHECKING:
 
 in_flight: dict[tuple[str, int], Started] = {}
 completed_early: set[tuple[str, int, int]] = set()
-"""``(group_name, slot, address of hidden)`` of calls that were completed by the next start; their wait_ has nothing to do."""
+"""``(group_name, slot, address of hidden)`` of calls that the slot's next start has completed; their wait_ does nothing."""
 
 
 _rows, _singles, _form_values = values_of(ROWS), values_of(SINGLES), values_of(FORM_VALUES)
@@ -107,9 +109,9 @@ def _mm_start(
         check_operands(arguments, a.device)
     form = form_of_call((a.shape, b.shape, a.dtype, b.dtype), (), arguments)
     known = _known(a.device, arguments, form)
-    # Peers may read the slot's memory until the earlier call on it is complete. What completes it is on this stream, or this
-    # stream waits for it, and it ends only when all peers have read (see kernels/runtime/barrier.py): the GEMM may
-    # overwrite it.
+    # Peers may read the slot's memory until the slot's earlier call is complete. The earlier call's kernel is on this stream,
+    # or this stream waits for it. That kernel ends only when all peers have read (see kernels/runtime/barrier.py). So the GEMM
+    # may overwrite the memory.
     if known is not None:
         complete_earlier(arguments.group_name, arguments.slot)
         return _begin_again(known, mm(a, b, reserved_sms, known.buffer), arguments)
@@ -124,13 +126,15 @@ def _mm_start(
 
 
 def form_of_call(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments: Arguments) -> Hashable | None:
-    """``Request.form``; ``message`` says what is reduced, ``tensors`` what of it kernels read.
+    """``Request.form`` of a call.
 
-    None where operands would have to be copied, or looked at.
+    ``message``: shapes and dtypes of the tensors that make the message. ``tensors``: those of them that kernels read directly.
+
+    Returns None where operands would have to be copied, or where a value would have to be read from a tensor (``eps_tensor``).
     """
     if arguments.eps_tensor is not None:
         return None
-    # The message tells the shapes of operands that all rows take.
+    # The message's shape determines the shapes of operands that all rows share (biases, weight).
     described: list[Hashable] = [message, _form_values(arguments)]
     for tensor in _rows(arguments):
         if tensor is None:
@@ -146,7 +150,7 @@ def form_of_call(message: Hashable, tensors: tuple[torch.Tensor, ...], arguments
     if residual is not None:
         described.append(residual.shape)
         if arguments.residual_sharded:
-            described.append(_place(residual))  # what a shard is a part of, see `whole_residual`
+            described.append(_place(residual))  # tells whether the shard is a slice, see `whole_residual`
     for tensor in _singles(arguments):
         if tensor is not None:
             described.append((tensor.shape, tensor.dtype))
@@ -192,7 +196,7 @@ def _request(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Re
 
 
 def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
-    """ValueError for what can't be read as a number without waiting for a device."""
+    """ValueError if ``eps_tensor`` can't be read as a number without waiting for a device."""
     if eps_tensor is not None and (eps_tensor.numel() != 1 or eps_tensor.device.type != "cpu"):
         raise ValueError(
             f"eps_tensor: expected a CPU tensor of one element, got {list(eps_tensor.shape)} on {eps_tensor.device}"
@@ -202,21 +206,22 @@ def _check_eps_tensor(eps_tensor: torch.Tensor | None) -> None:
 def complete_earlier(group_name: str, slot: int) -> None:
     """Complete the call in flight on the slot, if there is one.
 
-    There is when a compiler moved a start before the wait_ of an independent call, or when that call was abandoned by an
-    exception. The slot is free once the call is complete, and completing it early is always right.
+    There is one if a compiler moved a start before the wait_ of an independent call, or if an exception abandoned that call.
+    The slot is free once the call is complete. Completing a call early is always correct.
     """
     earlier = in_flight.get((group_name, slot))
     if earlier is not None:
         if earlier.finish is not None:
-            earlier.finish()  # if that fails the call is in flight still
+            earlier.finish()  # if this fails, the call stays in flight
         del in_flight[group_name, slot]
         completed_early.add((group_name, slot, earlier.hidden.data_ptr()))
 
 
 def check_room(device: torch.device, overlap_sms: int) -> None:
-    """ValueError where the calls beside other work would have more than half of the device's SMs.
+    """ValueError if the calls beside other work would hold more than half of the device's SMs.
 
-    They must all run at once, and the other half is for a call that is not beside other work (``kernels/runtime/barrier.py``).
+    All these calls must run at once. The other half of the SMs is for a call that is not beside other work
+    (``kernels/runtime/barrier.py``).
     """
     if not overlap_sms or device.type != "cuda":
         return
@@ -268,7 +273,7 @@ _Start = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _with_scales(start: _Start, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The call that ``start`` begins, and the scales that it is asked to make."""
+    """The results of ``start``, then the scales that the call makes."""
     hidden, residual_out = start(*args, **named)
     return hidden, residual_out, scales_of(hidden, named["scale_columns"])
 
@@ -334,12 +339,12 @@ def _hold_(results: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
 
 @cache
 def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-    """``start`` and ``mm_start`` with what the epilogue of that name makes of sums; defined by the first call.
+    """``start`` and ``mm_start`` with this epilogue. The first call defines the operators.
 
-    Their calls are waited for by ``wait_``, as all are.
+    ``wait_`` completes their calls, as it does for all epilogues.
 
     Raises:
-        ValueError: No epilogue is called so.
+        ValueError: No epilogue has this name.
     """
     name = EPILOGUES[epilogue].name
     functions = (_start, _start_fake, _mm_start, _mm_start_fake)
@@ -358,7 +363,7 @@ def operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOve
 
 @cache
 def quant_operators_of(epilogue: str) -> tuple[torch._ops.OpOverload, torch._ops.OpOverload]:
-    """As :func:`operators_of`, those that make the scales of float8 results, and return them third."""
+    """As :func:`operators_of`, but the operators compute the scales of float8 results and return them as the third result."""
     name = EPILOGUES[epilogue].name
     run, fake, mm_run, mm_fake = (
         partial(with_scales, function if name == RMS_NORM else partial(function, epilogue=name))
@@ -388,7 +393,7 @@ STARTS, MM_STARTS = zip(
 )
 """The operators of the epilogues that the passes find."""
 QUANT_STARTS = tuple(operator for epilogue in (RMS_NORM, LAYER_NORM) for operator in quant_operators_of(epilogue))
-"""Those of them that return scales."""
+"""The operators among them that return scales."""
 wait_ = define(
     "all_reduce_rms_norm_wait_(Tensor(a!) hidden, Tensor(b!) residual_out, Tensor[] keep, str group_name, int slot, "
     "Tensor(c!)? scales=None) -> ()",
@@ -399,5 +404,5 @@ hold_ = define(
     "all_reduce_rms_norm_hold_(Tensor(a!)[] results, Tensor[] outputs) -> ()",
     _hold_,
     _hold_,
-    tags=(torch.Tag.flexible_layout,),  # what is held may be laid out as it is, so nothing is copied for it
+    tags=(torch.Tag.flexible_layout,),  # tensors of any layout will do, so Inductor copies none for this operator
 )

@@ -28,10 +28,11 @@ _PROBE_BYTES = 4096
 
 
 def outside_pools(device: torch.device, function: Callable[[], T]) -> T:
-    """``function()`` on a thread of its own with ``device`` current, its result or its exception.
+    """Run ``function()`` on a thread of its own with ``device`` current. Returns its result, or raises its exception.
 
-    CUDA-graph warm-up sends the allocations of *its thread* to the graph's private memory pool, and inference mode is
-    a thread's property too. What is made here outlives any graph, so it must come from neither.
+    CUDA-graph warm-up sends the allocations of *its thread* to the graph's private memory pool. Inference mode is a property of
+    a thread, too. What ``function`` allocates outlives any graph, so it must neither come from that pool nor be made in
+    inference mode.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -65,7 +66,7 @@ def _host_id() -> str:
 
 
 def native_atomics(device: int, peer: int) -> bool:
-    """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) are atomic; NVLink has them, PCIe mostly not."""
+    """Whether atomics of ``device`` on memory of ``peer`` (CUDA ordinals) work; NVLink supports them, PCIe mostly does not."""
     driver = ctypes.CDLL("libcuda.so.1")
     handles = (ctypes.c_int(), ctypes.c_int())
     value = ctypes.c_int()
@@ -80,9 +81,9 @@ def device_uuids() -> list[str]:
 
 
 def sharing_obstacle(facts: Sequence[RankFacts]) -> str | None:
-    """Why the ranks in ``facts`` cannot share GPUs as they do; None where each has its own.
+    """Why the ranks in ``facts`` cannot share GPUs as they do; None if each rank has a GPU of its own.
 
-    Apart from the rest, so that checks of results alone (``tests/gpu/checks/sharing.py``) can do without it.
+    This is a function of its own so that checks of results alone (``tests/gpu/checks/sharing.py``) can switch it off.
     """
     if len({fact.device_uuid for fact in facts}) < len(facts):
         return "two ranks share a GPU; kernels that wait for each other could not run at once"

@@ -1,7 +1,7 @@
 """Whether the GPUs of a node can read and write each other's memory, and whether they may.
 
-PCIe cards with the stock driver, virtual machines and containers often lack it. What is asked here costs no communication and
-makes no CUDA context; what only a first use can tell is asked in ``p2p_group.py``.
+PCIe cards with the stock driver, virtual machines and containers often lack peer access. The checks here need no communication
+and create no CUDA context. ``p2p_group.py`` checks what only the first use can tell.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWITCHED_OFF = f"peer access is switched off ({PEER_ACCESS}=0)"
 
 
 def local_world_size() -> int:
-    """How many ranks run on each host, by the launcher's LOCAL_WORLD_SIZE; without a launcher all of them."""
+    """How many ranks run on each host, by the launcher's LOCAL_WORLD_SIZE; without a launcher the whole world size."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
@@ -32,7 +32,10 @@ def reach_each_other(gpus: Iterable[int], can_access: Callable[[int, int], bool]
 
 
 def gpus_reach_each_other(gpus: Iterable[int]) -> bool:
-    """As far as this process can tell without making CUDA ready: GPUs that it does not see are taken to be reached."""
+    """Whether ``gpus`` reach each other, as far as this process can tell without initialising CUDA.
+
+    GPUs that this process does not see are assumed to be reachable.
+    """
     if not torch.cuda.is_initialized():
         return True
     visible = torch.cuda.device_count()
@@ -40,10 +43,10 @@ def gpus_reach_each_other(gpus: Iterable[int]) -> bool:
 
 
 def peer_access_obstacle(local_ranks: Sequence[int]) -> str | None:
-    """Why ranks of one host can't work on each other's memory; None where they can, or where only the first use can tell.
+    """Why ranks of one host can't work on each other's memory; None if they can, or if only the first use can tell.
 
-    All ranks are told the same, that of the one which asks first. A rank's GPU is taken to be that of its number, as launchers
-    have it. Where each rank sees its own GPU alone, nothing is known.
+    All ranks get the same answer: the answer of the rank that asks first. A rank's GPU is assumed to have the rank's local
+    number, as launchers set it up. If each rank sees only its own GPU, nothing is known.
     """
     gpus = tuple(sorted(set(local_ranks)))
     if not torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""What the planner is told of rows that travel by a wire: their bytes, as shares of exact ones. Imports no torch."""
+"""What the planner needs to know of a wire: the bytes of its rows, as shares of the bytes of exact rows. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tw_compile.planning.communication import ELEMENT_BYTES
 
 
 def row_shares(wire: str, hidden_size: int) -> RowShares:
-    """Of rows ``[hidden_size]`` of 16 bits a column. What it takes to encode them is not in it."""
+    """The shares for rows ``[hidden_size]`` of 16 bits a column. The time to encode the rows is not included."""
     codes = WIRES[wire]
     sums, results = (
         1.0 if way is None else way.row_bytes(hidden_size) / (hidden_size * ELEMENT_BYTES)
@@ -18,5 +18,5 @@ def row_shares(wire: str, hidden_size: int) -> RowShares:
 
 
 def planned_wires(hidden_size: int, attention: str = EXACT, mlp: str = EXACT) -> Wires:
-    """For the sums behind attention and behind the MLP."""
+    """The shares for the wires of the sums behind attention and behind the MLP."""
     return Wires(row_shares(attention, hidden_size), row_shares(mlp, hidden_size))

@@ -1,11 +1,11 @@
-"""What a call brings into the L2 cache while its message is under way: the weights that the next matmul reads.
+"""Prefetching: a call brings the weights that the next matmul reads into the L2 cache while its message is under way.
 
-A message of few tokens has few rows, so most SMs have nothing to do until it has travelled, and the memory is idle. A call can
+A message of few tokens has few rows. So most SMs have nothing to do until it has travelled, and the memory is idle. A call can
 be given tensors (``prefetch``) and a number of bytes (``prefetch_bytes``). Its kernel is then launched with more CTAs than
-there are rows, and these ask for the first so many bytes of the tensors, one after the other. They don't wait for what they
-asked for, read none of it and write nothing: no result depends on them.
+there are rows. The additional CTAs request the first ``prefetch_bytes`` bytes of the tensors, one tensor after the other. They
+don't wait for the data, read none of it and write nothing, so no result depends on them.
 
-Kernels that can't do it leave it, as calls of more than :data:`MOST_TOKENS` tokens and calls beside other work do.
+Kernels that can't prefetch ignore the tensors. So do calls of more than :data:`MOST_TOKENS` tokens and calls beside other work.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 MOST_TOKENS = 128
-"""Longer messages have rows for all SMs. On two H100 those of 256 tokens lost up to 2% where two-shot served them."""
+"""Longer messages have rows for all SMs. On two H100 messages of 256 tokens got up to 2% slower where two-shot served them."""
 MOST_WEIGHT_BYTES = 32 * 2**20
-"""A matmul with more weights is left to read them all by itself.
+"""For a matmul with more bytes of weights nothing is prefetched.
 
-On two H100 a matmul of 25 MB took 2 to 5% less with 4 MiB prefetched, its call included; one of 117 MB took up to 1% more
-(``benchmarks/kernel-notes.md``, section 7).
+On two H100 a matmul with 25 MB of weights and its call together took 2 to 5% less time with 4 MiB prefetched. A matmul with
+117 MB took up to 1% more (``benchmarks/kernel-notes.md``, section 7).
 """
 MOST_TENSORS = 4
 LINE = 16
-"""In bytes: what is asked for begins and ends at multiples of it."""
+"""In bytes. A prefetched range begins and ends at multiples of it."""
 PIECE = 4096
-"""In bytes: what a warp asks for at a time. Fewer CTAs are launched than there are pieces."""
+"""Bytes that a warp requests at a time. At most as many prefetching CTAs are launched as there are pieces."""
 _MOST_BYTES = 2**31
 
 
@@ -60,12 +60,12 @@ def check_prefetch(prefetch: Sequence[torch.Tensor] | None, prefetch_bytes: int,
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all that lies between its first and its last one, by rows or by columns."""
+    """Whether the tensor's elements fill the memory between its first and its last element, by rows or by columns."""
     return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
 def shares(sizes: Sequence[int], budget: int) -> list[int]:
-    """What of each tensor of ``sizes`` bytes is asked for, in whole lines: in their order, until the budget is used up."""
+    """How many bytes of each tensor of ``sizes`` bytes to prefetch, in whole lines: in order, until the budget is used up."""
     found = []
     for size in sizes:
         found.append(min(size, budget) // LINE * LINE)
@@ -74,14 +74,14 @@ def shares(sizes: Sequence[int], budget: int) -> list[int]:
 
 
 def form_of_prefetch(prefetch: Sequence[torch.Tensor] | None) -> tuple[Any, ...]:
-    """What calls of one form have in common of these tensors."""
+    """The properties of these tensors that are equal for all calls of one form."""
     return tuple((tensor.device, tensor.nbytes, is_dense(tensor)) for tensor in prefetch or ())
 
 
 def prefetched(prefetch: Sequence[torch.Tensor], budget: int, row_ctas: int, free_ctas: int) -> tuple[Prefetched, int]:
-    """The parameters of a launch of ``row_ctas`` CTAs with rows, and how many CTAs it has with those that prefetch.
+    """The prefetch parameters of a launch of ``row_ctas`` CTAs with rows, and its number of CTAs with those that prefetch.
 
-    At most ``free_ctas`` more. The addresses are left to be filled in.
+    At most ``free_ctas`` CTAs prefetch. The addresses are not filled in yet.
     """
     found = shares([tensor.nbytes for tensor in prefetch], budget)
     pieces = sum(-(-nbytes // PIECE) for nbytes in found)

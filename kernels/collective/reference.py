@@ -1,4 +1,4 @@
-"""Readable eager forms of what follows the reduction: the definitions every kernel is tested against."""
+"""Readable eager forms of the steps after the reduction. They are the definitions that every kernel is tested against."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`add_rms_norm`, with a LayerNorm.
 
-    The mean is taken off before anything is squared: ``mean(h^2) - mean(h)^2`` has no digits left where the mean is large.
+    The mean is subtracted before squaring: ``mean(h^2) - mean(h)^2`` loses all its digits where the mean is large.
     """
     h = sum_of(reduced, residual, bias, norm)
     centred = h - h.mean(-1, keepdim=True)
@@ -45,7 +45,7 @@ def add_layer_norm(
 
 
 def weighted(y: torch.Tensor, weight: torch.Tensor | None, norm: NormSpec) -> torch.Tensor:
-    """The normalised rows ``y [rows, hidden]`` times the weight, rounded before it as ``norm`` says."""
+    """The normalised rows ``y [rows, hidden]`` times the weight. ``norm`` says whether ``y`` is rounded first."""
     if weight is None:
         return y
     if norm.cast_before_weight is None:
@@ -56,7 +56,7 @@ def weighted(y: torch.Tensor, weight: torch.Tensor | None, norm: NormSpec) -> to
 def sum_of(
     reduced: torch.Tensor, residual: torch.Tensor | None, bias: torch.Tensor | None, norm: NormSpec
 ) -> torch.Tensor:
-    """``h`` of :class:`NormSpec`, ``[rows, hidden]`` in float32, or float64 for float64 input: where all epilogues begin."""
+    """``h`` of :class:`NormSpec`, ``[rows, hidden]`` in float32, float64 for float64 input. All epilogues begin with this."""
     compute = torch.float64 if reduced.dtype == torch.float64 else torch.float32
     h = reduced.to(compute) * norm.scale
     if bias is not None:
@@ -73,7 +73,7 @@ def results_of(
     hidden_scale: torch.Tensor | None,
     norm_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(hidden, h)`` of what an epilogue has made of ``h``, both as they are kept: where all epilogues end."""
+    """``(hidden, h)`` in their final dtypes; an epilogue has computed ``y`` from ``h``. All epilogues end with this."""
     if norm_bias is not None:
         y = y + norm_bias.to(y.dtype)
     if norm.scale_columns:
@@ -84,7 +84,10 @@ def results_of(
 
 
 def quantised(y: torch.Tensor, norm: NormSpec) -> torch.Tensor:
-    """``y [rows, hidden]`` in codes, by scales that are made of it and lie behind them (:func:`~.spec.scales_of`)."""
+    """``y [rows, hidden]`` as float8 codes. Their scales are computed from ``y`` and lie behind the codes.
+
+    See :func:`~.spec.scales_of`.
+    """
     values = y.float().unflatten(-1, (-1, norm.scale_columns))
     scales = (values.abs().amax(-1) / FP8_MAX).clamp_min(norm.min_scale)
     by = scales.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""What happens to one reduced row: bias, residual, norm. Shared by every Triton kernel that ends in one."""
+"""What happens to one reduced row: bias, residual, norm. All Triton kernels that finish a row share this code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def triton_dtype(dtype: torch.dtype | None) -> tl.dtype | None:
 
 
 def launch_shape(hidden_size: int) -> tuple[int, int]:
-    """``(BLOCK, num_warps)`` for one row a program: 16 elements a thread where the warp limits allow it."""
+    """``(BLOCK, num_warps)`` for one row per program: 16 elements per thread if the limits on warps allow it."""
     block = triton.next_power_of_2(hidden_size)
     return block, min(max(block // 512, 4), 32)
 
@@ -47,9 +47,9 @@ def normalise_row(
     HIDDEN: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):
-    """``y`` of :class:`NormSpec` for ``h`` float32 ``[BLOCK]``, which is 0 where ``mask`` is false; float32.
+    """RMSNorm of ``h``, float32 ``[BLOCK]``, times the weight (:class:`NormSpec`); float32. ``h`` is 0 where ``mask`` is false.
 
-    The rounding steps are those of ``reference.add_rms_norm``; only the order of the sum over the row differs.
+    The rounding steps are those of ``reference.add_rms_norm``. Only the order of the sum over the row differs.
     """
     y = h * tl.rsqrt(tl.sum(h * h) / HIDDEN + eps)
     return _weigh_row(y, weight, columns, mask, weight_offset, CAST_BEFORE_WEIGHT)
@@ -66,7 +66,7 @@ def layer_normalise_row(
     HIDDEN: tl.constexpr,
     CAST_BEFORE_WEIGHT: tl.constexpr,
 ):
-    """As :func:`normalise_row`, by the rounding steps of ``reference.add_layer_norm``."""
+    """As :func:`normalise_row`, for LayerNorm. The rounding steps are those of ``reference.add_layer_norm``."""
     centred = tl.where(mask, h - tl.sum(h) / HIDDEN, 0.0)
     y = centred * tl.rsqrt(tl.sum(centred * centred) / HIDDEN + eps)
     return _weigh_row(y, weight, columns, mask, weight_offset, CAST_BEFORE_WEIGHT)
@@ -87,7 +87,7 @@ def to_hidden(y, dtype: tl.constexpr, hidden_scale):
     if hidden_scale is None:
         return y.to(dtype)
     else:
-        # A rounded division: "/" is an approximation on GPUs, and the result shall equal that of a separate quantisation.
+        # div_rn rounds correctly, "/" on GPUs only approximates. The result must equal that of a separate quantisation.
         y = y * tl.div_rn(1.0, tl.load(hidden_scale))
         return tl.clamp(y, -_FP8_MAX, _FP8_MAX, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
@@ -103,9 +103,9 @@ def quantise_row(
     SCALE_COLUMNS: tl.constexpr,
     DIVIDES_BY_SCALE: tl.constexpr,
 ):
-    """``y`` (float32 ``[BLOCK]``, 0 behind the row) in codes, by scales that are made of it and stored at ``scales``.
+    """Quantise ``y`` (float32 ``[BLOCK]``, 0 behind the row) by scales that are computed from it and stored at ``scales``.
 
-    See :class:`NormSpec`; the rounding steps are those of ``reference.quantised``.
+    See :class:`NormSpec`. The rounding steps are those of ``reference.quantised``. Returns the codes.
     """
     if SCALE_COLUMNS == HIDDEN:
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(y)), _FP8_MAX), min_scale)

@@ -1,24 +1,25 @@
-"""What one compiled graph leaves to the next, where a host's graph is cut between layers.
+"""How one compiled graph hands tensors to the next graph, where a host's graph is cut between layers.
 
     leave_layers(hidden, residual, group_name, sharded=False) -> left [tokens, hidden]
     enter_layers(left, group_name, rows_dtype=None) -> (hidden [tokens, hidden], residual)
 
-``hidden`` and ``residual`` stay where they are, as the graph has them: ``left`` has no contents and stands for them. So graphs
-that are cut apart can hand over what a graph of its own can't return without a copy, or an exchange: a residual of which each
-rank has its own rows (``sharded``, which ``rows_dtype`` asks for), halves of the tokens that are tensors of their own, and
-results of a call that is still in flight:
+``hidden`` and ``residual`` stay in the tensors that the graph has. ``left`` stands for them and has no contents. A graph can't
+return some values without a copy or an exchange between ranks. Cut graphs can hand these over: a residual of which each rank
+has its own rows (``sharded``; ``rows_dtype`` asks for it), halves of the tokens that are tensors of their own, and results of
+a call that is still in flight:
 
     leave_halves(hidden, residual, keep, group_name, slot, first_hidden, first_residual, sharded, tokens) -> left
     arrive_(hidden!, residual!, keep, group_name, slot)
 
-where the former's first arguments are those of ``wait_``, which waits for half 2; the latter does. Where nothing is in flight,
-because what half 2 leaves is computed from the last call's results:
+The first arguments of ``leave_halves`` are those of the ``wait_`` for half 2. ``arrive_`` does that ``wait_``. If half 2 leaves
+values that are computed from the last call's results, no call is in flight:
 
     leave_done_halves(hidden, residual, first_hidden, first_residual, sharded, tokens) -> left
 
-What is left whole can be
-entered in any form, each half from its rows of ``left``; any other form must be entered as it is. :func:`leave_off` takes what
-the last graph has left. CUDA and CPU, any dtype; one model's step at a time, as all of a process's graphs share one place.
+Whole, replicated tensors (``leave_layers`` without ``sharded``) can be entered in any form: each half enters with its rows of
+``left``. All other forms must be entered as they were left. :func:`leave_off` takes the hidden states that the last graph has
+left. CUDA and CPU, any dtype. Only one step of one model may run at a time, because all graphs of a process share one place
+(``left_now``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ from tw_compile.kernels.runtime.operator import define
 
 @dataclass
 class _Left:
-    """``parts``: hidden and residual by the address in ``left`` at which their rows begin; ``sharded``: of the residuals."""
+    """What a graph has left.
+
+    ``parts``: hidden and residual, by the address in ``left`` at which their rows begin. ``sharded``: whether the residuals in
+    ``parts`` are sharded.
+    """
 
     left: torch.Tensor
     parts: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -48,7 +53,7 @@ left_now: _Left | None = None
 
 
 def leave_off(left: torch.Tensor) -> torch.Tensor:
-    """The hidden states, whole, that ``left`` stands for."""
+    """The hidden states of all tokens that ``left`` stands for. This waits for a call that is still in flight."""
     global left_now
     there = _at(left)
     left_now = None
@@ -95,12 +100,12 @@ def _leave(
     in_flight: tuple[str, int] | None,
 ) -> torch.Tensor:
     global left_now
-    left_now = None  # what was left before, if a step was given up
+    left_now = None  # drop what an aborted step has left
     hidden = found[0][0]
     left = hidden.new_empty((tokens, hidden.shape[1]))
     place, parts = left.data_ptr(), {}
     for one in found:
-        parts[place] = (one[0].contiguous(), one[1].contiguous())  # as their readers take them to be
+        parts[place] = (one[0].contiguous(), one[1].contiguous())  # readers expect contiguous tensors
         place += one[0].shape[0] * hidden.shape[1] * left.element_size()
     left_now = _Left(left, parts, sharded, in_flight)
     return left
@@ -132,7 +137,7 @@ def _enter_layers(
 
 
 def _at(left: torch.Tensor) -> _Left:
-    """What was left at ``left``, or at a tensor of which it is a part."""
+    """What was left under ``left``, or under a tensor of which ``left`` is a part."""
     if left_now is None or left.untyped_storage().data_ptr() != left_now.left.untyped_storage().data_ptr():
         raise RuntimeError("left: expected what leave_layers or leave_halves has returned last, got another tensor")
     return left_now
@@ -143,7 +148,7 @@ def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int:
 
 
 def own_rows(residual: torch.Tensor, group_name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """The rows that the rank owns; the last ranks may own fewer, or none."""
+    """``[rows_per_rank, hidden]`` with the residual's rows that this rank owns. The last ranks may own fewer rows, or none."""
     group = compat.resolve_process_group(group_name)
     per_rank = rows_per_rank(residual.shape[0], group.size())
     rows = residual.new_empty((per_rank, residual.shape[1]), dtype=dtype)

@@ -1,39 +1,40 @@
-"""Calls beside other work: a kernel on a stream of its own, so that the current stream goes on until the call is waited for.
+"""Calls beside other work: the kernel runs on a side stream, so the current stream goes on until ``wait_``.
 
     current:  ... x is made | fork | other work ...                  | join | readers of the results ...
     side:                          \\-> wait | kernel (few SMs) | done --/
 
 Fork and join are events, which CUDA-graph capture turns into the edges of a graph. Both are in the same capture, or in none.
 
-**Order.** The side stream does nothing before a fork and the current stream nothing after a join that the other one has not
-reached. So with respect to everything before ``start`` and everything after ``finish`` a call beside other work is where a call
-on the current stream would be, and the arguments of ``kernels/runtime/barrier.py`` hold for slots whose calls are of both
-kinds. A slot's next call, or the GEMM that writes its message, comes after the ``finish`` of the one before it:
-``ops._complete_earlier`` sees to that where ``wait_`` has not run.
+**Order.** The side stream does nothing of a call before the current stream has reached the fork. The current stream does
+nothing behind the join before the side stream has reached it. So everything before ``start`` and everything after ``finish``
+sees a call beside other work as if it were on the current stream. Hence the arguments of ``kernels/runtime/barrier.py`` hold
+for slots whose calls are of both kinds. A slot's next call, or the GEMM that writes its message, comes after the ``finish`` of
+the call before it: ``ops.complete_earlier`` ensures that if ``wait_`` has not run.
 
-**Memory.** Outputs are allocated on the current stream, before the fork. What had their memory before was enqueued on that
-stream before, so the kernel comes after it. Inputs and outputs belong to the current stream's pool and may be given back to it
-only after the join; until then ``finish`` holds them, and contiguous copies of inputs, which nobody else knows. What is given
-back is reused by work that the current stream does after the join. So no ``record_stream``, which delays reuse and which CUDA
-graphs do not replay. What a launch allocates for itself while the side stream is current comes from the side stream's pool,
-is read by that stream alone, and is reused in its order.
+**Memory.** Outputs are allocated on the current stream, before the fork. Earlier users of that memory were enqueued on the
+current stream earlier, so the kernel runs after them. Inputs and outputs belong to the current stream's pool and may be freed
+only after the join. Until then ``finish`` holds them, and also contiguous copies of inputs, to which nothing else refers. Work
+that the current stream does after the join reuses the freed memory. So no ``record_stream`` is needed, which delays reuse and
+which CUDA graphs do not replay. Memory that a launch allocates for itself while the side stream is current comes from the side
+stream's pool. Only the side stream reads it, and it is reused in that stream's order.
 
-**First on the SMs.** Both streams have work for the GPU when ``x`` is made. A GEMM with CTAs on most SMs leaves some free,
-but hardly in one group, where the kernel's clusters would find a place: it would begin when the GEMM has ended. The current
-stream therefore goes on when the side stream has, by an event (``passed``) between the fork and the kernel. A captured graph
-has no streams, and there such an event would only be one more edge.
+**First on the SMs.** Both streams have work for the GPU when ``x`` is ready. A GEMM with CTAs on most SMs leaves some SMs free,
+but hardly in one group (GPC), as the kernel's clusters need. So the kernel would begin only when the GEMM has ended. Therefore
+the current stream goes on only when the side stream has passed the fork, by an event (``passed``) between the fork and the
+kernel. A captured graph has no streams, and there such an event would only be one more edge.
 
-**In turn.** Where messages share one slow link, long calls of all slots are on one side stream
-(``SlotTransport.in_turn_from``). Two calls at a time would each have half of the link, and the first would end as late as the
-second. In turn, the second ends no later, and what waits for the first goes on earlier: its own message is ready when the link
-is free again. The current stream must not wait for the call before, so what it goes on behind is still the slot's own stream.
+**In turn.** Where messages share one slow link, the long calls of all slots use one side stream
+(``SlotTransport.in_turn_from``). Two calls at the same time would each get half of the link, and the first call would end as
+late as the second. In turn, the second call ends no later, and the work that waits for the first call goes on earlier: its own
+message is ready when the link is free again. The current stream must not wait for the call before. So ``passed`` is still
+recorded on the slot's own side stream.
 
-**Programmatic launch** is not used here: a fork lies between two kernels of a side stream, so there is nothing to gain, and no
-CTA that waits for other kernels holds an SM. That all kernels make progress is argued in ``kernels/runtime/barrier.py``.
+**Programmatic launch** is not used here. A fork lies between two kernels of a side stream, so there is nothing to gain, and no
+CTA holds an SM while it waits for other kernels. ``kernels/runtime/barrier.py`` argues that all kernels make progress.
 
-**Clusters.** GEMMs on Hopper are clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
-all groups in turn and would break one of those in each of them; in clusters they are together, and most groups stay whole.
-Nothing else about the kernels is different.
+**Clusters.** GEMMs on Hopper use clusters of two, four or eight SMs of one group (GPC). CTAs without clusters are dealt out to
+all groups in turn, and would break up one of the GEMM's places in each group. In clusters the CTAs are together, and most
+groups stay whole. Nothing else about the kernels is different.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ from tw_compile.kernels.collective.transport import Started
 
 _CLUSTER_MIN_SMS = 100
 _IN_TURN = -1
-"""In the place of a slot: the side stream of calls that follow each other, whatever their slots."""
+"""Used in place of a slot index for the one side stream of all calls that go in turn, whatever their slots."""
 
 
 @cache
 def side_stream(device: torch.device, slot: int) -> torch.cuda.Stream:
-    """A stream of high priority: the kernel gets the GPU's next free SM before a GEMM does that has thousands of CTAs to go.
+    """A stream of high priority. Its kernel gets the GPU's next free SM before a GEMM that has thousands of CTAs to go.
 
-    All groups share it. Their calls follow each other in the order of the program, as on the current stream.
+    All process groups share the stream. Their calls follow each other in the order of the program, as on the current stream.
     """
     return torch.cuda.Stream(device, priority=-1)
 
@@ -73,8 +74,8 @@ def _new_events() -> Events:
 def events_of(device: torch.device, group_name: str, slot: int) -> Events:
     """The events of calls that are not captured.
 
-    All calls of a slot share them. A call forks after the join of the call before it, and a stream that waits for an event
-    waits for the last record before that.
+    All calls of a slot share them. This is safe: a call forks after the join of the call before it, and a stream that waits for
+    an event waits for the latest record of it so far.
     """
     return _new_events()
 
@@ -82,9 +83,9 @@ def events_of(device: torch.device, group_name: str, slot: int) -> Events:
 def cluster_size(ctas: int, device: torch.device) -> int:
     """The number of CTAs in a cluster, for a call with ``ctas`` CTAs and one CTA on each SM.
 
-    It divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole cluster
-    must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs has pairs: in a captured graph a GEMM may
-    come first, and if it leaves four SMs they are two pairs that hardly lie in one group.
+    The size divides ``ctas`` and is at most 8, which every GPU allows. On small GPUs it is 1, because a place for a whole
+    cluster must always become free, see ``kernels/runtime/barrier.py``. A call of four CTAs gets clusters of two: in a
+    captured graph a GEMM may start first, and if it leaves four SMs, these are two pairs that hardly lie in one group (GPC).
     """
     if torch.cuda.get_device_properties(device).multi_processor_count < _CLUSTER_MIN_SMS:
         return 1
@@ -92,7 +93,7 @@ def cluster_size(ctas: int, device: torch.device) -> int:
 
 
 def start_beside(request: Request, launch: Callable[[Request], Started], in_turn: bool = False) -> Started:
-    """``launch(request)`` on the side stream of the request's slot; ``finish`` makes the then current stream wait for it.
+    """Run ``launch(request)`` on a side stream. ``finish`` makes the stream that is current at that time wait for it.
 
     The request has its ``outputs``; the device is current. ``in_turn``: see :func:`fork_and_join`.
     """
@@ -116,9 +117,9 @@ def fork_and_join(
 ) -> Started:
     """Let ``launch`` enqueue its work on the side stream between a fork and a join; ``finish`` of the result is the join.
 
-    ``launch`` is given the side stream. ``kept`` holds inputs and outputs alive until the join. ``device``, ``slot`` and
-    ``overlap_sms`` are those of the request, and the device is current. ``in_turn``: the call begins when those before it with
-    ``in_turn`` have ended, whatever their slots.
+    ``launch`` gets the side stream as its argument. ``kept`` keeps inputs and outputs alive until the join. ``device``,
+    ``slot`` and ``overlap_sms`` are those of the request, and the device is current. ``in_turn``: the call begins when all
+    earlier calls with ``in_turn`` have ended, whatever their slots.
     """
     current, side = compat.current_stream(device), side_stream(device, _IN_TURN if in_turn else slot)
     captured = torch.cuda.is_current_stream_capturing()
@@ -134,7 +135,7 @@ def fork_and_join(
     try:
         started = launch(side)
     except BaseException:
-        # Some of it may run, and memory is given back to the current stream now.
+        # Part of the launch may already run, and its memory goes back to the current stream's pool now.
         join.record(side)
         current.wait_event(join)
         raise

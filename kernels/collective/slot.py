@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node reach: what a group has, slot by slot, and how it grows."""
+"""Memory that all ranks of a node reach: which slots a group has, what buffers a slot has, and how they grow."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MIN_CAPACITY_BYTES = 32 * 2**20
 INBOX = "inbox"
 FED = "fed"
 NOT_ARRIVED = -(2**31)
-"""The word of an inbox to which nothing has been written, as int32; elements.cuh has it too."""
+"""The value, as int32, of an inbox word to which nothing has been written; elements.cuh defines it too."""
 
 OUTBOX, WORDS = "outbox", "words"
 HOST_MAX_CTAS = 16
-"""The most CTAs of a call of host_rows.cu. So many fill a bus, and an outbox has rings for all of them."""
+"""The most CTAs of a call of host_rows.cu. This number fills a bus. An outbox has rings for all of these CTAs."""
 
 _STATE_WORDS = {INBOX: 5, FED: STATE_WORDS, OUTBOX: 2 * HOST_MAX_CTAS, WORDS: 2}
 """How many int32 words a kernel keeps beside its buffer, by the buffer's name. They are PushState of push.cu, FedState of
@@ -69,7 +69,7 @@ class Shared:
 
 
 class SlotMemory(ABC):
-    """A kind of memory that slots can be made of."""
+    """A kind of memory for the buffers of slots."""
 
     def capacity_for(self, nbytes: int) -> int:
         """Bytes to allocate where ``nbytes`` are needed."""
@@ -77,18 +77,21 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-        """This rank's parts, ``uint8 [bytes]``; RuntimeError where there is no room."""
+        """Allocate this rank's parts, ``uint8 [bytes]``, by name; RuntimeError if there is no room."""
 
     @abstractmethod
     def share(self, tensors: Mapping[str, torch.Tensor], state: GroupState) -> dict[str, Shared]:
-        """The parts of all ranks. Collective, after all have allocated; RuntimeError where this rank can't reach one."""
+        """Exchange the parts of all ranks. Collective, after all ranks have allocated.
+
+        RuntimeError if this rank can't reach a part.
+        """
 
     def settle(self, tensors: Mapping[str, torch.Tensor]) -> None:  # noqa: B027
-        """Called when all ranks have everything, or when it is given up: nothing else will ask for the parts."""
+        """Called when all ranks have all parts, or when the growth has failed. After this no rank will open the parts."""
 
 
 class SymmetricMemory(SlotMemory):
-    """torch's symmetric memory: it lies on the GPUs, and peers reach it."""
+    """torch's symmetric memory: memory of the GPUs that peers can reach."""
 
     def allocate(self, sizes: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
         """See :class:`SlotMemory`."""
@@ -152,14 +155,14 @@ class Slot:
 
 @dataclass
 class GroupState:
-    """A process group as this transport sees it. All ranks have the same values, but for ``rank``.
+    """What a transport knows of a process group. All ranks have the same values, but for ``rank``.
 
     Attributes:
         selector: Chooses the kernel of a call.
         obstacle: Why the group uses another transport, the one named by ``instead``; None: it uses this one.
         multimem: Whether multicast is used. This ends when a buffer has no multicast address.
         prepared: The variants of requests whose kernels are loaded.
-        known: The forms of calls that were served, and how. No entry outlives the buffers that it names.
+        known: How calls were served, by form. No entry outlives the buffers that it names.
     """
 
     name: str
@@ -179,17 +182,17 @@ class GroupState:
     instead: str = "host"
 
     def give_up(self, reason: str) -> None:
-        """From now on this group uses the next transport."""
+        """Make this group use the transport ``instead`` from now on; ``reason`` says why."""
         self.obstacle = reason
         self.known.clear()
         logger.warning("%s: group %r uses %s instead; %s", self.label, self.name, self.instead, reason)
 
 
 def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
-    """The slot, with buffers of at least ``lacking`` bytes; None, and the group gives up, when a rank cannot.
+    """Give the slot buffers of at least ``lacking`` bytes (name -> bytes), and return it.
 
-    Collective. Nothing changes before all ranks have everything: a failure on any rank leaves the group without this
-    transport, on all ranks alike.
+    Returns None if any rank fails; then the group gives up this transport, on all ranks alike. Collective. Nothing changes
+    before all ranks have all buffers.
     """
     state.known.clear()
     memory = state.memory
@@ -219,7 +222,7 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
                 made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
             epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
             status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
-            # The agreement is the barrier after which peers may write here: what was filled in must be in memory before it.
+            # Peers may write here after the agreement below, which acts as a barrier. The fills above must be in memory before.
             torch.cuda.synchronize(state.device)
             obstacle = common_obstacle(state.group, obstacle, {name: parts.offset for name, parts in shared.items()})
     finally:

@@ -1,4 +1,4 @@
-"""A call as one value, made of the operator's fields, and how token rows are shared out between ranks."""
+"""A call as one value (:class:`Request`), built from the operator's fields, and which token rows each rank owns."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
 OPERAND_ALIGNMENT = 16
-"""In bytes, of what CUDA C++ kernels are given: that of the widest accesses, and of bulk copies."""
+"""Alignment in bytes of the tensors that CUDA C++ kernels get. The widest accesses and bulk copies need it."""
 
 MAX_OVERLAP_SMS = 32
-"""SMs of a call beside other work: what the kernels with barriers have CTAs for (``kernels/runtime/barrier.py``)."""
+"""The most SMs of a call beside other work: kernels with barriers have no more CTAs (``kernels/runtime/barrier.py``)."""
 
 
 def rows_per_rank(tokens: Any, world_size: int) -> Any:
@@ -49,23 +49,24 @@ def row_range(tokens: int, world_size: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class NormSpec:
-    """What happens to the reduced sum, everything in float32 unless said otherwise; fields of the kind "norm".
+    """What is computed from the reduced sum. Everything is in float32 unless said otherwise. Has the fields of the kind "norm".
 
-    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. ``hidden`` is what the ``epilogue``
-    makes of it (``kernels/epilogues``). Of RMSNorm, with ``y = h * rsqrt(mean(h^2) + eps)``, and of LayerNorm, with
-    ``y = (h - mean(h)) * rsqrt(mean((h - mean(h))^2) + eps)``,
+    ``h = scale * sum + bias + residual`` is rounded to ``residual_dtype`` when it is kept. The ``epilogue`` computes ``hidden``
+    from ``h`` (``kernels/epilogues``). RMSNorm has ``y = h * rsqrt(mean(h^2) + eps)``. LayerNorm has
+    ``y = (h - mean(h)) * rsqrt(mean((h - mean(h))^2) + eps)``. For both:
 
     - no weight: ``hidden = y``
     - ``cast_before_weight`` is None: ``hidden = y * (weight_offset + weight)`` (torch RMSNorm; Gemma with offset 1)
     - else ``hidden = y.to(cast_before_weight) * weight`` (Hugging Face Llama),
 
-    plus ``Request.norm_bias``, rounded to ``hidden_dtype``. For float8_e4m3fn that is a static quantisation with one scale
-    (``Request.hidden_scale``): the float32 values, not rounded to another dtype before, are multiplied by
+    plus ``Request.norm_bias``, rounded to ``hidden_dtype``. For float8_e4m3fn this is a static quantisation with one scale
+    (``Request.hidden_scale``): the float32 values are not rounded to another dtype before. They are multiplied by
     ``1 / hidden_scale`` (float32, rounded), clamped to +-448 and rounded to nearest even.
 
-    With ``scale_columns`` above 0 the scales are made of the rows: one for each row and ``scale_columns`` neighbouring columns,
-    which may be all of them, ``max(amax(|values|) / 448, min_scale)`` in float32. The values are multiplied by ``1 / scale``
-    (rounded), or divided by it where ``divides_by_scale``. They are returned, see :func:`scales_of`.
+    With ``scale_columns`` above 0 the scales are computed from the rows. Each row has one scale for every ``scale_columns``
+    neighbouring columns, which may be all columns: ``max(amax(|values|) / 448, min_scale)`` in float32. The values are
+    multiplied by ``1 / scale`` (rounded), or divided by ``scale`` if ``divides_by_scale``. The scales are returned, see
+    :func:`scales_of`.
     """
 
     eps: float
@@ -81,12 +82,12 @@ class NormSpec:
 
 
 SCALE_GROUPS = (64, 128)
-"""Columns that may share a scale which is made of them, besides all of a row."""
+"""How many columns may share a scale that is computed from them. All columns of a row may share one, too."""
 _SCALES_ALIGNMENT = 16
 
 
 def check_scales(arguments: Arguments, hidden_size: int) -> None:
-    """ValueError unless the scales of the results are given or made as ``hidden_dtype`` has it."""
+    """ValueError unless ``hidden_scale`` or ``scale_columns`` fits ``hidden_dtype`` and ``hidden_size``."""
     columns, min_scale = arguments.scale_columns, arguments.min_scale
     if not columns:
         check_hidden_scale(arguments.hidden_dtype, arguments.hidden_scale)
@@ -105,7 +106,7 @@ def check_scales(arguments: Arguments, hidden_size: int) -> None:
 
 
 def scales_bytes(tokens: int, hidden_size: int, scale_columns: int) -> int:
-    """What the scales of float8 rows ``[tokens, hidden]`` take behind them, with what aligns them; 0 where none are made."""
+    """Bytes behind float8 rows ``[tokens, hidden]`` for their scales and the padding that aligns these; 0 without scales."""
     return (
         _scales_begin(tokens * hidden_size) - tokens * hidden_size + 4 * tokens * (hidden_size // scale_columns)
         if (scale_columns)
@@ -120,8 +121,8 @@ def _scales_begin(codes: int) -> int:
 def scales_of(hidden: torch.Tensor, scale_columns: int) -> torch.Tensor:
     """The float32 scales ``[tokens, hidden / scale_columns]`` of ``hidden [tokens, hidden]`` that :func:`empty_hidden` made.
 
-    They lie behind the rows, in the same storage, from a multiple of 16 bytes on: so kernels find them without being given
-    another address, in memory that peers write, too.
+    The scales lie behind the rows in the same storage, and begin at a multiple of 16 bytes. So kernels find them without
+    another address, also in memory that peers write.
     """
     tokens, hidden_size = hidden.shape
     begin = hidden.storage_offset() + _scales_begin(hidden.numel())
@@ -130,7 +131,7 @@ def scales_of(hidden: torch.Tensor, scale_columns: int) -> torch.Tensor:
 
 
 def empty_hidden(tokens: int, hidden_size: int, norm: NormSpec, device: torch.device) -> torch.Tensor:
-    """Uninitialised memory for ``hidden [tokens, hidden]``, and behind it for the scales that are made of it."""
+    """Uninitialised ``hidden [tokens, hidden]``, with room behind it for the scales if they are computed from the rows."""
     if not norm.scale_columns:
         return torch.empty((tokens, hidden_size), dtype=norm.hidden_dtype, device=device)
     nbytes = tokens * hidden_size + scales_bytes(tokens, hidden_size, norm.scale_columns)
@@ -139,7 +140,7 @@ def empty_hidden(tokens: int, hidden_size: int, norm: NormSpec, device: torch.de
 
 
 def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | None) -> None:
-    """ValueError unless there is a scale, float32 and one element, exactly when ``hidden_dtype`` is float8_e4m3fn."""
+    """ValueError unless there is a scale exactly if ``hidden_dtype`` is float8_e4m3fn; it is float32 and has one element."""
     if hidden_scale is None:
         if hidden_dtype == FP8:
             raise ValueError(f"hidden_scale: expected a float32 tensor [1] for hidden_dtype {hidden_dtype}, got None")
@@ -152,7 +153,7 @@ def check_hidden_scale(hidden_dtype: torch.dtype, hidden_scale: torch.Tensor | N
 
 
 def check_wire(wire: str, hidden_size: Any) -> None:
-    """ValueError unless there is such a wire, and rows of ``hidden_size`` are whole groups of its codes."""
+    """ValueError unless a wire has this name, and ``hidden_size`` is a multiple of the group of its codes."""
     if wire == EXACT:
         return
     if wire not in WIRES:
@@ -164,7 +165,7 @@ def check_wire(wire: str, hidden_size: Any) -> None:
 
 
 def check_overlap_sms(overlap_sms: int) -> None:
-    """ValueError unless it is 0 or a number of SMs that a call beside other work can have."""
+    """ValueError unless ``overlap_sms`` is 0 or a number of SMs that a call beside other work can have."""
     if not 0 <= overlap_sms <= MAX_OVERLAP_SMS:
         raise ValueError(
             f"overlap_sms: expected 0 (not beside other work) or 1 to {MAX_OVERLAP_SMS} SMs, got {overlap_sms}"
@@ -178,14 +179,13 @@ class Request:
     ``residual`` is ``[tokens, hidden]``, or ``[rows_per_rank, hidden]`` (this rank's rows) when ``residual_sharded``.
     ``bias``, ``weight`` and ``norm_bias`` are ``[hidden]``. ``residual_out`` says which rows of ``h`` the caller wants back.
     ``hidden_scale`` is float32 ``[1]``, with ``norm.hidden_dtype`` float8_e4m3fn only. ``overlap_sms``: the SMs that the call
-    may use beside what the current stream does until it is waited for; 0: it is in the current stream's own order.
-    ``results_in_slot``: the rows that peers write for this rank may be left in the slot's memory, where its next call
-    overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``prefetch``: tensors of which up to
-    ``prefetch_bytes`` may be brought into the L2 cache meanwhile, see ``prefetch.py``. ``outputs``: where the results go, if
-    that is settled before the launch.
-    ``feed_from``: from so many tokens on a GEMM may be fed the rows of the result (``fed_mm.py``); 0: never.
-    ``form``: equal for calls that differ in the contents and addresses of tensors alone; None: of a form that is not to be
-    remembered.
+    may use beside what the current stream does until ``wait_``; 0: the call runs in the current stream's own order.
+    ``results_in_slot``: the rows that peers write for this rank may stay in the slot's memory, where the slot's next call
+    overwrites them. ``wire``: how rows travel, a name of ``wires.WIRES``. ``prefetch``: tensors of which a kernel may bring up
+    to ``prefetch_bytes`` into the L2 cache meanwhile, see ``prefetch.py``. ``outputs``: the tensors for the results, if they
+    exist before the launch.
+    ``feed_from``: the number of tokens from which on a GEMM may be fed the rows of the result (``fed_mm.py``); 0: never.
+    ``form``: equal for calls that differ only in the contents and addresses of tensors; None: the form is not remembered.
     """
 
     x: torch.Tensor
@@ -209,11 +209,11 @@ class Request:
     form: Hashable | None = None
 
     def limited(self, sms: int) -> int:
-        """``sms``, or as many of them as the call may use."""
+        """``sms``, but at most as many as the call may use."""
         return min(sms, self.overlap_sms) if self.overlap_sms else sms
 
     def allocate(self, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Uninitialised ``(hidden, residual_out)``; the latter has 0 rows when it is not wanted."""
+        """Uninitialised ``(hidden, residual_out)``; ``residual_out`` has 0 rows if the caller does not want it."""
         if self.outputs is not None:
             return self.outputs
         rows = self.residual_rows(world_size)
@@ -240,7 +240,7 @@ class Operands(NamedTuple):
 
 
 operand_values = values_of(names(OPERANDS))
-"""The tensors among arguments, in the order of :class:`Operands` behind ``x``."""
+"""Takes the tensors out of :class:`Arguments`, in the order in which :class:`Operands` has them behind ``x``."""
 _operands = attrgetter(MESSAGE, *names(OPERANDS))
 
 
@@ -257,7 +257,7 @@ _row_values = values_of(ROWS)
 
 
 def request_of(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> Request:
-    """The request that arguments ask for; ``x`` is contiguous, and operands become so."""
+    """The request for these arguments. ``x`` is contiguous; operands are made contiguous."""
     rows = (tensor if tensor is None else tensor.contiguous() for tensor in _row_values(arguments))
     fields: dict[str, Any] = dict(zip(_PLAIN, _plain_values(arguments), strict=True))
     fields.update(zip(ROWS, rows, strict=True))
@@ -268,7 +268,10 @@ def request_of(x: torch.Tensor, arguments: Arguments, form: Hashable | None) -> 
 
 
 def may_prefetch(tokens: int, arguments: Arguments) -> bool:
-    """Whether a call of so many tokens may prefetch what it is given. Beside other work it would take what that reads."""
+    """Whether a call of ``tokens`` tokens may prefetch the tensors that it is given.
+
+    A call beside other work may not: its prefetch would compete with the reads of that work.
+    """
     asked = arguments.prefetch and arguments.prefetch_bytes
     return bool(asked) and tokens <= MOST_TOKENS and not arguments.overlap_sms
 
@@ -276,9 +279,9 @@ def may_prefetch(tokens: int, arguments: Arguments) -> bool:
 def whole_residual(residual: torch.Tensor, tokens: int, world_size: int, rank: int) -> torch.Tensor | None:
     """All rows, ``[tokens, hidden]``, of a sharded residual, if the call that made it computed them all; else None.
 
-    Such a call (see :func:`slice_of_whole_residual`) returns a slice of a tensor that holds every rank's rows. Its shape is
-    that of any other shard, as the graph wants it, so the storage tells. The same on all ranks: they all computed all rows,
-    or none did.
+    Such a call (see :func:`slice_of_whole_residual`) returns a slice of a tensor that holds every rank's rows. The graph
+    expects a shard, so the slice has a shard's shape. Only its storage shows the difference. The answer is the same on all
+    ranks: either all of them computed all rows, or none did.
     """
     per_rank, hidden_size = residual.shape
     row_bytes = hidden_size * residual.element_size()

@@ -1,9 +1,9 @@
-"""The interface every transport implements, what a process knows of its groups, and its transports themselves.
+"""The interface that every transport implements, facts about process groups, and the transports of this process.
 
 A transport owns everything between ``start`` and ``wait_`` of one call: how partial sums reach the rank that adds them
 and how the normalised rows get back. What is computed (:class:`NormSpec`) and the row layout
-(:func:`~tw_compile.kernels.collective.spec.row_range`) are the same for all of them, so a graph may be rewritten
-for one and run by another.
+(:func:`~tw_compile.kernels.collective.spec.row_range`) are the same for all transports. So a graph may be rewritten
+for one transport and run by another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Started:
     """A call in flight. ``finish`` completes it on the caller's current stream; None when nothing is left to do.
 
     ``overlap_sms``: SMs that the call's kernel may hold beside what the current stream does before ``finish``. ``call``:
-    what was launched, where other calls of the same form may be made with it. ``fed``: the rows of ``hidden``, of which those
-    of other ranks come when a GEMM is fed them; ``finish`` sees to that where none was.
+    what was launched, if other calls of the same form may reuse it. ``fed``: the rows of ``hidden`` for a GEMM that is fed. The
+    rows of other ranks arrive while that GEMM runs. If no GEMM was fed, ``finish`` fetches them.
     """
 
     hidden: torch.Tensor
@@ -59,11 +59,11 @@ class Transport(ABC):
         """
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
-        """Memory ``[tokens, hidden]`` for the request's ``x``, of which only shape, dtype and device matter here.
+        """Memory ``[tokens, hidden]`` for the request's ``x``. Only the shape, dtype and device of ``x`` matter here.
 
-        What is written there, on the stream and before :meth:`start`, ``start`` need not copy. It belongs to the request's
-        slot: the next call on the slot overwrites it, and may replace it by more memory. None where there is nothing to
-        gain. Collective where the slot grows, so all ranks ask alike.
+        If the message is written there, on the stream and before :meth:`start`, ``start`` need not copy it. The memory belongs
+        to the request's slot: the slot's next call overwrites it, and may replace it by a larger buffer. None if there is
+        nothing to gain. The method is collective if the slot grows, so all ranks must call it alike.
         """
         return None
 
@@ -72,15 +72,15 @@ class Transport(ABC):
         return None
 
     def reserved_bytes(self) -> int:
-        """Memory of this rank's device that the transport keeps for its slots, beside torch's allocator."""
+        """Bytes of this rank's device memory that the transport holds for its slots, outside of torch's allocator."""
         return 0
 
 
 def group_facts(group_name: str, device_type: str) -> GroupFacts:
-    """Facts about a group without waiting for other ranks.
+    """Facts about a group, found without waiting for other ranks.
 
-    The hosts follow from the launcher's LOCAL_WORLD_SIZE (ranks are numbered host by host); without a launcher the group
-    is taken to live on one host, and the first run-time use finds out (see ``p2p.py``) if that is wrong.
+    The hosts follow from the launcher's LOCAL_WORLD_SIZE (ranks are numbered host by host). Without a launcher the group is
+    assumed to live on one host. If that is wrong, the first use at run time finds out (see ``p2p_group.py``).
     """
     group = compat.resolve_process_group(group_name)
     ranks = dist.get_process_group_ranks(group)
@@ -104,10 +104,10 @@ instances: dict[str, Transport] = {}
 
 
 def get_transport(name: str) -> Transport:
-    """The process-wide transport called ``name``; created, and its module imported, on first use.
+    """The process-wide transport called ``name``. The first use imports its module and creates it.
 
     Raises:
-        ValueError: No transport is called so.
+        ValueError: No transport has this name.
     """
     if name not in instances:
         instances[name] = TRANSPORTS[name].make()
@@ -116,7 +116,7 @@ def get_transport(name: str) -> Transport:
 
 @contextmanager
 def registered(entry: TransportEntry) -> Iterator[None]:
-    """Have a transport inside of a ``with`` block only, as tests do; ``TRANSPORTS.register`` is for good."""
+    """Register a transport for the duration of a ``with`` block, as tests do. ``TRANSPORTS.register`` is permanent."""
     with TRANSPORTS.registered(entry):
         try:
             yield
@@ -125,5 +125,5 @@ def registered(entry: TransportEntry) -> Iterator[None]:
 
 
 def reserved_bytes() -> int:
-    """What all transports of this process keep for their slots."""
+    """Bytes that all transports of this process hold for their slots."""
     return sum(transport.reserved_bytes() for transport in instances.values())

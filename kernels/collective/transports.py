@@ -1,10 +1,11 @@
 """The transports, as data: what each can serve, from facts that all ranks share, and where its implementation is.
 
-A new one is a module in ``kernels/transports`` with a subclass of ``Transport`` (``transport.py``), and an entry here. Users
-give theirs to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and the checks take the
-names from here. All transports leave identical bits on all ranks.
+A new transport needs a module in ``kernels/transports`` with a subclass of ``Transport`` (``transport.py``), and an entry here.
+Users pass entries of their own to ``TRANSPORTS.register``. Options, the command line, tables of thresholds, the benchmark and
+the checks take the names from here. All transports leave identical bits on all ranks.
 
-Which one serves a message is chosen here, too: by numbers alone, so the command line explains it without importing torch.
+This module also chooses the transport for a message. The choice depends on numbers only, so the command line can explain it
+without importing torch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ P2P_ROW_ALIGNMENT_BYTES = 16
 HOST_HIDDEN_MULTIPLE = 8
 CODED_WIRES = tuple(name for name in WIRES if name != EXACT)
 SLOW_LINK_WIRE_BYTES = 1 << 20
-"""From here on a wire is taken over what is far slower than NVLink. It is not measured: it keeps decoding exact."""
+"""From this message size on, links that are far slower than NVLink use a wire. The size is not measured: it keeps decoding
+exact."""
 NCCL_MAX_HIDDEN = 65536  # one row is one block of the norm kernel: 64 elements a thread
 NO_PEER_ACCESS = "no peer access between the GPUs"
 
@@ -66,21 +68,23 @@ class TransportEntry:
 
     Attributes:
         device_types: The device types of the tensors that it moves.
-        factory: ``module:attribute``; called with the name, once in a process, at the first call.
-        why: Why it is chosen where it can serve the message, for reports.
-        obstacle: Called with the group's facts, the hidden size and the bytes of an element. Why the transport can't serve
-            messages ``[*, hidden_size]`` of such elements; None where it can. A pure function.
-        preference: Where ``auto`` asks it among those of its device type, lowest first; None: by name alone.
+        factory: ``module:attribute``; called with the name, once per process, at the first call.
+        why: The reason for choosing it where it can serve the message, for reports.
+        obstacle: A pure function of the group's facts, the hidden size and the bytes of an element. It returns why the
+            transport can't serve messages ``[*, hidden_size]`` of such elements, or None if it can.
+        preference: The order in which ``auto`` tries the transports of a device type, lowest first. None: ``auto`` never takes
+            the transport; it must be named.
         message_buffers: Whether it has memory where a producer may write messages (:meth:`Transport.message_buffer`).
-        keeps_shards: Whether a residual may stay with the ranks that own its rows; if not, all rows are on all ranks anyway.
+        keeps_shards: Whether a residual may stay with the ranks that own its rows; if not, all ranks have all rows anyway.
         repeatable: Whether equal calls give equal bits.
         benchmarked: Its lines in the benchmark of the operator.
         checked_beside: Whether checks on GPUs run calls of it beside other work, under its name.
-        feeds: Whether graphs may have GEMMs of a call's result before ``wait_`` (``fed_mm.py``). For gloo that is a test.
-        wires: The names of the wires that it serves beside ``exact``.
-        prefetches: Whether some of its kernels prefetch weights that calls are given (``prefetch.py``).
-        wire_from_bytes: Where no table and no option says from which size on messages travel in codes, they do from so many
-            bytes on; None: they don't.
+        feeds: Whether graphs may have GEMMs that read a call's result before ``wait_`` (``fed_mm.py``). For gloo this is for
+            tests.
+        wires: The names of the wires that it serves besides ``exact``.
+        prefetches: Whether some of its kernels can prefetch weights (``prefetch.py``).
+        wire_from_bytes: The message size in bytes from which on rows travel in codes, if no table and no option gives a size.
+            None: they never do.
     """
 
     name: str
@@ -100,7 +104,7 @@ class TransportEntry:
     prefetches: bool = False
 
     def make(self, *arguments: Any) -> Any:
-        """The :class:`Transport`, by its name and what its class takes besides; imports its module."""
+        """Make the :class:`Transport` from its name and ``arguments``; imports its module."""
         return load(self.factory)(self.name, *arguments)
 
 
@@ -111,7 +115,10 @@ def _nccl_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> O
 
 
 def _node_obstacle(facts: GroupFacts, hidden_size: int, element_bytes: int) -> Obstacle | None:
-    """Why kernels over memory of one node can't serve the message. NCCL's limits count: it takes over without that memory."""
+    """Why kernels over memory of one node can't serve the message.
+
+    NCCL's limits apply too, because NCCL takes over if that memory is not available.
+    """
     if obstacle := _nccl_obstacle(facts, hidden_size, element_bytes):
         return obstacle
     if facts.hosts > 1:
@@ -213,7 +220,7 @@ TRANSPORTS: Registry[TransportEntry] = Registry(
 
 
 def preferred_names(device_type: str) -> list[str]:
-    """The names of those that ``auto`` asks for tensors of this device type, in that order."""
+    """The names of the transports that ``auto`` tries for tensors of this device type, in that order."""
     ranked = [
         (entry.preference, entry.name)
         for entry in TRANSPORTS
@@ -231,7 +238,7 @@ def names_for(device_type: str) -> tuple[str, ...]:
 class Choice:
     """The transport that will be used, and why; ``name`` is None when none can serve the message.
 
-    ``limited_by`` names what ruled the transport (or a better one) out.
+    ``limited_by`` names what ruled out the transport, or a better transport.
     """
 
     name: str | None
@@ -242,8 +249,8 @@ class Choice:
 def choose_transport(facts: GroupFacts, hidden_size: int, element_bytes: int, requested: str = AUTO) -> Choice:
     """The transport for messages ``[*, hidden_size]`` whose elements have ``element_bytes`` bytes.
 
-    A pure function of its arguments and the registry.
-    Of what ``auto`` passes over the first one's obstacle is reported, that of the best transport.
+    A pure function of its arguments and the registry. If ``auto`` passes over transports, the reported obstacle is that of the
+    first one, which would have been the best. If no transport can serve the message, it is that of the last one.
 
     Raises:
         ValueError: No transport is called ``requested``.
@@ -265,7 +272,10 @@ def choose_transport(facts: GroupFacts, hidden_size: int, element_bytes: int, re
 
 
 def _moved_as(device_type: str) -> str:
-    """The device type whose transports serve such tensors. CPU's serve those that have none, such as meta tensors."""
+    """The device type whose transports serve such tensors.
+
+    CPU transports serve device types that have no transport, such as meta.
+    """
     return device_type if any(device_type in entry.device_types for entry in TRANSPORTS) else "cpu"
 
 
@@ -278,6 +288,6 @@ def _device_obstacle(entry: TransportEntry, facts: GroupFacts) -> Obstacle | Non
 
 
 def prefer_transport(facts: GroupFacts, hidden_size: int, element_bytes: int, preferred: str) -> Choice:
-    """``preferred`` where it can serve such messages, else what ``auto`` takes."""
+    """``preferred`` if it can serve such messages, else the transport that ``auto`` chooses."""
     choice = choose_transport(facts, hidden_size, element_bytes, preferred)
     return choice if choice.name is not None else choose_transport(facts, hidden_size, element_bytes)

@@ -1,6 +1,6 @@
 """Readable eager form of a whole call whose rows travel in codes, for all ranks at once and without any group.
 
-What transports make of a call with a ``wire`` is defined here; ``codes.py`` defines the codes themselves.
+This defines the results of a call with a ``wire`` for all transports. ``codes.py`` defines the codes themselves.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def all_reduce_with_wire(
     """``(hidden, h)``, both ``[tokens, hidden]``, of a call in which rank ``r`` gives ``partials[r] [tokens, hidden]``.
 
     ``residual`` has all rows, ``bias``, ``weight`` and ``norm_bias`` are ``[hidden]``. ``hidden`` has the same bits on all
-    ranks. Each rank keeps the rows of ``h`` that it owns (:func:`~tw_compile.kernels.collective.spec.row_range`); where a call
-    returns all of them they were gathered as they are.
+    ranks. Each rank keeps the rows of ``h`` that it owns (:func:`~tw_compile.kernels.collective.spec.row_range`). If a call
+    returns all rows of ``h``, they are gathered exactly, without codes.
 
     Raises:
         ValueError: There is no such wire, or ``hidden`` is not a multiple of its group.
@@ -48,9 +48,9 @@ def sums_of_owners(
     codes: Codes | None,
     travel: Callable[[torch.Tensor, Codes], torch.Tensor] = round_trip,
 ) -> torch.Tensor:
-    """Float32 ``[tokens, hidden]``: for each row what its owner adds up, in rank order, its own part being exact.
+    """Float32 ``[tokens, hidden]``: the sum that each row's owner computes, in rank order. The owner's own part is exact.
 
-    ``travel``: what a receiver makes of rows in these codes.
+    ``travel``: returns rows as a receiver gets them in these codes.
     """
     world_size, tokens = len(partials), partials[0].shape[0]
     received = [partial.float() if codes is None else travel(partial, codes) for partial in partials]

@@ -1,9 +1,9 @@
 """How a row travels between ranks: exact, or in codes of few bits. Plain data, without torch.
 
-A wire says for each of the two ways of a two-shot call what a row is turned into on the way. On the first way partial sums go
-to the rank that owns the row. On the second way the owner's normalised row goes to all others. The codes themselves are
-defined in ``codes.py``. The method is Flash Communication's (arXiv 2412.04964), which sums and gathers in few bits, too; here
-the residual stays exact on its owner, and what is gathered is the normalised row.
+A row of a two-shot call travels twice. First, partial sums go to the rank that owns the row. Then the owner's normalised row
+goes to all other ranks. A wire says for each of the two ways in which form the row travels. The codes themselves are defined in
+``codes.py``. The method is that of Flash Communication (arXiv 2412.04964), which also sums and gathers in few bits. Here the
+residual stays exact on its owner, and the normalised row is gathered.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INT4 = Codes(bits=4, group=32)
 
 @dataclass(frozen=True)
 class Wire:
-    """One wire. ``sums``: the codes of partial sums on their way to the owner; ``results``: those of normalised rows on their
-    way back. None: they travel as they are."""
+    """One wire. ``sums``: the codes of partial sums on their way to the owner; ``results``: the codes of normalised rows on
+    their way back. None: rows travel as they are."""
 
     name: str
     sums: Codes | None

@@ -1,8 +1,10 @@
-"""Epilogues: what becomes of a row once it is summed. A new one is its reference, its row code, and an entry here.
+"""Epilogues: what a kernel does with a row once it is summed.
 
-An epilogue gets ``h = scale * sum + bias + residual`` in float32 and makes ``hidden`` of it, with or without a weight and a
-bias of the norm's own, both ``[hidden]``, by the numbers of :class:`~tw_compile.kernels.collective.spec.NormSpec`.
-``ops.operators_of`` makes its operators. Users give theirs to ``EPILOGUES.register``.
+A new epilogue needs a reference, row code, and an entry here.
+
+An epilogue gets ``h = scale * sum + bias + residual`` in float32 and computes ``hidden`` from it, with the numbers of
+:class:`~tw_compile.kernels.collective.spec.NormSpec`. A norm may have a weight and a bias of its own, both ``[hidden]``.
+``ops.operators_of`` defines the operators of an epilogue. Users pass entries of their own to ``EPILOGUES.register``.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ class EpilogueEntry:
     Attributes:
         reference: ``module:attribute`` of the eager definition, with the arguments and results of
             :func:`~tw_compile.kernels.collective.reference.add_rms_norm`.
-        local_kernel: The same for a kernel of rows that are summed already, as ``norm_kernel.add_rms_norm_cuda``; None: the
-            reference serves GPUs too.
-        triton_row: The same for a Triton function with the arguments of ``row.normalise_row``; None: no Triton kernel has it.
-        header: ``<name>_row.cuh``, which has what ``rms_norm_row.cuh`` has for ``row.cuh``; None: no CUDA kernel has it.
+        local_kernel: ``module:attribute`` of a kernel for rows that are summed already, such as
+            ``norm_kernel.add_rms_norm_cuda``; None: the reference serves GPUs too.
+        triton_row: ``module:attribute`` of a Triton function with the arguments of ``row.normalise_row``; None: no Triton
+            kernel supports the epilogue.
+        header: ``<name>_row.cuh``, which defines what ``rms_norm_row.cuh`` defines for ``row.cuh``; None: no CUDA kernel
+            supports the epilogue.
         statistics_bytes: Size of ``RowStatistics`` in that header.
     """
 

@@ -1,1 +1,1 @@
-"""Matrix products of our own, and those that leave SMs to what runs beside them."""
+"""Our own GEMM kernels, and matmuls that leave SMs to a kernel that runs beside them."""

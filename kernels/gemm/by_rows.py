@@ -1,12 +1,13 @@
-"""GEMMs of one input, computed by our kernel for the numbers of rows at which it is faster.
+"""GEMMs of one input that use our kernel for the numbers of rows at which our kernel is faster.
 
     joint_mm_by_rows(a, matrices, biases, turns) -> [a @ one for one in matrices], each with its bias if there are any
     gated_mm_by_rows(a, gate, up, turns) -> silu(a @ gate) * (a @ up)
 
-``a`` [rows, depth], matrices [depth, columns], biases [columns]. A compiled graph may serve any number of rows, and which
-kernel is faster changes with it more than once, as waves of tiles are full at other numbers of rows. ``turns`` are the
-ascending numbers of rows at which the choice changes, from the library's GEMMs to our kernel first: ``[0]`` is our kernel
-always, ``[64, 2048]`` is our kernel from 64 to 2047 rows. They are measured (``autotune/turns.py``).
+``a`` [rows, depth], matrices [depth, columns], biases [columns]. A compiled graph may serve any number of rows. Which kernel is
+faster changes with this number more than once, because the kernels' waves of tiles are full at different numbers of rows.
+``turns`` are the ascending numbers of rows at which the choice changes. The first change is from the library's GEMMs to our
+kernel: ``[0]`` means our kernel always, ``[64, 2048]`` means our kernel from 64 to 2047 rows. They are measured
+(``autotune/turns.py``).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def gated_mm_on_cuda(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, turn
 
 
 def gated_one_by_one(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The library's GEMMs, of both matrices as one where they are halves of one, and a kernel for the rest."""
+    """The library's GEMMs, then a kernel for ``silu(gate) * up``. One GEMM if both matrices are halves of one matrix."""
     from tw_compile.kernels.gemm.silu_mul import silu_mul
 
     both = _as_one(gate, up)
@@ -52,7 +53,7 @@ def gated_one_by_one(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
 
 
 def _as_one(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor | None:
-    """``[gate, up]`` side by side, if that is how they lie in one tensor's memory."""
+    """``[gate, up]`` side by side as one matrix, if they lie like this in one tensor's memory; else None."""
     depth, columns = gate.shape
     if gate.stride() != (1, depth) or up.stride() != (1, depth) or up.shape != gate.shape:
         return None

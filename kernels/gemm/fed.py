@@ -1,4 +1,4 @@
-"""Rows of a fused call that arrive while a GEMM reads them: what ``fed.cuh`` needs of the host."""
+"""Host code for ``fed.cuh``: rows of a fused call that arrive while a GEMM reads them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ class FedRows:
     """The rows of one call.
 
     Attributes:
-        rows: bfloat16 ``[tokens, hidden]``, in memory that peers write. A GEMM that is fed them sees to those of other ranks.
+        rows: bfloat16 ``[tokens, hidden]``, in memory that peers write. A GEMM that is fed these rows exchanges them between
+            the ranks.
         table: int64, the address of each rank's flags and rows.
         state: int32 ``[STATE_WORDS]`` of this rank.
-        begin, end: The rows that this rank has computed.
-        status: int32, where a thread reports that it gave up waiting after ``spin_limit`` polls; 0: it never does.
+        begin, end: The range of the rows that this rank has computed.
+        status: int32, where a thread reports that it gave up waiting after ``spin_limit`` polls; 0: it never gives up.
     """
 
     rows: torch.Tensor
@@ -58,19 +59,19 @@ class FedRows:
 
 
 def fed_bytes(tokens: int, hidden_size: int) -> int:
-    """What a rank's flags and rows take."""
+    """Bytes of a rank's flags and rows."""
     return ROWS_OFFSET + tokens * hidden_size * torch.bfloat16.itemsize
 
 
 def rows_in(memory: torch.Tensor, tokens: int, hidden_size: int) -> torch.Tensor:
-    """The rows in a rank's memory, uint8 ``[bytes]``."""
+    """The rows in a rank's ``memory``, which is uint8 ``[bytes]``."""
     return memory[ROWS_OFFSET : fed_bytes(tokens, hidden_size)].view(torch.bfloat16).view(tokens, hidden_size)
 
 
 def own_pairs(rows: int, begin: int, end: int) -> tuple[int, int]:
-    """Of the pairs of tiles over each other, the first that has rows from ``begin`` to ``end`` alone, and how many have.
+    """The pairs of vertically adjacent tiles that have only rows from ``begin`` to ``end``: the first pair, and how many.
 
-    Low tiles, of the last rows, are in no pair.
+    Low tiles, which have the last rows, are not counted.
     """
     high = (rows + PAIR_ROWS // 2 - 1) // PAIR_ROWS
     first, last = -(-begin // PAIR_ROWS), high if end == rows else end // PAIR_ROWS
@@ -78,6 +79,6 @@ def own_pairs(rows: int, begin: int, end: int) -> tuple[int, int]:
 
 
 def pieces_bytes(free: int) -> int:
-    """Of ``free`` bytes of shared memory, those that pieces of rows take, with their barriers."""
+    """How many of ``free`` bytes of shared memory are used for pieces of rows and their barriers."""
     each = _PIECE_BYTES + _MBARRIER_BYTES
     return min(free // each, _MOST_PIECES) * each

@@ -1,16 +1,18 @@
 // A grouped GEMM for mixtures of experts: each group's rows times the matrix of the group, in bf16 with sums in fp32.
 //
-// Two CTAs form a cluster. They compute two output tiles of 128 x 256 at a time, and share the operand that both read. Where
-// a group has two more tiles of rows, they share the matrix's columns. Where it has one, they share its rows and compute two tiles
-// of columns. So a group is rounded up to 128 rows. A kernel that always puts two tiles over each other rounds it up to 256. With
-// few rows in a group, as in half of the tokens, that costs up to a third of its time.
+// Two CTAs form a cluster. They compute two output tiles of 128 x 256 at a time, and share the operand that both read. Where a
+// group has two more tiles of rows, the CTAs share the matrix's columns, and the tiles stand over each other. Where the group
+// has one more, the CTAs share its rows and compute two tiles of columns, side by side. So a group is rounded up to 128 rows. A
+// kernel that always puts two tiles over each other rounds a group up to 256 rows. With few rows in a group, as in half of the
+// tokens, that costs up to a third of its time.
 //
-// A cluster's pairs of tiles are the index of the cluster, and every gridDim / 2 after it. In a CTA one thread keeps a ring of
-// shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each. Every stage
-// takes in copies from the other CTA, so it is filled again when the warps of both CTAs have read it.
+// A cluster computes the pair of tiles with the number of the cluster, and every (gridDim / 2)-th pair after it. In a CTA one
+// thread keeps a ring of shared-memory stages filled. A stage holds 64 of the depth for both operands. Two warpgroups multiply
+// 64 rows each. A stage also takes in copies from the other CTA, so it is filled again only when the warps of both CTAs have
+// read it.
 //
-// Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
-// CUTLASS's persistent cooperative kernels do.
+// Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
+// persistent cooperative kernels do.
 
 #include "tiles.cuh"
 
@@ -38,7 +40,7 @@ inline constexpr uint16_t BOTH = 3;
 struct Shared {
   uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
   uint64_t full[STAGES];                // a stage has arrived
-  uint64_t empty[STAGES];               // it has been read: one arrival of each consuming warp of both CTAs
+  uint64_t empty[STAGES];               // a stage has been read: one arrival of each consuming warp of both CTAs
   int32_t ends[MAX_GROUPS];
 };
 static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
@@ -48,8 +50,8 @@ struct Tile {
   int32_t group;
   int32_t row, end;  // its first row, and where its group ends
   int32_t column;
-  bool over;         // whether the pair stands over each other; else its tiles are side by side
-  bool twice;        // it is the other CTA's, as there is none beside that one
+  bool over;         // whether the pair's tiles stand over each other; else they are side by side
+  bool twice;        // whether it is the other CTA's tile again, because there is no tile beside that one
 };
 
 // A cluster's tiles, in order.
@@ -114,7 +116,7 @@ DEVICE void fill(const GroupedMmParams& params, Shared& shared, uint32_t rank, T
 }
 
 DEVICE void multiply(const GroupedMmParams& params, Shared& shared, uint32_t rank, Tiles tiles) {
-  int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4);  // of both warpgroups
+  int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4);  // counted over both warpgroups
   uint32_t lane = threadIdx.x % 32;
   Ring<STAGES> ring;
   Tile tile;
@@ -166,5 +168,5 @@ KERNEL(THREADS, 1) grouped_mm(GRID_CONSTANT GroupedMmParams params) {
     more_registers<232>();
     multiply(params, shared, rank, tiles);
   }
-  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals
+  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals
 }

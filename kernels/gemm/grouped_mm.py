@@ -2,8 +2,9 @@
 
     grouped_mm(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
-PyTorch's grouped GEMM computes 256 rows of a group at a time, two tiles of 128, and what lies beyond the group's end is lost.
-Half of the tokens have as many groups with half of the rows each, so a split in two pays for that twice. This one computes 128.
+PyTorch's grouped GEMM computes 256 rows of a group at a time, two tiles of 128. The work on rows beyond the group's end is
+wasted. Half of the tokens have the same number of groups, each with half of the rows. So a split into two halves pays for this
+waste twice. This kernel computes 128 rows at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TILE_ROWS, TILE_COLUMNS, _TILE_DEPTH = 128, 256, BOX_COLUMNS
 _STAGES, _MAX_GROUPS, _THREADS = 4, 1024, 384
 _STAGE_BYTES = (TILE_ROWS + TILE_COLUMNS) * _TILE_DEPTH * 2
 _SHARED_BYTES = _STAGES * (_STAGE_BYTES + 16) + 4 * _MAX_GROUPS
-"""``Shared`` of grouped_mm.cu: the stages, two barriers for each, and where groups end."""
+"""Bytes of ``Shared`` in grouped_mm.cu: the stages, two barriers for each stage, and the ends of the groups."""
 
 
 class GroupedMmParams(ctypes.Structure):
@@ -65,9 +66,9 @@ def multiplies(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> bo
 
 
 def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reserved_sms: int) -> torch.Tensor:
-    """[rows, columns], computed on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for.
+    """[rows, columns], computed on all but ``reserved_sms`` SMs. :func:`multiplies` must be true for the operands.
 
-    ``ends`` [groups], ascending, the last one the number of rows.
+    ``ends`` [groups] is ascending, and its last element is the number of rows.
     """
     groups, depth, columns = weights.shape
     out = a.new_empty(len(a), columns)
@@ -95,7 +96,7 @@ def grouped_mm(a: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, reser
 
 
 def grouped_mm_program() -> Program:
-    """The kernel."""
+    """The program of the kernel."""
     return Program(Path(__file__).with_name("grouped_mm.cu"), GroupedMmParams, arch_of(CAPABILITY))
 
 

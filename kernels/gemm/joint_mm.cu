@@ -1,25 +1,26 @@
 // GEMMs that read one input, in one launch: the same rows times several matrices, in bf16 with sums in fp32.
 //
-// Two CTAs, a cluster, compute a pair of output tiles of 128 rows x COLUMNS over each other, and share the matrix's columns. The
-// last pairs may be narrow, of half of the columns, where that fills the last wave. Where 128 rows or
-// fewer are left at the end, their pairs are low: each CTA computes 64 rows. Tiles of all matrices are one sequence, so the
-// next GEMM fills what would be a partial wave of the one before.
+// Two CTAs form a cluster. They compute a pair of output tiles over each other, of 128 rows x COLUMNS each, and share the
+// matrix's columns. The last pairs may be narrow, where that fills the last wave: narrow pairs have half of the columns. Where
+// 128 rows or fewer are left at the end, their pairs are low: each CTA computes 64 rows. Tiles of all matrices are one
+// sequence, so the next GEMM fills what would be a partial wave of the GEMM before.
 //
-// A cluster's pairs are its index, and every gridDim / 2 after it: whole ones first, then narrow ones, then low ones. In a CTA one
-// thread keeps a ring of shared-memory stages filled with 64 of the depth for both operands; two warpgroups multiply 64 rows each,
-// or of a low pair the same 64 rows by half of the columns each. Every stage takes in copies from the other CTA, so it is filled
-// again when the warps of both CTAs have read it.
+// A cluster computes the pair with the number of the cluster, and every (gridDim / 2)-th pair after it: whole pairs first, then
+// narrow ones, then low ones. In a CTA one thread keeps a ring of shared-memory stages filled. A stage holds 64 of the depth
+// for both operands. Two warpgroups multiply 64 rows each. Of a low pair they multiply the same 64 rows by half of the columns
+// each. A stage also takes in copies from the other CTA, so it is filled again only when the warps of both CTAs have read it.
 //
-// BIASED: each matrix has a vector that is added to all rows of its result, before that is rounded.
+// BIASED: each matrix has a vector that is added to all rows of its result, before the result is rounded.
 //
-// GATED: two matrices, and silu(rows * the first) * (rows * the second) is stored. A tile's columns are half of the first
-// matrix's, which CTA 0 loads for both, and as many of the second's, which CTA 1 loads.
+// GATED: there are two matrices, and silu(rows * the first) * (rows * the second) is stored. Half of a tile's columns are the
+// first matrix's, and half the second matrix's. CTA 0 loads the first matrix for both CTAs, and CTA 1 loads the second one.
 //
-// FED: rows that other ranks compute arrive while it runs (fed.cuh). Pairs of this rank's own rows come first, those of the next
-// ranks follow. Who loads rows waits for them, and one more thread of each CTA sends this rank's rows to the others.
+// FED: rows that other ranks compute arrive while the kernel runs (fed.cuh). Pairs of this rank's own rows come first, pairs of
+// the next ranks' rows follow. The thread that loads rows waits for them. One more thread of each CTA sends this rank's rows to
+// the others.
 //
-// Loads and multiplies as Hopper's machine instructions want them (PTX ISA, wgmma and cp.async.bulk.tensor), in the way that
-// CUTLASS's persistent cooperative kernels do.
+// Loads and matmuls use Hopper's machine instructions (PTX ISA, wgmma and cp.async.bulk.tensor) in the way that CUTLASS's
+// persistent cooperative kernels do.
 
 #include "tiles.cuh"
 #if FED
@@ -32,7 +33,7 @@ static_assert(!(BIASED && GATED), "biases are added to what is stored");
 struct JointMmParams {
   TensorMap a;                       // [rows, depth], boxes of 64 x 64
   TensorMap matrices[MATRICES];      // [columns, depth], boxes of COLUMNS / 4 x 64
-  uint16_t* out[MATRICES];           // [rows, columns]; GATED: the first alone
+  uint16_t* out[MATRICES];           // [rows, columns]; GATED: only the first is used
   const uint16_t* biases[MATRICES];  // [columns]; for BIASED
   int32_t columns[MATRICES];         // multiples of 8; 0 where there is no such output
   int32_t rows;
@@ -45,8 +46,8 @@ struct JointMmParams {
 };
 
 inline constexpr int TILE_ROWS = 128, TILE_DEPTH = 64;
-inline constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;  // that a tile stores
-inline constexpr int BAND = 8;       // pairs over each other that are computed before those beside them
+inline constexpr int OUT_COLUMNS = GATED ? COLUMNS / 2 : COLUMNS;  // columns that a tile stores
+inline constexpr int BAND = 8;       // pairs over each other that are computed before the pairs beside them
 inline constexpr int CONSUMERS = 2;  // warpgroups
 inline constexpr int THREADS = 128 * (CONSUMERS + 1);
 inline constexpr int ROW_BYTES = TILE_DEPTH * 2;
@@ -63,7 +64,7 @@ static_assert(FED_BLOCK == TILE_ROWS, "a tile lies in one block");
 struct Shared {
   uint8_t stages[STAGES][STAGE_BYTES];  // a, then b; at a multiple of 1024 bytes
   uint64_t full[STAGES];                // a stage has arrived
-  uint64_t empty[STAGES];               // it has been read: one arrival of each consuming warp of both CTAs
+  uint64_t empty[STAGES];               // a stage has been read: one arrival of each consuming warp of both CTAs
 #if FED
   uint8_t pieces[PIECES][FED_PIECE];  // of rows that are sent
   uint64_t arrived[PIECES];
@@ -74,24 +75,25 @@ static_assert(sizeof(Shared) <= 227 * 1024, "an SM's shared memory");
 // One CTA's tile of a pair.
 struct Tile {
   int32_t matrix;
-  int32_t row, column;  // its first
+  int32_t row, column;  // its first row and column
   bool narrow, low;     // half of the columns; 64 rows, not 128
 };
 
 DEVICE int32_t quotient_up(int32_t n, int32_t d) { return (n + d - 1) / d; }
 
-// The tile of CTA `rank` in the pair that is `number` of all, of which narrow ones are half of one; false beyond the last.
+// Finds the tile of CTA `rank` in pair `number` of all pairs. Two narrow pairs take the place of one whole pair. Returns false
+// beyond the last pair.
 DEVICE bool find(const JointMmParams& params, int32_t number, int32_t rank, Tile& tile) {
   int32_t wide = 0;
 #pragma unroll
   for (int32_t matrix = 0; matrix < MATRICES; matrix++) wide += quotient_up(params.columns[matrix], OUT_COLUMNS);
-  int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // with more than 128 rows
+  int32_t high = (params.rows + TILE_ROWS - 1) / (2 * TILE_ROWS);  // pairs over each other that have more than 128 rows
   int32_t behind = number - params.whole;
   int32_t pairs = high * wide, pair = behind < 0 ? number : params.whole + behind / 2, column, row;
   tile.low = pair >= pairs;
   tile.narrow = behind >= 0 && !tile.low;
   if (!tile.low) {
-    int32_t over = high;  // pairs over each other, of which bands are made
+    int32_t over = high;  // pairs over each other, which are divided into bands
 #if FED
     const bool own = pair < params.fed.own * wide;
     if (!own) pair -= params.fed.own * wide;
@@ -135,7 +137,7 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
     await_rows(params.fed, call, params.rows, tile.row, tile.low ? TILE_ROWS / 2 : TILE_ROWS);
 #endif
     const TensorMap& matrix = params.matrices[GATED ? rank : tile.matrix];
-    const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // that this CTA loads
+    const int32_t halves = tile.low ? 1 : 2, quarters = tile.narrow ? 1 : 2;  // of rows and of columns, that this CTA loads
     const int32_t column = tile.column + (GATED ? 0 : rank * quarters * (COLUMNS / 4));
     for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
       uint8_t* a = shared.stages[ring.stage];
@@ -153,7 +155,8 @@ DEVICE void fill(const JointMmParams& params, Shared& shared, int32_t rank) {
   }
 }
 
-// To all rows of a thread's sums of N columns, of which the first `columns` are there; `bias` is that of the first one.
+// Adds the bias to all rows of a thread's sums of N columns, of which the first `columns` exist. `bias` points to the bias of
+// the first column.
 template <int N>
 DEVICE void add_bias(float (&d)[N / 2], const uint16_t* bias, int32_t columns) {
   bias += threadIdx.x % 4 * 2;
@@ -168,15 +171,15 @@ DEVICE void add_bias(float (&d)[N / 2], const uint16_t* bias, int32_t columns) {
 
 DEVICE float silu(float x) { return x * reciprocal_near(1.0f + exp2_near(-1.4426950408889634f * x)); }
 
-// A warpgroup's 64 rows by N columns, of which N / PARTS lie beside each other: rows from `a` and columns from `b` bytes on in
-// each stage, the second part of them half of a stage's columns further on.
+// Computes a warpgroup's 64 rows by N columns, in PARTS parts of N / PARTS columns that lie beside each other. In each stage
+// rows begin at byte `a` and columns at byte `b`. The second part of the columns begins half of a stage's columns further on.
 template <int N, int PARTS>
 DEVICE void multiply(
     const JointMmParams& params, Shared& shared, Ring<STAGES>& ring, const Tile& tile, int32_t a, int32_t b, int32_t row,
     int32_t column) {
   constexpr int EACH = N / 2 / PARTS;
   const uint32_t lane = threadIdx.x % 32;
-  float d[PARTS][EACH] = {};  // else the registers of all kinds of tiles are kept over the loop around this, and are too many
+  float d[PARTS][EACH] = {};  // else registers of all kinds of tiles are kept over the loop around this: too many
   int32_t read = -1;  // the stage that the matmuls before the latest ones read
   for (int32_t k = 0; k < params.depth; k += TILE_DEPTH, ring.next()) {
     wait(&shared.full[ring.stage], ring.parity);
@@ -236,7 +239,7 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
 #endif
   } else {
     more_registers<232>();
-    int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // of both warpgroups
+    int32_t warp = first_lanes((int32_t)threadIdx.x / 32 - 4), warpgroup = warp / 4;  // `warp` counts over both warpgroups
     Ring<STAGES> ring;
     Tile tile;
     for (int32_t number = blockIdx.x / 2; find(params, number, rank, tile); number += gridDim.x / 2) {
@@ -245,12 +248,12 @@ KERNEL(THREADS, 1) joint_mm(GRID_CONSTANT JointMmParams params) {
       const int32_t a = below * HALF_A;
       if (!tile.low && !tile.narrow) {
         multiply<COLUMNS, 1>(params, shared, ring, tile, a, 0, row, column);
-      } else if (GATED && tile.low) {  // a quarter of either matrix's columns
+      } else if (GATED && tile.low) {  // a quarter of each matrix's columns
         multiply<COLUMNS / 2, GATED ? 2 : 1>(params, shared, ring, tile, a, beside * QUARTER_B, row, column);
       } else {
         multiply<COLUMNS / 2, 1>(params, shared, ring, tile, a, beside * 2 * QUARTER_B, row, column);
       }
     }
   }
-  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals
+  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals
 }

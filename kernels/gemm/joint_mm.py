@@ -2,11 +2,12 @@
 
     joint_mm(a, matrices, biases, reserved_sms) -> [a @ one for one in matrices], each with its bias if there are any
     gated_mm(a, gate, up, reserved_sms) -> silu(a @ gate) * (a @ up)
-    fed_joint_mm(fed, matrices, biases), fed_gated_mm(fed, gate, up): the same of rows that arrive meanwhile (fed.py)
+    fed_joint_mm(fed, matrices, biases), fed_gated_mm(fed, gate, up): the same for rows that arrive meanwhile (fed.py)
 
-Half of the tokens have half of the tiles, and what a last, partial wave leaves idle weighs twice as much. Queries, keys and
-values, or gate and up, are GEMMs of one input: as one sequence of tiles they have one partial wave, and it is made of smaller
-tiles where that fills it. Bits are those of a GEMM that does not split its depth.
+Half of the tokens have half of the tiles, so the SMs that a last, partial wave leaves idle cost twice as much in relation.
+Queries, keys and values, or gate and up, are GEMMs of one input. As one sequence of tiles they have only one partial wave. It
+is made of smaller tiles where these fill the wave. The results have the same bits as those of a GEMM that does not split its
+depth.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, WIDTHS, tiling
 _TILE_ROWS, _TILE_DEPTH = 128, BOX_COLUMNS
 _THREADS = 384
 Form = Literal["plain", "biased", "gated"]
-"""The operations on sums before they are stored."""
+"""What is done with the sums before they are stored: nothing, add a bias, or multiply by ``silu`` of the gate."""
 
 
 class JointMmParams(ctypes.Structure):
@@ -49,7 +50,7 @@ class JointMmParams(ctypes.Structure):
 
 
 class FedJointMmParams(ctypes.Structure):
-    """The same with FED."""
+    """``JointMmParams`` of joint_mm.cu with FED."""
 
     _fields_ = [*JointMmParams._fields_, ("fed", FedParams)]
 
@@ -80,7 +81,7 @@ def can_add(bias: torch.Tensor, matrix: torch.Tensor) -> bool:
 
 
 def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = ()) -> bool:
-    """Whether the kernel is for these, on this device."""
+    """Whether the kernel can multiply ``a`` by all of ``matrices`` and add ``biases``, on the device of ``a``."""
     return (
         a.is_cuda
         and 1 <= len(matrices) <= MOST_JOINT
@@ -96,7 +97,7 @@ def multiplies(a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequen
 def joint_mm(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
 ) -> list[torch.Tensor]:
-    """[rows, columns] of each matrix, on all but ``reserved_sms`` SMs; the operands are what :func:`multiplies` is true for."""
+    """[rows, columns] for each matrix, on all but ``reserved_sms`` SMs. :func:`multiplies` must be true for the operands."""
     outs = [a.new_empty(len(a), one.shape[1]) for one in matrices]
     _launch("biased" if biases else "plain", a, matrices, biases, outs, reserved_sms)
     return outs
@@ -110,14 +111,14 @@ def gated_mm(a: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, reserved_sms
 
 
 def fed_joint_mm(fed: FedRows, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As :func:`joint_mm`, of ``fed.rows``, which all ranks must do; to the same bits. Then all rows are there."""
+    """As :func:`joint_mm`, for ``fed.rows``, with the same bits. All ranks must call it. Afterwards all rows are there."""
     outs = [fed.rows.new_empty(len(fed.rows), one.shape[1]) for one in matrices]
     _launch("biased" if biases else "plain", fed.rows, matrices, biases, outs, 0, fed)
     return outs
 
 
 def fed_gated_mm(fed: FedRows, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """As :func:`gated_mm`, of ``fed.rows``, which all ranks must do; to the same bits. Then all rows are there."""
+    """As :func:`gated_mm`, for ``fed.rows``, with the same bits. All ranks must call it. Afterwards all rows are there."""
     out = fed.rows.new_empty(len(fed.rows), gate.shape[1])
     _launch("gated", fed.rows, (gate, up), (), [out], 0, fed)
     return out
@@ -166,19 +167,19 @@ def _launch(
 
 
 def shared_bytes(width: int, fed: bool = False) -> int:
-    """``Shared`` of joint_mm.cu: as many stages as an SM has room for, two barriers for each, and pieces of rows to send."""
+    """Bytes of ``Shared`` in joint_mm.cu: as many stages as fit in an SM, two barriers per stage, pieces of rows to send."""
     stage = (_TILE_ROWS + width) * _TILE_DEPTH * 2
     stages = 225 * 1024 // stage * (stage + 16)
     return stages + (pieces_bytes(FULL_SHARED_BYTES - stages) if fed else 0)
 
 
 def joint_mm_program(width: int, form: Form) -> Program:
-    """The kernel for tiles of ``width`` columns."""
+    """The program for tiles of ``width`` columns."""
     return _program(width, form, JointMmParams, FED=0)
 
 
 def fed_mm_program(width: int, form: Form, spin_limit: int) -> Program:
-    """The same for rows that arrive meanwhile."""
+    """The program for tiles of ``width`` columns and rows that arrive meanwhile."""
     return _program(width, form, FedJointMmParams, FED=1, SPIN_LIMIT=spin_limit)
 
 
@@ -203,7 +204,7 @@ def _kernels(device: torch.device, form: Form) -> dict[int, Kernel]:
 
 @cache
 def fed_kernels(device: torch.device, form: Form, spin_limit: int) -> dict[int, Kernel]:
-    """As :func:`_kernels`."""
+    """As :func:`_kernels`, for rows that arrive meanwhile."""
     return {width: prepare(fed_mm_program(width, form, spin_limit), device.index) for width in WIDTHS}
 
 

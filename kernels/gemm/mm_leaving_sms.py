@@ -7,19 +7,19 @@
     grouped_mm_leaving_sms(a, weights, ends, reserved_sms) -> a[ends[i - 1] : ends[i]] @ weights[i], for all groups i
 
 ``a`` [tokens, k], ``b`` [k, n], ``bias`` [n] or [tokens, n], any dtype of ``torch.mm``; ``biases`` [n] one for each matrix, or
-none; ``weights`` [groups, k, n], ``ends`` [groups] int32, as in ``torch.nn.functional.grouped_mm``; ``reserved_sms``: how many,
-0 for none. On a CPU they are ``torch.mm``, ``torch.addmm`` and ``grouped_mm``.
+none; ``weights`` [groups, k, n], ``ends`` [groups] int32, as in ``torch.nn.functional.grouped_mm``; ``reserved_sms``: how many
+SMs to leave, 0 for none. On a CPU the operators are ``torch.mm``, ``torch.addmm`` and ``grouped_mm``.
 
-A GEMM of cuBLAS on Hopper takes whole SMs, and is planned for all of them. When a kernel beside it holds some, the CTAs meant
-for those wait until they are free and then run a wave of their own, so that both together take as long as one after the
-other. Planned for the SMs that are left, the GEMM's waves are full and nothing waits. So it is with PyTorch's grouped GEMM,
-each of whose CTAs has a fixed share of the tiles.
+A cuBLAS GEMM on Hopper takes whole SMs, and is planned for all SMs. If a kernel beside it holds some SMs, the CTAs meant for
+those SMs wait until they are free, and then run a wave of their own. Then both together take as long as one after the other. If
+the GEMM is planned for the SMs that are left, its waves are full and nothing waits. The same holds for PyTorch's grouped GEMM,
+because each of its CTAs has a fixed share of the tiles.
 
-It is cuBLASLt's heuristic that is told how many SMs there are (``torch._C._set_sm_carveout_experimental``); PyTorch's other way
-to cuBLAS does not pass it on, so the call takes cuBLASLt. The grouped GEMM is launched with as many CTAs fewer. Both are
-settings of the process: the op sets them for the time of the call on the host, a matmul that another thread enqueues meanwhile
-may be planned for fewer SMs too. Joint and grouped ones are our own kernels where they can be
-(``joint_mm.py``, ``grouped_mm.py``).
+The number of SMs is passed to cuBLASLt's heuristic (``torch._C._set_sm_carveout_experimental``). PyTorch's other way to cuBLAS
+does not pass it on, so the call uses cuBLASLt. The grouped GEMM is launched with ``reserved_sms`` CTAs fewer. Both are settings
+of the process. The operator sets them during its call on the host. So a matmul that another thread enqueues meanwhile may be
+planned for fewer SMs, too. Joint and grouped matmuls use our own kernels where these support the operands (``joint_mm.py``,
+``grouped_mm.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tw_compile.kernels.runtime.operator import define
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, reserved_sms: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The operator itself; ``out`` [tokens, n]: where the result goes."""
+    """``a @ b``, leaving ``reserved_sms`` SMs. ``out`` [tokens, n]: the tensor for the result; None: a new one."""
     check_reserved_sms(reserved_sms)
     if not reserved_sms:
         return torch.mm(a, b, out=out)
@@ -63,7 +63,7 @@ def joint_mm_on_cuda(
 def one_by_one(
     a: torch.Tensor, matrices: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], reserved_sms: int
 ) -> list[torch.Tensor]:
-    """The library's GEMMs, one after the other."""
+    """Multiply by the matrices one after the other, with the library's GEMMs."""
     if not biases:
         return [mm(a, one, reserved_sms) for one in matrices]
     if len(biases) != len(matrices):

@@ -1,4 +1,4 @@
-"""``silu(gate) * up`` as one Triton kernel: what is behind two GEMMs that are not computed as one."""
+"""``silu(gate) * up`` as one Triton kernel. It follows two GEMMs that are not computed as one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 1024
 
 @triton.jit
 def silu_mul_kernel(gate, up, out, columns, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """``BLOCK`` columns of one row a program. ``gate``, ``up`` [rows, columns] with rows so far apart, ``out`` contiguous."""
+    """``BLOCK`` columns of one row per program. ``gate``, ``up`` [rows, columns] with these row strides, ``out`` contiguous."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < columns
@@ -22,7 +22,7 @@ def silu_mul_kernel(gate, up, out, columns, gate_stride, up_stride, BLOCK: tl.co
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``[rows, columns]``, contiguous, of tensors whose columns are next to each other; computed in float32."""
+    """``silu(gate) * up`` as contiguous ``[rows, columns]``, computed in float32. Columns of both operands have stride 1."""
     if not gate.is_cuda:
         return F.silu(gate) * up
     rows, columns = gate.shape

@@ -8,11 +8,11 @@ ranks' kernels need no co-residency beyond their own CTAs'.
 
 Why this is correct
 -------------------
-**Before the release.** The row data of a CTA is written by all of its threads, the flags by a few.
-``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few threads' ``atom.release.sys``;
-release is cumulative, so the writes of the whole CTA are visible to whoever acquires the flag, at system scope,
-whether they went to local or to peer memory. So are those of the stream's earlier kernels, which come before everything
-that the CTA does: a GEMM may write the staging buffer itself.
+**Before the release.** All threads of a CTA write its row data, a few threads write the flags.
+``tl.debug_barrier()`` (``bar.sync``) orders every thread's writes before those few threads' ``atom.release.sys``.
+Release is cumulative. So the writes of the whole CTA, to local or to peer memory, are visible at system scope to whoever
+acquires the flag. The writes of the stream's earlier kernels are visible, too, because they come before everything that the CTA
+does. So a GEMM may write the staging buffer itself.
 
 **After the acquire.** The flags are read with ``atom.acquire.sys`` by a few threads. The ``bar.sync`` that follows
 orders the reads of all other threads after it. Without it another warp could read a row before the flag was seen.
@@ -23,49 +23,52 @@ another CTA of the same SM, before a peer rewrote it. An acquire at system scope
 point of coherence, and peer addresses are not kept in the reader's L2 beyond it. Flags themselves are only accessed
 by atomics, which bypass L1.
 
-**Epochs only grow**, so a flag never has to be reset and a fast peer that has already announced ``e + 1`` satisfies
-``e``. Comparison is by the sign of the 32-bit difference: right across wrap-around while ranks are less than 2**31
+**Epochs only grow**, so a flag never has to be reset. A fast peer that has already announced ``e + 1`` satisfies ``e``.
+Epochs are compared by the sign of their 32-bit difference. This is correct across wrap-around while ranks are less than 2**31
 barriers apart, and they are never more than one apart.
 
 **Epochs agree between ranks.** The counter of CTA ``b`` advances by the number of barriers of a launch whenever a
 launch has more than ``b`` CTAs. Grids depend on rank-invariant values only, so after equal sequences of launches all
-ranks hold equal counters; grids of different sizes may follow each other on one slot, because each CTA index counts
+ranks hold equal counters. Grids of different sizes may follow each other on one slot, because each CTA index counts
 for itself.
 
 **One staging buffer is enough.** Let launch L+1 follow L on the same slot and stream of rank ``r``, with any two
-grids. L+1 starts when all CTAs of L on ``r`` have ended (kernel boundary), hence have passed their last barrier,
-hence every peer's equal CTA has finished the reads it does before that barrier. All CTAs of L together make all the
-reads of ``r``'s staging buffer, so nobody reads it any more when L+1, or a GEMM before it on that stream, overwrites
-it. Buffers that *peers* write (published rows) are written in L+1 only after the first barrier of L+1, which rank
-``r`` announces only when its own L has ended, including L's reads of that buffer. Both arguments need launches of one
-slot to be ordered on one stream (or by events), and none needs equal grids.
+grids. L+1 starts when all CTAs of L on ``r`` have ended (kernel boundary). So they have passed their last barrier,
+and every peer's CTA of the same index has finished the reads it does before that barrier. All CTAs of L together make all the
+reads of ``r``'s staging buffer. So nobody reads it any more when L+1, or a GEMM before L+1 on that stream, overwrites
+it. Buffers that *peers* write (published rows) are written in L+1 only after the first barrier of L+1. Rank
+``r`` announces that barrier only when its own L has ended, including L's reads of that buffer. Both arguments need launches of
+one slot to be ordered on one stream (or by events). Neither needs equal grids.
 
-**CUDA graphs.** Nothing of this lives on the host: a replay reads the epoch that the previous launch left in memory,
+**CUDA graphs.** No part of this state lives on the host: a replay reads the epoch that the previous launch left in memory,
 eager or replayed. Required: all ranks replay and launch in the same order.
 
 Progress
 --------
-A CTA waits for CTAs of its own index, of the same call, on other ranks, and for nothing else; kernels without peers always end.
-GPUs hand out CTAs in order of their index. So a call ends if on every rank one CTA of it at a time can be resident: the lowest
-one that has not ended is, everywhere. Of calls that run at once, one may be as large as it likes if all CTAs of the others are
-resident beside it and leave it that place: it ends, and then the others go on. Hence calls beside other work have half of
-the SMs, all in flight together, and each CTA counts for one SM (``ops._check_room``); the other half is for the one call of the
-current stream, and for what that stream computes. Calls of several current streams at once must be that small, too.
+A CTA waits only for CTAs of its own index, of the same call, on other ranks. Kernels without peers always end. GPUs hand out
+CTAs in order of their index. So a call ends if on every rank at least one of its CTAs at a time can be resident: on every rank
+the lowest CTA that has not ended is resident. Of calls that run at the same time, one may be as large as it likes, if all CTAs
+of the others are resident beside it and leave it room for one CTA. That call ends, and then the others go on. Hence all calls
+beside other work that are in flight together may hold at most half of the SMs, and each CTA counts for one SM
+(``ops.check_room``). The other half is for the one call of the current stream, and for what that stream computes. If several
+current streams have calls at once, these must be that small, too.
 
 Calls beside other work may come in clusters of up to 8 CTAs, which need 8 free SMs of one group (GPC) at once. Of S SMs in
-8 groups, calls hold at most S/2 - 8 when such a cluster has yet to be placed. If no group had 8 SMs that no call holds, calls
-would hold at least S - 7 x 8, which is more where S > 96. So there is a place, and what else runs there ends.
+8 groups, calls hold at most S/2 - 8 while such a cluster waits to be placed. Suppose that no group had 8 SMs that no call
+holds. Then calls would hold at least S - 7 x 8, which is more than S/2 - 8 for S > 96. So some group has 8 SMs that no call
+holds, and other kernels that run there end.
 
 All ranks start their calls in the same order. In a CUDA graph, calls beside each other are branches, which may share a
-stream of the graph's own: then one follows the other, on all ranks the same, as equal graphs are laid out equally.
+stream of the graph's own. Then one call follows the other, in the same order on all ranks, because equal graphs are laid out
+equally.
 
 Bounded spins
 -------------
-With ``SPIN_LIMIT > 0`` a CTA polls at most that many times; then it writes the barrier's
-number within the launch (1, 2, ...) to ``status[b, p]`` for each silent peer ``p`` and goes on, so a lost peer ends
-as an error on the host (``raise_if_peer_missing``) and not as a hang. The results of such a launch, and the slot, are
-not usable afterwards. 0 waits for ever. Beside other work a peer's CTA may wait for an SM as long as a GEMM's CTA runs: the
-limit must be longer than that, and than the ranks' skew.
+With ``SPIN_LIMIT > 0`` a CTA polls at most that many times. Then it writes the barrier's
+number within the launch (1, 2, ...) to ``status[b, p]`` for each silent peer ``p`` and goes on. So a lost peer causes
+an error on the host (``raise_if_peer_missing``) and not a hang. The results of such a launch, and the slot, are
+not usable afterwards. With 0 a CTA waits for ever. Beside other work a peer's CTA may wait for an SM as long as a GEMM's CTA
+runs. The limit must be longer than that, and longer than the ranks' skew.
 """
 
 from __future__ import annotations
@@ -77,10 +80,10 @@ import triton.language as tl
 from tw_compile.environment import SPIN_LIMIT as SPIN_LIMIT_VARIABLE
 
 MAX_CTAS = 32
-"""CTAs of one launch. Small, because the CTAs of all concurrent launches must be resident at once to make progress."""
+"""The most CTAs of one launch. Few, because the CTAs of all concurrent launches must be resident at once to make progress."""
 
 REPORT_ROWS = 256
-"""CTAs that can report a silent peer: those that meet in barriers, and those of kernels that wait for data instead."""
+"""How many CTAs can report a silent peer: CTAs that meet in barriers, and CTAs of kernels that wait for data instead."""
 
 MAX_WORLD_SIZE = 8
 """Row length of a pad; also the number of lanes that signal and poll."""
@@ -94,7 +97,7 @@ def load_pointer(table, index, like):
 
 @triton.jit
 def _signal_peers(pads, epoch, cta, rank, WORLD_SIZE: tl.constexpr, PAD_WIDTH: tl.constexpr):
-    """Announce ``epoch`` to all peers. Release, system scope: everything this CTA wrote before is visible with it."""
+    """Announce ``epoch`` to all peers. Release, system scope: a peer that acquires it sees all earlier writes of this CTA."""
     tl.debug_barrier()
     peers = tl.arange(0, PAD_WIDTH)
     is_peer = (peers < WORLD_SIZE) & (peers != rank)

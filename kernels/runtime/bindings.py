@@ -19,7 +19,7 @@ def load(module: str) -> Any:
 
 
 def call(function: Callable[..., tuple[Any, ...]], *arguments: object, where: str) -> Any:
-    """What ``function`` returns after its status code: None, a value, or a tuple; RuntimeError when the code is an error."""
+    """Call ``function``; RuntimeError if its status code is an error. Returns the rest: None, a value, or a tuple."""
     code, *values = function(*arguments)
     if code:
         raise RuntimeError(f"{where}: {function.__name__} failed with {code.name}")

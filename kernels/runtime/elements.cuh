@@ -61,7 +61,7 @@ template <typename T>
 DEVICE void load_strong(Eight<T>& eight, const T* address) {
   for_pieces(eight, [=](auto& words, int offset) { load_relaxed_sys(words, (const uint8_t*)address + offset); });
 }
-// The sums of all ranks' elements, in whole accesses of 16 bytes; `address` is a multicast one.
+// Loads the sums of all ranks' elements, in whole accesses of 16 bytes. `address` is a multicast address.
 template <typename T>
 DEVICE void load_multicast_sum(Eight<T>& eight, const T* address) {
   for_pieces(eight, [=](auto& words, int offset) {
@@ -78,7 +78,8 @@ DEVICE void store(T* address, Eight<T> eight) {
 template <typename T>
 DEVICE void store_shared_eight(void* pointer, Eight<T> eight) {
   if constexpr (sizeof(T) == 4) {
-    // Neighbouring threads write 32 bytes each: half of them begin with the upper half, so that no bank is asked twice.
+    // Each thread writes 32 bytes in two stores. Half of the threads store the upper 16 bytes first, so that there are no bank
+    // conflicts.
     const bool turned = shared_address(pointer) & 128;
     uint32_t lower[4], upper[4];
     for (int i = 0; i < 4; ++i) {
@@ -153,7 +154,7 @@ template <typename T>
 DEVICE void drop_negative_zeros(Eight<T>& eight) {
   constexpr uint32_t signs = sizeof(T) == 4 ? 0x80000000u : sizeof(T) == 2 ? 0x80008000u : 0x80808080u;
   for (uint32_t& word : eight.words) {
-    const uint32_t other = word ^ signs;  // 0 in the lanes of negative zeros; found: their sign bits, no other bit
+    const uint32_t other = word ^ signs;  // 0 in lanes with a negative zero. `found`: the sign bits of these lanes alone
     const uint32_t found = ~(((other & ~signs) + ~signs) | other | ~signs);
     word &= ~found;
   }

@@ -1,47 +1,49 @@
-// How a GEMM gets the rows of a fused call that other ranks compute: it sends its own rank's to them, and waits for theirs.
+// How a GEMM gets the rows of a fused call that other ranks compute. It sends its own rank's rows to the peers, and waits for
+// the peers' rows.
 //
-// The kernel before it (push.cu with FED=1) has left the rows of this rank in its part of the slot's memory. In each CTA of the
-// GEMM one thread copies rows from there to the peers' parts, in chunks that the CTAs claim in turn, while others multiply.
-// When all of a rank's rows of a block of FED_BLOCK rows have gone to a peer, that peer's flag for the rank and the block gets
-// the number of the call. Who loads rows of a peer waits for its flag first.
+// The kernel before the GEMM (push.cu with FED=1) has left this rank's rows in this rank's part of the slot's memory. In each
+// CTA of the GEMM one thread copies rows from there to the peers' parts, in chunks that the CTAs claim in turn. Meanwhile other
+// threads multiply. Rows are counted in blocks of FED_BLOCK rows. A peer has a flag for each rank and block. When all of a
+// rank's rows of a block have gone to the peer, this flag gets the number of the call. A thread that loads rows of a peer waits
+// for the peer's flag first.
 //
-// Order. The copies of a chunk are complete (bulk_wait), and fenced from the async proxy, before the thread adds its rows to
-// done[block]. That addition acquires and releases, so who completes the block knows of all chunks, and its release at system
-// scope has all of them before the flag. The reader acquires the flag and fences before its loads, which the async proxy makes.
+// Order. A thread waits until the copies of its chunk are complete (bulk_wait), and executes a fence for the async proxy. Then
+// it adds the chunk's rows to done[block]. That addition acquires and releases, so the thread that completes the block knows of
+// all chunks. It stores the flag with a release at system scope, which orders all copies before the flag. The reader acquires
+// the flag. It executes a fence before its loads, because the async proxy makes these loads.
 //
-// No row is overwritten that somebody still reads. Call k+1 of the slot writes rows of this rank's part: this rank's own kernel
-// does, when sums of call k+1 from all ranks have come, and so do the peers' GEMMs, with rows to which all ranks have added in
-// call k+1. So every rank has begun call k+1 before anything of it is written anywhere, and it begins when all that came
-// before it on the rank's stream has ended: the GEMM of call k, with its loads, and with its copies to peers. The same holds
-// for calls that are not fed, before and after, as they write to this memory in no other way (a slot's buffer "fed" is theirs
-// alone).
+// No row is overwritten while a rank still reads it. In call k+1 of the slot, two kinds of kernels write rows of this rank's
+// part. This rank's own kernel writes when sums of call k+1 from all ranks have come. The peers' GEMMs write rows to which all
+// ranks have added in call k+1. So every rank has begun call k+1 before any rank writes a row of call k+1. A rank begins call
+// k+1 when all earlier work on its stream has ended. That includes the GEMM of call k, with its loads and its copies to peers.
+// The same holds where calls before and after are not fed: a slot's buffer "fed" belongs to fed calls alone.
 //
-// Flags need no reset: numbers of calls only grow, on all ranks alike, as all ranks make the same fed calls on a slot, and are
-// compared by the sign of the difference. A flag that is ahead can't be: the next number is written in the next call. The
-// number lives in device memory, so replays of CUDA graphs count on. A second GEMM of one call finds all flags there.
+// Flags need no reset. All ranks make the same fed calls on a slot, so the numbers of calls only grow, and are the same on all
+// ranks. They are compared by the sign of the difference. A flag can't be ahead, because the next number is written in the next
+// call. The number lives in device memory, so replays of CUDA graphs count on. A second GEMM of a call finds all flags set.
 //
-// Progress. A rank's rows are sent by those of its CTAs that run, whichever they are, by a thread that waits for no peer. So if
-// on every rank one cluster of the GEMM runs, all rows arrive and all waits end; then the others run. Every rank's GEMM is
-// reached: the kernel before it waits for sums of the peers alone, of a turn that their kernels of the same call send before they
+// Progress. A rank's rows are sent by whichever of its CTAs run, and the sending thread waits for no peer. So if one cluster of
+// the GEMM runs on every rank, all rows arrive and all waits end. Then the other clusters run. Every rank reaches its GEMM: the
+// kernel before it waits only for sums of the peers. The peers' kernels of the same call send the sums of a turn before they
 // wait in that turn.
 //
 // SPIN_LIMIT: polls before a thread gives up and reports phase 4; 0: never.
 #pragma once
 #include "primitives.cuh"
 
-inline constexpr int32_t FED_BLOCK = 128;  // rows that have a flag; no tile of the GEMM lies in two blocks
+inline constexpr int32_t FED_BLOCK = 128;  // rows that share a flag; no tile of the GEMM lies in two blocks
 inline constexpr int32_t FED_CHUNK = 4;    // rows that a CTA sends at a time; no chunk lies in two blocks
 inline constexpr int32_t FED_BLOCKS = 512, FED_RANKS = 8;
-inline constexpr int32_t FED_PIECE = 2048;  // bytes that are on their way together
+inline constexpr int32_t FED_PIECE = 2048;  // bytes that one bulk copy moves
 inline constexpr int64_t FED_ROWS = FED_RANKS * FED_BLOCKS * 4;  // bytes before the rows: flags [FED_RANKS, FED_BLOCKS]
 inline constexpr int32_t FED_PHASE = 4;
 static_assert(FED_BLOCK % FED_CHUNK == 0, "chunks fill blocks");
 
-// Of this rank; zero at first.
+// The state of this rank's fed calls; all zeros at first.
 struct FedState {
-  uint32_t call;              // the number of the latest one
-  uint32_t claimed;           // chunks of it
-  uint32_t done[FED_BLOCKS];  // rows of this rank that have been sent, in blocks that are not complete
+  uint32_t call;              // the number of the latest call
+  uint32_t claimed;           // chunks of the latest call that CTAs have claimed
+  uint32_t done[FED_BLOCKS];  // rows of this rank that have been sent, for each block that is not complete
 };
 
 struct FedParams {
@@ -50,8 +52,8 @@ struct FedParams {
   int32_t* status;  // [CTAs, FED_RANKS]
   int32_t rank;
   int32_t world;
-  int32_t first;      // of the pairs of tiles over each other, the first that has rows of this rank alone
-  int32_t own;        // how many of them have
+  int32_t first;      // the first pair of tiles over each other that has rows of this rank alone
+  int32_t own;        // how many such pairs there are
   int32_t unused[6];  // to 64 bytes
 };
 
@@ -62,7 +64,7 @@ DEVICE uint32_t* fed_flag(const FedParams& fed, int32_t of, int32_t owner, int32
   return (uint32_t*)fed.memory[of] + owner * FED_BLOCKS + row / FED_BLOCK;
 }
 
-// One thread: waits until the first `height` rows from `row` on are there, which lie in one block; `rows` are those of the call.
+// One thread waits until the first `height` rows from `row` on have arrived. They lie in one block. `rows`: rows of the call.
 DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_t row, int32_t height) {
   const int32_t share = fed_share(fed, rows), end = least_of(row + height, rows);
   if (row >= end) return;
@@ -83,11 +85,11 @@ DEVICE void await_rows(const FedParams& fed, uint32_t call, int32_t rows, int32_
   fence_proxy_async();
 }
 
-// One thread: sends this rank's rows to the peers, as far as no other CTA has claimed them. `pieces`: shared memory for PIECES
-// pieces, and `arrived` an mbarrier of one arrival for each.
+// One thread sends this rank's rows to the peers, except for chunks that other CTAs have claimed. `pieces`: shared memory for
+// PIECES pieces. `arrived`: an mbarrier for each piece, of one arrival.
 template <int PIECES>
 DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes, uint8_t* pieces, uint64_t* arrived) {
-  constexpr int32_t AHEAD = PIECES - 2;  // pieces from loading one until it is sent
+  constexpr int32_t AHEAD = PIECES - 2;  // pieces between loading a piece and sending it
   static_assert(AHEAD > 0, "some are loaded while others are sent");
   const int32_t share = fed_share(fed, rows), begin = least_of(fed.rank * share, rows), end = least_of(begin + share, rows);
   const int32_t first = begin / FED_CHUNK, chunks = (end + FED_CHUNK - 1) / FED_CHUNK - first;
@@ -104,7 +106,7 @@ DEVICE void send_rows(const FedParams& fed, int32_t rows, int32_t row_bytes, uin
     for (int32_t i = 0; i < count + AHEAD; i++) {
       if (i < count) {
         const int32_t piece = (loaded + i) % PIECES, size = least_of(FED_PIECE, bytes - i * FED_PIECE);
-        bulk_wait_read<PIECES - AHEAD - 1>();  // who had the piece before has been sent
+        bulk_wait_read<PIECES - AHEAD - 1>();  // the copies have read the earlier contents of this piece
         mbarrier_arrive_expect(&arrived[piece], size);
         bulk_load(pieces + piece * FED_PIECE, own + at + i * FED_PIECE, size, &arrived[piece]);
       }

@@ -19,12 +19,12 @@ _lock = Lock()
 
 
 def prepare(program: Program, device: int) -> Kernel:
-    """``program`` on the device with this CUDA ordinal: compiled and loaded by the first call, found by all others.
+    """``program`` on the device with this CUDA ordinal. The first call compiles and loads it, later calls look it up.
 
-    Loading may allocate and wait for the device. While a CUDA graph is captured, drivers of CUDA 12.3 and later allow it
-    (says NVIDIA Warp's documentation of ``capture_begin``), older ones refuse and the capture is lost. So call this before
-    any capture; that also keeps compiling out of it. What is loaded stays until the process ends, since captured graphs hold
-    it. Keep the kernel: finding it costs as much as a launch.
+    Loading may allocate and wait for the device. While a CUDA graph is captured, drivers of CUDA 12.3 and later allow loading
+    (says NVIDIA Warp's documentation of ``capture_begin``). Older drivers refuse, and the capture is lost. So call this before
+    any capture; this also keeps compilation out of the capture. A loaded kernel stays until the process ends, because captured
+    graphs hold it. Keep the returned kernel: the look-up costs as much as a launch.
     """
     with _lock:
         if (program, device) not in loaded:
@@ -50,7 +50,8 @@ class Kernel:
         self._context = self._call(driver.cuDevicePrimaryCtxRetain, self._device)  # the one that torch works in
         with self._current_context():
             module = self._call(driver.cuModuleLoadData, cubin)
-            # The driver may put off loading a module's kernels, but not past this (CUDA programming guide, lazy loading).
+            # The driver may defer the loading of a module's kernels, but only up to this call (CUDA programming guide, lazy
+            # loading).
             self._function = self._call(driver.cuModuleGetFunction, module, program.entry.encode())
             self._shared_limit = self._call(driver.cuFuncGetAttribute, self._shared_attribute, self._function)
 
@@ -66,12 +67,12 @@ class Kernel:
         programmatic: bool = False,
         beside: bool = False,
     ) -> None:
-        """Enqueue ``grid`` CTAs of ``block`` threads on ``stream``, a handle, of the device, which must be current.
+        """Enqueue ``grid`` CTAs of ``block`` threads on ``stream``, a stream handle. The kernel's device must be current.
 
         ``params`` is copied before this returns. ``shared_bytes`` is a CTA's dynamic shared memory, ``cluster`` the CTAs
-        of a cluster, of which ``grid`` is a multiple. With ``programmatic`` (programmatic dependent launch) the grid may
+        of a cluster; ``grid`` must be a multiple of it. With ``programmatic`` (programmatic dependent launch) the grid may
         start before the stream's previous grid has ended: the kernel waits for that itself, by ``griddepcontrol.wait``.
-        ``beside``: the stream is not the one on which all else runs, see ``own_graph.py``; not with ``programmatic``.
+        ``beside``: the stream is not the stream on which all other work runs, see ``own_graph.py``; not with ``programmatic``.
         """
         if type(params) is not self._params:
             raise ValueError(f"params: {self._where} takes {self._params.__name__}, got {type(params).__name__}")
@@ -88,16 +89,19 @@ class Kernel:
             )
 
     def _launch_kernel(self, key: tuple[int, ...], pointers: int) -> tuple[str, Any]:
-        """The driver's last call and its code; ``key``: stream, grid, block, shared_bytes, cluster, programmatic."""
+        """Launch directly. Returns the name of the last driver call and its code.
+
+        ``key``: stream, grid, block, shared_bytes, cluster, programmatic.
+        """
         config = self._configs.get(key)
         if config is None:
-            # The stream is part of it: a config that others change between use and use would not be safe with threads.
+            # The stream is part of the key: a config that other threads change between uses would not be thread-safe.
             self._allow_shared(key[3])
             config = self._configs[key] = launch_config(self._driver, *key)
         return "cuLaunchKernelEx", self._launch(config, self._function, pointers, 0)[0]
 
     def _launch_beside(self, key: tuple[int, ...], pointers: int) -> tuple[str, Any]:
-        """As :meth:`_launch_kernel`, in a graph of its own, or as part of the one that is being captured."""
+        """As :meth:`_launch_kernel`, but launch a CUDA graph of its own. In a capture, launch as part of the captured graph."""
         stream, grid, block, shared_bytes, cluster, _ = key
         code, *capturing = self._driver.cuStreamIsCapturing(stream)
         if code:
@@ -113,7 +117,7 @@ class Kernel:
         return graph.launch(pointers, stream)
 
     def _allow_shared(self, shared_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory, at first 48 KiB less the static shared memory. Never lowers it."""
+        """Raise the kernel's limit of dynamic shared memory, never lower it. It starts at 48 KiB minus static shared memory."""
         with _lock:
             if shared_bytes > self._shared_limit:
                 with self._current_context():
@@ -121,7 +125,10 @@ class Kernel:
                 self._shared_limit = shared_bytes
 
     def _give_thread_a_context(self) -> bool:
-        """Make the context current on a thread that has none: torch gives it one only when it needs one itself."""
+        """Make the context current if this thread has none. torch gives a thread a context only when torch needs one itself.
+
+        Returns whether the thread had none.
+        """
         if int(self._call(self._driver.cuCtxGetCurrent)):
             return False
         self._call(self._driver.cuCtxSetCurrent, self._context)

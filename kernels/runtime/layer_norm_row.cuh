@@ -1,18 +1,18 @@
 // LayerNorm of a reduced row, see row.cuh. The rounding steps are those of reference.add_layer_norm.
 //
-// The variance is not mean(h^2) - mean(h)^2: where the mean is large against the deviation, both are large numbers that hardly
-// differ, and what float32 rounds off of them may be more than the variance. So each part of a row has the squares of the
-// distances from its own mean. Parts are put together by how far their means are from the mean of all of them (Chan, Golub and
-// LeVeque): first a thread's vectors, then a warp's threads, then the row's warps. For warps and rows that is two sums over lanes,
-// and not one sum in which every step divides.
+// The variance is not mean(h^2) - mean(h)^2. Where the mean is large against the deviation, both terms are large numbers that
+// hardly differ, and their rounding errors in float32 may exceed the variance. So each part of a row has the sum of the squared
+// distances from the part's own mean. Parts are put together by how far their means are from the common mean (Chan, Golub and
+// LeVeque): first a thread's vectors, then a warp's threads, then the row's warps. For warps and rows that takes two sums over
+// lanes. One sum would have to divide in every step.
 #pragma once
 #include "elements.cuh"
 
 struct RowStatistics {
-  float count, sum, squares;  // of distances from the mean, sum / count
+  float count, sum, squares;  // squares: of the distances from the mean, which is sum / count
 };
 
-// A part without elements has no mean, and no weight either.
+// The divisor of a part's mean. A part without elements has no mean, and no weight either.
 DEVICE float at_least_one(float count) { return count > 0.0f ? count : 1.0f; }
 DEVICE float mean_of(const RowStatistics& part) { return part.sum * (1.0f / at_least_one(part.count)); }
 
@@ -29,21 +29,21 @@ DEVICE void observe(RowStatistics& statistics, const float (&h)[8]) {
 
 #include "row.cuh"
 
-// Of the parts of a warp's lanes, which have `count` elements together. All lanes get the same bits.
+// Puts together the parts of a warp's lanes, which have `count` elements together. All lanes get the same bits.
 DEVICE RowStatistics of_lanes(const RowStatistics& part, float count) {
   const RowStatistics all{count, warp_sum(part.sum), 0.0f};
   const float apart = mean_of(part) - mean_of(all);
   return {count, all.sum, warp_sum(part.squares + apart * apart * part.count)};
 }
 
-// Where all threads of a group have as many elements, their numbers are known when this is compiled.
+// Whether all threads of a group have equally many elements. These numbers are then known at compile time.
 inline constexpr bool EVEN = RowPart<THREADS>::EXACT;
 
 DEVICE RowStatistics warp_sum(const RowStatistics& part) {
   return of_lanes(part, EVEN ? 32.0f * HIDDEN / THREADS : warp_sum(part.count));
 }
 
-// Each lane has the part of one warp.
+// Puts together the parts of a row's warps. Each lane takes the part of one warp.
 template <int COUNT>
 DEVICE RowStatistics total(const RowStatistics* parts) {
   static_assert(COUNT <= 32, "a lane for each part");

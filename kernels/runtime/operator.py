@@ -1,9 +1,9 @@
-"""How the project's torch operators are defined, and called without torch's dispatcher where nothing needs it.
+"""How the project's torch operators are defined, and how generated code calls them without torch's dispatcher.
 
-An operator is what a compiler has to know: a schema and a fake kernel. Code that Inductor generates need not go through the
-dispatcher to call it, though, which for each call turns all of its arguments into C++ values and back. In such code there is
-nothing to dispatch on: no gradients, no modes, no fake tensors. It calls ``<operator>.direct`` (:func:`compat.lower_as_calls`),
-which is the function that serves CPU and CUDA tensors alike.
+A compiler has to know an operator: its schema and its fake kernel. Code that Inductor generates need not call it through the
+dispatcher, though. For each call, the dispatcher turns all arguments into C++ values and back. In generated code there is
+nothing to dispatch on: no gradients, no modes, no fake tensors. So it calls ``<operator>.direct``
+(:func:`compat.lower_as_calls`), the function that serves both CPU and CUDA tensors.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _defined: list[torch._ops.OpOverload] = []
 def define(
     signature: str, run: Callable[..., Any], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()
 ) -> torch._ops.OpOverload:
-    """The operator ``name(arguments) -> results``: ``run`` on CPU and CUDA tensors, ``fake`` on fake ones.
+    """Define the operator ``name(arguments) -> results``: ``run`` for CPU and CUDA tensors, ``fake`` for fake tensors.
 
-    Defined with ``torch.library.Library``, which costs a call less than ``custom_op``.
+    It is defined with ``torch.library.Library``, because calls then cost less than with ``custom_op``.
     """
     library.define(signature, tags=tuple(tags))
     name = signature.partition("(")[0]
@@ -36,7 +36,7 @@ def define(
 
 
 def callable_directly(operator: torch._ops.OpOverload, run: Callable[..., Any]) -> torch._ops.OpOverload:
-    """``operator``, which generated code calls as ``run`` from now on."""
+    """Make generated code call ``run`` directly for ``operator`` from now on. Returns ``operator``."""
     operator.direct = run  # type: ignore[attr-defined]
     _defined.append(operator)
     return operator

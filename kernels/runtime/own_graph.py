@@ -1,9 +1,10 @@
-"""A kernel that is launched as a CUDA graph of its own, for streams beside the one on which all else runs.
+"""A kernel that is launched as a CUDA graph of its own, for streams beside the stream on which all other work runs.
 
-Once a process has launched eight kernels directly on a second stream, the end of every kernel takes some 0.35 us longer on
-Hopper, on all of its streams and in its graphs, those captured before too, and programmatic launches no longer overlap; nothing
-was found that ends it. Launches of graphs, events, and kernels that a graph forks are not counted (measured with driver
-580.159, see ``benchmarks/split-notes.md``; no documentation says so). A decode step is hundreds of short kernels.
+This avoids a slowdown on Hopper. Once a process has launched eight kernels directly on a second stream, the end of every kernel
+takes some 0.35 us longer. This happens on all of its streams and in its graphs, also in graphs that were captured before.
+Programmatic launches no longer overlap. Nothing was found that ends this state. Launches of graphs, events, and kernels that a
+graph forks do not count towards the eight (measured with driver 580.159, see ``benchmarks/split-notes.md``; no documentation
+says so). It matters because a decode step is hundreds of short kernels.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Any
 
 
 class OwnGraph:
-    """One kernel node, made in the current context. A stream has its own: launches of the same graph never overlap.
+    """A graph of one kernel node, made in the current context.
+
+    Each stream needs a graph of its own, because launches of the same graph never overlap.
 
     Args:
         call: Calls a function of the driver; raises if that fails.
-        function: What is launched, as ``grid`` CTAs of ``block`` threads with ``shared_bytes`` of dynamic shared memory, in
-            clusters of ``cluster`` CTAs.
+        function: The kernel. It is launched as ``grid`` CTAs of ``block`` threads with ``shared_bytes`` of dynamic shared
+            memory, in clusters of ``cluster`` CTAs.
         parameters: Address of an array with the address of the kernel's parameter, as ``cuLaunchKernel`` takes it.
     """
 
@@ -43,7 +46,7 @@ class OwnGraph:
         params.blockDimX, params.blockDimY, params.blockDimZ = block, 1, 1
         params.sharedMemBytes = shared_bytes
         params.kernelParams = parameters
-        self._graph = call(driver.cuGraphCreate, 0)  # the node is its own, so it stays
+        self._graph = call(driver.cuGraphCreate, 0)  # the graph owns the node, so keep it
         self._node = call(driver.cuGraphAddKernelNode, self._graph, None, 0, params)
         if cluster > 1:
             value = driver.CUkernelNodeAttrValue()
@@ -54,7 +57,10 @@ class OwnGraph:
         self._executable = call(driver.cuGraphInstantiate, self._graph, 0)
 
     def launch(self, parameters: int, stream: int) -> tuple[str, Any]:
-        """Enqueue it on ``stream``, a handle; parameters are copied before this returns. The last call and its code."""
+        """Enqueue the graph on ``stream``, a stream handle. The parameters are copied before this returns.
+
+        Returns the name of the last driver call and its code.
+        """
         with self._lock:
             self._params.kernelParams = parameters
             (code,) = self._set_params(self._executable, self._node, self._params)

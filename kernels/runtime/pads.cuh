@@ -1,14 +1,15 @@
-// Barriers between equal CTAs of the ranks: the protocol of tw_compile/kernels/_sync.py, on the same pads and epochs.
+// Barriers between equal CTAs of the ranks: the protocol of kernels/runtime/barrier.py, on the same pads and epochs.
 //
-// There the flags are atomics, here they are stores and loads, with the same order: what all threads of the CTA wrote is
-// before the barrier_sync, hence before the release; what they read next is after the acquire and its barrier_sync.
+// In barrier.py the flags are atomics, here they are stores and loads. The order is the same. What all threads of the CTA wrote
+// comes before the barrier_sync, hence before the release. What they read next comes after the acquire and its barrier_sync.
 #pragma once
 #include "primitives.cuh"
 
-inline constexpr int PAD_WIDTH = 8;  // MAX_WORLD_SIZE of _sync.py
+inline constexpr int PAD_WIDTH = 8;  // MAX_WORLD_SIZE of barrier.py
 
-// All threads of the CTA call it, converged. `pads`: [world], the addresses of the ranks' pads; `status`: this rank's.
-// SPIN_LIMIT polls, then the barrier's number in the launch, `phase`, is reported for each silent peer; 0: no limit.
+// Waits for the CTAs of the same index on all other ranks. All threads of the CTA call it, converged. `pads`: [world], the
+// addresses of the ranks' pads. `status`: this rank's status. `phase`: the barrier's number in the launch. After SPIN_LIMIT
+// polls `phase` is reported for each silent peer; 0: no limit.
 DEVICE void meet_peers(uint32_t* const* pads, int32_t* status, uint32_t epoch, int rank, int phase, uint32_t threads) {
   const uint32_t peer = threadIdx.x;
   barrier_sync(0, threads);

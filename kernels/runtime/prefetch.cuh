@@ -1,8 +1,8 @@
-// CTAs of a call that have no rows: they ask L2 for weights that the next kernel reads, while the message is under way.
+// CTAs of a call that have no rows. They ask L2 for weights that the next kernel reads, while the message is under way.
 //
-// They begin before grid_dependency_wait, as the weights don't depend on earlier kernels, and end at once. They take no part
-// in the call: they don't wait, touch none of its memory, and are not counted. Some CTA of the grid has rows, and ends no
-// sooner than the kernel before this one; so who waits for this grid has waited for that kernel, too.
+// They begin before grid_dependency_wait, because the weights don't depend on earlier kernels, and they end at once. They take
+// no part in the call: they don't wait, touch none of its memory, and are not counted. At least one CTA of the grid has rows.
+// It ends no sooner than the kernel before this grid. So a kernel that waits for this grid has waited for that kernel, too.
 //
 // Set by definitions: PREFETCH (0: the grid has no such CTAs), THREADS.
 #pragma once
@@ -14,10 +14,10 @@ inline constexpr int MOST_PREFETCHED = 4;
 struct Prefetched {
   uint64_t begin[MOST_PREFETCHED];  // addresses, multiples of 16
   uint32_t bytes[MOST_PREFETCHED];  // multiples of 16; 0: none
-  int32_t row_ctas;                 // those before them have rows
+  int32_t row_ctas;                 // CTAs with an index below this have rows
 };
 
-// CTAs of the grid that have rows.
+// The number of CTAs of the grid that have rows.
 DEVICE int row_ctas([[maybe_unused]] const Prefetched& prefetch) {
 #if PREFETCH
   return prefetch.row_ctas;
@@ -26,7 +26,8 @@ DEVICE int row_ctas([[maybe_unused]] const Prefetched& prefetch) {
 #endif
 }
 
-// Whether this CTA has no rows; it has asked for its share then. Neighbouring CTAs, then warps, have neighbouring pieces.
+// Whether this CTA has no rows. If so, it has asked L2 for its share. Pieces are dealt out to neighbouring CTAs, then to
+// neighbouring warps.
 DEVICE bool only_prefetches([[maybe_unused]] const Prefetched& prefetch) {
 #if PREFETCH
   if (blockIdx.x < (uint32_t)prefetch.row_ctas) return false;

@@ -1,5 +1,5 @@
-// What the kernels need of the machine, one function an instruction. TW_EMULATED replaces them for tests without a GPU, and
-// those of wgmma.cuh.
+// The machine instructions that the kernels need, one function for each. For tests without a GPU, TW_EMULATED replaces these
+// functions and those of wgmma.cuh.
 #pragma once
 
 using uint8_t = unsigned char;
@@ -82,7 +82,7 @@ DEVICE void load_pairs_relaxed_sys(uint64_t (&w)[2], const void* address) {
 DEVICE void store_pairs_relaxed_sys(void* address, const uint64_t (&w)[2]) {
   asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(w[0]), "l"(w[1]) : "memory");
 }
-// What this thread knows of before it comes before what it stores after it, for every thread of the system.
+// What this thread knows of before the fence comes before what it stores after the fence, for every thread of the system.
 DEVICE void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
   uint32_t before;
@@ -92,7 +92,7 @@ DEVICE uint32_t fetch_add_gpu(uint32_t* address, uint32_t value) {
 
 // --- multicast addresses, which stand for the memory of all ranks at once; from sm_90 on ----------------------------
 
-// The sums of what the ranks have there, of 16-bit elements in float32. In which order they are added is the switch's affair.
+// Loads the sums of what the ranks have at this address. 16-bit elements are added in float32. The switch chooses the order.
 DEVICE void load_multicast_sum_bf16(uint32_t (&w)[4], const void* multicast) {
   asm volatile("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
@@ -111,13 +111,13 @@ DEVICE void load_multicast_sum_fp32(uint32_t (&w)[4], const void* multicast) {
                : "l"(multicast)
                : "memory");
 }
-// To all ranks, this one included. Bits are moved, whatever they mean: .f32 serves all types.
+// Stores to all ranks, this one included. The instruction moves bits, whatever they mean, so .f32 serves all types.
 DEVICE void store_multicast(void* multicast, const uint32_t (&w)[4]) {
   asm volatile("multimem.st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(multicast), "r"(w[0]), "r"(w[1]),
                "r"(w[2]), "r"(w[3])
                : "memory");
 }
-// Orders accesses through one address of a memory location before it and accesses through another one behind it.
+// Orders accesses to a memory location through one address before the fence with accesses through another address behind it.
 DEVICE void fence_proxy_alias() { asm volatile("fence.proxy.alias;" ::: "memory"); }
 
 // --- threads of a CTA ----------------------------------------------------------------------------------------------
@@ -128,12 +128,12 @@ DEVICE void barrier_sync(uint32_t id, uint32_t threads) {
 }
 DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
-// Lane 0's value; the compiler knows that the whole warp has it.
+// Lane 0's value. The compiler then knows that all lanes of the warp have the same value.
 DEVICE int32_t first_lanes(int32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
 DEVICE void warp_sync() { __syncwarp(); }
 
-// Programmatic dependent launch: the kernel before this one has ended and its writes are visible; the next may start.
-// Before sm_90 kernels of a stream follow each other anyway.
+// Programmatic dependent launch. Wait: the kernel before this one has ended and its writes are visible. Launch: the next kernel
+// may start. Before sm_90 kernels of a stream follow each other anyway.
 #if __CUDA_ARCH__ >= 900
 DEVICE void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 DEVICE void grid_dependency_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -178,7 +178,8 @@ DEVICE uint32_t load_acquire_cta(const uint32_t* pointer) {
 DEVICE void store_release_cta(uint32_t* pointer, uint32_t value) {
   asm volatile("st.release.cta.shared.b32 [%0], %1;" ::"r"(shared_address(pointer)), "r"(value) : "memory");
 }
-// 16, 8 or 4 bytes from global to shared memory, on their way until this thread waits for the group that they are committed to.
+// Starts a copy of 16, 8 or 4 bytes from global to shared memory. The copy may be under way until this thread waits for the
+// group that the copy is committed to.
 template <int BYTES>
 DEVICE void copy_to_shared(void* shared, const void* global) {
   static_assert(BYTES == 16 || BYTES == 8 || BYTES == 4, "what a copy can have");
@@ -189,7 +190,7 @@ DEVICE void copy_to_shared(void* shared, const void* global) {
                  : "memory");
 }
 DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// At most PENDING of this thread's groups are on their way still.
+// Waits until at most PENDING of this thread's groups are still under way.
 template <int PENDING>
 DEVICE void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -230,28 +231,29 @@ DEVICE void bulk_store(void* global, const void* shared, uint32_t bytes) {
                : "memory");
 }
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// At most PENDING of this thread's groups have not read all of their shared memory yet.
+// Waits until at most PENDING of this thread's groups have not read all of their shared memory yet.
 template <int PENDING>
 DEVICE void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
-// All of this thread's groups are complete: their writes are visible to it.
+// Waits until all of this thread's groups are complete. Their writes are then visible to this thread.
 DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Orders ordinary accesses (generic proxy) and bulk copies (async proxy) of this thread, in all state spaces.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// The same for shared memory alone: it does not wait for the thread's global stores.
+// The same for shared memory alone. This fence does not wait for the thread's global stores.
 DEVICE void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- prefetches: memory that L2 may bring in; nothing waits for it and nothing is read ------------------------------
 
-// What an instruction asks for at most, at and in multiples of 16 bytes, and how many lanes of a warp have one each.
+// PREFETCH_BYTES: what one instruction asks for at most; addresses and sizes are multiples of 16 bytes. PREFETCH_LANES: how
+// many lanes of a warp execute an instruction each.
 #if __CUDA_ARCH__ >= 900
 inline constexpr uint32_t PREFETCH_BYTES = 4096, PREFETCH_LANES = 1;
 DEVICE void prefetch_l2(const void* address, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 #else
-// How much of a line of L2 such an instruction brings in is not said: a sector at least.
+// It is not said how much of an L2 line such an instruction brings in: a sector at least.
 inline constexpr uint32_t PREFETCH_BYTES = 32, PREFETCH_LANES = 32;
 DEVICE void prefetch_l2(const void* address, uint32_t) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
@@ -293,7 +295,7 @@ DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   return product;
 }
 #else
-// A product of two such numbers is exact in float32.
+// A product of two bf16 numbers is exact in float32.
 DEVICE uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   return pack_bf16(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u));
 }
@@ -309,13 +311,13 @@ DEVICE uint16_t pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
   return bits;
 }
-// Of a NaN and a number the number.
+// Where one argument is NaN, the result is the other one.
 DEVICE float least(float a, float b) { return fminf(a, b); }
 DEVICE float greatest(float a, float b) { return fmaxf(a, b); }
-// A product that is rounded, whatever it is added to.
+// A product that is rounded before anything is added to it.
 DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
-// Within 2 units in the last place, as the next one; what is smaller than normal numbers is 0.
+// This function and the next one are right within 2 units in the last place. Numbers below the normal ones become 0.
 DEVICE float exp2_near(float value) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));

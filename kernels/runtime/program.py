@@ -3,10 +3,10 @@
 Conventions of a source file ``name.cu``:
 
 - one entry, ``extern "C" __global__ void name(const __grid_constant__ Params params)``;
-- ``Params`` has the name, and field by field the layout, of the :class:`ctypes.Structure` that Python passes: names,
-  offsets and sizes are checked when it is compiled;
+- ``Params`` has the same name and the same fields as the :class:`ctypes.Structure` that Python passes: names, offsets and
+  sizes are checked when the source is compiled;
 - variants are made by preprocessor definitions;
-- it includes nothing but the ``*.cuh`` of this folder, as ``#include "name.cuh"``. Neither C++ nor CUDA headers are there;
+- it includes only the ``*.cuh`` of this folder, as ``#include "name.cuh"``. C++ and CUDA headers are not available;
 - functions without an execution space are ``__device__``.
 """
 
@@ -32,14 +32,14 @@ _OPTIONS = ("-std=c++17", "-lineinfo", "-default-device", "-no-source-include")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _ARCHITECTURE_SPECIFIC = ((9, 0), (10, 0), (10, 3))
 FULL_SHARED_BYTES = 227 * 1024
-"""All of an SM's shared memory that a CTA can have, where the device's major capability is of ``FULL_SHARED_MAJORS``."""
+"""The most shared memory that a CTA can have on devices whose major compute capability is in ``FULL_SHARED_MAJORS``."""
 FULL_SHARED_MAJORS = (9, 10)
 
 cubins_in_memory: dict[str, bytes] = {}
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """NVRTC's name for a compute capability: ``(9, 0)`` is sm_90a, with the instructions that only this one has."""
+    """NVRTC's name for a compute capability. ``(9, 0)`` is sm_90a, with the instructions that only this capability has."""
     major, minor = capability
     return f"sm_{major}{minor}{'a' if capability in _ARCHITECTURE_SPECIFIC else ''}"
 
@@ -60,7 +60,7 @@ def cache_folder() -> Path | None:
 class Program:
     """One variant of a source file for one architecture (see :func:`arch_of`).
 
-    ``headers``: that it may include besides those of this folder.
+    ``headers``: files that the source may include besides those of this folder.
     """
 
     source: Path
@@ -75,10 +75,10 @@ class Program:
         return self.source.stem
 
     def cubin(self) -> bytes:
-        """The machine code, from memory, from disk or compiled; RuntimeError with NVRTC's log when that fails.
+        """The machine code, from memory, from disk or freshly compiled; RuntimeError with NVRTC's log if compilation fails.
 
-        Any number of processes may ask at once. A file on disk that is damaged is compiled again and replaced; a folder
-        that can't be written to costs the time of compiling.
+        Any number of processes may call this at once. A damaged file on disk is compiled again and replaced. If the folder
+        can't be written to, every process has to compile.
         """
         unit = self._unit()
         key = unit.key()
@@ -110,12 +110,12 @@ class Program:
 
 
 def layout_checks(params: type[ctypes.Structure]) -> str:
-    """C++ that compiles only if the struct of ``params``' name has its size, its fields, and their offsets and sizes."""
+    """C++ that compiles only if the C++ struct with the name of ``params`` has the same size, fields, offsets and sizes."""
     name = params.__name__
     facts = [("size in bytes", f"sizeof({name})", ctypes.sizeof(params))]
     for field in params._fields_:
         layout = getattr(params, field[0])
-        # NVRTC has no offsetof; this is the front end's intrinsic that offsetof stands for.
+        # NVRTC has no offsetof. This is the compiler front end's intrinsic behind offsetof.
         offset = f"__INTADDR__(&(({name}*)0)->{field[0]})"
         facts.append((f"offset of {field[0]}", offset, layout.offset))
         facts.append((f"size of {field[0]}", f"sizeof({name}::{field[0]})", layout.size))
@@ -123,7 +123,7 @@ def layout_checks(params: type[ctypes.Structure]) -> str:
         f'static_assert({found} == {expected}, "{name} in Python: {what} is {expected}");'
         for what, found, expected in facts
     ]
-    # One more field can hide in padding; a structured binding must name them all.
+    # The checks above would miss an additional field in padding. A structured binding must name all fields.
     count = len(params._fields_)
     fields = ", ".join(f"field_{index}" for index in range(count))
     binding = f"[[maybe_unused]] auto& [{fields}] = params;"
@@ -133,7 +133,7 @@ def layout_checks(params: type[ctypes.Structure]) -> str:
 
 @dataclass(frozen=True)
 class _Unit:
-    """All that NVRTC is given: no other file is read in compiling. ``headers``: texts by the name they are included by."""
+    """All input of NVRTC: compilation reads no other file. ``headers``: the texts of headers by the name in ``#include``."""
 
     name: str
     text: bytes
@@ -141,7 +141,7 @@ class _Unit:
     options: tuple[str, ...]
 
     def key(self) -> str:
-        """What the machine code depends on, as a file name."""
+        """A file name that is a digest of everything that the machine code depends on."""
         version = bindings.call(bindings.load("nvrtc").nvrtcVersion, where="NVRTC")
         return hashlib.sha256(repr((version, self.options, self.text, self.headers)).encode()).hexdigest()
 
@@ -171,7 +171,7 @@ class _Unit:
 
 
 def _read(path: Path) -> bytes | None:
-    """The cubin in ``path``; None when there is none, or when it isn't what was written."""
+    """The cubin in ``path``; None if there is no file, or if its content is damaged."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -1,15 +1,15 @@
 // What happens to one reduced row before and around the epilogue: scale, bias, residual, sums over the row. A row is spread
-// over the threads of a group. Included by the header of an epilogue, behind what it has to have:
+// over the threads of a group. The header of an epilogue includes this file, and has to define:
 //
-//   RowStatistics             what the row's threads add up: float; or a struct with operator+= and shuffle_xor, or else with
-//                             warp_sum and total of its own
+//   RowStatistics             what the row's threads add up: float, a struct with operator+= and shuffle_xor, or a struct with
+//                             its own warp_sum and total
 //   observe(statistics, h)    adds eight elements of the row to a thread's statistics
-//   row_factor(total, eps)    what normalise is given of the row's
+//   row_factor(total, eps)    makes the argument of normalise from the row's total statistics
 //   normalise(...)            one vector of the result, Eight<Normalised>
 //
 // Set by definitions: HIDDEN; the types X_TYPE, RESIDUAL_TYPE, BIAS_TYPE, WEIGHT_TYPE, NORM_BIAS_TYPE, HIDDEN_TYPE,
-// RESIDUAL_OUT_TYPE (`none` where absent); CAST_TYPE, the type that the normalised row is rounded to before the weight, or none;
-// SCALE_COLUMNS, 0 unless the scales of float8 results are made of them (scales.cuh).
+// RESIDUAL_OUT_TYPE (`none` where absent); CAST_TYPE, the type that the normalised row is rounded to before the weight, or
+// none; SCALE_COLUMNS, 0 unless the scales of float8 results are computed from the results (scales.cuh).
 #pragma once
 
 inline constexpr int ROW_VECTORS = HIDDEN / 8;
@@ -17,7 +17,7 @@ static_assert(HIDDEN % 8 == 0, "a thread handles eight elements at a time");
 
 enum ResidualOut { NO_ROWS, OWN_ROWS, ALL_ROWS };
 
-// What normalise gives: results, or the float32 values that scales are made of.
+// What normalise gives: results, or the float32 values that scales are computed from.
 template <bool MAKES_SCALES>
 struct NormalisedTo {
   using Type = HIDDEN_TYPE;
@@ -44,7 +44,8 @@ struct RowPart {
     }
   }
 
-  // Calls body(index, first column, whether it is in the row). TOGETHER: for all lanes of a warp, as they do something together.
+  // Calls body(index, first column, whether the vector is in the row). TOGETHER: all lanes of a warp call body, because they
+  // work together there.
   template <bool TOGETHER, typename Body>
   static DEVICE void each_with(uint32_t thread, Body body) {
 #pragma unroll
@@ -67,7 +68,8 @@ struct Loaded {
   }
 };
 
-// One vector, at once: for what is read again for each row, from a cache, as it would take registers that rows need.
+// Loads one vector where it is used. For operands that are read again from a cache for each row: keeping them would take
+// registers that rows need.
 template <typename T>
 DEVICE Eight<T> loaded(const T* address) {
   Eight<T> eight{};
@@ -102,7 +104,8 @@ DEVICE T group_sum(T value, T* partials, uint32_t thread, uint32_t barrier) {
   return total<WARPS>(partials);
 }
 
-// One vector of the result from the normalised values `y`, with weight and bias. A template, so that only the way taken must compile.
+// One vector of the result from the normalised values `y`, with weight and bias. This is a template so that only the branch
+// that is taken must compile.
 template <typename Cast = CAST_TYPE>
 DEVICE void weigh(Eight<Normalised>& result, float (&y)[8], const Eight<WEIGHT_TYPE>& weight,
                   const Eight<NORM_BIAS_TYPE>& norm_bias, float weight_offset, float inverse_scale) {

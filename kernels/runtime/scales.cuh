@@ -1,10 +1,11 @@
-// Float8 results whose scales are made of them (NormSpec of collective/spec.py): a float32 scale for each row and SCALE_COLUMNS
-// neighbouring columns, which may be all of the row. The scales of all rows lie behind the rows, from a multiple of 16 bytes on.
+// Float8 results with scales that are computed from the results (NormSpec of collective/spec.py). There is a float32 scale for
+// each row and SCALE_COLUMNS neighbouring columns, which may be the whole row. The scales of all rows lie behind the rows, from
+// a multiple of 16 bytes on.
 //
-// Such a vector is InCodes<8> of wire.cuh, also where it does not travel: its codes, and the scale in the place of a group's
-// word. No scale is NOT_ARRIVED, which has the sign of a negative number.
+// A vector of such a result is an InCodes<8> of wire.cuh, even where it does not travel. It has its codes, and the scale in the
+// place of a group's word. No scale is NOT_ARRIVED, because NOT_ARRIVED has the sign of a negative number.
 //
-// Included behind wire.cuh. Nothing is here if SCALE_COLUMNS is 0. Set by definitions besides: MIN_SCALE, DIVIDES_BY_SCALE.
+// Include this file behind wire.cuh. It is empty if SCALE_COLUMNS is 0. Also set by definitions: MIN_SCALE, DIVIDES_BY_SCALE.
 #pragma once
 #if SCALE_COLUMNS
 
@@ -14,7 +15,8 @@ static_assert(HIDDEN % SCALE_COLUMNS == 0 && same<HIDDEN_TYPE, e4m3>, "whole gro
 static_assert(!present<NORM_BIAS_TYPE>, "a norm with a bias makes no scales here");
 static_assert(SCALE_OF_ROW || (SCALE_COLUMNS <= 256 && (SCALE_COLUMNS & (SCALE_COLUMNS - 1)) == 0), "lanes of a warp share one");
 
-// The largest of the values of WARPS warps. `maxima`: WARPS values of shared memory; between two uses of them all threads meet.
+// The largest of the values of WARPS warps. `maxima`: WARPS values of shared memory. All threads must meet between two uses of
+// `maxima`.
 template <int WARPS>
 DEVICE float group_max(float value, float* maxima, uint32_t thread, uint32_t barrier) {
 #pragma unroll
@@ -29,7 +31,7 @@ DEVICE float group_max(float value, float* maxima, uint32_t thread, uint32_t bar
   return value;
 }
 
-// Those of one thread's part of a row.
+// The scales of one thread's part of a row.
 template <int GROUP>
 struct RowScales {
   float scales[SCALE_OF_ROW ? 1 : RowPart<GROUP>::VECTORS];
@@ -46,7 +48,7 @@ DEVICE void values_of(float (&values)[8], const float (&h)[8], const Factor& fac
   unpack(y, values);
 }
 
-// All threads of the group call it, with what normalise is given.
+// Computes the scales of a row. All threads of the group call it, with the arguments of normalise.
 template <int GROUP, typename Factor>
 DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][8], const Factor& factor,
                                       const Loaded<GROUP, WEIGHT_TYPE>& weight, float weight_offset, float* maxima,
@@ -72,7 +74,7 @@ DEVICE RowScales<GROUP> scales_of_row(const float (&h)[RowPart<GROUP>::VECTORS][
   return result;
 }
 
-// One vector of the result.
+// One vector of the result: codes and scale.
 template <typename Factor>
 DEVICE InCodes<8> quantised(const float (&h)[8], const Factor& factor, const Eight<WEIGHT_TYPE>& weight, float weight_offset,
                             float scale) {
@@ -91,7 +93,7 @@ DEVICE float* scales_at(HIDDEN_TYPE* hidden, int tokens, uint64_t row) {
   return (float*)((uint8_t*)hidden + ((uint64_t)tokens * HIDDEN + 15) / 16 * 16) + row * SCALES;
 }
 
-// Stores one vector of a row to `hidden`, and the scale with the first of its columns.
+// Stores one vector of a row to `hidden`. The vector with the first of a scale's columns stores the scale, too.
 DEVICE void store_result(HIDDEN_TYPE* hidden, int tokens, uint64_t row, uint32_t column, const InCodes<8>& piece) {
   store_global((uint8_t*)hidden + row * HIDDEN + column, piece.codes);
   if (column % SCALE_COLUMNS == 0) store_global((uint8_t*)(scales_at(hidden, tokens, row) + column / SCALE_COLUMNS), piece.word);

@@ -1,8 +1,8 @@
-// What persistent matmuls of tiles have in common: a ring of shared-memory stages, and a thread's columns put together.
+// What persistent matmuls of tiles have in common: a ring of shared-memory stages, and stores that gather a thread's columns.
 #pragma once
 #include "wgmma.cuh"
 
-// The stage that is next of `STAGES`, and the parity of its barriers' phase.
+// The next one of `STAGES` stages, and the parity of the phase of its barriers.
 template <int STAGES>
 struct Ring {
   int32_t stage = 0;
@@ -25,7 +25,8 @@ DEVICE uint32_t pick(const uint32_t (&w)[4], uint32_t index) {
   return index & 2 ? high : low;
 }
 
-// Of four neighbouring blocks of eight columns, of which a thread has two columns each, all of the one that is its own.
+// Exchanges columns between the four lanes of a quad. Before, a lane has two columns of each of four neighbouring blocks of
+// eight columns. After, it has all eight columns of its own block.
 DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
   uint32_t received[4];
 #pragma unroll
@@ -37,9 +38,9 @@ DEVICE void gather_block(uint32_t (&w)[4], uint32_t quad_lane) {
   for (uint32_t part = 0; part < 4; part++) w[part] = pick(received, part ^ quad_lane);
 }
 
-// 64 rows and N columns, of which a thread has `value(i)` as it has d[i] of a wgmma, in bf16: each stores 16 bytes of two rows for
-// every 32 columns. `out` is where the warp's first row and its first column go; the first `rows` of the warp's 16 rows and
-// `columns` columns, whole blocks of eight, are stored.
+// Stores 64 rows and N columns in bf16. A thread has them as `value(i)`, in the order of d[i] of a wgmma. Each thread stores 16
+// bytes of two rows for every 32 columns. `out` is the address of the warp's first row and first column. Of the warp's 16 rows,
+// the first `rows` are stored. Of the columns, the first `columns` are stored, in whole blocks of eight.
 template <int N, class Value>
 DEVICE void store_rows(uint16_t* out, int64_t row_elements, int32_t rows, int32_t columns, Value value) {
   const uint32_t lane = threadIdx.x % 32, quad_lane = lane % 4;

@@ -1,15 +1,15 @@
-"""The tokens of one half of a symbolic number of them, computed when the graph runs.
+"""The number of tokens in one half of a symbolic number of tokens, computed when the graph runs.
 
     tokens_of_half(rows, tokens, half, low, high, numerator, denominator, multiple, constant) -> number
 
-Half 0 has ``tokens * numerator // denominator`` rounded down to ``multiple``, plus ``constant``; half 1 the rest. ``rows``
-[tokens, ...] is not read: Inductor asks an operator's operands for its device.
+Half 0 has ``tokens * numerator // denominator`` rounded down to ``multiple``, plus ``constant``; half 1 has the rest. ``rows``
+[tokens, ...] is not read. It is an operand because Inductor takes an operator's device from its operands.
 
-To the compiler the result is a number of which it knows the bounds alone, as it does of what ``item()`` returns ("unbacked"
-symbols of PyTorch's ``ShapeEnv``). About halves of ``s`` tokens that are expressions of ``s`` it would ask questions such as
-``s - s//2 > 1``, which it answers by the count at hand and then takes for true of every graph that shares the symbol. About
-these it can assume nothing that the bounds don't prove. Other counts than ``low`` to ``high``, for which they hold, are a
-``ValueError``.
+The compiler only knows the bounds of the result, as for a number that ``item()`` returns (an "unbacked" symbol of PyTorch's
+``ShapeEnv``). If the halves of ``s`` tokens were expressions of ``s``, the compiler would ask questions such as
+``s - s//2 > 1``. It would answer them for the current count, and then assume the answer for every graph that shares the symbol.
+About unbacked symbols it can assume only what the bounds prove. The bounds hold for ``low`` to ``high`` tokens; other counts
+are a ``ValueError``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tw_compile.planning.halves import FirstHalf, tokens_of_first_half
 
 
 def arguments_of(first: FirstHalf) -> tuple[int, ...]:
-    """What the operator is given behind ``half``."""
+    """The operator's arguments after ``half``."""
     return first.low, first.high, first.numerator, first.denominator, first.multiple, first.constant
 
 

@@ -1,18 +1,18 @@
-// Hopper's matmuls of warpgroups, copies of tiles, and what two CTAs of a cluster say to each other. sm_90a.
+// Hopper's matmuls of warpgroups, copies of tiles, and signals between the two CTAs of a cluster. For sm_90a.
 #pragma once
 #include "primitives.cuh"
 
-// As cuTensorMapEncodeTiled writes it; a kernel's parameter.
+// A tensor map as cuTensorMapEncodeTiled writes it. Kernels get it as a parameter.
 struct alignas(64) TensorMap {
   uint64_t words[16];
 };
 
-// Rows of 64 16-bit elements in shared memory, swizzled by 128 bytes, at a multiple of 1024 bytes.
+// The descriptor of rows of 64 16-bit elements in shared memory, swizzled by 128 bytes, at a multiple of 1024 bytes.
 DEVICE uint64_t tile_descriptor(const void* shared) {
   constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
   return SWIZZLE_128 | EIGHT_ROWS | UNUSED | ((shared_address(shared) & 0x3ffff) >> 4);
 }
-// What to add to a descriptor for the elements `k` of each row and the following ones.
+// What to add to a descriptor so that it begins at element `k` of each row.
 constexpr uint64_t columns_on(int k) { return k * 2 >> 4; }
 
 #ifndef TW_EMULATED
@@ -24,12 +24,13 @@ DEVICE uint32_t cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// All threads of the cluster meet; what they wrote to shared memory before is seen by all.
+// All threads of the cluster meet. Then all of them see what any of them wrote to shared memory before.
 DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Arrives at the barrier that lies where `barrier` does in CTA `rank` of the cluster. It publishes no writes of this thread: a
-// release to the cluster would wait for memory, which takes longer than a stage's matmuls.
+// Arrives at a barrier of CTA `rank` of the cluster, which lies at the same place as `barrier` in this CTA. The arrival
+// publishes no writes of this thread: a release to the cluster would wait for memory, which takes longer than a stage's
+// matmuls.
 DEVICE void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 there;\n"
@@ -41,7 +42,7 @@ DEVICE void mbarrier_arrive_at(uint64_t* barrier, uint32_t rank) {
 // --- copies of tiles -----------------------------------------------------------------------------------------------
 
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
-// The box of `map` that begins at (column, row), to this CTA.
+// Loads the box of `map` that begins at (column, row) to this CTA.
 DEVICE void load_tile(void* shared, const TensorMap& map, int32_t column, int32_t row, uint64_t* barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
@@ -49,7 +50,7 @@ DEVICE void load_tile(void* shared, const TensorMap& map, int32_t column, int32_
       "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
-// The same to the CTAs in `mask`, each of which counts its bytes at its own barrier.
+// Loads the box to all CTAs in `mask`. Each of them counts its bytes at its own barrier.
 DEVICE void load_tile_to(
     uint16_t mask, void* shared, const TensorMap& map, int32_t column, int32_t row, uint64_t* barrier) {
   asm volatile(
@@ -71,13 +72,13 @@ DEVICE void fewer_registers() {
 }
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// At most PENDING of the committed groups are not complete.
+// Waits until at most PENDING of the committed groups are not complete.
 template <int PENDING>
 DEVICE void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The registers of a thread's sums, eight at a time: what they are called in the instruction, and what they are.
+// The registers of a thread's sums, eight at a time: their names in the instruction, and the operands themselves.
 #define TW_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define TW_NAMES_16 TW_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define TW_NAMES_24 TW_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -114,12 +115,12 @@ DEVICE void wgmma_wait() {
 #define TW_SUMS_120(d) TW_SUMS_112(d), TW_SUMS_4(d, 112), TW_SUMS_4(d, 116)
 #define TW_SUMS_128(d) TW_SUMS_120(d), TW_SUMS_4(d, 120), TW_SUMS_4(d, 124)
 
-// d [64, N] = (keep ? d : 0) + a [64, 16] @ b [N, 16]^T in bf16. Of each eight columns a thread has two, of two rows:
+// d [64, N] = (keep ? d : 0) + a [64, 16] @ b [N, 16]^T in bf16. A thread has two of each eight columns, in two rows:
 // d[4 * n + {0, 1}] is [warp * 16 + lane / 4, 8 * n + lane % 4 * 2 + {0, 1}], and d[4 * n + {2, 3}] eight rows below.
 template <int N>
 DEVICE void wgmma_64x16(float (&d)[N / 2], uint64_t a, uint64_t b, int keep);
 
-// `SUMS` is N / 2, and the operands behind them are `A`, `B` and `KEEP`.
+// `SUMS` is N / 2. `A`, `B` and `KEEP` name the operands behind the sums.
 #define TW_WGMMA(N, SUMS, A, B, KEEP)                                                                          \
   template <>                                                                                                  \
   DEVICE void wgmma_64x16<N>(float (&d)[N / 2], uint64_t a, uint64_t b, int keep) {                            \

@@ -1,4 +1,4 @@
-"""What kernels with ``wgmma.cuh`` need of the host: the one device that has the instructions, and maps of matrices."""
+"""Host code for kernels with ``wgmma.cuh``: which devices have the instructions, and tensor maps of matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def has_instructions(device: torch.device) -> bool:
 
 @lru_cache(maxsize=1024)
 def tensor_map(pointer: int, rows: int, columns: int, box_rows: int) -> TensorMap:  # type: ignore[valid-type]
-    """Map of a matrix of 16-bit elements in rows: boxes of so many rows and 128 bytes of each, swizzled for ``wgmma``."""
+    """Tensor map of a row-major matrix of 16-bit elements: boxes of ``box_rows`` rows x 128 bytes, swizzled for ``wgmma``."""
     driver = bindings.load("driver")
     code = bindings.call(
         driver.cuTensorMapEncodeTiled,

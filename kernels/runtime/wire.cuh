@@ -1,14 +1,14 @@
-// How rows travel to other ranks: as they are, or in codes of few bits. The codes are those of collective/codes.py, bit for bit.
+// How rows travel to other ranks: as they are, or in codes of few bits. Codes equal those of collective/codes.py bit for bit.
 //
-// A row on its way is its codes in the order of the columns, then a 32-bit word for each group of columns: the scale (bf16) in
-// the upper half, the offset (bf16) in the lower one. A thread has eight columns. A group's neighbouring lanes of a warp agree
-// on scale and offset, and the first of them stores the group's word.
+// A row in codes has its codes in the order of the columns, then a 32-bit word for each group of columns. The word has the
+// scale (bf16) in the upper half and the offset (bf16) in the lower half. A thread has eight columns, so a group lies in
+// neighbouring lanes of a warp. These lanes agree on scale and offset, and the first of them stores the group's word.
 //
-// No word of a row in codes is NOT_ARRIVED (elements.cuh). A code q from 0 to LEVELS is stored as q - LEVELS / 2, so the pattern
-// with only the highest bit set does not occur, and it would have to in the highest byte or half of one. A group's word has its
-// highest bit clear, as scales are positive, or the positive NaN.
+// No word of a row in codes is NOT_ARRIVED (elements.cuh). A code q from 0 to LEVELS is stored as q - LEVELS / 2, so no code
+// has only its highest bit set. NOT_ARRIVED would have such a code in its highest byte or half byte. A group's word has its
+// highest bit clear, because scales are positive, or the positive NaN.
 //
-// Set by definitions: WIRE, a name of the namespace `wires`, and those of row.cuh, which is included before this.
+// Set by definitions: WIRE, a name in the namespace `wires`, and the definitions of row.cuh, which comes before this file.
 #pragma once
 
 // A row of T as it is.
@@ -17,9 +17,9 @@ struct Exact {
   static constexpr bool CODED = false;
   static constexpr int ROW = HIDDEN;  // elements
   static constexpr uint64_t ROW_BYTES = HIDDEN * sizeof(T);
-  static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // in shared memory, of eight columns
+  static constexpr int STAGED_BYTES = sizeof(Eight<T>);  // bytes of eight columns in shared memory
   using Element = T;
-  using Piece = Eight<T>;  // what a thread has of it
+  using Piece = Eight<T>;  // a thread's part of the row: eight columns
 
   static DEVICE T* at(T* row, uint32_t column) { return row + column; }
   static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
@@ -31,7 +31,7 @@ template <int BITS>
 struct InCodes {
   static constexpr int COUNT = 32 / BITS;  // codes of a word
   static constexpr uint32_t MASK = (1u << BITS) - 1;
-  static constexpr uint32_t ONES = BITS == 8 ? 0x01010101u : 0x11111111u;  // of each code
+  static constexpr uint32_t ONES = BITS == 8 ? 0x01010101u : 0x11111111u;  // the lowest bit of each code
   static constexpr uint32_t HIGHEST = ONES << (BITS - 1);
 
   uint32_t codes[8 / COUNT];
@@ -54,7 +54,7 @@ DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
   }
 }
 
-// What is kept of a row that has travelled.
+// What a rank keeps of a row that has travelled.
 template <typename T>
 DEVICE const Eight<T>& received(const Eight<T>& piece) {
   return piece;
@@ -68,7 +68,8 @@ DEVICE Eight<T> received(const InCodes<BITS>& piece) {
   return eight;
 }
 
-// Adds up one vector of all ranks in rank order, `own` as it is in its place. got[i] has come from rank_of(i).
+// Adds up one vector of all ranks in rank order. This rank's vector `own` is added as it is, in this rank's place. got[i] has
+// come from rank_of(i).
 template <int PEERS, typename T, int BITS, typename RankOf>
 DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<BITS> (&got)[PEERS], int rank,
                               RankOf rank_of) {
@@ -77,7 +78,7 @@ DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
   for (int source = 0; source <= PEERS; ++source) {
-    // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
+    // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
     InCodes<BITS> piece = got[0];
 #pragma unroll
     for (int i = 1; i < PEERS; ++i)
@@ -101,16 +102,16 @@ template <int BITS_, int COLUMNS>
 struct Codes {
   static constexpr int BITS = BITS_;
   static constexpr bool CODED = true;
-  static constexpr int LANES = COLUMNS / 8;  // that hold a group
+  static constexpr int LANES = COLUMNS / 8;  // lanes that hold a group
   static constexpr int LEVELS = (1 << BITS) - 2;
   static constexpr uint64_t WORDS_OFFSET = HIDDEN * BITS / 8;
-  // Rounded up, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
+  // Rounded up to 32 bytes, so that accesses are aligned and no two rows share what a cache loads at a time (travelling_bytes).
   static constexpr uint64_t ROW_BYTES = (WORDS_OFFSET + HIDDEN / COLUMNS * 4 + 31) / 32 * 32;
   static constexpr uint64_t ROW = ROW_BYTES;
-  static constexpr int STAGED_BYTES = 2 * BITS;  // rounded up from those of the codes and of the word
+  static constexpr int STAGED_BYTES = 2 * BITS;  // at least the bytes of the codes and of the group's word
   using Element = uint8_t;
   using Piece = InCodes<BITS>;
-  // All lanes of a warp call this. Lanes beyond the row may have anything: they are whole groups.
+  // All lanes of a warp call this. Lanes beyond the row may have any values, because they form whole groups of their own.
   template <typename T>
   static DEVICE Piece encoded(const Eight<T>& eight) {
     const float infinite = as_float(0x7f800000u);
@@ -123,13 +124,13 @@ struct Codes {
       high = greatest(high, value);
       has_nan = has_nan || value != value;
     }
-    if (has_nan) high = infinite;  // so that the group's range is
+    if (has_nan) high = infinite;  // so that the group's range is infinite, too
 #pragma unroll
     for (int mask = LANES / 2; mask > 0; mask /= 2) {
       low = least(low, shuffle_xor(low, mask));
       high = greatest(high, shuffle_xor(high, mask));
     }
-    // The offset is rounded downwards, which is away from zero if it is negative. Of zeros it is the positive one.
+    // The offset is rounded down, which is away from zero if it is negative. Adding 0.0f makes a negative zero positive.
     const uint32_t low_bits = as_bits(low + 0.0f);
     const uint32_t offset_bits = ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;
     const float offset = as_float(offset_bits), width = high - offset;
@@ -137,15 +138,15 @@ struct Codes {
     // The scale is rounded upwards, away from zero.
     const uint32_t scale_bits = (as_bits(width / LEVELS) + 0xffffu) & 0xffff0000u;
     const float scale = greatest(as_float(scale_bits), as_float(0x00800000u)), inverse = 1.0f / scale;
-    // Every step rounds monotonically, so a quotient is from 0 to LEVELS and less than half: no clamp is needed. Added to this
-    // number, its integer to nearest even is in the last bits.
+    // Every step rounds monotonically, so a quotient is at least 0 and less than LEVELS + 1/2: no clamp is needed. Adding
+    // `integers` to a quotient rounds it to the nearest integer, ties to even. The last bits of the sum are this integer.
     const float integers = 12582912.0f;
     Piece piece{};
     for (int i = 0; i < 8; ++i) {
       const uint32_t q = as_bits(multiply_rounded(x[i] - offset, inverse) + integers) & Piece::MASK;
       piece.codes[i / Piece::COUNT] |= q << i % Piece::COUNT * BITS;
     }
-    // q - LEVELS / 2 is q + 1, which has no carry, with the highest bit turned.
+    // q - LEVELS / 2 is q + 1 with the highest bit flipped. q + 1 has no carry.
     for (uint32_t& word : piece.codes) word = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
     piece.word[0] = lost ? 0x7fc00000u : as_bits(scale) | offset_bits >> 16;
     return piece;
@@ -157,7 +158,7 @@ struct Codes {
   }
 };
 
-// The accesses that elements.cuh has for rows as they are.
+// The loads and stores that elements.cuh has for rows as they are, here for rows in codes.
 template <typename Row>
 DEVICE void load_strong(typename Row::Piece& piece, InRow<Row> place) {
   load_relaxed_sys(piece.codes, place.codes);
@@ -193,7 +194,7 @@ struct int4 {
 };
 }  // namespace wires
 
-// How rows of T travel: in codes if there are some. Rows of e4m3 have 8 bits as they are.
+// How rows of T travel: in codes if the wire has codes for them. Rows of e4m3 have 8 bits already, and travel as they are.
 template <typename T, typename Coding>
 struct Travels {
   using Row = Coding;

@@ -1,1 +1,1 @@
-"""What carries rows between the ranks of a group, one file each."""
+"""The transports, which carry rows between the ranks of a group, and the choice of their kernels."""

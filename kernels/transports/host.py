@@ -13,10 +13,10 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 
 
 class HostTransport(SlotTransport):
-    """Kernels over host memory. A group that can't share any uses NCCL.
+    """Kernels over host memory. A group that can't share host memory uses NCCL.
 
-    Long calls go in turn: each fills the one link that a GPU has to the host. Short ones leave it idle while a rank waits for
-    another's rows, so two of them at a time are faster.
+    Long calls go in turn, because each fills the one link that a GPU has to the host. Short calls leave the link idle while a
+    rank waits for another rank's rows, so two short calls at the same time are faster.
     """
 
     label = "host transport"
@@ -36,5 +36,5 @@ class HostTransport(SlotTransport):
         return row_obstacle(request, HOST_KERNELS, wires=True, scales=True) is None
 
     def reserved_bytes(self) -> int:
-        """See :class:`Transport`. Nothing of the device's memory."""
+        """See :class:`Transport`. The slots take no device memory."""
         return 0

@@ -1,7 +1,7 @@
 """The P2P transport: kernels over symmetric memory, which all GPUs of a node read and write.
 
-Whether NVLink multicast is used is decided when buffers exist, because only symmetric memory knows then if they have a
-multicast address. Nothing here asks for one: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
+Whether NVLink multicast is used is decided once buffers exist: only then does symmetric memory know whether they have a
+multicast address. Nothing here asks for an address: torch makes it by itself, unless TORCH_SYMM_MEM_DISABLE_MULTICAST=1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 class P2PTransport(SlotTransport):
     """Kernels over symmetric memory.
 
-    With the name "multimem" the kernel of that name, if all buffers of the group have multicast, else what serves all messages.
-    ``algorithm`` takes the place of that kernel.
+    With the name "multimem" it uses the kernel of that name if all buffers of the group have multicast, else the kernel that
+    serves all messages. ``algorithm`` replaces the multimem kernel.
     """
 
     label = "P2P transport"

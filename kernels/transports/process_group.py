@@ -1,11 +1,11 @@
 """The transport made of the group's own collectives: gloo on CPU (the reference), NCCL on GPUs (the fallback).
 
-``start`` begins an asynchronous all_reduce, the same one that the unfused graph does, and ``finish`` adds and normalises.
-With a replicated residual every rank does that for all rows, on its own. With a sharded one each rank does it for the rows
-it owns, and an all_gather shares the result.
+``start`` begins an asynchronous all_reduce, the same one that the unfused graph does. ``finish`` adds and normalises.
+With a replicated residual every rank does this for all rows, on its own. With a sharded residual each rank does it for the
+rows that it owns, and an all_gather shares the result.
 
-With a wire all_to_all and all_gather of bytes take the places of all_reduce and all_gather (``wire_rows.py``), and each rank
-adds and normalises the rows that it owns. The codes are those of ``codes.py``, in torch, on any device.
+With a wire, an all_to_all and an all_gather of bytes replace all_reduce and all_gather (``wire_rows.py``), and each rank
+adds and normalises the rows that it owns. The codes are computed by ``codes.py``, in torch, on any device.
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class CollectiveTransport(Transport):
 def _finish_own_rows(
     request: Request, group: dist.ProcessGroup, reduced: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor
 ) -> None:
-    """``reduced``: the sums of the rows that this rank owns, ``[rows, hidden]``."""
+    """Normalise the rows that this rank owns and share the results with all ranks.
+
+    ``reduced``: the sums of the rows that this rank owns, ``[rows, hidden]``.
+    """
     tokens = hidden.shape[0]
     per_rank = rows_per_rank(tokens, group.size())
     begin, end = row_range(tokens, group.size(), dist.get_rank(group))
@@ -90,9 +93,9 @@ def _norm(
     h: torch.Tensor | None,
     scales: torch.Tensor | None,
 ) -> None:
-    """Write the normalised rows to ``hidden`` and, unless None, the sums to ``h`` and the scales that are made to ``scales``.
+    """Write the normalised rows to ``hidden``, the sums to ``h`` and the computed scales to ``scales``.
 
-    The last two may have more rows than ``hidden``.
+    ``h`` and ``scales`` may be None, and may have more rows than ``hidden``.
     """
     epilogue = EPILOGUES[request.norm.epilogue]
     operands = (reduced, residual, request.bias, request.weight, request.norm)

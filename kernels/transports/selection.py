@@ -1,8 +1,8 @@
 """Which kernel serves a message: measured per device and world size, as data in ``configs/kernels``.
 
-A table is a TOML file, written by ``tw-compile bench kernel --table``, or as ``kernels.toml`` in the user's config folder by
-``tw-compile tune``, which comes before what is shipped for the world sizes that it has. Between the two is what the ranks
-measured themselves (``tw_compile/calibration.py``):
+A table is a TOML file. ``tw-compile bench kernel --table`` writes it, or ``tw-compile tune`` as ``kernels.toml`` in the user's
+config folder. For its world sizes the user's table comes first, then what the ranks measured themselves
+(``tw_compile/calibration.py``), then the shipped table. A table looks like this:
 
     device = "NVIDIA H200"          # as torch.cuda.get_device_name says
     [[steps]]
@@ -11,20 +11,20 @@ measured themselves (``tw_compile/calibration.py``):
     algorithm = "push_two_shot"
     sms = 64
 
-The steps of a world size go up in bytes, those of each transport's kernels on their own; the last one also serves all larger
-messages. Without a table there are :func:`default_steps`. Where an algorithm cannot serve a message, there is the one that
-serves all of the transport's.
+The steps of a world size are in ascending order of bytes, separately for each transport's kernels. The last step also serves
+all larger messages. Without a table :func:`default_steps` are used. If an algorithm cannot serve a message, the transport's
+algorithm that serves all messages takes its place.
 
-Tables are measured in the form that each kernel is best in. Two-shot leaves the new residual on its owner. Where two ranks both
+Tables are measured in the form that each kernel is best in. Two-shot leaves the new residual on its owner. If two ranks both
 want all of its rows, two-shot moves half a message more, and one-shot takes its place at all sizes.
 
-Calls beside other work (``overlap_sms``) are not in tables: they have few SMs, and stream makes the most of those. Nor are
-calls whose rows a GEMM is fed (``feed_from``), as one kernel does that, where it can. Nor are calls whose rows travel in codes
-(``wire``): they go to the kernel that can do that, alone and beside other work. Where none can, their rows travel as they are.
-Of what a table says, kernels are passed over that can't make the scales of a call's results; in their place there is the first
-that can.
+Some calls are not in tables. Calls beside other work (``overlap_sms``) have few SMs, and stream makes the most of those. For
+calls whose rows a GEMM is fed (``feed_from``) there is only one kernel, if it can serve the call. Calls whose rows travel in
+codes (``wire``) go to the kernel that supports codes, alone and beside other work. If no kernel can, their rows travel as they
+are. A kernel of a table is passed over if it can't compute the scales that a call asks for. The first kernel that can takes
+its place.
 
-Reading tables imports no torch: only choosing for a request makes the kernels.
+Reading tables imports no torch: the kernels are made only when one is chosen for a request.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ if TYPE_CHECKING:
 USER_FILE = "kernels.toml"
 P2P, HOST = "p2p", "host"
 _WORDS_BYTES = 128 * 1024
-"""Up to so many bytes a message of two ranks is fastest in words that say that they have arrived. They are twice the bytes,
-from each peer, and save what a fence takes."""
+"""Up to this size, host_words is fastest for a message of two ranks. Its words show by themselves that they have arrived. They
+double the bytes from each peer, but save the time of a fence."""
 _HOST_ONE_SHOT_BYTES = 2**21
 _PUSH_ONE_SHOT_BYTES = 2_344_687
-"""Of two ranks. More ranks have one-shot as long as its additional bytes take no longer than two-shot's second hop."""
+"""For two ranks. More ranks use one-shot as long as its additional bytes take no longer than two-shot's second hop."""
 _SECOND_HOP_BYTES = 556_000
-"""What a link of NVLink moves in that time; from the size where both are equally fast on four H200."""
+"""Bytes that an NVLink link moves in the time of the second hop. Computed from the size where both are equally fast on four
+H200."""
 UNLIMITED = 2**62
 
 
@@ -76,30 +77,30 @@ class Step:
 
 
 def serves_all(transport: str = P2P) -> Algorithm:
-    """The algorithm of a transport that serves every message, also those that no other one does."""
+    """The algorithm of a transport that serves every message, also messages that no other algorithm serves."""
     return next(entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport).make()
 
 
 def _at_most(entry: AlgorithmEntry, sms: int) -> Algorithm:
-    """The algorithm on ``sms`` SMs, or on as many as it can have."""
+    """The algorithm on ``sms`` SMs, but at most on as many as it supports."""
     return entry.make(min(sms, entry.most_sms) if entry.most_sms else sms)
 
 
 class Chooser(ABC):
-    """Chooses the kernel of a request; a function of what all ranks share."""
+    """Chooses the kernel of a request. The choice depends only on what all ranks share."""
 
     def __init__(self, transport: str) -> None:
         self._with_wires = tuple(entry.make() for entry in with_wires(transport))
         self._with_scales = tuple(entry.make() for entry in with_scales(transport))
 
     def settled(self, request: Request, state: GroupState) -> Request:
-        """The request itself, or where no kernel has its wire the same with rows that travel as they are."""
+        """The request itself. If no kernel supports its wire: the same request with rows that travel as they are."""
         if request.wire == EXACT or self._serving(request, state) is not None:
             return request
         return replace(request, wire=EXACT)
 
     def choose(self, request: Request, state: GroupState) -> Algorithm:
-        """What serves a :meth:`settled` request."""
+        """The algorithm that serves a :meth:`settled` request."""
         chosen = self._serving(request, state)
         assert chosen is not None, "nothing serves the request"
         return chosen
@@ -112,7 +113,7 @@ class Chooser(ABC):
 
     @abstractmethod
     def candidates(self, request: Request) -> Sequence[Algorithm]:
-        """What is asked for the request, in this order."""
+        """The algorithms to try for the request, in this order."""
 
     @abstractmethod
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
@@ -120,7 +121,7 @@ class Chooser(ABC):
 
 
 class Selector(Chooser):
-    """Chooses by bytes, and beside other work by the form of the request alone."""
+    """Chooses by the bytes of the message. Beside other work it chooses by the form of the request alone."""
 
     def __init__(self, steps: Sequence[Step] = (), transport: str = P2P) -> None:
         from tw_compile.kernels.collective.spec import MAX_OVERLAP_SMS
@@ -155,13 +156,13 @@ class Selector(Chooser):
         return (*self._feeding, *by_size) if request.feed_from else by_size
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """See :class:`Chooser`. Those of a table; one kernel serves all sizes of a wire."""
+        """See :class:`Chooser`. All algorithms of the table. With a wire one kernel serves all sizes."""
         if request.wire != EXACT:
             return (self.choose(request, state),)
         alternatives: list[Algorithm] = []
         for *preferred, last in self._of_whole if request.residual_out == "replicated" else self._candidates:
             if preferred:
-                # What one-shot serves depends on the memory of the residual, what others do on the form alone.
+                # Whether one-shot serves a request depends on the memory of the residual; others depend on the form alone.
                 served = preferred[-1].obstacle(request, state) is None
                 alternatives += preferred if served else [*preferred, last]
         if request.norm.scale_columns:
@@ -183,7 +184,7 @@ class Insist(Chooser):
         return self._candidates if request.wire == EXACT else (self._candidates[0], *self._with_wires)
 
     def alternatives(self, request: Request, state: GroupState) -> tuple[Algorithm, ...]:
-        """See :class:`Chooser`. None: what is insisted on is loaded by its first call."""
+        """See :class:`Chooser`. There are none: the first call of the algorithm loads it."""
         return ()
 
 
@@ -221,9 +222,9 @@ def table_text(device: str, steps: Iterable[Step], comment: str) -> str:
 
 
 def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[Step, ...]:
-    """What the user's table of this device says, else what ranks measured themselves, else the shipped one.
+    """The steps of the user's table for this device, else what ranks measured themselves, else the shipped steps.
 
-    Nothing where none has been measured.
+    Empty if there are no measured steps for this world size.
 
     Raises:
         ValueError: The user's file is wrong, or cannot be read.
@@ -233,13 +234,13 @@ def steps_for(device_name: str, world_size: int, transport: str = P2P) -> tuple[
 
 
 def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
-    """Steps for devices that nobody has measured: what was fastest where it was measured.
+    """Steps for devices that nobody has measured: the kernels that were fastest on measured devices.
 
-    One-shot waits once where two-shot waits twice, but all ranks get and compute all rows. Over peer memory (2 and 4 H200, 2
-    H100) that pays for short messages, the shorter the more ranks there are. Through host memory (2 H100) two ranks gain by it
-    as long as the message is short, more ranks never do.
+    One-shot waits once where two-shot waits twice, but all ranks receive and compute all rows. Over peer memory (2 and 4 H200,
+    2 H100) this pays for short messages. With more ranks the messages must be shorter. Through host memory (2 H100) two ranks
+    gain from one-shot as long as the message is short; more ranks never gain.
 
-    A device on which the kernel of a step can't run has the one that serves all messages.
+    If the kernel of a step can't run on the device, the kernel that serves all messages takes its place.
     """
     if transport == P2P:
         most = _PUSH_ONE_SHOT_BYTES
@@ -258,7 +259,7 @@ def default_steps(transport: str, world_size: int) -> tuple[Step, ...]:
 
 
 def step_for(steps: Sequence[Step], nbytes: int) -> Step | None:
-    """The one of a world size's steps that serves a message; None without steps."""
+    """The step that serves a message of ``nbytes`` bytes, of the steps of one world size; None without steps."""
     return next((step for step in steps if nbytes <= step.up_to_bytes), steps[-1] if steps else None)
 
 
@@ -267,7 +268,7 @@ def shipped_steps(device_name: str, world_size: int, transport: str = P2P) -> tu
 
 
 def usual_steps(device_name: str, world_size: int) -> tuple[Step, ...]:
-    """What serves calls as long as no measurement says otherwise: shipped steps, or the default of a transport without any."""
+    """The steps that apply if no measurement says otherwise: for each transport the shipped steps, or else the defaults."""
     return tuple(
         step
         for transport in (P2P, HOST)
@@ -281,7 +282,7 @@ def user_steps(device_name: str, world_size: int, transport: str = P2P) -> tuple
 
 
 def use_measured(tables: dict[str, tuple[Step, ...]]) -> None:
-    """Go by these steps, by device, where the user has no table: what ranks of this process measured (``calibration.py``)."""
+    """Use these steps, by device, where the user has no table. Ranks of this process measured them (``calibration.py``)."""
     _measured.clear()
     _measured.update(tables)
 

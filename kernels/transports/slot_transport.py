@@ -1,11 +1,11 @@
-"""A transport whose kernels work on memory that all ranks of a node reach: slots of it, and the choice of the kernel.
+"""A transport whose kernels work on memory that all ranks of a node reach. It manages slots and chooses kernels.
 
 A slot belongs to (group, slot index, device) and owns everything that a launch needs: buffers, pads and epochs (see
-``tw_compile.kernels.runtime.barrier``), so calls on different slots or groups may run at once, on different streams. Calls on
-one slot must follow each other: on one stream, or ordered by events, as those beside other work are (:mod:`side_stream`).
+``tw_compile.kernels.runtime.barrier``). So calls on different slots or groups may run at once, on different streams. Calls on
+one slot must follow each other: on one stream, or ordered by events, as calls beside other work are (:mod:`side_stream`).
 
-What is decided here is decided from values that all ranks share (shapes, capacity, whether a graph is being captured)
-or agreed by a collective, so all ranks launch the same kernel, with the same grid, or all use the transport that comes next.
+All decisions here depend on values that all ranks share (shapes, capacity, whether a graph is being captured), or a collective
+agrees on them. So all ranks launch the same kernel with the same grid, or all use the next transport.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ logger = logging.getLogger("tw_compile")
 
 
 class SlotTransport(Transport):
-    """Kernels over memory of slots; where the group can't have that, by agreement of all ranks, another transport.
+    """Kernels over memory of slots. If a group can't have that memory, all its ranks agree to use another transport.
 
-    Which kernel serves a call is in a table (:mod:`selection`), unless one ``algorithm`` is given for all that it can serve.
+    A table says which kernel serves a call (:mod:`selection`), unless one ``algorithm`` is given for all calls that it can
+    serve.
 
     Attributes:
-        label: How messages call the transport.
-        kernels_of: The transport whose kernels it has, as their registry says.
-        memory: What slots are made of.
-        instead: The transport of groups that can't have this one.
-        in_turn_from: From so many bytes on, calls beside other work follow each other, as their messages share one link
-            (:mod:`side_stream`); None: they never do.
+        label: The transport's name in messages.
+        kernels_of: The transport under which the registry of algorithms lists the kernels.
+        memory: The kind of memory that slots have.
+        instead: The transport for groups that can't use this one.
+        in_turn_from: From this message size in bytes on, calls beside other work follow each other, because their messages
+            share one link (:mod:`side_stream`); None: they never do.
         states: What is known of each group and device that has been used.
-        spin_limit: A barrier gives up after so many polls; 0: it never does. See :meth:`limit_spins`.
+        spin_limit: A barrier gives up after this many polls; 0: it never gives up. See :meth:`limit_spins`.
     """
 
     label: str
@@ -71,7 +72,7 @@ class SlotTransport(Transport):
 
     @abstractmethod
     def serves(self, request: Request) -> bool:
-        """Whether one of the kernels does, whatever the memory. The same on all ranks."""
+        """Whether one of the kernels can serve the request, if the group can have the memory. The same on all ranks."""
 
     def steps(self, device_name: str, world_size: int) -> tuple[Step, ...]:
         """The table of kernels for a device, or what is best by default."""
@@ -88,7 +89,7 @@ class SlotTransport(Transport):
         if slot is None:
             return self._other(state).start(request)
         if hoped_for_multimem and not state.multimem:
-            return self.start(request)  # now that the slot's memory is there, another kernel serves the call
+            return self.start(request)  # the new memory has no multicast, so another kernel serves the call
         with torch.cuda.device(state.device):
             if request.overlap_sms:
                 launch = partial(algorithm.launch, state=state, slot=slot, spin_limit=self.spin_limit)
@@ -100,7 +101,7 @@ class SlotTransport(Transport):
         return started
 
     def limit_spins(self, polls: int) -> None:
-        """Have waits give up after so many polls, whatever TW_COMPILE_SPIN_LIMIT says. Before the first call."""
+        """Make waits give up after ``polls`` polls, whatever TW_COMPILE_SPIN_LIMIT says. To be called before the first call."""
         self.spin_limit = polls
 
     def load(self, request: Request) -> None:
@@ -120,7 +121,7 @@ class SlotTransport(Transport):
         return state.known.get(form)
 
     def _other(self, state: GroupState) -> Transport:
-        """The transport that serves calls of a group without this memory, and calls in a capture that find no room."""
+        """The transport for a group without this memory, and for calls in a CUDA-graph capture for which a slot has no room."""
         return get_transport("nccl" if state.obstacle is None else self.instead)
 
     def _remember(self, request: Request, state: GroupState, slot: Slot, started: Started) -> None:
@@ -148,13 +149,17 @@ class SlotTransport(Transport):
         return self.in_turn_from is not None and request.x.nbytes >= self.in_turn_from
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
-        """See :class:`Transport`. None where the call will go through NCCL, or by a kernel that peers don't read ``x`` in."""
+        """See :class:`Transport`.
+
+        None if another transport will serve the call, or if the kernel's peers don't read ``x`` in place.
+        """
         if not self.serves(request):
             return None
         request, state, algorithm = self.choose(request)
         if request.x.shape[0] == 0:
             return None
-        # All that the call needs, not this buffer alone: start will grow nothing, and cannot turn to NCCL for lack of room.
+        # Make room for all buffers of the call, not only for this one. Then start grows nothing, and can't lack room and turn
+        # to NCCL.
         needs = algorithm.needs(request, state.world_size)
         if "x" not in needs:
             return None
@@ -174,20 +179,20 @@ class SlotTransport(Transport):
             RuntimeError: The kernels do not take such rows, or see :meth:`group_state`.
         """
         norm, x = request.norm, request.x
-        # float8 has its own rules (check_hidden_scale), and rows of it are as good as others.
+        # float8 has its own rules (check_hidden_scale), and the kernels take rows of float8 like others.
         hidden_dtype = x.dtype if norm.hidden_dtype == FP8 else norm.hidden_dtype
         require_supported(self.label, x.shape[1], x.dtype, hidden_dtype, norm.residual_dtype)
         state = self.group_state(request.group_name, x.device)
         settled = state.selector.settled(request, state)
         chosen = state.selector.choose(settled, state)
         self._prepare(settled, state, chosen)
-        # Another transport, which serves all of a group without this one's memory, may have the wire.
+        # If the group can't have this memory, another transport serves all its calls, and that may support the wire.
         return settled if state.obstacle is None else request, state, chosen
 
     def _prepare(self, request: Request, state: GroupState, chosen: Algorithm) -> None:
-        """Load what serves messages of other sizes too: the first of such a size may come when a CUDA graph is captured.
+        """Load also the kernels for other message sizes: the first message of such a size may come during graph capture.
 
-        In capture nothing is done, and the launch loads its own kernel (see ``kernels/runtime/launch.py``).
+        During capture this does nothing, and the launch loads its own kernel (see ``kernels/runtime/launch.py``).
         """
         variant = (variant_of(request), request.overlap_sms > 0, request.feed_from > 0)
         if variant in state.prepared or torch.cuda.is_current_stream_capturing():
@@ -217,7 +222,7 @@ class SlotTransport(Transport):
         """
         group = compat.resolve_process_group(group_name)
         state = self.states.get((group_name, device))
-        # A group may be destroyed and another made under the same name; its ranks and addresses are others.
+        # A group may be destroyed and another group made under the same name, with other ranks and addresses.
         if state is None or state.group is not group:
             if device.type != "cuda":
                 raise RuntimeError(f"{self.label}: needs CUDA tensors, got a tensor on {device}")
@@ -254,7 +259,10 @@ class SlotTransport(Transport):
         return state
 
     def slot_for(self, state: GroupState, index: int, needs: dict[str, int]) -> Slot | None:
-        """The slot with buffers for ``needs`` (name -> bytes), or None: this call goes through NCCL. Collective if it grows."""
+        """The slot with buffers for ``needs`` (name -> bytes), or None: another transport serves this call.
+
+        Collective if the slot grows.
+        """
         if state.obstacle is not None:
             return None
         slot = state.slots.get(index)

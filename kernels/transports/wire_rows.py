@@ -1,7 +1,7 @@
-"""Rows in codes of few bits, moved by the collectives of a process group: bytes there and back.
+"""Rows in codes of few bits, moved as bytes by the collectives of a process group, in both directions.
 
-Every rank sends as many rows as the first one owns, so that all messages have one size. Rows past the last token are zeros, and
-nothing is made of them.
+Every rank sends to each rank as many rows as the first rank owns, so all messages have the same size. Rows past the last token
+are zeros, and receivers ignore them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _c10d = torch.ops._c10d_functional
 
 
 def begin_sum(x: torch.Tensor, codes: Codes, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """Send the rows of ``x [tokens, hidden]`` that others own to them. The function waits for theirs and returns the sums.
+    """Send the rows of ``x [tokens, hidden]`` to the ranks that own them.
 
-    These are float32 ``[rows, hidden]``, of the rows that this rank owns: added in rank order, its own part exact.
+    Returns a function that waits for the rows of other ranks and returns the sums of the rows that this rank owns: float32
+    ``[rows, hidden]``, added in rank order. This rank's own part is exact.
     """
     world_size, rank = group.size(), dist.get_rank(group)
     tokens, hidden_size = x.shape
@@ -44,7 +45,10 @@ def begin_sum(x: torch.Tensor, codes: Codes, group: dist.ProcessGroup) -> Callab
 
 
 def gather_rows(rows: torch.Tensor, codes: Codes, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """``[tokens, hidden]`` in the dtype of ``rows [rows_per_rank, hidden]``, decoded on all ranks, this one too."""
+    """Gather ``rows [rows_per_rank, hidden]`` of all ranks as ``[tokens, hidden]`` in their dtype.
+
+    All rows are decoded from codes, also this rank's own rows.
+    """
     packed = encode(rows, codes)
     gathered = _c10d.all_gather_into_tensor.default(packed, group.size(), compat.group_name(group))
     received = _c10d.wait_tensor.default(gathered)[:tokens]
@@ -52,5 +56,5 @@ def gather_rows(rows: torch.Tensor, codes: Codes, tokens: int, group: dist.Proce
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """``x`` with zeros behind it, ``[rows, hidden]``."""
+    """``x`` followed by rows of zeros, ``[rows, hidden]``."""
     return x if len(x) == rows else torch.cat((x, x.new_zeros((rows - len(x), x.shape[1]))))

@@ -1,7 +1,7 @@
 """What makes the message of an all_reduce: attention (its GEMM is o_proj) or an MLP (down_proj), read off the graph.
 
-Behind each GEMM of the message come views and elementwise operators. Where these begin with attention the GEMM is o_proj; where
-they begin with other GEMMs it is down_proj, or that of experts.
+Views and elementwise operators make the input of each GEMM of the message. If they start from attention, the GEMM is o_proj. If
+they start from other GEMMs, the GEMM is down_proj, or belongs to experts.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BATCHED = ("aten::bmm", "aten::baddbmm")
 
 
 def feeds_of(partials: Iterable[fx.Node]) -> frozenset[Feeds]:
-    """What makes the messages ``partials``; empty where nothing tells, both where both are added before they travel."""
+    """What makes the messages ``partials``; empty if the graph does not tell, both if both are added before they travel."""
     return frozenset(made for gemm in _nearest(partials, _is_gemm) if (made := _behind(gemm)) is not None)
 
 
 def _behind(gemm: fx.Node) -> Feeds | None:
     if _EXPERTS.search(_name(gemm)):
-        return "mlp"  # one operator for all of it
+        return "mlp"  # one operator is the whole MLP
     inputs = [node for node in gemm.all_input_nodes if not _is_parameter(node)]
     if any(_holds_heads(node) for node in gemm.all_input_nodes):
         return "attention"
@@ -41,7 +41,7 @@ def _behind(gemm: fx.Node) -> Feeds | None:
 
 
 def _nearest(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The first ``wanted`` nodes on all ways back from ``nodes``, inclusive; earlier sums over ranks end a way."""
+    """The first ``wanted`` nodes on all paths back from ``nodes``, inclusive; an earlier sum over ranks ends a path."""
     pending = list(nodes)
     seen, reached = set(pending), []
     while pending:
@@ -56,7 +56,7 @@ def _nearest(nodes: Iterable[fx.Node], wanted: Callable[[fx.Node], bool]) -> lis
 
 
 def _name(node: fx.Node) -> str:
-    """Of the operator, without its namespace; of higher-order ones theirs, or that of the operator that they call."""
+    """The operator's name without its namespace; for ``auto_functionalized`` the name of the operator that it calls."""
     if node.op != "call_function":
         return ""
     called = functionalised(node)
@@ -72,7 +72,7 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _multiplies_activations(node: fx.Node) -> bool:
-    """A batched GEMM without a parameter: that of probabilities and values."""
+    """Whether a node is a batched GEMM without a parameter, as attention multiplies probabilities by values."""
     return operator_name(node) in _BATCHED and not any(_is_parameter(source) for source in node.all_input_nodes)
 
 
@@ -86,7 +86,7 @@ def _is_parameter(node: fx.Node) -> bool:
 
 
 def _holds_heads(node: fx.Node) -> bool:
-    """Whether it is a view of an input ``[tokens, heads, head_dim]``: the graph begins behind attention."""
+    """Whether a node is a view of an input ``[tokens, heads, head_dim]``: then the graph begins behind attention."""
     source, columns = value(peel_views(node)), value(node)
     if peel_views(node).op != "placeholder" or source is None or columns is None or source.dim() != 3:
         return False

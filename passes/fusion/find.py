@@ -3,7 +3,7 @@
     partial -> all_reduce(sum) -> wait_tensor -> [views, casts] -> [+ bias] -> [+ residual] -> h -> norm -> hidden
 
 Hosts have operators of their own for the collective and for the end of that chain: :mod:`tw_compile.passes.operators`.
-Where ``hidden`` is only quantised to float8, that may be done on the way: :mod:`tw_compile.passes.fusion.quant`.
+Where ``hidden`` is only quantised to float8, the fused operator may quantise it, too: :mod:`tw_compile.passes.fusion.quant`.
 
 Nothing here edits the graph: the result is a list of :class:`FusionSite` and :class:`RefusedSite`, one per all_reduce, in
 graph order.
@@ -49,13 +49,13 @@ _MAX_LATE_WEIGHT = 8
 class FusionSite:
     """A proven site. ``h`` makes the norm's input (the new residual); ``path`` leads from the wait to ``h`` inclusive.
 
-    Where one operator adds and normalises, ``h`` is that operator, and the new residual one of its results.
+    Where one operator adds and normalises, ``h`` is that operator, and the new residual is one of its results.
     ``residuals`` are the tensors of the sum's own shape that are added on the way: usually one, the residual stream.
     ``merged`` are further all_reduces whose results are added (shared experts): since a sum of all_reduces is the
-    all_reduce of the sum, their partial sums are added first and travel as one message. ``merged_biases`` are added to
-    their results first. ``late_weight`` are the nodes after ``h`` that the norm's weight and bias are computed by. ``scale`` is
-    a constant that the sum is multiplied by first (Granite).
-    ``quantisation`` is all that becomes of the norm's result, or why what looks like it is left; None if nothing does.
+    all_reduce of the sum, their partial sums are added first and travel as one message. ``merged_biases`` are the biases that
+    the graph adds to the results of ``merged``. ``late_weight`` are the nodes after ``h`` that compute the norm's weight and
+    bias. ``scale`` is a constant that the sum is multiplied by first (Granite). ``quantisation`` is the quantisation that is
+    the only use of the norm's result, or the reason why an apparent one is left as it is; None if nothing looks like one.
     """
 
     all_reduce: AllReduce
@@ -82,7 +82,7 @@ class FusionSite:
 
     @property
     def stream(self) -> fx.Node | None:
-        """The node that others read the new residual from; None where an operator has it as a result that nobody reads."""
+        """The node that holds the new residual; None if the new residual is an operator's result that nobody reads."""
         return self.norm.added if self.norm.operator is self.h else self.h
 
     @property
@@ -109,9 +109,9 @@ class FusionSite:
 
     @property
     def gemm(self) -> fx.Node | None:
-        """The ``aten.mm.default`` that makes the message; None if it is made otherwise, or is a sum of several messages.
+        """The ``aten.mm.default`` that makes the message; None if something else makes it, or if it sums several messages.
 
-        Nothing else reads the GEMM's result, nor the views on the way: that is proven of every partial sum.
+        Nothing else reads the GEMM's result or the views on the way: :func:`find_sites` proves this of every partial sum.
         """
         if self.merged:
             return None
@@ -153,9 +153,9 @@ FoundSite = FusionSite | MergedSite | RefusedSite
 
 
 def find_sites(graph: fx.Graph, capability: tuple[int, int] | None = None) -> list[FoundSite]:
-    """One entry per functional all_reduce of the graph, or operator of a host that is one.
+    """One entry for each functional all_reduce of the graph, and for each operator of a host that is an all_reduce.
 
-    ``capability``: of the GPUs that the graph runs on, as ``(9, 0)``; None on a machine without.
+    ``capability``: that of the GPUs that the graph runs on, such as ``(9, 0)``; None on a machine without GPUs.
     """
     training = compat.is_training_graph()
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -192,7 +192,7 @@ def _as_merged(site: FoundSite, merged: dict[fx.Node, FusionSite]) -> FoundSite:
 
 
 def _check_all_reduce(all_reduce: AllReduce) -> Refused | None:
-    """What can be said of the collective alone."""
+    """Why the collective by itself can't be fused; None if nothing speaks against it."""
     node, reduce_op = all_reduce.node, all_reduce.reduce_op
     if not isinstance(reduce_op, str) or reduce_op.lower() != "sum":
         return Refused(Refusal.REDUCE_OP_NOT_SUM, f"{node.name} reduces with {reduce_op!r}")
@@ -312,7 +312,7 @@ def _quantisation(
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """The users but for those that only ask for the shape, to make a buffer that other users write to."""
+    """The users of a node, except those that only read its shape to make a buffer that other users write to."""
     users = set(node.users)
     return [user for user in node.users if not _shapes_a_buffer(user, users)]
 
@@ -340,7 +340,7 @@ class Summand:
 
 
 def _mergeable(other: fx.Node, all_reduce: AllReduce) -> Summand | None:
-    """The summand that ``other`` is, if its message can be added to that of ``all_reduce``."""
+    """``other`` as a summand; None if it is none, or if its message can't be added to the message of ``all_reduce``."""
     summand = _summand(other)
     second = None if summand is None else summand.all_reduce
     if (
@@ -369,7 +369,7 @@ def _mergeable(other: fx.Node, all_reduce: AllReduce) -> Summand | None:
 
 
 def _summand(end: fx.Node) -> Summand | None:
-    """The all_reduce that ``end`` is a view of, of its result or of that with a bias; None if it is none."""
+    """``end`` as the result of an all_reduce, perhaps with a bias added, perhaps through views; None if it is not."""
     path: list[fx.Node] = []
     bias: fx.Node | None = None
     node = end
@@ -392,7 +392,10 @@ def _summand(end: fx.Node) -> Summand | None:
 
 
 def _is_float8(node: fx.Node) -> bool:
-    """Inductor computes with more bits than a cast leaves, but not for these."""
+    """Whether a cast is to float8, or may be.
+
+    Inductor may compute with more bits than a cast leaves, but not after a cast to float8.
+    """
     tensor = value(node)
     return tensor is None or is_float8(tensor.dtype)
 
@@ -402,7 +405,10 @@ def _describe(node: fx.Node) -> str:
 
 
 def _explain_users(current: fx.Node, all_reduce: AllReduce) -> Refused:
-    """Several users and no norm at ``current``: is a norm further on, behind a value that is needed elsewhere too?"""
+    """The refusal where ``current`` has several users and no norm.
+
+    If a norm follows behind a residual add, the reason is that ``current`` is needed elsewhere, too.
+    """
     for user in current.users:
         adds = is_call(user, aten.add.Tensor) and isinstance(match_norm(user), NormMatch)
         if adds or isinstance(match_add_rms_norm(user, current), tuple):
@@ -432,7 +438,7 @@ def _operand_role(other: object, current: fx.Node, add: fx.Node) -> str | Refuse
 
 
 def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | Refused:
-    """What must hold once the whole site is known."""
+    """The site, if the conditions hold that need the whole site; otherwise a refusal."""
     refused = _partial_used_elsewhere(site.all_reduce)
     if refused is not None:
         return refused
@@ -474,10 +480,10 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
 
 
 def _is_read_as_memory(node: fx.Node | None) -> bool:
-    """Whether where rows lie matters to who reads them, and not only what they are.
+    """Whether a reader depends on where rows lie in memory, and not only on their values.
 
-    What the operator returns is row-major. Of two dims it is the graph's value itself, and where other strides were, Inductor
-    copies it to those when it meets it, which is before the wait.
+    The operator returns row-major rows. A value of two dims is replaced by the operator's result itself. If this value had
+    other strides, Inductor would copy the result to these strides as soon as it meets the result, which is before the wait.
     """
     seen = () if node is None else views_and_casts_of(node)
     return any(is_call(user, aten.as_strided.default) for view in seen for user in view.users)
@@ -486,7 +492,7 @@ def _is_read_as_memory(node: fx.Node | None) -> bool:
 def _computed_after(
     vectors: tuple[fx.Node, ...], h: fx.Node, position: dict[fx.Node, int]
 ) -> tuple[fx.Node, ...] | None:
-    """The nodes after ``h`` that ``vectors`` are computed by, in graph order; None when they can't be computed before it."""
+    """The nodes after ``h`` that compute ``vectors``, in graph order; None if they can't be computed before ``h``."""
     late: set[fx.Node] = set()
     pending = list(vectors)
     while pending:

@@ -56,7 +56,7 @@ def read_all_reduce(node: fx.Node) -> AllReduce | None:
 
 
 def _given(node: fx.Node, name: str) -> Any:
-    """What an operator is given for the argument ``name`` of its schema; None where it is given none."""
+    """The value that a call passes for the argument ``name`` of the operator's schema; None if it passes none."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     return dict(zip(names, node.args, strict=False)).get(name, node.kwargs.get(name))
 
@@ -85,7 +85,7 @@ def functionalised(node: fx.Node) -> Functionalised | None:
 
 @dataclass(frozen=True)
 class HostCall(Generic[Kind]):
-    """A call of an operator that a host has declared, with its arguments by place, or by name if it writes to some."""
+    """A call of an operator that a host has declared. Arguments are by place, or by name if the operator writes to some."""
 
     operator: Kind
     node: fx.Node
@@ -93,7 +93,7 @@ class HostCall(Generic[Kind]):
 
 
 def host_call(node: fx.Node, kind: type[Kind]) -> HostCall[Kind] | None:
-    """The call that ``node`` is, if it is of a declared operator of this kind."""
+    """``node`` as a call of a declared operator of this kind; None if it is no such call."""
     form = functionalised(node)
     operator = declared_as(kind, operator_name(node) if form is None else form.name)
     if operator is None or operator.writes != (form is not None):

@@ -53,7 +53,7 @@ def fuse_all_reduce_rms_norm(
     ``gate`` decides which sizes are fused, for CUDA tensors and where ``config`` doesn't insist on a transport. ``tokens``: the
     token counts that the host will run the graph with, where it knows better than the graph's symbols do.
 
-    An exception leaves the graph as it was, or computing the same.
+    If an exception is raised, the graph is as it was, or computes the same.
     """
     sites = find_sites(graph, gate.node.capability)
     decided: list[Site] = []
@@ -66,7 +66,7 @@ def fuse_all_reduce_rms_norm(
             fused.append((index, entry, decision, gemm))
     if not fused:
         return decided
-    # A site's residual may come from one whose all_reduce was issued later, but whose sum is made earlier.
+    # A site's residual may come from a site whose all_reduce is issued later, but whose sum is made earlier.
     position = {node: place for place, node in enumerate(graph.nodes)}
     fused.sort(key=lambda item: position[item[1].h])
     rewriter = Rewriter(graph)
@@ -197,7 +197,10 @@ def _quantised_to(site: FusionSite) -> str:
 
 
 def _absorbs_gemm(site: FusionSite, transport: str, config: Config) -> bool:
-    """Whether the operator does the site's GEMM. A GEMM that Inductor tunes is worth more than the copy that this saves."""
+    """Whether the fused operator computes the site's GEMM, too.
+
+    This saves a copy. With ``auto``, a GEMM that Inductor tunes stays outside: tuning gains more than the copy costs.
+    """
     if config.absorb_mm == "auto" and (not TRANSPORTS[transport].message_buffers or compat.tunes_gemms()):
         return False
     return config.absorb_mm != "never" and site.gemm is not None
@@ -218,7 +221,7 @@ def _row_counts(partial: torch.Tensor, tokens: TokenRange | None) -> TokenRange:
 
 
 def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate, rows: TokenRange) -> Verdict:
-    """The gate's, by the bytes of the message, or by their bounds where the token count is symbolic."""
+    """The gate's verdict, by the bytes of the message, or by their bounds where the token count is symbolic."""
     row_bytes = _row_bytes(partial)
     dtype = str(partial.dtype).removeprefix("torch.")
     if rows[0] == rows[1]:
@@ -228,7 +231,7 @@ def _verdict(partial: torch.Tensor, facts: GroupFacts, gate: Gate, rows: TokenRa
 
 
 def _transport(partial: torch.Tensor, facts: GroupFacts, config: Config, verdict: Verdict | None) -> Choice:
-    """What the table says, if it was asked and that can serve the message; else what the option says."""
+    """The transport that the table names, if it was asked and the transport can serve the message; else the option's."""
     hidden_size, element_bytes = int(partial.shape[-1]), partial.dtype.itemsize
     if verdict is not None and verdict.transport is not None:
         return prefer_transport(facts, hidden_size, element_bytes, verdict.transport)

@@ -1,12 +1,12 @@
-"""Who needs which rows of the residual.
+"""Decide which rows of a residual each site keeps.
 
 After a two-shot site each rank holds the rows of ``h`` that it owns. If the only other user of ``h`` is the residual add
 of the next fused site, on the same group and the same rows, it stays like that ("sharded") and is never moved. Such rows
 are kept in float32: that costs no communication and saves a rounding at every site. If anything else reads ``h`` (a graph
-output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"); if nothing
-does, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
+output, a refused site, another group, a sum of several residuals) the site shares all rows ("replicated"). If nothing
+reads ``h``, it is not kept ("none"). The two layouts have different shapes, so a graph can't mix them up unnoticed.
 
-A residual that one graph leaves to the next (``kernels/collective/seam.py``) stays sharded, too, if it is so on both sides.
+A residual that one graph leaves to the next (``kernels/collective/seam.py``) also stays sharded, if both sides shard it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tw_compile.passes.fusion.find import FusionSite
 class ResidualLayout:
     """``source`` is the site whose sharded residual this one takes in; None for a whole residual, or none at all.
 
-    ``entered``: it takes in one that another graph has left. ``left``: its own is left to another graph.
+    ``entered``: the site takes in a residual that another graph has left. ``left``: its own residual is left to another graph.
     """
 
     source: FusionSite | None
@@ -48,20 +48,20 @@ class ResidualLayout:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the site's residual are the rows that the rank owns."""
+        """Whether the site takes in only the rows of a residual that the rank owns."""
         return self.source is not None or self.entered
 
 
 @dataclass(frozen=True)
 class Seam:
-    """Of a graph that is one of several: ``entered`` is the residual that it enters with, ``leave`` leaves one."""
+    """Both seams of a graph: ``entered`` is the residual that it enters with, ``leave`` is the node that leaves a residual."""
 
     entered: fx.Node
     leave: fx.Node
 
 
 def find_seam(graph: fx.Graph) -> Seam | None:
-    """None for a graph without, and for the ends of a model, which have one side of it."""
+    """The seams of a graph. None for a graph without seams, and for the ends of a model, which have only one seam."""
     entered = [user for node in graph.find_nodes(op="call_function", target=enter_layers) for user in node.users]
     residuals = [user for user in entered if is_call(user, operator.getitem) and user.args[1] == 1]
     leaves = graph.find_nodes(op="call_function", target=leave_layers)
@@ -74,10 +74,10 @@ def plan_layouts(
     seam: Seam | None = None,
     wires: Sequence[str] | None = None,
 ) -> list[ResidualLayout]:
-    """A layout per site, in the same order. ``wires``: of each site; None: all exact.
+    """A layout for each site, in the same order. ``wires``: the wire of each site; None: all exact.
 
-    Some transports leave whole sums on every rank, so there a sharded residual would only cost an all_gather: it stays whole.
-    With a wire there are no whole sums.
+    Some transports leave whole sums on every rank. There a sharded residual would only cost an all_gather, so it stays whole.
+    With a wire, ranks don't have whole sums.
     """
     wires = wires or [EXACT] * len(sites)
     by_stream = {site.stream: site for site in sites}
@@ -108,7 +108,7 @@ def plan_layouts(
         if enters is not leaves:
             return plan_layouts(
                 sites, transports, wires=wires
-            )  # the graphs around are as this one, so its ends must agree
+            )  # neighbouring graphs are like this one, so its two seams must agree
         enters = leaves = None
     chained = {id(source) for source in sources if source is not None}
     layouts = []
@@ -136,21 +136,21 @@ def _needed_whole(site: FusionSite, replaced: set[fx.Node], whole_reads: set[fx.
 
 
 def _enters(site: FusionSite, seam: Seam | None) -> bool:
-    """Whether the residual that the graph enters with is the site's, and nobody else's."""
+    """Whether the residual that the graph enters with is the site's, and nothing but the site reads it."""
     if seam is None or list(site.residuals) != [seam.entered] or not set(seam.entered.users) <= set(site.replaced()):
         return False
     return _rows_of(seam.entered, seam.entered.args[0].args[1], site)  # type: ignore[union-attr]
 
 
 def _leaves(site: FusionSite, seam: Seam | None) -> bool:
-    """Whether the graph leaves the site's residual."""
+    """Whether the site's residual is what the graph leaves to the next graph."""
     if seam is None or site.stream is None or seam.leave.args[1] is not site.stream:
         return False
     return _rows_of(site.stream, seam.leave.args[2], site)
 
 
 def _rows_of(residual: fx.Node, group_name: object, site: FusionSite) -> bool:
-    """Whether a residual, ``[tokens, hidden]``, is shared out as the rows of the site's message are."""
+    """Whether the rows of a residual, ``[tokens, hidden]``, belong to the same ranks as the rows of the site's message."""
     whole, message = value(residual), value(site.all_reduce.partial)
     if whole is None or message is None or group_name != site.all_reduce.group_name:
         return False
@@ -158,7 +158,7 @@ def _rows_of(residual: fx.Node, group_name: object, site: FusionSite) -> bool:
 
 
 def _same_rows(producer: FusionSite, consumer: FusionSite) -> bool:
-    """Whether both sites share rows out in the same way: one group, one token count, one dtype."""
+    """Whether both sites distribute rows over the ranks in the same way: one group, one token count, one dtype."""
     if producer.all_reduce.group_name != consumer.all_reduce.group_name:
         return False
     made, used = producer.stream_value, value(consumer.residuals[0])

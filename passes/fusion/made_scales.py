@@ -1,12 +1,12 @@
-"""Recognise float8 scales that are made of what they scale: one for each row, or for each row and group of columns.
+"""Recognise float8 scales that are made of the values they scale: one for each row, or for each row and group of columns.
 
     values -> [view as groups] -> abs -> amax over the last dim -> / 448 -> [clamp_min]  = scales
     values / scales, or values * (1 / scales) -> [clamp to +-448] -> float8_e4m3fn
 
-The smallest scale may also be said of the amax. Casts between wider types on the way are roundings that the fused operator does
-without, as everywhere in :mod:`tw_compile.passes.fusion.quant`.
+The lower bound may also be a bound of the amax instead of the scale. Casts between wider types on the way round; the fused
+operator omits these roundings, as everywhere in :mod:`tw_compile.passes.fusion.quant`.
 
-Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.MadeScaleArguments`).
+Hosts have operators that do this, which are recognised by name (:class:`tw_compile.passes.operators.MadeScaleArguments`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _POWERS = (aten.exp2.default, aten.ceil.default, aten.log2.default)
 
 @dataclass(frozen=True)
 class MadeScale:
-    """How scales are made: fields of ``NormSpec`` by the same names."""
+    """How scales are made: ``scale_columns``, ``min_scale`` and ``divides_by_scale`` of ``NormSpec``."""
 
     columns: int
     min_scale: float
@@ -48,9 +48,10 @@ class MadeScale:
 
 @dataclass(frozen=True)
 class MadeScales:
-    """``scales`` is the node that has them; ``interior`` are the nodes that make them and lead from there to where they divide.
+    """``scales`` is the node that holds the scales; None if nothing reads it.
 
-    Nothing else uses those that make them but themselves.
+    ``interior`` are the nodes that make the scales, and the nodes that lead from the scales to the division. No other nodes use
+    the nodes that make the scales.
     """
 
     scale: MadeScale
@@ -61,9 +62,9 @@ class MadeScales:
 def read_made_scales(
     factor: fx.Node, multiplied: bool, scaled: fx.Node, same: Container[fx.Node], hidden_size: int
 ) -> MadeScales | QuantRefused | None:
-    """The scales by which ``scaled`` is divided, or multiplied by their inverse; None if ``factor`` is made of other values.
+    """The scales that divide ``scaled``, or whose inverse multiplies it; None if ``factor`` is made of other values.
 
-    ``same`` are the nodes that hold the norm's result, of which the scales have to be made.
+    ``same`` are the nodes that hold the norm's result. The scales must be made of one of them.
     """
     towards: list[fx.Node] = []
     inverse, node = multiplied, factor
@@ -95,14 +96,14 @@ def read_made_scales(
 
 
 def _goes_over(factors: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether each scale is that of one row of ``values``."""
+    """Whether each scale belongs to one row of ``values``."""
     leading = zip(factors.shape[:-1], values.shape[:-1], strict=True)
     last = factors.shape[-1]
     return all(same_size(a, b) for a, b in leading) and (same_size(last, 1) or same_size(last, values.shape[-1]))
 
 
 def _repeats_last(node: fx.Node) -> bool:
-    """Whether it repeats each scale over the columns that share it."""
+    """Whether a node repeats each scale over the columns that share it."""
     if not is_call(node, aten.expand.default):
         return False
     source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
@@ -112,7 +113,7 @@ def _repeats_last(node: fx.Node) -> bool:
 
 
 class _Walk:
-    """From scales back to the rows that they are made of."""
+    """A walk from scales back to the rows that the scales are made of."""
 
     def __init__(self, same: Container[fx.Node]) -> None:
         self.same = same
@@ -121,7 +122,7 @@ class _Walk:
         self.refused: QuantRefused | None = None
 
     def back(self, node: fx.Node) -> fx.Node | None:
-        """What ``abs`` takes; None if there is no such thing, or it is refused."""
+        """The node whose absolute values ``node`` is made of; None if there is none, or if it is refused (``refused``)."""
         last, divided = node, False
         while True:
             if not isinstance(node, fx.Node) or (node is not last and len(node.users) != 1):
@@ -155,7 +156,7 @@ class _Walk:
             node = before
 
     def _largest(self, node: fx.Node) -> fx.Node | None:
-        """The rows whose absolute values ``node`` takes the largest of."""
+        """The rows whose largest absolute value ``node`` computes; None if it does something else."""
         reduction = node
         if is_call(node, operator.getitem):
             reduction = node.args[0]  # type: ignore[assignment]
@@ -193,7 +194,7 @@ def _operand(node: fx.Node) -> fx.Node | None:
 
 
 def _bounds(node: fx.Node, operand: fx.Node) -> tuple[Any, Any]:
-    """The lower and the upper bound that ``node`` clamps to, as far as there are; "unknown" for what is no constant."""
+    """The lower and the upper bound that ``node`` clamps to. None: there is no such bound; "unknown": it is no constant."""
     if is_call(node, aten.clamp.default, aten.clamp.Tensor):
         given = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
         low, high = given.get("min"), given.get("max")
@@ -211,7 +212,7 @@ def _known(bound: object) -> float | str:
 
 
 def _divides(node: fx.Node, operand: fx.Node) -> bool:
-    """Whether it divides by the largest float8 number."""
+    """Whether ``node`` divides ``operand`` by the largest float8 number."""
     number = constant(other_operand(node, operand)) if len(node.args) > 1 else None
     if number is None:
         return False
@@ -225,14 +226,17 @@ def _is_max(node: fx.Node) -> bool:
 
 
 def _divided(amax: float) -> float:
-    """The scale of this amax, in float32."""
+    """The scale that belongs to an amax, computed in float32."""
     return float(torch.tensor(amax, dtype=torch.float32) / torch.tensor(FP8_MAX, dtype=torch.float32))
 
 
 def made_by_operator(
     given: MadeScaleArguments, arguments: Mapping[Argument, Any], rows: fx.Node, scales: fx.Node | None
 ) -> MadeScales | QuantRefused:
-    """Of an operator of a host that takes ``given`` besides; ``scales`` is its result that has them, if that is read."""
+    """The scales that a host's operator makes of ``rows``; ``given`` names the arguments that say how.
+
+    ``scales`` is the node of the operator's result that holds the scales; None if nothing reads it.
+    """
     tensor, where = value(rows), rows.name
     hidden_size = None if tensor is None else tensor.shape[-1]
     for name, expected, reason in (

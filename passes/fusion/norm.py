@@ -1,16 +1,16 @@
-"""Recognise an RMSNorm or a LayerNorm by what it computes, whatever its source wrote.
+"""Recognise an RMSNorm or a LayerNorm by what it computes, however the source wrote it.
 
     h -> [upcast] -> square -> mean over hidden -> + eps -> rsqrt -> times h -> y
     h -> [upcast] -> var_mean over hidden -> + eps -> rsqrt -> times (h - mean) -> y
     y -> [cast] -> [times weight] -> [plus bias] -> [cast]
 
-A LayerNorm is an RMSNorm of ``h - mean(h)``, and where its source squares that for the variance, so it is found.
+A LayerNorm is an RMSNorm of ``h - mean(h)``. Where the source squares ``h - mean(h)`` for the variance, it is found as that.
 
-Hugging Face models cast before the weight, torch's RMSNorm multiplies in float32 and casts after it, Gemma's weight is an
-offset from one; eps comes as a Python scalar on either overload or as a constant tensor.
+Hugging Face models cast before the weight. torch's RMSNorm multiplies by the weight in float32 and casts after it. Gemma's
+weight is an offset from one. eps comes as a Python scalar on either overload, or as a constant tensor.
 
-Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.NormOperator`). Some add the
-residual first, and some quantise the result as well (see :mod:`tw_compile.passes.fusion.quant`).
+Hosts have operators for norms, which are recognised by name (:class:`tw_compile.passes.operators.NormOperator`). Some add the
+residual first, and some also quantise the result (see :mod:`tw_compile.passes.fusion.quant`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from tw_compile.passes.reasons import QuantRefused, Refusal, Refused
 class NormMatch:
     """A norm of ``h``: ``output`` is the node that a fused operator's hidden output replaces, ``epilogue`` the kind of norm.
 
-    ``interior`` are the nodes from the square, or the mean, to ``output``; nothing outside uses any of them but ``output``.
-    ``eps`` is a number, or an input of the graph, a CPU tensor of no dimension: that is what ``dynamic=True`` makes of Python
-    floats. ``bias`` is the norm's own, which is added behind the weight. ``operator`` is the node of an operator that adds a
-    residual first, and ``added`` its result ``h``, None if nothing reads that. ``quant_scale`` is the scale by which an
-    operator quantises ``output``, too, and ``made_scales`` are those that it makes.
+    ``interior`` are the nodes from the square, or the mean, to ``output``. Nodes outside use only ``output`` of them.
+    ``eps`` is a number, or an input of the graph that is a CPU tensor of no dimension: ``dynamic=True`` makes such inputs of
+    Python floats. ``bias`` is the norm's own bias, which is added behind the weight. ``operator`` is the node of an operator
+    that adds a residual first, and ``added`` its result ``h``; None if nothing reads ``h``. If an operator also quantises
+    ``output``, ``quant_scale`` is the scale that it is given, or ``made_scales`` are the scales that it makes.
     """
 
     output: fx.Node
@@ -108,7 +108,7 @@ def match_norm(h: fx.Node) -> NormMatch | Refused | None:
 
 
 def match_add_rms_norm(node: fx.Node, current: fx.Node) -> tuple[fx.Node, NormMatch] | Refused | None:
-    """What an operator that adds and normalises adds to ``current``, and the norm; None if ``node`` is no such operator."""
+    """If ``node`` is an operator that adds and normalises: what it adds to ``current``, and the norm. None for other nodes."""
     called = host_call(node, NormOperator)
     if called is None or not _adds(called):
         return None
@@ -132,7 +132,7 @@ def _summed(called: HostCall[NormOperator]) -> object:
 
 
 def _match_of_operator(called: HostCall[NormOperator], rows: fx.Node) -> NormMatch | Refused:
-    """The norm that an operator of a host is; ``rows`` is what it normalises, or a summand of that."""
+    """The norm that a host's operator computes; ``rows`` is the node that it normalises, or a summand of what it normalises."""
     node, norm = called.node, called.operator
     refused = _check_arguments(called, rows)
     if refused is not None:
@@ -154,7 +154,7 @@ def _match_of_operator(called: HostCall[NormOperator], rows: fx.Node) -> NormMat
 
 
 def _parts(node: fx.Node, hidden: int, *others: int) -> tuple[fx.Node | None, ...] | Refused:
-    """Who takes the results ``hidden`` and ``others`` of an operator; None for one of the others that nobody reads."""
+    """The ``getitem`` nodes that take the results ``hidden`` and ``others`` of an operator; None for one that is not read."""
     parts: dict[object, list[fx.Node]] = {index: [] for index in (hidden, *others)}
     for user in node.users:
         if not is_call(user, operator.getitem) or user.args[1] not in parts:
@@ -171,7 +171,7 @@ def _without_none(*nodes: fx.Node | None) -> tuple[fx.Node, ...]:
 
 
 def _check_arguments(called: HostCall[NormOperator], rows: fx.Node) -> Refused | None:
-    """What of the operator's arguments the fused operator can't do."""
+    """Why the fused operator can't serve the arguments of a host's operator; None if it can."""
     node, norm, arguments = called.node, called.operator, called.arguments
     if norm.weight not in arguments or norm.eps not in arguments or (node.kwargs and not norm.writes):
         return Refused(Refusal.NO_RMS_NORM, f"{node.name} is called with keywords, which compiled graphs don't do")
@@ -187,7 +187,7 @@ def _check_arguments(called: HostCall[NormOperator], rows: fx.Node) -> Refused |
 
 
 def _as_match(called: HostCall[NormOperator], output: fx.Node, interior: tuple[fx.Node, ...]) -> NormMatch:
-    """The operators normalise in float32 and cast to the weight's dtype before they multiply by it."""
+    """The match of a host's operator, which normalises in float32 and casts to the weight's dtype before the weight."""
     weight, eps = called.arguments[called.operator.weight], called.arguments[called.operator.eps]
     factor = None if weight is None else value(weight)
     cast = None if factor is None or factor.dtype == torch.float32 else factor.dtype
@@ -195,7 +195,10 @@ def _as_match(called: HostCall[NormOperator], output: fx.Node, interior: tuple[f
 
 
 def _same_rows(node: fx.Node, h: fx.Node) -> bool:
-    """A view over another last dim (heads, or a new dim of 1) has the values of ``h`` but not its rows."""
+    """Whether ``node``, a view or cast of ``h``, has the rows of ``h``.
+
+    A view with another last dim (heads, or a new dim of 1) has the values of ``h`` but not its rows.
+    """
     viewed, summed = value(node), value(h)
     return (
         viewed is None
@@ -211,9 +214,9 @@ def _is_square(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _match_layer_norm(node: fx.Node, same_values: set[fx.Node]) -> NormMatch | Refused | None:
-    """The LayerNorm that begins with ``node``, which takes the mean of rows; None if that is not what it does.
+    """The LayerNorm that begins with ``node``, which computes the mean of rows; None if ``node`` does not.
 
-    Those that read the mean must all take it off the rows: ``centred`` are these.
+    All readers of the mean must subtract it from the rows. ``centred`` are these readers.
     """
     if is_call(node, aten.native_layer_norm.default):
         return Refused(Refusal.LAYER_NORM, f"{node.name} is a LayerNorm that was not decomposed")
@@ -253,7 +256,7 @@ def _takes_off(node: fx.Node, mean: fx.Node, same_values: set[fx.Node]) -> bool:
 
 
 def _check_row_mean(node: fx.Node, mean: fx.Node) -> Refused | None:
-    """What of the operator that takes the mean, and may take the variance as well, is not as LayerNorm has it."""
+    """Why ``node``, which computes the mean and perhaps the variance, does not fit a LayerNorm; None if it does."""
     refusal = _check_mean(mean, node.args[0], node.args[1] if len(node.args) > 1 else None)
     if refusal is None and is_call(node, aten.var_mean.correction) and node.kwargs.get("correction") != 0:
         return Refused(Refusal.LAYER_NORM, f"{node.name} has a variance that is corrected, which LayerNorm's is not")
@@ -261,7 +264,7 @@ def _check_row_mean(node: fx.Node, mean: fx.Node) -> Refused | None:
 
 
 def _check_centred(match: NormMatch, centred: list[fx.Node]) -> NormMatch | Refused:
-    """Nothing else may read the centred rows."""
+    """The match, if nothing but the norm reads the centred rows; otherwise a refusal."""
     inside = {*match.interior}
     for node in centred:
         if not inside.issuperset(node.users):
@@ -276,7 +279,10 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 def _match_from_square(
     square: fx.Node, same_values: set[fx.Node], beginning: tuple[fx.Node, ...] = ()
 ) -> NormMatch | Refused | None:
-    """The norm whose variance is the mean of ``square``, of one of ``same_values``; ``beginning`` is what it has before."""
+    """The norm whose variance is the mean of ``square``, the square of one of ``same_values``.
+
+    ``beginning`` are the nodes of the norm in front of ``square``.
+    """
     mean = next((user for user in square.users if is_call(user, aten.mean.dim)), None)
     if mean is None:
         return None
@@ -291,7 +297,7 @@ def _match_from_variance(
 ) -> NormMatch | Refused | None:
     """The norm that multiplies one of ``same_values`` by the inverse root of ``mean``, the variance.
 
-    ``made_by`` are the nodes that make that, with one user each, and ``beginning`` those in front of them.
+    ``made_by`` are the nodes that make the variance, with one user each, and ``beginning`` the nodes in front of these.
     """
     interior = list(made_by)
     eps: float | fx.Node = 0.0
@@ -332,7 +338,7 @@ def _match_from_variance(
 
 
 def _check_mean(mean: fx.Node, averaged: object, dims: object) -> Refused | None:
-    """Unless ``mean`` is the average of the node ``averaged`` over the hidden dim, kept as one of size 1."""
+    """Why ``mean`` is not the average of ``averaged`` over the hidden dim, kept as a dim of size 1; None if it is."""
     source, result = value(averaged), value(mean)  # type: ignore[arg-type]
     if source is None or result is None:
         return Refused(Refusal.MISSING_METADATA, f"{mean.name} has no tensor metadata")
@@ -345,7 +351,7 @@ def _check_mean(mean: fx.Node, averaged: object, dims: object) -> Refused | None
 
 
 def _host_scalar(operand: object) -> fx.Node | None:
-    """The input of the graph that ``operand`` is, or is cast from, if reading it as a number waits for nothing."""
+    """The graph input that ``operand`` is, or is cast from, if it is a CPU scalar: reading its number waits for nothing."""
     while is_cast(operand):
         operand = operand.args[0]
     if not isinstance(operand, fx.Node) or operand.op != "placeholder":
@@ -356,7 +362,7 @@ def _host_scalar(operand: object) -> fx.Node | None:
 
 
 def _reciprocal_root(variance: fx.Node, interior: list[fx.Node]) -> tuple[fx.Node | None, bool]:
-    """``(node, divides)``: the node that holds 1/sqrt, or the one that holds sqrt and is divided by."""
+    """``(node, divides)``: the node that holds 1/sqrt or, with ``divides``, the node that holds sqrt, the divisor."""
     user = _only_user(variance)
     if is_call(user, aten.rsqrt.default):
         return user, False
@@ -421,7 +427,7 @@ def _bias_of(rows: fx.Node) -> fx.Node | None:
 
 
 def _quantises(cast: fx.Node) -> bool:
-    """A rounding to float8 is no part of the norm: that is told apart from it, with its scale."""
+    """Whether a cast rounds to float8. Such a cast is no part of the norm: ``quant.py`` recognises it with its scale."""
     result = value(cast)
     return result is not None and is_float8(result.dtype)
 

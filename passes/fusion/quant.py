@@ -1,13 +1,13 @@
-"""Recognise a quantisation to float8 of what a norm gives, whatever its source wrote.
+"""Recognise a quantisation of a norm's result to float8, however the source wrote it.
 
     hidden -> [views, casts] -> / scale, or * (1 / scale) -> [clamp to +-448] -> float8_e4m3fn
 
-The scale is a number, or a float32 tensor of one element that the graph is given. Or there are many, which are made of the
-values themselves (:mod:`tw_compile.passes.fusion.made_scales`). Only the last cast rounds to float8: casts
-between wider types on the way are roundings that the fused operator does without. A cast without a clamp saturates, as it does
-in the code that Inductor makes for GPUs (eager PyTorch says NaN from 464 on).
+The scale is a number, or a float32 tensor of one element that is an input of the graph. Or there are many scales, which are
+computed from the values themselves (:mod:`tw_compile.passes.fusion.made_scales`). Only the last cast rounds to float8. Casts
+between wider types on the way also round; the fused operator omits these roundings. A cast without a clamp saturates, as it
+does in the code that Inductor makes for GPUs (eager PyTorch gives NaN from 464 on).
 
-Hosts have operators for it, which are read by their names (:class:`tw_compile.passes.operators.QuantOperator` and
+Hosts have quantising operators, which are recognised by name (:class:`tw_compile.passes.operators.QuantOperator` and
 :class:`tw_compile.passes.operators.MadeQuantOperator`).
 """
 
@@ -59,10 +59,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """``outputs`` are the float8 tensors that a fused operator's hidden output replaces, in whatever shape.
+    """``outputs`` are the float8 tensors that a fused operator's hidden output replaces, in any shape.
 
-    ``interior`` are the nodes between the norm's output and them, inclusive; nothing else uses any of them but ``outputs``, and
-    ``scales``: the tensors that hold the scales, if these are made of the values.
+    ``interior`` are the nodes between the norm's output and ``outputs``, inclusive. ``scales`` are the tensors that hold the
+    scales, if the scales are made of the values. Nodes outside of ``interior`` read only ``outputs`` and ``scales``.
     """
 
     scale: Scale | MadeScale
@@ -73,7 +73,7 @@ class Quantisation:
 
     @property
     def made(self) -> MadeScale | None:
-        """How scales are made, if they are."""
+        """How the scales are made; None if one scale is given."""
         return self.scale if isinstance(self.scale, MadeScale) else None
 
     @property
@@ -85,7 +85,7 @@ class Quantisation:
 
     @property
     def scale_nodes(self) -> list[tuple[fx.Node, int]]:
-        """``scales``, with how many scales the operator has for a token."""
+        """``scales``, each with the number of scales that the operator has for a token."""
         return [] if self.made is None else [(node, self.hidden_size // self.made.columns) for node in self.scales]
 
 
@@ -93,7 +93,8 @@ class Quantisation:
 class Place:
     """Where the quantisation would be done.
 
-    ``capability`` is that of the GPUs, None on a machine without. ``before`` says whether a node's value is there in time.
+    ``capability`` is that of the GPUs, None on a machine without GPUs. ``before`` says whether a node comes early enough for
+    the fused operator to read its value.
     """
 
     device: torch.device
@@ -103,9 +104,9 @@ class Place:
 
 @dataclass(frozen=True)
 class _Branch:
-    """One way from the norm's output to float8; ``problem`` is what is wrong with it besides its scale.
+    """One path from the norm's output to float8; ``problem`` is what is wrong with it besides its scale.
 
-    ``scaled`` is what the ``factor`` divides. ``made``: the scales are made of the values, and the factor is nothing.
+    ``scaled`` is the node that ``factor`` divides. With ``made`` the scales are made of the values, and ``factor`` is ignored.
     """
 
     factor: Any
@@ -118,7 +119,7 @@ class _Branch:
 
 
 def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefused | None:
-    """The one quantisation that all uses of ``hidden`` are; None when none of them is one."""
+    """The quantisation that all uses of ``hidden`` belong to; None if no use of ``hidden`` is a quantisation."""
     branches: list[_Branch] = []
     others: list[fx.Node] = []
     same = _same_values(hidden)
@@ -147,7 +148,7 @@ def find_quantisation(hidden: fx.Node, place: Place) -> Quantisation | QuantRefu
 def quantisation_of_operator(
     output: fx.Node, scale: Any, place: Place, made: MadeScales | None = None
 ) -> Quantisation | QuantRefused:
-    """Of a host's operator that normalises and quantises with ``scale``, or by scales that it has ``made``.
+    """The quantisation of a host's operator that normalises, and quantises with ``scale`` or with scales that it has ``made``.
 
     ``output`` is its float8 result.
     """
@@ -155,7 +156,7 @@ def quantisation_of_operator(
 
 
 def _with_made_scales(branch: _Branch, same: list[fx.Node], hidden: fx.Node) -> _Branch:
-    """The branch with the scales that its factor is, if they are made of the norm's result."""
+    """The branch, with ``made`` filled in if its factor holds scales that are made of the norm's result."""
     factor, rows = branch.factor, value(hidden)
     if branch.made is not None or branch.scaled is None or rows is None or not isinstance(factor, fx.Node):
         return branch
@@ -166,7 +167,7 @@ def _with_made_scales(branch: _Branch, same: list[fx.Node], hidden: fx.Node) -> 
 
 
 def _same_values(hidden: fx.Node) -> list[fx.Node]:
-    """``hidden`` and what views and casts make of it, but for casts to float8."""
+    """``hidden`` and its views and casts, except casts to float8."""
     same = [hidden]
     for node in same:
         same += [user for user in node.users if user not in same and (is_view(user) or _is_wide_cast(user))]
@@ -212,7 +213,7 @@ def _read_chain(node: fx.Node, source: fx.Node) -> _Branch | None:
 
 
 def _factor(node: fx.Node, current: fx.Node) -> tuple[Any, bool] | None:
-    """What ``current`` is divided by; with True what it is multiplied by."""
+    """What ``node`` divides ``current`` by or, with True, multiplies ``current`` by; None if it does neither."""
     if is_call(node, aten.mul.Tensor, aten.mul.Scalar):
         other = other_operand(node, current)
         return None if other is None else (other, True)
@@ -222,7 +223,7 @@ def _factor(node: fx.Node, current: fx.Node) -> tuple[Any, bool] | None:
 
 
 def _limits(node: fx.Node, current: fx.Node) -> set[tuple[str, float | None]] | None:
-    """The bounds of a clamp of ``current``, a bound that is no constant as None; None if ``node`` is no clamp."""
+    """The bounds to which ``node`` clamps ``current``; None if ``node`` is no clamp. A bound that is no constant is None."""
     if is_call(node, aten.clamp.default, aten.clamp.Tensor):
         bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
         sides = {"low": bounds.get("min"), "high": bounds.get("max")}
@@ -251,7 +252,7 @@ def _read_operator(node: fx.Node, source: fx.Node) -> _Branch | None:
 
 
 def _read_making(called: HostCall[MadeQuantOperator], source: fx.Node) -> _Branch | None:
-    """Of an operator whose results are float8 and the scales, behind its own result, which is None."""
+    """The branch of an operator with three results: its own result, which is None, the float8 values, and the scales."""
     results: dict[object, list[fx.Node]] = {1: [], 2: []}
     for user in called.node.users:
         if not is_call(user, operator.getitem) or user.args[1] not in results:
@@ -319,7 +320,7 @@ def _scale(factor: Any, inverse: bool, place: Place) -> Scale | QuantRefused:
 
 
 def _number(number: Any, inverse: bool) -> Scale | QuantRefused:
-    """Numbers of which float32 has both the value and the inverse."""
+    """The scale of a number, if float32 can represent both the number and its inverse; otherwise a refusal."""
     if isinstance(number, int | float) and _NORMAL <= abs(number) <= 1 / _NORMAL:
         return Scale(1 / number if inverse else float(number))
     return QuantRefused(QuantRefusal.SCALE_NOT_STATIC, f"the scale {number} is no ordinary number")

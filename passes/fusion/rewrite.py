@@ -7,14 +7,14 @@
 
 and the same with all_reduce_layer_norm_start for a LayerNorm.
 
-Where the norm's result is only quantised to float8, ``hidden`` is what that gives, and takes its place. If the scales are
-made of it, all_reduce_rms_norm_quant_start returns them as well.
+Where the norm's result is only quantised to float8, ``hidden`` is the quantised result and takes the place of that. If the
+scales are made of the norm's result, all_reduce_rms_norm_quant_start returns the scales as well.
 
-The cast that Hugging Face norms do before the weight is dropped unless Inductor is told to keep such casts
-(``emulate_precision_casts``), as Inductor itself does where it fuses: one rounding less.
+Hugging Face norms cast before the weight. The rewrite drops this cast, which is one rounding less, unless Inductor is told to
+keep such casts (``emulate_precision_casts``). Inductor itself does the same where it fuses.
 
-New nodes go right after ``h``: every input of the site exists there and every user of ``h`` or of the norm comes later, so
-all readers follow ``wait_``. Insertion only adds nodes and can be undone; the graph changes when everything was inserted.
+New nodes go right after ``h``. Every input of the site exists there, and every user of ``h`` or of the norm comes later, so
+all readers follow ``wait_``. Insertion only adds nodes and can be undone. Readers change only once everything is inserted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FUSE_ONLY_SLOT = 0
 class _Inserted:
     site: FusionSite
     hidden: dict[fx.Node, fx.Node]
-    """By the node whose place it takes: the norm's output, or what it is quantised to, and its scales."""
+    """The new nodes, each by the node whose place it takes: the norm's output, or its quantised form and the scales."""
     residual_rows: fx.Node
     residual: fx.Node | None
     layout: ResidualLayout
@@ -72,7 +72,7 @@ class Rewriter:
     ) -> None:
         """Add the operator for one site; sites must come in the graph order of their ``h``.
 
-        With ``gemm`` (see :attr:`FusionSite.gemm`) the operator multiplies, and the node itself is left without readers.
+        With ``gemm`` (see :attr:`FusionSite.gemm`) the operator also multiplies, and the GEMM's node is left without readers.
         """
         self._last = site.h
         self._like = site.norm.output
@@ -170,7 +170,7 @@ class Rewriter:
                 self.graph.erase_node(node)
 
     def _enter_rows(self, residual: fx.Node) -> None:
-        """Enter with the rows of ``residual`` that the rank owns."""
+        """Let the graph enter with only those rows of ``residual`` that the rank owns."""
         (enter,) = residual.all_input_nodes
         _change_arguments(enter, (*enter.args[:2], residual.meta["val"].dtype))
         enter.meta["val"] = self._inserter.fake(enter_layers, enter.args, {})
@@ -208,14 +208,14 @@ class Rewriter:
         return total
 
     def _sum_of_all(self, nodes: list[fx.Node]) -> fx.Node:
-        """One residual, or bias; several are added in float32, so that the sum is rounded once, as late as in the operator."""
+        """The sum of residuals, or of biases. Several are added in float32: only the operator rounds the sum, and only once."""
         if len(nodes) == 1:
             return nodes[0]
         convert = torch.ops.prims.convert_element_type.default
         return self._sum([self._call(convert, (node, torch.float32), "upcast") for node in nodes])
 
     def _vectors(self, site: FusionSite) -> tuple[fx.Node | None, fx.Node | None]:
-        """The norm's weight and bias, computed again here as far as the graph computes them after ``h``."""
+        """The norm's weight and bias. What the graph computes of them after ``h`` is computed again here."""
         copies: dict[fx.Node, fx.Node] = {}
         for node in site.late_weight:
             with self.graph.inserting_after(self._last):
@@ -257,9 +257,9 @@ class Rewriter:
 
 
 def _change_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
-    """Replace the arguments, and forget the metadata of the old ones.
+    """Replace the arguments, and remove the metadata of the old ones.
 
-    Inductor would bring the new arguments to the strides of the old ones.
+    With that metadata, Inductor would bring the new arguments to the strides of the old ones.
     """
     node.args = args
     node.meta.pop("eager_input_vals", None)

@@ -1,4 +1,4 @@
-"""Where a symbolic size can be had from, for results that are viewed as the graph views them."""
+"""Find symbolic sizes in a graph, so that results can be viewed in the shapes that the graph gives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SizeSource = fx.Node | tuple[fx.Node, int]
 def sizes_of_view(tensor: torch.Tensor, hidden_size: int) -> list[torch.SymInt]:
     """The symbolic sizes that rows ``[tokens, hidden]`` need to become a tensor of this shape.
 
-    None for rows themselves, and none where one symbolic size follows from the others.
+    Empty for rows themselves, and for a single symbolic size, which follows from the other sizes.
     """
     if tensor.dim() == 2 and same_size(tensor.shape[1], hidden_size):
         return []
@@ -37,7 +37,7 @@ def known_sizes(graph: fx.Graph) -> dict[object, fx.Node]:
 def size_source(
     known: dict[object, fx.Node], tensors: Iterable[fx.Node], size: torch.SymInt, before: fx.Node
 ) -> SizeSource | None:
-    """What has ``size`` in front of ``before``: a node of ``known`` sizes or a dim of ``tensors``. None if nothing has it."""
+    """A source of ``size`` in front of ``before``: a node of ``known`` sizes, or a dim of ``tensors``. None: there is none."""
     node = known.get(size.node.expr)
     if node is not None and node < before:
         return node

@@ -1,6 +1,6 @@
 """How the rows of a fused call travel: exact, or in codes where option ``wire`` asks for them and the site allows it.
 
-Nothing is refused where nothing was asked for. Where a wire was, each site that keeps exact rows has a name for why.
+Where no wire was asked for, nothing is refused. Where one was, each site that keeps exact rows has a named reason.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tw_compile.passes.reasons import WireRefusal, WireRefused
 
 AUTO = "auto"
 AUTO_WIRE = "int8"
-"""What ``auto`` takes where a table says that it pays, and a file that it does not cost the checkpoint too much."""
+"""The wire that ``auto`` takes, if a table says that it pays and a file says that it does not cost the checkpoint too much."""
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class WireDecision:
-    """``wire`` is how rows travel. ``refused``: why not as asked; None where they do. ``feeds``: see :mod:`feeds`."""
+    """How rows travel (``wire``), and why not as asked (``refused``; None if as asked). ``feeds``: see :mod:`feeds`."""
 
     wire: str = EXACT
     refused: WireRefused | None = None
@@ -40,7 +40,7 @@ class WireDecision:
 
 @dataclass(frozen=True)
 class Threshold:
-    """From so many bytes of a message on a wire is taken, and what says so; None: it is not taken at any size."""
+    """The message size in bytes from which on a wire is taken (None: it is never taken), and what says so (``why``)."""
 
     nbytes: int | None
     why: str
@@ -73,9 +73,9 @@ def wire_threshold(config: Config, gate: Gate, world_size: int, transport: str) 
 def message_refusal(
     config: Config, gate: Gate, world_size: int, transport: str, hidden_size: int, dtype: torch.dtype, rows: TokenRange
 ) -> WireRefused | Threshold:
-    """Why messages ``[rows, hidden_size]`` keep exact rows, whatever they are of; else the threshold that they reach.
+    """Why messages ``[rows, hidden_size]`` keep exact rows, whatever makes them; else the threshold that they reach.
 
-    ``rows``: the smallest and the largest count that one graph is for, None being any.
+    ``rows``: the smallest and the largest number of rows that one graph serves; None: unbounded.
     """
     name = name_of_wire(config)
     if name not in TRANSPORTS[transport].wires:
@@ -110,7 +110,10 @@ def message_refusal(
 
 
 def _accuracy_refusal(config: Config, gate: Gate, world_size: int) -> WireRefused | None:
-    """Why ``auto`` keeps exact rows though a table says that codes are faster: for what is known of the running checkpoint."""
+    """Why ``auto`` keeps exact rows although a table says that codes are faster; None if it takes codes.
+
+    Codes may cost the running checkpoint too much accuracy, or their cost may not be measured.
+    """
     name, sites = name_of_wire(config), config.wire_sites
     cost = None if gate.accuracy is None else gate.accuracy.cost(name, world_size, sites)
     if cost is None:
@@ -135,7 +138,10 @@ def decide_wire(
     message: torch.Tensor,
     rows: TokenRange,
 ) -> WireDecision:
-    """About a site that is fused over ``transport``; ``message`` is its fake partial sum, ``rows`` how many it may have."""
+    """Decide how the rows of a site that is fused over ``transport`` travel.
+
+    ``message`` is the site's fake partial sum, and ``rows`` says how many rows it may have.
+    """
     if config.wire == EXACT:
         return WireDecision()
     kinds = feeds_of(site.partials())

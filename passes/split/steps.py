@@ -121,7 +121,7 @@ def _reserve(graph: fx.Graph, context: Context) -> Outcome:
         return Outcome(False, refused=f"tw_compile.split_gemm_sms is {context.config.split_gemm_sms}")
     leaving = reserve_sms(graph, context.needed(Schedule), _budgets(context))
     context.keep(Reserved(leaving))
-    # Where nothing is left, matrices may still stand elsewhere, for GEMMs that were tried as one.
+    # Even if no GEMM leaves SMs, matrices may have been moved, for GEMMs that were tried as one.
     return Outcome(True, {"gemms": sum(map(len, leaving.values()))})
 
 

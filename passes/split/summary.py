@@ -1,4 +1,4 @@
-"""What the passes of the token split have come to, for the report."""
+"""Summarise what the passes of the token split have done, for the report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tw_compile.report import Overlap, OverlapWindow, Split
 
 
 def summarise(context: Context) -> Split | None:
-    """Of a graph over which all passes of the split have run, or said why not; None where nothing asked for a split."""
+    """The summary of a graph for which all passes of the split have run, or said why not. None if nothing asked for a split."""
     asked = str(context.config.split)
     device_profile = "" if context.profile is None else context.profile.name
     left = context.kept(NotSplit)

@@ -1,1 +1,1 @@
-"""What is timed on the device while a graph is compiled."""
+"""Measurements on the device while a graph is compiled."""

@@ -1,4 +1,4 @@
-// Takes SMs for a time: a stand-in for a kernel of the same CTAs, to time what runs beside it.
+// Takes SMs for a time. A stand-in for a kernel with the same CTAs, so that kernels beside it can be timed.
 
 struct HoldParams {
   unsigned long long nanoseconds;

@@ -1,4 +1,4 @@
-"""A kernel that takes SMs and does nothing, to time what runs beside a kernel that needs other ranks."""
+"""A kernel that takes SMs and does nothing: a stand-in to time what runs beside a kernel that needs other ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hold_program(capability: tuple[int, int]) -> Program:
 def hold_sms(stream: torch.cuda.Stream, ctas: int, microseconds: float, cluster: int = 1) -> None:
     """Enqueue ``ctas`` CTAs, in clusters of ``cluster``, that keep an SM each for ``microseconds``.
 
-    The device is current, and its major capability one of ``FULL_SHARED_MAJORS``.
+    The device must be current, and its major compute capability must be one of ``FULL_SHARED_MAJORS``.
     """
     kernel = _kernel(stream.device)
     kernel.launch(
@@ -34,9 +34,9 @@ def hold_sms(stream: torch.cuda.Stream, ctas: int, microseconds: float, cluster:
         stream=stream.cuda_stream,
         grid=ctas,
         block=32,
-        shared_bytes=FULL_SHARED_BYTES,  # nothing shares its SM
+        shared_bytes=FULL_SHARED_BYTES,  # no other CTA fits on the SM
         cluster=cluster,
-        beside=True,  # as what it stands in for is launched
+        beside=True,  # like the kernel that it stands in for
     )
 
 

@@ -1,9 +1,10 @@
 """How many SMs a matmul should leave to a kernel beside it: measured on the device, once for each shape.
 
-cuBLASLt can be told how many SMs there are, but not which. It may choose clusters of two, four or eight SMs, and those need
-SMs of one group (GPC), of which the kernel beside it has taken some: planned for exactly the SMs that are left, a matmul may
-find no place for its last clusters and take a wave more. How many it should leave can't be computed from outside, so the few
-numbers that can make a difference are tried, beside a stand-in that takes the same SMs for the same time.
+cuBLASLt can be told how many SMs there are, but not which. It may choose clusters of two, four or eight SMs. A cluster needs
+SMs of one group (GPC), and the kernel beside the matmul has taken some SMs of the groups. So a matmul that is planned for
+exactly the SMs that are left may find no place for its last clusters, and take a wave more. How many SMs it should leave can't
+be computed from outside. So the few numbers that can make a difference are tried, beside a stand-in that takes the same SMs for
+the same time.
 
 Others may use the device or the host meanwhile, such as another process or a compiler's threads. That makes trials longer and
 never shorter. So the time of a number of SMs is that of its shortest trial, provided that a second trial was as short. If a
@@ -14,8 +15,9 @@ A trial takes some time even without a matmul. This time is measured, too, and s
 each of several matmuls, but only once for the same matmuls joined into one.
 
 Calls also come later than planned when another rank is late. So several numbers that are equally fast are compared once more,
-beside a call that outlasts the matmul, and the best one there is taken. Many matmuls lose nothing by leaving SMs that nobody
-takes. By leaving none where some are taken they lose a quarter to a half of their time, and grouped ones up to all of it.
+beside a call that outlasts the matmul, and the number that is best there is taken. Many matmuls lose nothing by leaving SMs
+that nobody takes. If a matmul leaves no SMs where some are taken, it loses a quarter to a half of its time, and a grouped one
+up to all of it.
 """
 
 from __future__ import annotations
@@ -34,33 +36,34 @@ from tw_compile.kernels.runtime.program import FULL_SHARED_MAJORS
 _MORE = (0, 4, 8, 12)
 """SMs to leave beyond those that are taken."""
 _TRIALS = 4
-"""Of each number in a round."""
+"""The trials of each number of SMs in a round."""
 _MOST_ROUNDS = 5
 _REPRODUCED, _CLOCK_US = 1.02, 1.0
-"""The two shortest trials of a number are no further apart, or no further than events tell, or another round is made."""
+"""Another round is made unless the two shortest trials of a number differ by at most this factor, or by at most this many
+microseconds, which is what events can tell."""
 _LEAD_US = 150.0
-"""The device waits for so long before each trial, while the host enqueues it."""
+"""The device waits this long before each trial, while the host enqueues it."""
 _SETTLE_US = 4.0
-"""From the fork to the matmul, so that the stand-in finds its SMs first."""
+"""The time from the fork to the matmul, so that the stand-in finds its SMs first."""
 _BUSY_STEP_US = 10
 _EQUAL = 1.01
-"""Times no further apart are taken for equal."""
+"""Times that differ by at most this factor count as equal."""
 _ENDLESS = 1.5
-"""A call that is beside all of a matmul is there for so many times its longest trial."""
+"""A call that has to be beside all of a matmul lasts this factor times the longest of the matmul's times."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as far as a matmul's time depends on it."""
+    """The properties of a tensor that a matmul's time depends on."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def make(self, device: torch.device, rows: int) -> torch.Tensor:
-        """Such a tensor, with random values: how much power a matmul takes depends on them.
+        """Make such a tensor, with random values, because the power that a matmul takes depends on the values.
 
-        Whole numbers are where groups of ``rows`` rows end, each of which is of any group.
+        A tensor of integers says where groups of ``rows`` rows end. Each row belongs to a random group.
         """
         if not self.dtype.is_floating_point:
             of_group = torch.randint(self.shape[0], (rows,), generator=torch.Generator().manual_seed(0))
@@ -85,9 +88,11 @@ def measured_reserve(
 ) -> Reserve | None:
     """The best number of SMs to leave to a kernel that has ``ctas`` CTAs for another ``busy_us`` when the matmul begins.
 
-    ``matmul``: one of ``mm_leaving_sms.py``, of ``operands`` and that number; ``busy_us``: 0 if the kernel should have ended by
-    then. None where it can't be measured: no device in use, one that the stand-in is not for, one that others use all the time,
-    no memory for the operands, or a CUDA graph is being captured. Takes some milliseconds of the device the first time.
+    ``matmul``: one of ``mm_leaving_sms.py``; it takes ``operands`` and the number of SMs. ``busy_us``: 0 if the kernel should
+    have ended by then. Takes some milliseconds of the device the first time.
+
+    Returns None where nothing can be measured: no device is in use, the stand-in is not for this device, others use the device
+    all the time, there is no memory for the operands, or a CUDA graph is being captured.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
@@ -114,7 +119,7 @@ def measured_once(
                 return None
 
             def trial(sms: int, us: float) -> float:
-                busy = us + nothing[0] if us else 0.0  # the call begins so much before the matmul
+                busy = us + nothing[0] if us else 0.0  # the call begins this much earlier than the matmul
                 return time_beside(partial(matmul, *tensors, sms), device, ctas, busy) - nothing[0]
 
             return choose(numbers, trial, busy_us)
@@ -139,11 +144,11 @@ def choose(numbers: Sequence[int], trial: Trial, busy_us: float) -> Reserve | No
 
 
 def shortest(numbers: Sequence[int], trial: Callable[[int], float]) -> dict[int, float] | None:
-    """The shortest trial of each of ``numbers``; None where one has no second trial as short."""
+    """The shortest trial of each of ``numbers``; None where a number has no second trial that is as short."""
     trials: dict[int, list[float]] = {sms: [] for sms in numbers}
     for _ in range(_MOST_ROUNDS):
         for _ in range(_TRIALS):
-            for sms in numbers:  # in turns, so that what changes with time changes for all
+            for sms in numbers:  # in turns, so that what changes with time changes all numbers alike
                 trials[sms].append(trial(sms))
         if all(_is_reproduced(found) for found in trials.values()):
             return {sms: min(found) for sms, found in trials.items()}

@@ -1,12 +1,12 @@
-"""At which numbers of rows our kernel computes GEMMs of one input faster than the library does: measured, once for each shape.
+"""Measures at which numbers of rows our kernel computes GEMMs of one input faster than the library, once for each shape.
 
-How long a GEMM takes grows in steps, when its tiles fill another wave, and the steps of two kernels lie at different numbers of
-rows. So no single number says where one of them wins. Both are timed at numbers of rows that are close enough to see the steps,
-and a result holds down to the next smaller one, as fewer rows fill no more tiles.
+The time of a GEMM grows in steps, when its tiles fill another wave. The steps of two kernels lie at different numbers of rows.
+So no single number says where one of them wins. Both kernels are timed at numbers of rows that are close enough to see the
+steps. A result also holds for fewer rows, down to the next smaller number, because fewer rows fill no more tiles.
 
-In a model the weights come from the device's memory, as other layers have used the L2 cache since. So each trial finds the
-cache filled with something else. As in ``measured_reserve.py``, trials of both kernels take turns, the shortest one counts, and
-only if a second one was as short; where there is none, the library keeps those rows.
+In a model the weights come from the device's memory, because other layers have used the L2 cache since. So each trial finds the
+cache filled with something else. As in ``measured_reserve.py``, trials of both kernels take turns, and the shortest trial
+counts if a second one was as short. Where there is no such trial, the library keeps those rows.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tw_compile.kernels.gemm import by_rows
 from tw_compile.kernels.runtime.wgmma import has_instructions
 
 MOST_ROWS = 8192
-"""What is faster for so many rows is taken for more rows, too."""
+"""The kernel that is faster for this many rows is taken for more rows, too."""
 _LEAD_US = 200.0
-"""The device waits for so long before each trial, while the host enqueues it."""
+"""The device waits this long before each trial, while the host enqueues it."""
 _LIBRARY, _OURS = 0, 1
 
 Turns = tuple[int, ...]
@@ -35,9 +35,10 @@ Turns = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Gemms:
-    """GEMMs of one bfloat16 input ``[rows, depth]``, with matrices ``[depth, columns]`` that lie as ``nn.Linear`` has them.
+    """GEMMs of one bfloat16 input ``[rows, depth]``, with matrices ``[depth, columns]`` in the memory layout of ``nn.Linear``.
 
-    ``gated``: two matrices, and what is wanted is ``silu(a @ gate) * (a @ up)``. ``halves``: these two are the halves of one.
+    ``gated``: there are two matrices, and the result is ``silu(a @ gate) * (a @ up)``. ``halves``: these two matrices are the
+    halves of one.
     """
 
     depth: int
@@ -56,9 +57,10 @@ def rows_to_measure(least: int, most: int | None) -> tuple[int, ...]:
 
 
 def measured_turns(gemms: Gemms, rows: Sequence[int], device: torch.device) -> Turns | None:
-    """Where our kernel is faster among ``rows``, which are ascending; empty if nowhere.
+    """Where our kernel is faster among ``rows``, which are ascending; empty if it is faster nowhere.
 
-    None where it can't be measured: no device in use, one that the kernel is not for, or no memory for the operands.
+    None where nothing can be measured: no device is in use, the kernel is not for this device, there is no memory for the
+    operands, or a CUDA graph is being captured.
     """
     if device.type != "cuda" or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
         return None
@@ -68,7 +70,7 @@ def measured_turns(gemms: Gemms, rows: Sequence[int], device: torch.device) -> T
 
 
 def turns_of(rows: Sequence[int], ours: Sequence[bool]) -> Turns:
-    """The numbers of rows where the choice changes, if ``ours[i]`` is right from behind ``rows[i - 1]`` to ``rows[i]``."""
+    """The numbers of rows where the choice changes, if ``ours[i]`` holds from ``rows[i - 1] + 1`` to ``rows[i]`` rows."""
     turns, before, begin = [], False, 0
     for count, is_ours in zip(rows, ours, strict=True):
         if is_ours != before:
@@ -97,7 +99,7 @@ def _measured_once(gemms: Gemms, rows: tuple[int, ...], device: torch.device) ->
 
 
 def _runner(gemms: Gemms, most: int, device: torch.device) -> Callable[[int, int], object]:
-    """What computes ``gemms`` of so many rows, at most ``most``, by the library or by our kernel."""
+    """A function that computes ``gemms`` for a number of rows, at most ``most``, by the library or by our kernel."""
 
     def values(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_()
@@ -119,7 +121,7 @@ def _runner(gemms: Gemms, most: int, device: torch.device) -> Callable[[int, int
 
 
 def _time_cold(run: Callable[[int], object], cold: torch.Tensor, device: torch.device, which: int) -> float:
-    """Microseconds of ``run(which)`` where the L2 cache holds ``cold``, which is written before."""
+    """Microseconds of ``run(which)`` while the L2 cache holds ``cold``, which is written right before."""
     stream = torch.cuda.current_stream(device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     hold_sms(stream, 1, _LEAD_US)

@@ -1,10 +1,10 @@
-"""What takes part in a benchmark of the operator.
+"""The contenders of a benchmark of the operator.
 
 A contender turns a :class:`Problem` into a function that enqueues one call and returns ``(hidden, residual)``. The function is
-captured in a CUDA graph and replayed thousands of times, so it must not wait on the host and its inputs must stay sane:
-contenders that reduce in place let the norm write ``hidden`` over their input. That is what inference engines do, it moves no
-byte more than any other place for ``hidden``, and the next call adds up normalised rows. Sums of sums would be infinite
-after some dozens of calls.
+captured in a CUDA graph and replayed thousands of times. So it must not wait on the host, and its inputs must stay finite.
+Contenders that reduce in place let the norm write ``hidden`` over their input, so the next call adds up normalised rows. Sums
+of sums would be infinite after some dozens of calls. Inference engines do the same, and any other place for ``hidden`` would
+move as many bytes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ class Contender(ABC):
 
     Attributes:
         kind: "ours", "peer", or "bound". A bound is a limit on the time, not a way to do the work.
-        residual_sharded: Residual in and out are this rank's rows; else all rows.
-        residual_narrow: A sharded residual is in the message's dtype, as calls beside other work keep it, not in float32.
+        residual_sharded: Whether the residual in and out has this rank's rows only. If not, it has all rows.
+        residual_narrow: Whether a sharded residual has the message's dtype, as in calls beside other work; else float32.
         hidden_scale: The scale of float8 results, if one is given.
-        scales: What has a scale of its own, made of float8 results; empty where none is made.
+        scales: What has a float8 scale of its own that the call makes from its results; empty where it makes none.
         reduces: False for a bound that leaves the communication out, so that its results are wrong.
         wire: How its rows travel, a name of ``wires.WIRES``.
         norm: The norm behind the sum, a name of ``epilogues.EPILOGUES``. A LayerNorm has a bias of its own.
-        gemm_columns: A matmul by weights of so many columns follows the call, and is part of the time; 0: none does. Each
-            call has weights that are not in the L2 cache.
-        prefetch_bytes: How much of them the call brings there.
-        tokens: The sizes at which a calibration times it, because others say nothing new; None: all.
-        algorithm: What a table of ``configs/kernels`` calls its kernel, and the SMs that it may have; None if it can't.
+        gemm_columns: Columns of the weights of a matmul that follows the call, and is part of the time. The weights of each
+            call are not in the L2 cache. 0: no matmul follows.
+        prefetch_bytes: How many bytes of these weights the call brings into the L2 cache.
+        tokens: The numbers of tokens at which a calibration times it, because others say nothing new; None: all.
+        algorithm: The name of its kernel in tables of ``configs/kernels``; None if a table can't name the kernel.
+        max_sms: The SMs that this kernel may have.
     """
 
     label: str
@@ -61,28 +62,28 @@ class Contender(ABC):
     max_sms: int | None = None
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        """Why it does not serve this size; None when it does. Asked before anything is prepared."""
+        """Why the contender does not serve this size; None when it does. Called before anything is prepared."""
         return None
 
     def num_sms(self, size: MessageSize, world_size: int) -> int | None:
-        """SMs that its communication occupies; None when it does not say."""
+        """Number of SMs that its communication occupies; None when the contender does not say."""
         return None
 
     @abstractmethod
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
-        """Everything that one call needs, made beforehand. On all ranks at once; nothing may be in flight on return."""
+        """Make everything that one call needs, and return the call. On all ranks at once; nothing is in flight on return."""
 
     def deviation(self, ranks: Ranks) -> str | None:
-        """What ran instead of what the label says; None when nothing did. Asked after the first call."""
+        """What ran instead of what the label says; None when nothing else ran. Called after the first call."""
         return None
 
     def choice(self) -> str | None:
-        """What it chose to run at this size, and why; None where it has no choice. Asked after the first call."""
+        """What the contender chose to run at this size, and why; None where it has no choice. Called after the first call."""
         return None
 
 
 def form(contender: Contender, dtype: torch.dtype) -> Form:
-    """The operator's form between two fused sites, residual in and out laid out alike, see :func:`form_of_norm`."""
+    """The operator's form between two fused sites: the residual in and out has the same layout. See :func:`form_of_norm`."""
     of_norm = form_of_norm(dtype, contender.norm)
     of_norm = replace(of_norm, hidden_scale=contender.hidden_scale, scales=contender.scales)
     if not contender.residual_sharded:
@@ -92,5 +93,5 @@ def form(contender: Contender, dtype: torch.dtype) -> Form:
 
 
 def form_of_norm(dtype: torch.dtype, norm: str) -> Form:
-    """RMSNorm is Hugging Face Llama's. A LayerNorm is torch's, with weight and bias."""
+    """The form with Hugging Face Llama's RMSNorm, or with torch's LayerNorm, which has weight and bias."""
     return Form(dtype) if norm == RMS_NORM else Form(dtype, weight="plain", epilogue=norm, norm_bias=True)

@@ -18,10 +18,10 @@ from tw_compile.harness.spec import check_labels, with_labels
 
 
 def contenders(spec: BenchSpec) -> list[Contender]:
-    """Who takes part, in the order of the report.
+    """The contenders that take part, in the order of the report.
 
     Raises:
-        UsageError: ``--only`` names nobody, or ``--sms`` or ``--wire`` is for nobody, or no norm is called so.
+        UsageError: ``--only`` names no contender, no contender can have ``--sms`` or ``--wire``, or there is no such norm.
     """
     check_wires(spec)
     check_norms(spec)
@@ -43,7 +43,7 @@ def contenders(spec: BenchSpec) -> list[Contender]:
 
 
 def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]) -> list[Contender]:
-    """Those that ``spec`` asks for; a variant that takes a number of SMs, once for each of ``spec.sms``."""
+    """The contenders that ``spec`` asks for. A variant that takes a number of SMs comes once for each of ``spec.sms``."""
     check_labels((*ours, *others), spec.only)
     variants = with_labels(ours, spec.only)
     takers = [variant.label for variant in variants if variant.sms is not None]

@@ -1,9 +1,9 @@
 """Two-shot by the GPUs' copy engines: no SM moves a byte between GPUs, and none waits for a peer.
 
-Each rank copies to every peer the rows that this one owns, adds up and normalises its own, and copies the results to all
-peers. Ranks tell each other by words that the streams themselves write and wait for (stream memory operations of the driver);
-a word is cleared by the rank that waited for it. It is written again only after that rank has sent its next message, so
-it has been cleared by then, also when a CUDA graph is replayed.
+Each rank copies to every peer the rows that the peer owns. It adds up and normalises its own rows, and copies the results to
+all peers. Ranks signal each other by words that the streams themselves write and wait for (stream memory operations of the
+driver). The rank that waited for a word clears it. The word is written again only after that rank has sent its next message.
+So it has been cleared by then, also when a CUDA graph is replayed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MIN_BYTES = 2**20
 
 
 class CopyEngines(Contender):
-    """The residual is this rank's rows. The norm is one kernel on all SMs."""
+    """Two-shot by copy engines. The residual is this rank's rows. The norm is one kernel on all SMs."""
 
     label = "copy-engines+norm"
     residual_sharded = True
@@ -70,7 +70,7 @@ class CopyEngines(Contender):
 
 
 def _on_all_ranks(ranks: Ranks, like: torch.Tensor) -> list[torch.Tensor]:
-    """Symmetric memory for such a tensor, by rank."""
+    """Symmetric memory for a tensor like ``like``, by rank."""
     _, handle = symmetric_memory(ranks, like.nbytes, like.device)
     return [handle.get_buffer(rank, like.shape, like.dtype) for rank in range(ranks.ctx.world_size)]
 
@@ -82,7 +82,7 @@ class Signals:
         self._addresses, self._rank, self._peers = addresses, rank, peers
 
     def exchange(self, kind: int) -> None:
-        """Tell all peers that this stream is here; the stream goes on when all of them are, too."""
+        """Tell all peers that this stream has arrived. The stream goes on when the streams of all peers have arrived, too."""
         world = len(self._addresses)
         to_peers = [self._addresses[peer] + _WORD_BYTES * (kind * world + self._rank) for peer in self._peers]
         from_peers = [self._addresses[self._rank] + _WORD_BYTES * (kind * world + peer) for peer in self._peers]
@@ -104,7 +104,7 @@ class Signals:
         return self._driver.CUstreamBatchMemOpType
 
     def _operation(self, name: str, kind: Any, address: int, value: int, flags: int) -> Any:
-        """One of a batch: they are carried out in order, a write after all that the stream has done before."""
+        """One operation of a batch. A batch runs in order, and a write comes after everything that the stream did before."""
         params = self._driver.CUstreamBatchMemOpParams()
         params.operation = kind
         part = getattr(params, name)
@@ -115,7 +115,7 @@ class Signals:
 def _sum_add_rms_norm(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``h = residual + parts.sum(0)`` in float32 and its norm, Hugging Face Llama's; ``parts [ranks, rows, hidden]``."""
+    """Return ``h = residual + parts.sum(0)`` in float32 and its norm, Hugging Face Llama's; ``parts [ranks, rows, hidden]``."""
     h = residual + parts.float().sum(0)
     y = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + EPS)
     return h, weight * y.to(parts.dtype)

@@ -111,7 +111,7 @@ class FlashInfer(Contender):
 
         hidden_size = x.shape[1]
         if hidden_size not in self._workspaces:
-            # A build can fail on one rank alone; making the workspace waits for all.
+            # A build can fail on one rank alone. So all ranks build first: making the workspace waits for all of them.
             ranks.together(get_trtllm_comm_module)
             self._workspaces[hidden_size] = comm.trtllm_create_ipc_workspace_for_all_reduce_fusion(
                 ranks.ctx.rank,

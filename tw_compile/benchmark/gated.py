@@ -33,8 +33,8 @@ GOOD_REGRET = 0.02
 class Gated(Contender):
     """Runs what the gate decides for a size: the unfused way of its backend, or the operator by its transport.
 
-    The P2P transport chooses the kernel as it does in a model, by the device's table. The residual has the form that is
-    natural to the step which that table has for the size: whole for one-shot, sharded for the others.
+    The P2P transport chooses the kernel as it does in a model, by the device's table. The residual has the form that
+    is natural to the table's step for the size: whole for one-shot, sharded for the others.
     """
 
     label = LABEL
@@ -52,7 +52,7 @@ class Gated(Contender):
         way = unfused_way(verdict) if cuda and not verdict.fused else fused_way(verdict, size, world_size, cuda)
         if isinstance(way, str):
             return way
-        # One object for all sizes of a choice: what it keeps in symmetric memory is made once.
+        # All sizes with the same choice share one contender, so its symmetric memory is made once.
         self.current = self._chosen.setdefault(way.label, way)
         self.residual_sharded, self.residual_narrow = self.current.residual_sharded, self.current.residual_narrow
         self._why = verdict.entry
@@ -77,7 +77,7 @@ class Gated(Contender):
 
 
 def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) -> Contender | str:
-    """The operator by the transport that the verdict asks for, or why it is not here."""
+    """The operator by the transport that the verdict asks for, or why this benchmark does not run it."""
     facts = node_facts("cuda" if cuda else "cpu", world_size)
     choice = prefer_transport(facts, size.hidden, size.element_bytes, verdict.transport or "auto")
     known = {variant.label: variant for variant in (OURS if cuda else OURS_ON_CPU)}
@@ -91,7 +91,7 @@ def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) 
 
 
 def unfused_way(verdict: Verdict) -> Contender | str:
-    """The all_reduce of the verdict's backend and a norm, or why it is not here."""
+    """The all_reduce of the verdict's backend and a norm, or why this benchmark does not run them."""
     if verdict.backend is Backend.NCCL:
         return UnfusedAllReduce("nccl+norm")
     if verdict.backend in (Backend.SYMM_MEM_ONE_SHOT, Backend.SYMM_MEM_TWO_SHOT):
@@ -101,7 +101,7 @@ def unfused_way(verdict: Verdict) -> Contender | str:
 
 
 def set_regret(rows: Iterable[Row]) -> None:
-    """Write into the gated row of one size by which share it took longer than the fastest row that does the same work."""
+    """Set the regret of one size's gated row: the share by which it took longer than the fastest row with the same work."""
     timed = [
         row
         for row in rows
@@ -133,7 +133,7 @@ class Regret:
 
 
 def regrets(report: dict[str, Any]) -> list[Regret]:
-    """One a size, in the report's order."""
+    """One :class:`Regret` for each size, in the report's order."""
     points = []
     for _, group in groupby(rows_of(report), key=lambda row: (row.hidden, row.tokens)):
         by_label = {row.label: row for row in group}
@@ -146,7 +146,7 @@ def regrets(report: dict[str, Any]) -> list[Regret]:
 
 
 def regret_line(report: dict[str, Any]) -> str:
-    """The summary in one line."""
+    """One line that sums up the regrets of a report."""
     known = [point.regret for point in regrets(report) if point.regret is not None]
     if not known:
         return "gated: no regret, as nothing was measured that says something about speed"
@@ -157,6 +157,6 @@ def regret_line(report: dict[str, Any]) -> str:
 
 
 def regret_csv(report: dict[str, Any]) -> str:
-    """One line a size, each with what it was measured with."""
+    """CSV with one line for each size. Each line says on what it was measured."""
     names = ("machine", "device", "device_name", "dtype", "repeats")
     return csv_of(report, names, [asdict(regret) for regret in regrets(report)])

@@ -1,11 +1,11 @@
-"""Kernels over host memory where there is one GPU: two ranks of one process share it, and its one link to the host.
+"""Time kernels over host memory with one GPU: two ranks of one process share the GPU, and its one link to the host.
 
     python -m tw_compile.benchmark.host_memory [--hidden 4096,8192] [--tokens 1,16,256,4096] [--wire exact,int8] [--csv FILE]
 
-Each rank has streams and an outbox of its own, so both send and read as two GPUs would, but all of it crosses one link. A call
-moves twice the bytes that a link carries where each rank has its own GPU. The bound is the time of bare copies of so many bytes
-by the copy engines, both ways at once; of exact rows, whatever the wire. Calls are captured in a CUDA graph, ``CALLS`` of each
-rank, and compared with float64.
+Each rank has streams and an outbox of its own, so both ranks send and read as two GPUs would. But all rows cross one link. So
+a call moves twice the bytes that a link carries where each rank has its own GPU. The bound is the time that the copy engines
+take for bare copies of as many bytes, both ways at once. It is the bound of exact rows, whatever the wire. Calls are captured
+in a CUDA graph, ``CALLS`` of each rank. Results are compared with float64.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BF16 = torch.bfloat16
 
 
 def slots_for(needs: dict[str, int], device: torch.device) -> list[Slot]:
-    """A slot for each rank, with buffers of so many bytes."""
+    """Make a slot for each rank. ``needs``: the bytes of each buffer, by name."""
     memory = HostMemory()
     made = [{name: memory.capacity_for(nbytes) for name, nbytes in needs.items()} for _ in range(RANKS)]
     parts = [memory.allocate(sizes, device) for sizes in made]
@@ -68,7 +68,7 @@ def slots_for(needs: dict[str, int], device: torch.device) -> list[Slot]:
 
 
 def replayed_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of one of ``CALLS`` calls, each of ``calls`` on a stream of its own, all at once in a CUDA graph."""
+    """Microseconds a call in a CUDA graph that runs all of ``calls`` at once, each ``CALLS`` times on a stream of its own."""
     main, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     streams = [torch.cuda.Stream(priority=-1) for _ in calls]
     torch.cuda.synchronize()
@@ -94,14 +94,14 @@ def replayed_us(calls: Sequence[Callable[[], object]]) -> float:
 
 
 def copied_us(nbytes: int, device: torch.device) -> float:
-    """The bound: bare copies of ``nbytes`` to the host and as many from there, at once."""
+    """The bound: microseconds of bare copies of ``nbytes`` to the host and ``nbytes`` from the host, at once."""
     there, back = (torch.empty(nbytes, dtype=torch.uint8).pin_memory() for _ in range(2))
     out, into = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     return replayed_us([lambda: there.copy_(out, non_blocking=True), lambda: into.copy_(back, non_blocking=True)])
 
 
 def with_wire(xs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, wire: Wire) -> torch.Tensor:
-    """The normalised rows in float64 as ranks get them by that wire, in torch."""
+    """The normalised rows that ranks get by this wire, computed in torch and returned in float64."""
     h = torch.empty_like(residual, dtype=torch.float32)
     for owner in range(len(xs)):
         own = slice(*row_range(len(residual), len(xs), owner))
@@ -114,9 +114,9 @@ def with_wire(xs: Sequence[torch.Tensor], residual: torch.Tensor, weight: torch.
 def times_of(
     algorithm: RowKernel, whole: bool, tokens: int, hidden: int, device: torch.device, wire: str = EXACT
 ) -> dict[str, Any]:
-    """A call of both ranks: its time, and whether the results are right; ``whole``: each rank has all of the residual.
+    """Time a call of both ranks and check its results; ``whole``: each rank has all rows of the residual.
 
-    With a wire they may be no further from float64 than those of torch with that wire, but for a tenth.
+    With a wire, the error against float64 may be at most 1.1 times the error of torch with the same wire.
     """
     generator = torch.Generator(device=device).manual_seed(tokens)
 
@@ -155,7 +155,7 @@ def times_of(
 def rows(
     hidden_sizes: Sequence[int], token_counts: Sequence[int], device: torch.device, wires: Sequence[str] = (EXACT,)
 ) -> Iterator[dict[str, Any]]:
-    """One for each kernel, number of SMs, wire and message; ``us`` is None where the results were wrong."""
+    """Yield a row for each kernel, number of SMs, wire and message; ``us`` is None where the results were wrong."""
     for hidden in hidden_sizes:
         for tokens in token_counts:
             nbytes = tokens * hidden * _BF16.itemsize
@@ -182,7 +182,7 @@ def rows(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the rows, and write them to ``--csv``; 1 where a result is wrong."""
+    """Print the rows, and write them to ``--csv``. Returns 1 if a result is wrong, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tw_compile.benchmark.host_memory", description=__doc__)
     parser.add_argument("--hidden", default="4096,8192")
     parser.add_argument("--tokens", default="1,16,64,256,1024,4096")

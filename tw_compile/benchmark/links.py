@@ -1,7 +1,7 @@
-"""What the link between the first two GPUs carries, each way and direction by itself: for ``tw-compile doctor --measure``.
+"""Measure the link between the first two GPUs, each way and direction by itself: for ``tw-compile doctor --measure``.
 
-PCIe may be fast for stores and slow for loads, or have loads that never end, which no attribute of a device tells. So this is
-tried by processes that are ended after ``LinksSpec.timeout``, the loads last, and what was measured before is kept.
+PCIe may be fast for stores and slow for loads, or its loads may never end. No attribute of a device tells this. So processes
+that are ended after ``LinksSpec.timeout`` try it. They try the loads last, and keep what they have measured before.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GPUS = 2
 SIGNAL = "signal"
 _CALLS, _SIGNALS, _REPEATS = 4, 40, 5
 _KINDS_OF_SIGNAL = 2
-"""In turn: a word is free again when the peer's next signal, of the other kind, has come."""
+"""The kinds take turns: a word is free again when the peer's next signal, of the other kind, has arrived."""
 
 
 @dataclass(frozen=True)
 class LinksSpec:
-    """Each call moves ``nbytes``; after ``timeout`` seconds all is given up."""
+    """Each call moves ``nbytes``. The measurement is given up after ``timeout`` seconds."""
 
     world_size: int = GPUS
     device: str = "cuda"
@@ -46,7 +46,7 @@ class LinkRow:
 
     Attributes:
         gb_per_s: 10^9 bytes a second; None for a signal.
-        us: Microseconds one way; of a signal only.
+        us: Microseconds one way; for a signal only.
         reason: Why there is no figure.
     """
 
@@ -59,7 +59,7 @@ class LinkRow:
 
 @dataclass(frozen=True)
 class Memory:
-    """This GPU's, the host's, which is pinned, and that of the other GPU as this one has it mapped; all of one size."""
+    """Buffers of one size: this GPU's, a pinned one of the host, and the other GPU's as mapped on this GPU."""
 
     own: torch.Tensor
     host: torch.Tensor
@@ -86,7 +86,7 @@ def steps() -> int:
 
 
 def run(progress: Progress, spec: LinksSpec | None = None) -> dict[str, Any]:
-    """``rows``, and as ``incomplete`` why some are missing; None where all are there.
+    """Measure all ways. Returns ``rows``, and as ``incomplete`` why some rows are missing; None where none is missing.
 
     Raises:
         UsageError: The ranks found the request to be impossible.
@@ -107,7 +107,10 @@ def rank_process(spec: LinksSpec, rank: int, scratch: str, messages: Connection)
 
 
 def run_rank(spec: LinksSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
-    """Everything one rank does; the rows are the same on both, and kept one by one. Calls ``progress`` ``steps`` less two."""
+    """Do everything that one rank does. The rows are the same on both ranks, and are kept one by one.
+
+    Calls ``progress`` two times less than ``steps`` says.
+    """
     rows: list[dict[str, Any]] = []
 
     def tell(row: LinkRow) -> None:
@@ -145,14 +148,14 @@ def _with_peer(ranks: Ranks, memory: Memory) -> Memory:
 
 
 def _shared(ranks: Ranks, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Symmetric memory for so many elements: this GPU's, and then the other's."""
+    """Symmetric memory for ``count`` elements: first this GPU's, then the other GPU's."""
     _, handle = symmetric_memory(ranks, count * dtype.itemsize, ranks.ctx.device)
     rank = ranks.ctx.rank
     return [handle.get_buffer(owner, (count,), dtype) for owner in (rank, 1 - rank)]
 
 
 def _way(ranks: Ranks, way: Way, gpu: int, memory: Memory) -> LinkRow:
-    """What ``gpu`` moves, the other one being idle."""
+    """Time one way to move bytes, done by ``gpu`` while the other GPU is idle."""
     label, move = way
     row = LinkRow(label, gpu)
     idle = torch.zeros(1, device=ranks.ctx.device)
@@ -169,7 +172,7 @@ def _way(ranks: Ranks, way: Way, gpu: int, memory: Memory) -> LinkRow:
 
 
 def _signal(ranks: Ranks) -> LinkRow:
-    """A word that the streams of both GPUs write to each other and wait for, without a kernel."""
+    """Time a signal: the streams of both GPUs write a word to each other and wait for it, without a kernel."""
     row = LinkRow(SIGNAL, None)
     rank = ranks.ctx.rank
     try:
@@ -187,7 +190,7 @@ def _signal(ranks: Ranks) -> LinkRow:
 
 
 def _median_us(calls: Sequence[Callable[[], object]], count: int) -> float:
-    """Microseconds a call, in a CUDA graph of ``count``. Each is made once before, and the first replay warms up."""
+    """Microseconds a call, in a CUDA graph of ``count`` calls. Each call runs once before, and the first replay warms up."""
     for call in calls:
         call()
     timer = GraphTimer(calls, count)

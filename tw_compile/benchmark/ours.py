@@ -47,7 +47,7 @@ class Operator(Contender):
         return self._variant.transport(self._sms)
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        """Why it can't serve this size without peer access, or without multicast. Other obstacles show at the first call."""
+        """Why it can't serve this size: no peer access, no multicast, or nothing to prefetch. Others show at the first call."""
         facts = node_facts(TRANSPORTS[self._variant.over].device_types[0], world_size)
         if not facts.peer_access:
             choice = choose_transport(facts, size.hidden, size.element_bytes, self._variant.over)
@@ -94,7 +94,7 @@ class Operator(Contender):
         return replace(request, prefetch=[weight], prefetch_bytes=self.prefetch_bytes)
 
     def _weights(self, problem: Problem) -> list[torch.Tensor]:
-        """Of the matmul behind the call ``[columns, hidden]``: so many that L2 holds none of them when its turn comes."""
+        """Weights ``[columns, hidden]`` of the matmul behind the call: so many copies that L2 never holds the next one."""
         if not self.gemm_columns:
             return []
         x = problem.x
@@ -107,11 +107,11 @@ class Operator(Contender):
         return lambda: None
 
     def kernel_name(self) -> str | None:
-        """The kernel that a transport with several of them took; None before it has, and of other transports."""
+        """The kernel that was chosen; None before that, and for transports that don't choose between kernels."""
         return None if self._algorithm is None else self._algorithm.name
 
     def _in_slot(self, transport: Transport, request: Request) -> Request:
-        """Each input set has a slot of its own."""
+        """Put the message into a slot's memory. Each input set has a slot of its own."""
         request = replace(request, slot=next(self._slots), results_in_slot=True)
         buffer = transport.message_buffer(request)
         return request if buffer is None else replace(request, x=buffer.copy_(request.x))

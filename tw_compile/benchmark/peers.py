@@ -18,7 +18,7 @@ SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``h = residual + x`` is returned, its norm (Hugging Face Llama's) is written to ``x``; all ``[tokens, hidden]``."""
+    """Return ``h = residual + x``, and write its norm (Hugging Face Llama's) to ``x``; all are ``[tokens, hidden]``."""
     h = residual + x
     y = h.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)
@@ -28,7 +28,7 @@ def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor)
 
 @functools.cache
 def compiled_add_rms_norm_() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """:func:`add_rms_norm_` by Inductor: one kernel, for each shape its own."""
+    """:func:`add_rms_norm_`, compiled by Inductor to one kernel for each shape."""
     return torch.compile(add_rms_norm_, dynamic=False, fullgraph=True)
 
 
@@ -60,7 +60,7 @@ class UnfusedAllReduce(Contender):
 
 
 class SymmetricMemory(Contender):
-    """torch's own kernels over symmetric memory, then add and norm. The input lies in symmetric memory already, no copy."""
+    """torch's own kernels over symmetric memory, then add and norm. The input is in symmetric memory already: no copy."""
 
     def __init__(self, label: str, one_shot: bool) -> None:
         self.label = label
@@ -83,7 +83,7 @@ class SymmetricMemory(Contender):
 
 
 class NoCommunication(Contender):
-    """Add and norm of rows that are there already, alone: what is left when communication is free."""
+    """Only the add and norm, of rows that are there already: the work that is left when communication is free."""
 
     label = "no-communication"
     kind = "bound"

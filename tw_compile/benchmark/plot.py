@@ -19,7 +19,7 @@ def plot(report: dict[str, Any], path: str) -> None:
             "ylim": (0, 1),
             "ylabel": f"share of the two-shot bound at {report['link_gb_per_s']:.0f} GB/s",
         }
-        # Who moves less has another bound.
+        # A contender that moves fewer bytes has another bound.
         shared = [row for row in own if row.gives_what_peers_give]
         lines.append([times_panel(own, "a call", title), Panel(shared, "share_of_bound", share, title)])
     draw(lines, f"all_reduce + residual + RMSNorm, {report['world_size']} x {report['device_name']}", path)

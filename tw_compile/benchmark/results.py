@@ -20,20 +20,20 @@ class Row:
         sets: Input sets over which the calls rotate.
         num_sms: SMs of the communication, where it is known.
         reason: Why there is no time.
-        numerics: "ok", "failed", or "not checked" when it did not come to that.
+        numerics: "ok", "failed", or "not checked" where the results were not compared.
         p50_us: Median microseconds a call, of the slowest rank; p20 and p80 likewise. None without a time.
-        bus_gb_per_s: 2 (N-1)/N of the message by the median time.
-        share_of_bound: The links' two-shot time by the median time; that of exact rows, whatever the wire.
-        speedup: The best peer's median time by this one's; ours only, where it gives what the peers give.
-        best_peer: Which one that is.
-        algorithm: The kernel that a table can name for it, and the SMs that it may have; None where it can't.
-        quantises: The normalised rows are float8: fewer bytes than the peers', so it has no speed-up.
-        chosen: What the gated contender ran, and the table that says so; others chose nothing.
-        regret: Its median time by that of ``best``, the fastest of all who do the same work, less 1.
-        norm: The norm behind its sum. That of the peers is RMSNorm; with another one it has no speed-up.
-        gemm_columns: A matmul by weights of so many columns follows the call. It is part of the time, so there is no speed-up.
-        prefetch_bytes: How much of these weights the call brings into the L2 cache.
-        wire: How its rows travel. In codes they are fewer bytes than the peers', and not as exact, so it has no speed-up.
+        bus_gb_per_s: 2 (N-1)/N of the message's bytes divided by the median time.
+        share_of_bound: The links' two-shot time divided by the median time. It is the time of exact rows, whatever the wire.
+        speedup: The best peer's median time divided by this row's; ours only, where it gives what the peers give.
+        best_peer: The label of that peer.
+        algorithm: The kernel's name in tables of kernels; None where a table can't name it. ``max_sms``: SMs that it may have.
+        quantises: Whether normalised rows are float8. These are fewer bytes than the peers' rows, so there is no speed-up.
+        chosen: What the gated contender ran, and the table that says so; None for other contenders.
+        regret: The gated median time divided by that of ``best``, the fastest contender with the same work, less 1.
+        norm: The norm behind the sum. The peers have RMSNorm; with another norm there is no speed-up.
+        gemm_columns: Columns of the weights of a matmul behind the call. It is part of the time, so there is no speed-up.
+        prefetch_bytes: How many bytes of these weights the call brings into the L2 cache.
+        wire: How rows travel. Codes are fewer bytes than the peers' rows, and not as exact, so they have no speed-up.
     """
 
     label: str
@@ -67,9 +67,9 @@ class Row:
 
     @property
     def gives_what_peers_give(self) -> bool:
-        """Whether it has the peers' norm, rows as exact as theirs that cross the links whole, and no matmul behind it.
+        """Whether it has the peers' norm, exact rows that are not float8, and no matmul behind the call.
 
-        Else times say nothing.
+        If not, times say nothing beside the peers' times.
         """
         return not self.quantises and not self.gemm_columns and self.wire == EXACT and self.norm == "rms_norm"
 
@@ -115,6 +115,6 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """One line a contender and size, each with the machine and the versions it was measured with."""
+    """CSV with one line for each contender and size, each with the machine and the versions it was measured with."""
     names = ("machine", "device", "device_name", "world_size", "dtype", "calls", "repeats", "rotate_from", "seed")
     return csv_of(report, names)

@@ -17,7 +17,7 @@ def steps(spec: BenchSpec) -> int:
 
 
 def run(spec: BenchSpec, progress: Progress) -> dict[str, Any]:
-    """The whole benchmark, as plain values.
+    """Run the whole benchmark, and return the report as plain values.
 
     Raises:
         UsageError: ``spec`` names contenders that are not there.

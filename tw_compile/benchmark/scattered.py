@@ -53,7 +53,7 @@ class ReduceScatterNormAllGather(Contender):
 
 
 class CollectiveAlone(Contender):
-    """One of NCCL's collectives without residual and norm: a part of the work, whose result is no result."""
+    """One of NCCL's collectives without residual and norm: only a part of the work, so its output is not a result."""
 
     kind: ClassVar[Literal["bound"]] = "bound"
     reduces = False
@@ -93,4 +93,4 @@ SCATTERED: tuple[Contender, ...] = (
     CollectiveAlone("reduce-scatter"),
     CollectiveAlone("all-gather"),
 )
-"""They take part where ``--only`` names them: figures of papers are drawn from them."""
+"""They take part only where ``--only`` names them. Figures of papers are drawn from them."""

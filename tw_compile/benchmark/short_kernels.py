@@ -1,7 +1,7 @@
 """Times a short kernel in this process. A longer time than at first means that kernels of the process end late.
 
-After a few launches on a second stream all kernels of a process end later (``kernels/runtime/own_graph.py``). All variants that
-share the process pay for it then, by their number of kernels.
+After a few launches on a second stream all kernels of a process end later (``kernels/runtime/own_graph.py``). Then all variants
+that share the process lose time for each of their kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _REPLAYS = 20
 
 
 class ShortKernels:
-    """A CUDA graph of kernels of one CTA, captured once. ``us`` has the microseconds of one kernel, first those at creation."""
+    """A CUDA graph of kernels of one CTA, captured once. ``us``: microseconds of one kernel, first at creation."""
 
     def __init__(self, device: torch.device) -> None:
         self._value = torch.ones(32, device=device)

@@ -39,13 +39,13 @@ class BenchSpec:
         calls: Fused calls in one CUDA graph, and so in one timed replay.
         repeats: Timed replays of each contender.
         rotate_from: Messages of at least so many bytes rotate over input sets, see :func:`input_sets`.
-        only: Labels of the contenders that take part; empty means all.
+        only: Labels of the contenders that take part; empty means all. ``gated`` adds one more.
         sms: SM counts to try for contenders of ours that take one.
-        gated: Whether what the gate chooses takes part, see :mod:`tw_compile.benchmark.gated`.
-        wires: How rows of ours travel, names of ``wires.WIRES``. Those that can't have a wire take part in the exact one alone.
+        gated: Whether the gate's choice takes part, see :mod:`tw_compile.benchmark.gated`.
+        wires: How rows of ours travel, names of ``wires.WIRES``. Variants that can't have a wire run with exact rows only.
         norms: The norms behind ours, see :attr:`Contender.norm`. The peers' is RMSNorm.
-        gemms: Columns of weights that a matmul behind the call multiplies by. Ours that can prefetch also run with each of
-            them, once for each of ``prefetch``: values of that option.
+        gemms: Columns of the weights of a matmul behind the call. Variants of ours that can prefetch also run with each of
+            these, once for each of ``prefetch``, which are values of option ``prefetch``.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 
@@ -78,8 +78,8 @@ def input_sets(nbytes: int, cache_bytes: int, calls: int, rotate_from: int) -> i
 
     In a model the matmul right before has just written the partial sums, and at decode the residual of a few tokens is small
     too: both really are in L2, so small messages repeat one set. A prefill's activations pass through L2 between two uses
-    of the residual. There the sets are as many as it takes for partial sums and residual of all other sets to displace
-    those of one, but no more than there are calls.
+    of the residual. Then there are enough sets that the partial sums and residuals of all other sets displace those of one
+    set from L2, but no more sets than calls.
     """
     if nbytes < rotate_from:
         return 1

@@ -11,7 +11,7 @@ from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.kernels.transports.selection import Step, step_for, steps_over, table_text, transport_of
 
 SLACK = 1.02
-"""A kernel that is this close to the best is as good: the table changes kernels, and spends SMs, for more than noise."""
+"""A kernel that is this close to the best counts as equal. So the table does not change kernels or spend SMs for noise."""
 
 KernelAndSms = tuple[str, int]
 
@@ -36,7 +36,7 @@ def table_of(report: dict[str, Any]) -> str:
 def steps_by_transport(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = ()) -> list[Step]:
     """The table of a world size; empty where no kernel that a table can name was timed.
 
-    Kernels are compared with those of the same transport: which transport serves a message is for thresholds to say.
+    Kernels are compared with those of the same transport. Thresholds decide which transport serves a message.
     """
     of: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
@@ -72,7 +72,7 @@ def steps_from(rows: Iterable[Row], world_size: int, shipped: Sequence[Step] = (
         best = preferred[0] if preferred else min(good, key=lambda choice: (choice[1], mean[choice]))
         assert best is not None
         up_to = nbytes if index + 1 == len(sizes) else isqrt(nbytes * sizes[index + 1])
-        # The last step of a table ends nowhere: it serves all larger messages too.
+        # The last step of a table has no end: it serves all larger messages too.
         if usual and usual is not shipped[-1] and best == (usual.algorithm, usual.sms) and index + 1 < len(sizes):
             up_to = usual.up_to_bytes if nbytes <= usual.up_to_bytes < sizes[index + 1] else up_to
         if best == before:

@@ -1,6 +1,6 @@
 """The ways to run the fused operator, as data: one for each line that the registries name. Imports no torch.
 
-:class:`tw_compile.benchmark.ours.Operator` makes a contender of one.
+:class:`tw_compile.benchmark.ours.Operator` makes a contender of a variant.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from tw_compile.kernels.collective.transport import Transport
 
 NORMS = ("rms_norm", "layer_norm")
-"""What can be behind the sum; the first is what all take part with unless asked for others."""
+"""The norms that can be behind the sum. Variants run with the first one unless others are asked for."""
 FP8_SCALE = 0.02
-"""With this scale few of the norm's results are clamped: normal inputs rarely give more than 448 times it."""
+"""With this scale few of the norm's results are clamped: normal inputs rarely give more than 448 times the scale."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Variant:
     """One way to run the operator.
 
     Attributes:
-        transport: Makes it for a number of CTAs.
+        transport: Makes the transport for a number of CTAs.
         over: The name of that transport in the registry.
         sharded, narrow: The residual that is natural to it, see :attr:`Contender.residual_sharded`.
-        sms: How many it has unless ``--sms`` says otherwise; None for those that choose themselves.
-        most_sms: How many it can have.
+        sms: How many SMs it has unless ``--sms`` says otherwise; None for variants that choose the number themselves.
+        most_sms: How many SMs it can have at most.
         algorithm: Its name in tables of ``configs/kernels``; None where no table can ask for it.
         hidden_scale, scales: See :attr:`Contender.hidden_scale`.
         in_slot: ``x`` lies in the slot's symmetric memory already, as if its producer had written it there, and the results
@@ -45,7 +45,7 @@ class Variant:
         wire: How rows travel.
         norm: See :attr:`Contender.norm`.
         gemm_columns, prefetch_bytes: See :attr:`Contender.gemm_columns`.
-        needs_multicast: Whether it is not run without NVLink multicast.
+        needs_multicast: Whether it runs only with NVLink multicast.
     """
 
     label: str
@@ -86,7 +86,7 @@ def _only(entry: AlgorithmEntry) -> Callable[[int | None], Transport]:
 
 
 def variants(device_type: str) -> tuple[Variant, ...]:
-    """The variants of all transports that move such tensors. Behind those of a transport follow those of its algorithms."""
+    """The variants of all transports that move ``device_type`` tensors. A transport's own come before its algorithms'."""
     listed = []
     for transport in TRANSPORTS:
         if device_type in transport.device_types:
@@ -96,8 +96,10 @@ def variants(device_type: str) -> tuple[Variant, ...]:
 
 
 def alone_over(transport: str) -> list[Variant]:
-    """Those over ``transport`` that calibrations and tunings time: what tables of kernels can name, and what serves the rest,
-    which they need not name."""
+    """The variants over ``transport`` that calibrations and tunings time.
+
+    They are the kernels that tables can name, and the kernel that serves all other messages, which tables need not name.
+    """
     listed = [variant for variant in variants("cuda") if variant.over == transport]
     named = [variant for variant in listed if variant.algorithm is not None]
     last = next((entry for entry in ALGORITHMS if entry.serves_all and entry.transport == transport), None)
@@ -141,9 +143,9 @@ OURS_ON_CPU = variants("cpu")
 
 
 def by_wires(exact: Sequence[Variant], wires: Iterable[str]) -> tuple[Variant, ...]:
-    """All of ``exact`` for the wire of that name; for another one those whose algorithm lets rows travel in codes.
+    """The variants for each wire: all of ``exact`` for exact rows, else those whose algorithm lets rows travel in codes.
 
-    No table of kernels is asked for rows in codes, so none can ask for those variants.
+    Tables of kernels are not asked about rows in codes. So no table can ask for the variants with codes.
     """
     able = [each for each in exact if each.algorithm is not None and ALGORITHMS[each.algorithm].wires]
     listed: list[Variant] = []
@@ -174,7 +176,7 @@ def by_norms(of_rms_norm: Sequence[Variant], norms: Iterable[str]) -> tuple[Vari
 
 
 def before_gemms(exact: Sequence[Variant], columns: Iterable[int], prefetch: Sequence[str]) -> tuple[Variant, ...]:
-    """Those that can prefetch, with a matmul by so many columns behind the call, and each value of option ``prefetch``."""
+    """The variants that can prefetch, with each matmul of ``columns`` behind the call and each value of option ``prefetch``."""
     able = [each for each in exact if each.algorithm is not None and ALGORITHMS[each.algorithm].prefetches]
     return tuple(
         replace(
@@ -197,7 +199,7 @@ def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
 
 
 def check_norms(spec: BenchSpec) -> None:
-    """UsageError, which names ``--norm``, unless all of them are different ones of :data:`NORMS`."""
+    """Raise UsageError, which names ``--norm``, for repeated or unknown norms, or for other norms than the first with codes."""
     if len(set(spec.norms)) < len(spec.norms) or not set(spec.norms) <= {*NORMS}:
         raise UsageError(f"--norm: expected different ones of {', '.join(NORMS)}, got {','.join(spec.norms)!r}")
     if spec.norms != NORMS[:1] and any(wire != EXACT for wire in spec.wires):
@@ -205,7 +207,7 @@ def check_norms(spec: BenchSpec) -> None:
 
 
 def check_gemms(spec: BenchSpec) -> None:
-    """UsageError, which names the option, for one of ``--gemm`` and ``--prefetch`` alone, or where nobody can prefetch."""
+    """Raise UsageError, which names the option, if ``--gemm`` or ``--prefetch`` is given alone, or no variant can prefetch."""
     if bool(spec.gemms) != bool(spec.prefetch):
         given, other = ("--gemm", "--prefetch") if spec.gemms else ("--prefetch", "--gemm")
         raise UsageError(f"{given}: expected {other} with it, as only the matmul's time shows what prefetching gives")
@@ -216,10 +218,10 @@ def check_gemms(spec: BenchSpec) -> None:
 
 
 def check_wires(spec: BenchSpec) -> None:
-    """Refuse wires that there are not, or that nobody who takes part has for such rows.
+    """Refuse wires that do not exist, that no variant that takes part can have, or that don't fit the hidden sizes.
 
     Raises:
-        UsageError: It names ``--wire``.
+        UsageError: Its message names ``--wire``.
     """
     if len(set(spec.wires)) < len(spec.wires) or not set(spec.wires) <= WIRES.keys():
         raise UsageError(f"--wire: expected different ones of {', '.join(WIRES)}, got {','.join(spec.wires)!r}")

@@ -50,9 +50,9 @@ def rank_process(spec: BenchSpec, rank: int, scratch: str, messages: Connection)
 def run_rank(
     spec: BenchSpec, take_part: Callable[[BenchSpec], list[Contender]], ranks: Ranks, progress: Progress, keep: Keep
 ) -> dict[str, Any]:
-    """Everything one rank does; the rows are complete on every rank, and kept size by size.
+    """Do everything that one rank does. The rows are complete on every rank, and are kept after each size.
 
-    Calls ``progress`` ``steps`` times less two.
+    Calls ``progress`` two times less than ``steps`` says.
     """
     on_gpus = spec.device == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ranks.ctx.device).L2_cache_size if on_gpus else CPU_CACHE_BYTES
@@ -70,12 +70,12 @@ def run_rank(
 
 
 MakeTimer = Callable[[Sequence[Callable[[], object]], int], Timer]
-"""From the calls, which are made in turn, and their number."""
+"""Makes a timer of the calls, which run in turn, and their number."""
 
 
 @dataclass
 class ContenderAtSize:
-    """A contender at one size; ``timer`` is there when it is to be timed."""
+    """A contender at one size; ``timer`` is set if it is to be timed."""
 
     contender: Contender
     outcome: Outcome
@@ -85,12 +85,12 @@ class ContenderAtSize:
 
 @dataclass
 class SizeReference:
-    """What the calls on the first input set must come near to.
+    """The results that calls on the first input set must come near to.
 
     Attributes:
-        want: By norm ``(hidden, h)`` in float64.
-        base: By norm the unfused way's, whose error is the budget.
-        coded: By wire torch's with rows in codes, which is the budget of calls with that wire.
+        want: By norm, ``(hidden, h)`` in float64.
+        base: By norm, the results of the unfused way. Their error is the budget.
+        coded: By wire, torch's results with rows in codes. Their error is the budget of calls with that wire.
     """
 
     want: dict[str, Results]
@@ -106,7 +106,7 @@ def bench_size(
 ) -> list[Row]:
     where = f"[{size.tokens}, {size.hidden}]"
     progress(f"{where} float64 reference")
-    # Otherwise Dynamo gives up on the norm after a number of sizes and runs it eagerly.
+    # Without a reset, Dynamo gives up on the norm after a number of sizes and runs it eagerly.
     torch._dynamo.reset()
     sets = input_sets(size.nbytes, cache_bytes, spec.calls, spec.rotate_from)
     plain = Form(getattr(torch, spec.dtype))
@@ -117,7 +117,7 @@ def bench_size(
     coded = {wire: in_codes(ranks.ctx, problems[0], WIRES[wire]) for wire in spec.wires if wire != EXACT}
     of_norms = {
         norm: replace(problems[0], form=form_of_norm(problems[0].x.dtype, norm))
-        for norm in dict.fromkeys((RMS_NORM, *spec.norms))  # in one order on all ranks, as each takes collectives
+        for norm in dict.fromkeys((RMS_NORM, *spec.norms))  # in one order on all ranks: each norm takes collectives
     }
     want, base = ({norm: way(ranks.ctx, each) for norm, each in of_norms.items()} for way in (exact, unfused))
     reference = SizeReference(want, base, coded)
@@ -133,7 +133,7 @@ def bench_size(
     )
     rows = [row_of(spec, entry, size, sets, times.get(entry.contender.label)) for entry in entries]
     if spec.device == "cuda":
-        # Peers are done with this size's buffers before any of them is freed.
+        # Wait until all ranks are done with this size's buffers, before any of them is freed.
         torch.cuda.synchronize()
         ranks.barrier()
         del entries, problems
@@ -153,9 +153,9 @@ def admit(
     reference: SizeReference,
     make: MakeTimer | None = None,
 ) -> ContenderAtSize:
-    """Prepare, run once, check, capture. What goes wrong on one rank ends it on all, with the reason.
+    """Prepare a contender, run it once, check and capture it. An error on one rank ends it on all ranks, with the reason.
 
-    ``make``: how its calls are timed; None: as is right for the device.
+    ``make``: makes the timer of its calls; None: the timer for the device.
     """
     make = make or (GraphTimer if spec.device == "cuda" else LoopTimer)
     refusal = ranks.agree(contender.obstacle(size, spec.world_size))
@@ -173,7 +173,7 @@ def admit(
             if failure is not None:
                 return ContenderAtSize(contender, "numerics failed", failure)
         del result
-        # Every set once: what is compiled or allocated at first use must be there before the capture.
+        # Run every set once: what is compiled or allocated at first use must be there before the capture.
         ranks.together(lambda: [_finished(spec, call()) for call in calls[1:]])
         return ContenderAtSize(contender, "timed", timer=ranks.together(lambda: make(calls, spec.calls)))
     except UnavailableError as error:
@@ -181,7 +181,7 @@ def admit(
 
 
 def deviation_of(contender: Contender, ranks: Ranks) -> str | None:
-    """What the contender deviates by on this rank; an error that keeps it from telling counts as that."""
+    """The contender's deviation on this rank. If an error keeps the contender from telling, the error is the deviation."""
     try:
         return contender.deviation(ranks)
     except Exception as error:

@@ -212,9 +212,9 @@ def _write_files(
     table_file: str | None,
     regret_file: str | None,
 ) -> None:
-    """What was asked for beside the JSON; then exits with 1 when one of ours failed or sizes are missing.
+    """Write the files that were asked for beside the JSON. Then exit with 1 when a kernel of ours failed or sizes are missing.
 
-    Of a gate or a table that some sizes say nothing about nothing is written.
+    The files of ``--regret`` and ``--table`` are not written where sizes are missing: they would say nothing about those sizes.
     """
     from tw_compile.benchmark.plot import plot
     from tw_compile.benchmark.results import as_csv, rows_of

@@ -98,7 +98,7 @@ def prefetch(text: str | None) -> tuple[str, ...]:
 
 
 def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:
-    """Refuse what no benchmark can do; ``files`` by option.
+    """Refuse values that no benchmark can have. ``files`` holds the output files by option.
 
     Raises:
         UsageError: An option has a value that makes no sense.
@@ -111,7 +111,7 @@ def check(spec: Any, tp: int | None, files: Mapping[str, str | None]) -> None:
 
 
 def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
-    """What every benchmark has: dtype, seed, time limit and files, by option.
+    """Check what every benchmark has: dtype, seed, time limit, and output ``files`` by option.
 
     Raises:
         UsageError: An option has a value that makes no sense.
@@ -129,10 +129,10 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
 
 
 def ranks_here(command: str, tp: int | None, device: str) -> int:
-    """``--tp`` where this machine has the GPUs for it, or what it has them for.
+    """The number of ranks: ``--tp``, or else as many as this machine has GPUs for (2 on a CPU).
 
     Raises:
-        UsageError: It has not, or these are the ranks of a launcher.
+        UsageError: This machine can't run that many ranks, ``--tp`` is 1, or a launcher has started this process as a rank.
     """
     refuse_launcher(command)
     if tp == 1:
@@ -146,7 +146,7 @@ def ranks_here(command: str, tp: int | None, device: str) -> int:
 
 
 def refuse_launcher(command: str) -> None:
-    """UsageError where this is one of the ranks that a launcher has started."""
+    """Raise UsageError where a launcher has started this process as a rank."""
     from tw_compile.harness.launch import torchrun_world_size
 
     if torchrun_world_size() is not None:
@@ -156,7 +156,7 @@ def refuse_launcher(command: str) -> None:
 
 
 def check_gpus(tp: int | None, gpus: int) -> None:
-    """UsageError where this machine lacks the GPUs for ranks, or for so many of them."""
+    """Raise UsageError where this machine has fewer than 2 GPUs, or fewer than ``tp``."""
     if gpus < 2:
         raise UsageError(f"--device: expected cpu, as torch finds {gpus} GPUs here and cuda needs 2, got 'cuda'")
     common.ranks_of_gpus(tp, gpus)
@@ -176,7 +176,7 @@ def measure(
     spec: Any,
     json_file: str | None,
 ) -> dict[str, Any]:
-    """The report of ``run``, which calls its progress ``steps`` times; shown, and written where ``--json`` says."""
+    """Call ``run``, show its report and write it where ``--json`` says. ``run`` calls its progress ``steps`` times."""
     console = common.make_console(json_file)
     with common.stages(console, steps) as progress:
         report = run(spec, progress)
@@ -193,7 +193,7 @@ def finish(
     plot: Callable[[dict[str, Any], str], None],
     plot_file: str | None,
 ) -> None:
-    """Write what was asked for beside the JSON; then exits with 1 when something ``failed`` or is missing."""
+    """Write the CSV file and the plot that were asked for. Then exit with 1 when something ``failed`` or is missing."""
     if csv_file is not None:
         common.write_file("--csv", csv_file, as_csv(report))
     if plot_file is not None:

@@ -173,7 +173,7 @@ def _spec(
     seed: int,
     timeout: float,
 ) -> LayerSpec:
-    """What is asked for; of no rank yet."""
+    """The spec of what was asked for. Its world size is 0 until the number of ranks is known."""
     on_gpus = device == "cuda"
     common.positive("--batch", batch)
     common.positive("--layers", layers)

@@ -31,7 +31,10 @@ from tw_compile.kernels.collective.wires import EXACT
 
 MOST_GIB = 2**20
 START_SECONDS = 120.0
-"""benchmarks/results/2026-11-22-2xh200-vllm-llama-3.1-8b-8192-tp2-groups.json: 107 to 136, compiling included."""
+"""How long an engine takes to start, compiling included.
+
+It was 107 to 136 seconds in benchmarks/results/2026-11-22-2xh200-vllm-llama-3.1-8b-8192-tp2-groups.json.
+"""
 CHUNKS, BATCHES = "1024,2048,4096,8192", "1,8,64,256"
 
 
@@ -81,9 +84,10 @@ def vllm(
 ) -> None:
     """Run vLLM without the passes, fusing, and fusing and splitting, in turn, on the same traces.
 
-    There is no speed-up where log-probabilities are further from float32's than 1.1x vLLM's own, 1.05x with a wire, or where,
-    with more than 2 ranks and no wire, greedy tokens are vLLM's less often than those of vLLM with another all_reduce. Exit
-    code: 0 all ran and none of ours was found worse than vLLM alone, 1 an engine failed or ours are worse, 2 bad input.
+    An engine with the passes gets no speed-up where the error of its log-probabilities against float32 exceeds 1.1x (with a
+    wire: 1.05x) that of vLLM alone. With more than 2 ranks and no wire, its greedy tokens must also agree with vLLM's as often
+    as those of vLLM with another all_reduce do. Exit code: 0 all ran and none of ours was found worse than vLLM alone, 1 an
+    engine failed or ours are worse, 2 bad input.
     """
     spec = VllmSpec(
         model=model,
@@ -110,7 +114,7 @@ def vllm(
         timeout=timeout,
     )
     _check(spec, tp)
-    common.model_file(model, layers=layers)  # vLLM gives ranks copies of key heads where there are fewer
+    common.model_file(model, layers=layers)  # without tp: vLLM copies key heads if ranks outnumber them
     bench_common.check_run(spec, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     if logs is not None:
         logs = str(common.folder("--logs", logs))
@@ -146,7 +150,7 @@ def _table(text: str) -> dict[str, Any]:
     from tw_compile.config import Config
     from tw_compile.hosts.vllm.options import asked_options
 
-    try:  # the engines would start all the same, without the passes
+    try:  # with wrong options the engines would start all the same, but without the passes
         Config.from_mapping(asked_options(table.get("additional_config"), {}) or {})
     except (TypeError, ValueError) as error:
         raise UsageError(f"--engine: {error}") from None
@@ -176,7 +180,7 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
 
 
 def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:
-    """The spec for ``tp`` ranks or as many as there are GPUs; a dry run takes what is asked for, or 2."""
+    """The spec with its number of ranks: ``tp``, or as many as there are GPUs for. Without GPUs a dry run defaults to 2."""
     import dataclasses
 
     from tw_compile.benchmark.vllm.run import require_vllm
@@ -241,7 +245,7 @@ def _trace(trace: dict[str, Any], once: str) -> str:
 
 
 def _estimate(spec: VllmSpec, starts: int) -> str:
-    """How long, as far as it is known: starts take most of it."""
+    """How long the run takes, as far as that is known. Starting the engines takes most of the time."""
     waits = len(spec.chunks) if spec.together else starts
     return (
         f"about {waits * START_SECONDS / 60:.0f} minutes of starts, at {START_SECONDS:.0f} s each as llama-3.1-8b takes on two "

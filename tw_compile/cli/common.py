@@ -1,4 +1,4 @@
-"""What the verbs share: options, one-line errors, where text and JSON go, and what is being done right now."""
+"""What the verbs share: options, one-line errors, the output of text and JSON, and the display of progress."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tw_compile.model_file import check_shape, read_model_file
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SIGNAL = 128
-"""Plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
+"""The exit code after a signal is this plus the signal's number: 130 after Ctrl-C, 143 after SIGTERM."""
 MOST = 10**9 - 1
-"""Of what is counted in an option; texts of numbers have as many digits (``config.whole_number``)."""
+"""The largest count that an option takes. It has as many digits as ``config.whole_number`` reads."""
 MOST_RANKS = 1024
 MOST_CPU_RANKS = 16
 LONGEST = 365 * 86400.0
@@ -58,7 +58,7 @@ SplitOption = Annotated[
     ),
 ]
 MEASURED_WIRES = tuple(choice for choice in WIRE_CHOICES if choice != "auto")
-"""Those that a table or a user can name; ``auto`` is none by itself."""
+"""The wires that a table or a user can name. ``auto`` is not a wire itself."""
 WireOption = Annotated[
     str,
     typer.Option(
@@ -84,7 +84,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def one_line_errors(command: Command) -> Command:
-    """A wrong request ends with one line and exit code 2, a failed rank with its traceback and exit code 1.
+    """Make a command end a wrong request with one line and exit code 2, and a failed rank with its traceback and exit code 1.
 
     A command that Ctrl-C or SIGTERM has interrupted ends with the signal's exit code, also when it could keep some results.
     """
@@ -115,8 +115,9 @@ def _paragraphs(text: str) -> str:
 def _exit_codes_of_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise KeyboardInterrupt, unless this process was started to ignore them, and decide the exit code.
 
-    Of SIGTERMs only the first does: timeout(1) sends two, and the second would interrupt what cleans up after the first.
-    Ranks of a launcher are left alone: it ends them while they wait for each other, where a handler of Python's isn't run.
+    Only the first SIGTERM raises: timeout(1) sends two, and the second would interrupt the clean-up after the first.
+    Ranks of a launcher keep their handlers: the launcher ends the ranks while they wait for each other, and Python runs no
+    signal handler during that wait.
     """
     received: list[int] = []
 
@@ -144,7 +145,7 @@ def _exit_codes_of_signals() -> Iterator[None]:
 
 
 def _check_variables() -> None:
-    """All of them, whichever the command reads: a process that it starts may read the others."""
+    """Check all environment variables, not only those that the command reads: a process that it starts may read the others."""
     try:
         check_environment()
     except ValueError as error:
@@ -182,7 +183,7 @@ def ranks_of_gpus(tp: int | None, gpus: int) -> None:
 
 
 def cpu_ranks(option: str, value: int | None) -> None:
-    """Each is a process with a model of its own; on one CPU more of them show nothing that fewer don't."""
+    """Refuse many ranks on a CPU: each is a process with a model of its own, and many ranks show nothing that few don't."""
     if value is not None and value > MOST_CPU_RANKS:
         raise UsageError(f"{option}: expected at most {MOST_CPU_RANKS} ranks on a CPU, got {value}")
 
@@ -193,9 +194,10 @@ def seconds(option: str, value: float) -> None:
 
 
 def model_file(model: str, tp: int | None = None, layers: int | None = None) -> None:
-    """Refuse a file of ``--model`` that holds no configuration, or none for so many ranks and layers.
+    """Refuse a file of ``--model`` that holds no configuration, or one that doesn't fit ``tp`` ranks and ``layers`` layers.
 
-    Before torch and transformers are imported or ranks started; what only transformers can tell is found later.
+    This check runs before torch and transformers are imported and before ranks are started. Errors that only transformers
+    can find are found later.
     """
     try:
         values, _ = read_model_file(model)
@@ -214,7 +216,7 @@ def gpus() -> int:
 
 
 def folder(option: str, text: str) -> Path:
-    """A folder that is there or can be made; nothing is made."""
+    """The path of a folder that is there or can be made. The folder is not made here."""
     try:
         path = Path(text).expanduser()
         there = next(ancestor for ancestor in (path, *path.absolute().parents) if ancestor.exists())
@@ -227,7 +229,7 @@ def folder(option: str, text: str) -> Path:
 
 
 def thresholds() -> None:
-    """Refuse the user's own files that the passes would refuse, before a model is built."""
+    """Refuse the user's own threshold files that the passes would refuse, before a model is built."""
     from tw_compile.gating.layers import AUTO, threshold_layers
 
     try:
@@ -242,14 +244,14 @@ def one_of(option: str, value: str, choices: Sequence[str]) -> None:
 
 
 def measured_wire(wire: str) -> None:
-    """UsageError unless ``--wire`` names one wire by itself."""
+    """Raise UsageError unless ``wire`` is the name of a wire; ``auto`` is not."""
     if wire == "int4":
         raise UsageError(f"--wire: {WHY_NOT_INT4}")
     one_of("--wire", wire, MEASURED_WIRES)
 
 
 def wires(wire: str, wire_sites: str, wire_min_bytes: int | None) -> None:
-    """UsageError unless these are options ``wire``, ``wire_sites`` and ``wire_min_bytes``."""
+    """Raise UsageError where option ``wire``, ``wire_sites`` or ``wire_min_bytes`` can't have its value."""
     if wire == "int4":
         raise UsageError(f"--wire: {WHY_NOT_INT4}")
     one_of("--wire", wire, WIRE_CHOICES)
@@ -273,7 +275,7 @@ def splitting(split: str, device_profile: str) -> None:
 
 
 def make_console(json_file: str | None) -> Console:
-    """Text goes to standard error when standard output is taken by JSON, which must have a place to go."""
+    """The console for text: standard error when JSON goes to standard output. Refuses a JSON file without a folder."""
     writable("--json", json_file)
     return Console(stderr=json_file == "-", highlight=False)
 
@@ -304,9 +306,9 @@ def write_file(option: str, path: str, text: str) -> None:
 
 @contextlib.contextmanager
 def stages(console: Console, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """A function that shows what is being done: a spinner in a terminal, a line each elsewhere.
+    """Give a function that shows what is being done: beside a spinner in a terminal, elsewhere on a line for each call.
 
-    ``total``: how often it will be called, for a bar and for numbered lines.
+    ``total``: how often the function will be called, for a bar and for numbered lines.
     """
     begin = time.monotonic()
     done = itertools.count(1)
@@ -323,7 +325,7 @@ def stages(console: Console, total: int | None = None) -> Iterator[Callable[[str
             transient=True,
         ) as display:
             task = display.add_task("starting", total=total)
-            # What is being done is not done yet.
+            # The step that begins with this call is not done yet, so it is not counted.
             yield lambda what: display.update(task, description=what, completed=next(done) - 1)
     else:
 

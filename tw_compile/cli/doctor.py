@@ -63,7 +63,7 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
 
 
 def _check_measure(vllm: bool) -> None:
-    """Raises UsageError where there are no two GPUs, where a launcher has started this, or where nothing would be shown."""
+    """Raise UsageError where there are fewer than 2 GPUs, under a launcher, and with ``--vllm``, which shows no links."""
     if vllm:
         raise UsageError("--measure: expected no --vllm with it, which shows no links, got both")
     bench_common.refuse_launcher("doctor --measure")
@@ -80,7 +80,7 @@ def _measured_links(console: Console) -> dict[str, Any]:
 
 
 def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
-    """Compute capability and name; None without a GPU."""
+    """The compute capability and the name of the first GPU. Both are None without a GPU."""
     if not report["gpus"]:
         return None, None
     gpu = report["gpus"][0]
@@ -88,7 +88,7 @@ def _first_gpu(report: Report) -> tuple[tuple[int, int] | None, str | None]:
 
 
 def _print_sections(console: Console, sections: Iterable[tuple[str, str, dict[str, Any] | list[str]]]) -> None:
-    """Each has a title, what stands beside it, and values by name or lines."""
+    """Print sections. Each section has a title, the text beside the title, and its content: values by name, or lines."""
     for title, beside, content in sections:
         if isinstance(content, dict):
             _pairs(console, title, content)
@@ -141,7 +141,7 @@ def _print(console: Console, report: Report) -> None:
 
 
 def print_links(console: Console, measured: dict[str, Any]) -> None:
-    """A line for each way: what each of the two GPUs moves alone, or why that is not known."""
+    """Print a line for each way to move data: the rate of each of the two GPUs alone, or why that rate is not known."""
     console.print("\n[bold]link between GPU 0 and GPU 1, measured[/bold]")
     rows = measured["rows"]
     for way in dict.fromkeys(row["way"] for row in rows):
@@ -181,7 +181,7 @@ def _matrix(console: Console, report: Report) -> None:
 
 
 def _link(report: Report, row: int, column: int) -> str:
-    """Such as ``yes NVLink 18x atomics``; what is not known is left out."""
+    """The text for two GPUs, such as ``yes NVLink 18x atomics``. What is not known is left out."""
     words = ["yes" if report["peer_access"][row][column] else "[red]no[/red]"]
     if report["nvlinks"]:
         links = report["nvlinks"][row][column]
@@ -192,7 +192,7 @@ def _link(report: Report, row: int, column: int) -> str:
 
 
 def pcie_text(figures: dict[str, int | None] | None) -> str:
-    """Generation and width at most, and the width now where the slot has fewer lanes."""
+    """The largest PCIe generation and width of a GPU, and the current width where the slot has fewer lanes."""
     if figures is None or figures["max_generation"] is None:
         return ""
     width = figures["width"] or figures["max_width"]

@@ -1,6 +1,6 @@
 """A layer before and after the passes as an SVG drawing: execution flows down, the residual stream has its own lane.
 
-Views and their like are left out, and consecutive pointwise nodes are one box. Unchanged boxes stand side by side.
+Views and similar nodes are left out. Consecutive pointwise nodes are one box. Unchanged boxes stand side by side.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def boxes(lines: Sequence[Line], kept: set[str]) -> list[Box]:
 
 
 def _stream(lines: Sequence[Line]) -> tuple[str, str]:
-    """Dtype and last dimension of what is reduced: those of the residual stream."""
+    """Dtype and last dimension of the first all_reduce's result. The residual stream has the same."""
     summed = next((line.result for line in lines if line.op in ("all_reduce", *FUSED_STARTS)), "")
     return _dtype_and_width(summed)
 
@@ -163,7 +163,7 @@ _SEVERAL = {
 
 
 def _factors(line: Line) -> str:
-    """The projections that a GEMM does; one for several is called by all of them, and not by the first or the next."""
+    """The projections that a GEMM computes. A GEMM for several projections gets all their names, and not only one of them."""
     if line.op == "gated_mm_leaving_sms":
         return "gate, up, activation"
     return _SEVERAL.get(line.module, line.module) if line.op == "joint_mm_leaving_sms" else line.module
@@ -201,7 +201,7 @@ def _draw_box(panel: int, box: Box, y: int) -> str:
     width = _PANEL - 32 if box.on_lane else _BOX_WIDTH
     state = ("removed" if panel == 0 else "added") if box.changed else "same"
     tooltip = "\n".join(f"{line.name} = {line.call}  {line.result}" for line in box.lines)
-    room = min(width, _LANE - 16 - _DOT)  # what is written ends before the residual's dot
+    room = min(width, _LANE - 16 - _DOT)  # text ends before the residual's dot
     subtitle = " · ".join(filter(None, ["" if box.half is None else f"half {box.half}", box.subtitle]))
     parts = [
         f'<g class="box {box.kind} {state}"><title>{html.escape(tooltip)}</title>',

@@ -1,4 +1,7 @@
-"""``tw-compile explain``: which messages would be fused, by what, and which table says so; of a model, what would be split."""
+"""``tw-compile explain``: which messages would be fused, by which transport, and which table says so.
+
+With a model it also says how the tokens would be split.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from tw_compile.torch_files import torch_version
 
 HIDDEN_SIZE = 8192
 PLANNED_DEVICES = {"sm90": "NVIDIA H200", "sm90-multicast": "NVIDIA H200", "sm100": "NVIDIA B200"}
-"""By class of devices the one whose profile plans are for; a class may have others, which ``--device-profile`` names."""
+"""For each device class, the device whose profile plans are made for. ``--device-profile`` names other devices of the class."""
 UNKNOWN = "unknown"
 WITHOUT_MODEL = "Whether tokens are split depends on the layer. Ask with --model NAME, or with tw-compile plan."
 
@@ -163,7 +166,10 @@ def explain(
 
 
 def _calibration(node: Node, world_size: int) -> Calibration | None:
-    """What ranks of such a node have measured with this torch and these kernels; the GPU and its driver need not be here."""
+    """The calibration that ranks of such a node have measured with this torch and these kernels; None where there is none.
+
+    The GPU and its driver need not be here.
+    """
     made_with = (node.device_class, world_size, node.multicast, True, torch_version(), source_digest()[:12])
     for calibration in all_stored(default_folder()):
         here = calibration.measured_on
@@ -174,18 +180,21 @@ def _calibration(node: Node, world_size: int) -> Calibration | None:
 
 
 def _profile(device_profile: str, device_class: str, measured: DeviceProfile | None) -> DeviceProfile | None:
-    """What is planned for; where no profile is known for the class of devices, what ranks ``measured`` of one, if they did."""
+    """The profile that plans are made for.
+
+    Where no profile is known for the device class, this is the profile that ranks have ``measured``, or None if they have not.
+    """
     if device_profile != "auto":
         return named_profile(device_profile)
     device = PLANNED_DEVICES.get(device_class)
     try:
         return measured if device is None else profile_of_device(device)
-    except ValueError as error:  # the user's own file
+    except ValueError as error:  # the user's own file is wrong
         raise UsageError(str(error)) from error
 
 
 def _decision(gate: Gate, tokens: int, world_size: int, hidden_size: int, dtype: str) -> dict[str, Any]:
-    """What is decided about one message, as JSON."""
+    """What the gate decides about one message, as JSON."""
     element_bytes = DTYPE_BYTES[dtype]
     verdict = gate.decide(tokens * hidden_size * element_bytes, world_size=world_size, dtype=dtype)
     transport = None
@@ -233,7 +242,7 @@ def _split(
 ) -> dict[str, Any]:
     """What the pass would plan for a graph of this layer and one sequence (``passes/split/analysis/choose.py``), as JSON.
 
-    ``mode`` is the planner's, or ``unknown`` where it depends on what the pass reads off the graph.
+    ``mode`` is the planner's mode, or ``unknown`` where the mode depends on what the pass reads off the graph.
     """
     from tw_compile.passes.reasons import SplitRefusal
 
@@ -280,7 +289,7 @@ def _split(
 
 
 def _print(console: Console, messages: Sequence[dict[str, Any]]) -> None:
-    """A row for each message; why that is decided, once for all that it holds for, below by number."""
+    """Print a row for each message. Reasons follow by number below the table, each reason once for all its messages."""
     reasons: list[str] = []
     table = Table(box=None, pad_edge=False, header_style="dim")
     with_splits, with_wires = (messages[0][key] is not None for key in ("split", "wire"))

@@ -16,7 +16,7 @@ from tw_compile.graph import text
 
 
 def page(report: dict[str, Any], before: fx.Graph, after: fx.Graph, layer: int | None) -> str:
-    """The whole page; ``layer`` is the one to draw, None when no all_reduce belongs to a layer."""
+    """The whole page. ``layer`` is the layer to draw, or None when no all_reduce belongs to a layer."""
     drawn = ""
     if layer is not None:
         lines = text.layer_lines(before, layer), text.layer_lines(after, layer)

@@ -10,14 +10,14 @@ from typing import Any
 WIDTH, HEIGHT = 760, 330
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 46
 COLOURS = 12
-"""Classes c0, c1, ... of the page."""
+"""How many colours the page has: its CSS classes c0, c1, ..."""
 HALF_LETTER = 4.8
-"""At the size of letters on narrow screens."""
+"""Half the width of a letter, at the size that letters have on narrow screens."""
 _DECADE = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def chart(exhibit: dict[str, Any]) -> str:
-    """Lines of both sides in the same axes, with their names; empty where no line has a value."""
+    """The paper's lines and ours in the same axes, with their names. Empty where no line has a value."""
     lines = [line for line in exhibit["series"] if any(point["value"] is not None for point in line["points"])]
     if not lines:
         return ""
@@ -53,7 +53,7 @@ def chart(exhibit: dict[str, Any]) -> str:
 
 
 def _kind(line: dict[str, Any]) -> str:
-    """``paper``, ``predicted`` or ``ours``, which is measured."""
+    """The kind of a line: ``paper``, ``predicted``, or ``ours``, which is measured."""
     if line["side"] == "ours" and all(point["how"] == "predicted" for point in line["points"]):
         return "predicted"
     return str(line["side"])
@@ -80,7 +80,7 @@ def _key(line: dict[str, Any], number: int) -> str:
 
 
 class _Axis:
-    """From values to places between ``begin`` and ``end``; ``ticks`` are the values that are marked."""
+    """Maps values to places between ``begin`` and ``end``. ``ticks`` are the values that the axis marks."""
 
     def __init__(
         self, values: Sequence[float], log: bool, begin: float, end: float, ticks: Sequence[float] = ()

@@ -15,14 +15,14 @@ from tw_compile.harness.table import plain_table, widen
 
 COLUMNS = ("series", "paper", "ours", "ratio", "how")
 MOST_SHOWN = 12
-"""Longer tables are closed at first."""
+"""Tables with more lines than this are closed at first."""
 NOTHING = '<p class="empty">Neither side has a value, so nothing is drawn.</p>'
 _WIDTH = 130
 _CLASSES = {True: "holds", False: "fails", None: "open"}
 
 
 def page(report: dict[str, Any]) -> str:
-    """Nothing in it is loaded from elsewhere."""
+    """The HTML page. It loads nothing from elsewhere."""
     files = resources.files("tw_compile.cli")
     versions = report["versions"]
     facts = f"{report['source']}. The paper's hardware: {report['hardware']}"
@@ -69,7 +69,10 @@ def _table(exhibit: dict[str, Any]) -> str:
 
 
 def _lines(exhibit: dict[str, Any]) -> list[tuple[tuple[str, ...], str]]:
-    """Cells of the comparison, and how a value was obtained. What can't be had of a series for one reason shares a line."""
+    """The lines of the comparison: the cells, and how the value was obtained.
+
+    Values of a series that can't be had for the same reason share a line, unless the paper has a value.
+    """
 
     def same(line: dict[str, Any]) -> tuple[Any, ...]:
         alone = line["how"] != "cannot" or line["paper"] is not None
@@ -115,7 +118,7 @@ def _x(x: float, exhibit: dict[str, Any]) -> str:
 
 
 def _cells(group: list[dict[str, Any]], exhibit: dict[str, Any]) -> tuple[str, ...]:
-    """Of lines that are alike but for their x."""
+    """The cells of one line for a ``group`` whose members differ only in their x."""
     line = group[0]
     ratio = "-" if line["ratio"] is None else f"{line['ratio']:.2f}"
     return (

@@ -43,7 +43,7 @@ FASTER_THAN_SILENT = (
 )
 _WIDTH = 120
 _WIDE = 110
-"""Columns of a terminal from which on a window's GEMMs stand beside it, and not in a table of their own."""
+"""From this many terminal columns on, a window's GEMMs stand in the window's row, and not in a table of their own."""
 
 
 @common.one_line_errors
@@ -162,7 +162,7 @@ def plan(
 
 
 def _check_wire(wire: str, profile: DeviceProfile, kernel: str | None, link: Link | None, layer: LayerShape) -> None:
-    """UsageError where rows of such sums can't travel by ``wire``."""
+    """Raise UsageError where the rows of this layer's sums can't travel by ``wire``."""
     if wire == EXACT:
         return
     group = WIRES[wire].group
@@ -181,7 +181,7 @@ def _check_wire(wire: str, profile: DeviceProfile, kernel: str | None, link: Lin
 
 
 def token_counts(text: str) -> tuple[int, ...]:
-    """``"512:4096"`` -> ``(512, 1024, 2048, 4096)``; ``"1000,1024"`` as it is. A range ends where doubling would pass it."""
+    """``"512:4096"`` -> ``(512, 1024, 2048, 4096)``; ``"1000,1024"`` -> ``(1000, 1024)``. No count exceeds a range's end."""
     if ":" not in text:
         return common.numbers("--tokens", text)
     first, last = map(whole_number, text.split(":", 1))
@@ -194,13 +194,13 @@ def token_counts(text: str) -> tuple[int, ...]:
 
 
 def sequences(tokens: int, batch: int) -> tuple[int, ...]:
-    """``tokens`` dealt out to ``batch`` sequences, the first ones one longer where it doesn't come out even."""
+    """The lengths of ``batch`` sequences that share ``tokens``. If there is a remainder, the first ones get one token more."""
     length, longer = divmod(tokens, batch)
     return (length + 1,) * longer + (length,) * (batch - longer)
 
 
 def named_profile(name: str) -> DeviceProfile:
-    """The profile that ``--device-profile`` names; also by a device's name what ranks have measured of it."""
+    """The profile that ``--device-profile`` names. A device's name also finds the profile that ranks have measured on it."""
     try:
         return load_profile(name)
     except ValueError as error:
@@ -211,15 +211,15 @@ def named_profile(name: str) -> DeviceProfile:
 
 
 def node_link() -> Link:
-    """What messages travel over where GPUs have no peer access."""
+    """The link that messages travel over where GPUs have no peer access."""
     try:
         return link_of_node()
-    except ValueError as error:  # the user's own file
+    except ValueError as error:  # the user's own file is wrong
         raise UsageError(str(error)) from error
 
 
 def link_of_transport(transport: str) -> Link:
-    """The link that ``--transport`` names a transport of."""
+    """The node's link. Raises UsageError where the link does not have the ``transport``."""
     link = node_link()
     try:
         link.transport(transport)
@@ -301,7 +301,7 @@ _WINDOW_COLUMNS = ("window", "GEMMs: waves on SMs", "compute", "travels", "CTAs"
 
 
 def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
-    """As one table where it has room, else without the GEMMs, which follow in a second one."""
+    """Print the windows as one table where the terminal is wide enough. Elsewhere the GEMMs follow in a second table."""
     gemms = _WINDOW_COLUMNS.index("GEMMs: waves on SMs")
     everything = range(len(_WINDOW_COLUMNS))
     parts: list[Sequence[int]] = [everything]

@@ -54,7 +54,7 @@ def _speedups(panel: Any, plans: Sequence[Plan]) -> None:
 
 
 def _timeline(panel: Any, plan: Plan) -> None:
-    """Compute above, communication below; the colour says whose half it is."""
+    """Draw compute above and communication below. The colour says which half a bar belongs to."""
     begin = 0.0
     for window in plan.windows:
         bars = [(1.0, window.half, window.compute_us, window.computes)]

@@ -1,4 +1,4 @@
-"""What a plan for eight GPUs with NVLink multicast says, beside what TokenWeave published of such a node."""
+"""The gains of a plan for eight GPUs with NVLink multicast, beside the gains that TokenWeave published for such a node."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tw_compile.planning import DeviceProfile, Plan
 PAPER = "tokenweave"
 MODELS = {"llama-3.3-70b": "Llama-3.3-70B", "mixtral-8x22b": "Mixtral-8x22B"}
 CALL_RANKS, CALL_HIDDEN = 8, 8192
-"""What its times of calls are of."""
+"""The ranks and the hidden size of the calls whose times the paper gives."""
 
 
 def beside_published(
     model: str, world_size: int, hidden_size: int, profile: DeviceProfile, kernel: str | None, plans: Sequence[Plan]
 ) -> dict[str, Any] | None:
-    """Gains over the unfused layer, predicted, and the paper's; None for a kernel without multicast.
+    """The predicted gains over the unfused layer, and the paper's gains. None for a kernel without multicast.
 
     A value that the paper does not have is None.
     """
@@ -48,7 +48,10 @@ def beside_published(
 
 
 def gains_of_model(paper: Published, model: str, world_size: int) -> dict[str, dict[float, float]]:
-    """By tokens of one prefill, of figure 11: how many times faster than its baseline the split model is, and a silent one."""
+    """Speed-ups over the paper's baseline, from figure 11, by tokens of one prefill.
+
+    ``split`` is the speed-up of the split model, ``no_communication`` that of a model that does not communicate.
+    """
     name = f"{MODELS.get(model, model)}, TP{world_size}"
     series = {row.series for row in paper.rows if row.exhibit == "11"}
     if f"{name}, speed-up" in series:
@@ -63,13 +66,13 @@ def gains_of_model(paper: Published, model: str, world_size: int) -> dict[str, d
 
 
 def gains_of_calls(paper: Published) -> dict[float, float]:
-    """By tokens x 8192 on eight ranks, of figure 4: how many times faster a fused call is than all_reduce and norm."""
+    """Speed-ups of a fused call over all_reduce and norm, from figure 4, by tokens. Messages are tokens x 8192 on 8 ranks."""
     unfused, fused = (paper.points("4", series) for series in ("all_reduce + norm, us", "fused, us"))
     return {tokens: unfused[tokens] / us for tokens, us in fused.items()}
 
 
 def print_published(console: Console, published: dict[str, Any]) -> None:
-    """The gains side by side."""
+    """Print the gains side by side."""
     console.print()
     console.print(
         f"gains over the unfused layer: predicted from times of kernels that were published ({published['source']}), never "

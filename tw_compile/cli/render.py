@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def group_sites(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Sites that differ in their layer only, as one entry with ``count`` and ``layers``; in order of appearance."""
+    """Merge sites with equal ``GROUP_KEYS`` into one entry with ``count`` and ``layers``, in order of appearance."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for site in sites:
         groups.setdefault(tuple(site[key] for key in GROUP_KEYS), []).append(site)
@@ -63,7 +63,7 @@ def group_sites(sites: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def carrier(site: dict[str, Any]) -> str:
-    """The transport of a fused site, and how its rows travel if not as they are."""
+    """The transport of a fused site, and its wire if the rows do not travel exact."""
     if site["transport"] is None:
         return "-"
     return str(site["transport"]) if site["wire"] == EXACT else f"{site['transport']}, {site['wire']}"
@@ -85,12 +85,12 @@ def print_header(console: Console, report: dict[str, Any]) -> None:
 
 
 def absorbed(sites: list[dict[str, Any]]) -> int:
-    """How many fused operators do the GEMM of their message themselves."""
+    """How many fused operators include the GEMM that computes their message."""
     return sum(count_of(site) for site in sites if site["producer"] == "mm")
 
 
 def layers_of(site: dict[str, Any]) -> list[int]:
-    """The layers that a site is of: its own, and those that were not traced as they are like it."""
+    """The layers that a site stands for: its own layer, and layers that were not traced because they are like this layer."""
     if site.get("stands_for"):
         return list(site["stands_for"])
     return [] if site["layer"] is None else [site["layer"]]
@@ -102,7 +102,7 @@ def count_of(site: dict[str, Any]) -> int:
 
 
 def traced_line(report: dict[str, Any]) -> str | None:
-    """What the counts rest on; None where every layer was traced."""
+    """A line that says which layers were traced and what the counts are for. None where every layer was traced."""
     traced = report.get("layers_traced")
     if traced is None:
         return None
@@ -118,7 +118,7 @@ def device(report: dict[str, Any]) -> str:
 
 
 def print_sites(console: Console, report: dict[str, Any]) -> None:
-    """The decisions, grouped; then a line for every site that was refused or gated."""
+    """Print the decisions, grouped, and then a line for every site that was refused or gated."""
     counts = report["counts"]
     title = f"all_reduces at {report['tokens'][0]} tokens"
     columns = ("sites", "layers", "form", "bytes", "transport", "decision")
@@ -164,7 +164,7 @@ def print_sites(console: Console, report: dict[str, Any]) -> None:
 
 
 def print_run(console: Console, report: dict[str, Any]) -> None:
-    """Everything that ``tw-compile run`` found, the verdict last."""
+    """Print everything that ``tw-compile run`` found, the verdict last."""
     print_header(console, report)
     print_sites(console, report)
     print_splits(console, report["splits"])
@@ -197,7 +197,7 @@ def verdict(report: dict[str, Any]) -> Text:
 
 
 def _print_numerics(console: Console, numerics: dict[str, Any], exact: bool) -> None:
-    """With a wire the outputs of a whole model have no budget."""
+    """Print the errors of the outputs. With a wire (``exact`` is False) the outputs of a whole model have no budget."""
     columns = ("tokens", "output", "tw_compile", "budget", "unfused", "inductor", "ok", "ranks")
     title = "relative error against float64, worst rank"
     table = plain_table(columns, ("output", "ok", "ranks"), title, "bold")

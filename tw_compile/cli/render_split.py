@@ -13,13 +13,14 @@ from rich.text import Text
 from tw_compile.harness.table import plain_table
 
 WINDOW_COLUMNS = ("count", "window", "beside", "SMs", "left by", "compute us", "sum us", "us")
-"""SMs of the sum that travels, the GEMMs that are planned for the others, and predicted times."""
+"""``SMs`` are for the sum that travels. ``left by`` names the GEMMs that leave SMs to that sum; of a graph that is not
+split, the GEMMs and the SMs that they would run on. Times are predicted."""
 
 
 def print_splits(
     console: Console, splits: Sequence[dict[str, Any]], layers_traced: Sequence[int] | None = None
 ) -> None:
-    """One paragraph for each graph, and its windows; nothing where the option is off."""
+    """Print a paragraph and the windows of each graph. Prints nothing where the option is off."""
     for split in splits:
         first, *rest = split_lines(split, layers_traced)
         console.print()
@@ -35,7 +36,7 @@ def print_splits(
 
 
 def split_lines(split: dict[str, Any], layers_traced: Sequence[int] | None = None) -> Iterator[str]:
-    """The decision, what became of the operators, and what was predicted; counts are of the graph, not scaled."""
+    """The decision, what became of the operators, and the prediction. Counts are for the graph, not scaled to all layers."""
     counted = "" if layers_traced is None else f"in the {len(layers_traced)} layers traced: "
     if split["mode"] == "off":
         yield f"token split off, {split['reason']}: {split['detail']}"
@@ -55,7 +56,10 @@ def split_lines(split: dict[str, Any], layers_traced: Sequence[int] | None = Non
 
 
 def window_rows(split: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Windows in the order of their first one, those that are alike as one; of a graph that is not split those of the plan."""
+    """The windows of a split graph, or the plan's windows for a graph that is not split.
+
+    Windows that look the same share a row and are counted. Rows are in the order of their first windows.
+    """
     if split["overlap"] is not None:
         return [(str(count), *row) for row, count in Counter(map(_cells, split["overlap"]["windows"])).items()]
     windows = () if split["plan"] is None else split["plan"]["windows"]

@@ -13,7 +13,7 @@ QUANTITIES = ("sum", "hidden", "residual")
 
 
 def print_wire(console: Console, wire: dict[str, Any]) -> None:
-    """A table of errors by what feeds the sum and by depth; the worst call of each class."""
+    """Print a table of errors. Calls are classed by what feeds the sum and by depth; each class shows its worst call."""
     columns = ("sum of", "layers", "calls", "output", wire["wire"], "budget", "exact", "ok")
     title = f"{wire['wire']} wire: relative RMS error of a call against float64, worst call"
     table = plain_table(columns, ("sum of", "layers", "output", "ok"), title, "bold")

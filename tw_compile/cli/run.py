@@ -33,7 +33,7 @@ CPU_RANKS = 2
 DEFAULT_MODEL = "tiny-llama"
 START_SECONDS = 40.0
 COMPILE_SECONDS = 35.0
-"""Of tiny-llama on a CPU of its own, cold: Dynamo, Inductor and the compiler of C++."""
+"""How long a cold compile of tiny-llama takes on a CPU of its own: Dynamo, Inductor and the C++ compiler."""
 CUDA_RANKS = (8, 4, 2)
 
 
@@ -134,7 +134,7 @@ def run(
 
 
 def _estimate(spec: RunSpec) -> str:
-    """Of the CPU, where compilers of C++ take most of the time."""
+    """How long a run on the CPU takes. C++ compilers take most of that time."""
     seconds = (START_SECONDS + COMPILE_SECONDS * spec.compiles) * max(1.0, spec.world_size / (os.cpu_count() or 1))
     return (
         f"{spec.compiles} models are compiled on each of {spec.world_size} ranks, on {os.cpu_count()} CPUs: for "
@@ -143,7 +143,7 @@ def _estimate(spec: RunSpec) -> str:
 
 
 def _show(report: dict[str, Any], console: Console, json_file: str | None) -> int:
-    """Print and write the report; the exit code."""
+    """Print and write the report. Returns the exit code."""
     from tw_compile.cli.render import print_run
 
     print_run(console, report)
@@ -153,7 +153,7 @@ def _show(report: dict[str, Any], console: Console, json_file: str | None) -> in
 
 
 def _join(spec: RunSpec, console: Console) -> dict[str, Any] | None:
-    """As one rank of torchrun; rank 0 alone shows something and gets the report."""
+    """Run as one rank of torchrun. Only rank 0 shows progress and gets the report."""
     from tw_compile.runner.ranks import join_ranks
 
     if os.environ["RANK"] != "0":
@@ -173,7 +173,7 @@ def resolve(
     mode: str,
     timeout: float,
 ) -> RunSpec:
-    """Fill in what depends on the machine, and refuse what can't be.
+    """Fill in the values that depend on the machine, and refuse values that are impossible.
 
     Raises:
         UsageError: An option has a value that makes no sense here.

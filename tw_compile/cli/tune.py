@@ -221,7 +221,11 @@ def _measure(spec: Any, folder: Path, resume: bool, json_file: str | None) -> tu
 
 
 def _transports(world_sizes: tuple[int, ...], device: str, dry_run: bool) -> tuple[str, ...]:
-    """Whose kernels are timed: as in a calibration of this node, or of one whose GPUs reach each other where it is not here."""
+    """The transports whose kernels are timed.
+
+    They are those of a calibration of this node. On a CPU and in a dry run the node need not be here. Then the transports are
+    those of a node whose GPUs reach each other, or ``host`` where peer access is switched off.
+    """
     if device == "cpu" or dry_run:
         return ("p2p",) if peer_access() else ("host",)
     from tw_compile.current import current_node
@@ -234,7 +238,7 @@ def _transports(world_sizes: tuple[int, ...], device: str, dry_run: bool) -> tup
 
 
 def _calibrations(spec: Any, devices: list[str]) -> list[Calibration]:
-    """What ranks have measured of this node before, with multicast as it is when they are timed now."""
+    """The calibrations that ranks have stored of this node before, with multicast as it is set for the measurements now."""
     from tw_compile.calibration import default_folder, stored
     from tw_compile.current import current_node, measured_on
     from tw_compile.harness.variables import for_measurements
@@ -251,7 +255,7 @@ def _calibrations(spec: Any, devices: list[str]) -> list[Calibration]:
 
 
 def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str | None, json_file: str | None) -> bool:
-    """Show and write everything; whether one of ours failed. Where numerics did, no table is written."""
+    """Show and write everything. Returns whether one of our kernels failed. No table is written where its numerics failed."""
     from tw_compile.benchmark.results import rows_of
     from tw_compile.files import write_whole
     from tw_compile.harness.rows import failures
@@ -293,7 +297,7 @@ def _finish(report: dict[str, Any], derived: Any, folder: Path, plot_file: str |
 
 
 def _link_labels(transport: str, device: str, plot_file: str | None, dry_run: bool) -> tuple[str, ...]:
-    """The contenders of a transport; refuses what would not measure the link."""
+    """The contenders of a transport. Refuses options and machines with which the run would not measure the link."""
     from tw_compile.cli.plan import node_link
     from tw_compile.tuning.link import check_link_is_used, labels_of
 
@@ -355,7 +359,7 @@ def _folder(out: str | None) -> Path:
 
 
 def world_sizes_of(asked: tuple[int, ...] | None, device: str, dry_run: bool) -> tuple[int, ...]:
-    """Those of ``--tp``, or what fits."""
+    """The world sizes that ``--tp`` names, or else those of ``WORLD_SIZES`` that the GPUs here suffice for (2 on a CPU)."""
     bench_common.refuse_launcher("tune")
     for ranks in asked or ():
         common.ranks("--tp", ranks, least=2)
@@ -371,7 +375,7 @@ def world_sizes_of(asked: tuple[int, ...] | None, device: str, dry_run: bool) ->
 
 
 def _ready(spec: Any, folder: Path) -> list[str]:
-    """The names of the devices; refuses where they have other work, and where the folder is about other ones."""
+    """The names of the GPUs. Refuses GPUs that have other work or differ, and a folder whose files are about another device."""
     if spec.device == "cpu":
         return []
     import torch

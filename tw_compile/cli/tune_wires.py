@@ -30,7 +30,7 @@ RESULTS = "tune-wires.json"
 
 @dataclass(frozen=True)
 class WireTuning:
-    """Options of ``tw-compile tune`` that count here; None where they were not given."""
+    """The options of ``tw-compile tune`` that ``--checkpoint`` uses. An option is None where it was not given."""
 
     wires: tuple[str, ...]
     sites: str
@@ -42,7 +42,7 @@ class WireTuning:
 
 
 def wires_of(text: str) -> tuple[str, ...]:
-    """The wires that ``--wire`` names; UsageError for others."""
+    """The wires that ``--wire`` names. Raises UsageError for names that are no wires."""
     names = tuple(text.split(","))
     coded = [name for name in MEASURED_WIRES if name != EXACT]
     if "int4" in names:
@@ -53,14 +53,14 @@ def wires_of(text: str) -> tuple[str, ...]:
 
 
 def check_wires_alone(others: dict[str, str | None]) -> None:
-    """UsageError where options were given, by name, that say nothing about wires."""
+    """Raise UsageError where one of ``others`` was given: values, by option, of options that say nothing about wires."""
     for option, value in others.items():
         if value is not None:
             raise UsageError(f"{option}: expected none with --wire, got {value!r}")
 
 
 def measure_checkpoint(asked: WireTuning, folder: Path, json_file: str | None) -> int:
-    """What each wire costs the checkpoint, kept in a file of ``folder``; the exit code.
+    """Measure what each wire costs the checkpoint, and keep the costs in a file of ``folder``. Returns the exit code.
 
     Raises:
         UsageError: An option has a value that makes no sense, or a file that was kept before is wrong.
@@ -125,7 +125,7 @@ def measure_checkpoint(asked: WireTuning, folder: Path, json_file: str | None) -
 
 
 def _with_kept(file: Path, accuracy: CheckpointAccuracy) -> CheckpointAccuracy:
-    """``accuracy`` with what the file has of the same weights from before."""
+    """``accuracy`` with the costs that ``file`` holds from before. Refuses a file that is about other weights."""
     try:
         text = read_if_there(file, "--out")
         kept = None if text is None else read_accuracy(text, str(file))
@@ -139,7 +139,7 @@ def _with_kept(file: Path, accuracy: CheckpointAccuracy) -> CheckpointAccuracy:
 
 
 def finish_wires(report: dict[str, Any], wires: tuple[str, ...], folder: Path, json_file: str | None) -> None:
-    """Show and write from which sizes on the wires pay; exits with 1 where one of ours failed, and writes no table then."""
+    """Show and write from which sizes on the wires pay. Where one of our kernels failed, write no table and exit with 1."""
     from tw_compile.benchmark.results import rows_of
     from tw_compile.harness.rows import failures
     from tw_compile.harness.table import failed_lines, print_verdict

@@ -18,7 +18,7 @@ TEXT_TOKENS = 3072
 
 @dataclass(frozen=True)
 class WireCostOptions:
-    """Options of ``tw-compile run`` that count here; None where they were not given."""
+    """The options of ``tw-compile run`` that ``--text`` uses. An option is None where it was not given."""
 
     wire: str
     wire_sites: str
@@ -30,7 +30,7 @@ class WireCostOptions:
 
 
 def text_of(file: str) -> str:
-    """What the file of ``--text`` holds; UsageError where it can't be read."""
+    """The content of the file that ``--text`` names. Raises UsageError where the file can't be read."""
     try:
         return read_text(Path(file), "--text")
     except ValueError as error:
@@ -38,7 +38,7 @@ def text_of(file: str) -> str:
 
 
 def show_cost(options: WireCostOptions, json_file: str | None) -> int:
-    """Measure, print and write; the exit code.
+    """Measure the cost of a wire, print it and write the report. Returns the exit code.
 
     Raises:
         UsageError: An option has a value that makes no sense here.

@@ -49,7 +49,8 @@ _OF_COMPILING = {
     "ShapeEnv": "torch.fx.experimental.symbolic_shapes",
     "statically_known_true": "torch.fx.experimental.symbolic_shapes",
 }
-"""Imported when they are asked for: Dynamo and Inductor take seconds, and who only asks about a machine needs neither."""
+"""Names that are imported when they are asked for. Importing Dynamo and Inductor takes seconds, and code that only asks about a
+machine needs neither."""
 
 
 def __getattr__(name: str) -> Any:
@@ -71,7 +72,7 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def cuda_graph_options() -> dict[str, Any]:
-    """Those of mode "reduce-overhead", where a graph on a GPU that can't be captured is an error, not a warning."""
+    """The options of mode "reduce-overhead", but a GPU graph that can't be captured is an error, not a warning."""
     return {**mode_options("reduce-overhead"), "triton.cudagraph_or_error": True}
 
 
@@ -82,7 +83,7 @@ def inductor_option_names() -> set[str]:
 
 
 def global_post_grad_pass() -> Any:
-    """What the user has put into Inductor's global configuration; the object itself, not a copy."""
+    """The pass that the user has put into Inductor's global configuration; the object itself, not a copy."""
     from torch._inductor import config
 
     return getattr(config, POST_GRAD_HOOK)
@@ -99,13 +100,13 @@ group_resolvers: list[Callable[[str], dist.ProcessGroup | None]] = []
 
 
 def add_group_resolver(resolver: Callable[[str], dist.ProcessGroup | None]) -> None:
-    """Let a host's own names of groups be understood; ``resolver`` answers None for names that are not the host's."""
+    """Make a host's own names of groups known. ``resolver`` returns None for names that are not the host's."""
     if resolver not in group_resolvers:
         group_resolvers.append(resolver)
 
 
 def resolve_process_group(name: str) -> dist.ProcessGroup:
-    """The process group registered under ``name`` (the string that collectives carry), or that a host calls so."""
+    """The process group registered under ``name`` (the string that collectives carry), or that a host calls by this name."""
     group = _hosts_group(name)
     return _resolve_process_group(name) if group is None else group  # type: ignore[arg-type]
 
@@ -130,7 +131,7 @@ def default_store() -> dist.Store:
 
 
 def process_group_facts() -> list[tuple[str, int, int]]:
-    """``(name, world_size, hosts)`` of every process group: what a rewrite depends on beyond the graph."""
+    """``(name, world_size, hosts)`` of every process group. A rewrite depends on them as well as on the graph."""
     from torch.distributed import distributed_c10d
 
     if not dist.is_available() or not dist.is_initialized():
@@ -144,7 +145,7 @@ def process_group_facts() -> list[tuple[str, int, int]]:
 
 
 def chain_passes(hook: Any) -> Callable[[fx.Graph], object] | None:
-    """What Inductor's custom pass option holds, as one pass: None, a callable, or (from 2.14) a list of them."""
+    """The value of Inductor's custom pass option as one pass. It may be None, a callable, or (from 2.14) a list of them."""
     from tw_compile.compat.pass_sequence import PassSequence
 
     if hook is None or not isinstance(hook, list | tuple):
@@ -167,9 +168,10 @@ def tunes_gemms() -> bool:
 
 
 class SmCarveout:
-    """Matmuls enqueued in this context are planned for all but ``reserved`` SMs, by cuBLASLt.
+    """In this context cuBLASLt plans matmuls for all but ``reserved`` SMs.
 
-    A class and no generator, and no ``torch.backends.cuda.preferred_blas_library``: eager launches come through here.
+    Eager launches come through here. So this is a class, not a generator, and does not use
+    ``torch.backends.cuda.preferred_blas_library``.
     """
 
     def __init__(self, reserved: int) -> None:
@@ -199,9 +201,9 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def one_shot_all_reduce_bytes() -> int:
-    """The largest message that Inductor lowers to a one-shot all_reduce over symmetric memory; 0 by default: it has none.
+    """The largest message, in bytes, that Inductor lowers to a one-shot all_reduce over symmetric memory.
 
-    It imports Inductor, which takes seconds.
+    By default this is 0, because Inductor lowers none. This function imports Inductor, which takes seconds.
     """
     from torch._inductor import config
 
@@ -224,9 +226,9 @@ def known_factor(size: torch.SymInt) -> int:
 def leave_out_combo_kernels() -> None:
     """Keep the compilation in progress from putting kernels that don't depend on each other into one ("combo kernels").
 
-    They would be those of both halves. And Inductor may time them first, with numbers for all sizes, of which 2.11 has none
-    for those of :func:`new_size`: it raises TypeError. Options of a compilation end with it; only what a user has put into the
-    global configuration would stay as it is left here.
+    They would join kernels of both halves. Inductor may also time them first, which needs a number for each size. For sizes of
+    :func:`new_size`, 2.11 has no number and raises TypeError. An option of a compilation ends with the compilation; only a
+    value that a user has put into the global configuration would stay changed.
     """
     from torch._inductor import config
 
@@ -291,9 +293,9 @@ def leaves_autocast(node: fx.Node) -> bool:
 def order_after(graph: fx.Graph, after: dict[fx.Node, list[fx.Node]]) -> None:
     """Make Inductor run each node after the tensors that ``after`` gives for it, though it doesn't read them.
 
-    The nodes are replaced by calls of the operator ``control_deps``, whose subgraph is the node; the graph must belong to a
-    module. Only kernels of their own can be ordered so: a pointwise operator has no kernel yet when Inductor looks for it, and
-    on 2.11 an operator without result, or a tuple, is ignored where it is given as a dependence.
+    Each node is replaced by a call of the operator ``control_deps``, whose subgraph is the node. The graph must belong to a
+    module. Only nodes with kernels of their own can be ordered in this way: a pointwise operator has no kernel yet when
+    Inductor looks for it. On 2.11 Inductor ignores a dependence on an operator without a result, or on a tuple.
     """
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
@@ -382,7 +384,7 @@ def symm_mem_empty(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def load_symm_mem_operators() -> None:
-    """Have ``torch.ops.symm_mem`` with the GEMMs that communicate, which are defined in Python."""
+    """Load the GEMMs of ``torch.ops.symm_mem`` that communicate. They are defined in Python."""
     import torch.distributed._symmetric_memory  # noqa: F401
 
 
@@ -390,9 +392,9 @@ def symm_mem_rendezvous(tensor: torch.Tensor, group_name: str) -> tuple[Any, lis
     """Map every rank's ``tensor`` (from :func:`symm_mem_empty`) into this process; collective over the group.
 
     Returns the handle (keep it: it owns the mappings), the address of each rank's tensor, the multicast address of all of
-    them (0 when there is none), and the tensor's offset within its allocation, which must be the same on all ranks for the
-    addresses to be right: ``buffer_ptrs`` and ``multicast_ptr`` are the bases of the allocations, and older versions have no
-    ``offset`` on the handle, so it is taken from the local addresses.
+    them (0 when there is none), and the tensor's offset within its allocation. The offset must be the same on all ranks,
+    otherwise the addresses are wrong: ``buffer_ptrs`` and ``multicast_ptr`` are the bases of the allocations. Older versions
+    have no ``offset`` on the handle, so the offset is taken from the local addresses.
     """
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -415,8 +417,8 @@ _CUDNN_MAX_HEAD_DIM = 128
 def trace_fused_attention(cudnn: bool = False) -> Iterator[None]:
     """Trace half-precision attention on (fake) CUDA tensors to the flash kernel, or with a mask to the efficient one.
 
-    Without a GPU torch picks the decomposition into matmuls and a softmax; on one it picks a fused kernel, these or cuDNN's.
-    ``cudnn``: in place of the flash kernel, as on GPUs where torch prefers it.
+    Without a GPU torch picks the decomposition into matmuls and a softmax. On a GPU it picks a fused kernel: one of these, or
+    cuDNN's. ``cudnn``: trace to cuDNN's kernel in place of the flash kernel, as on GPUs where torch prefers it.
     """
     aten = torch.ops.aten
     operator = aten.scaled_dot_product_attention.default
@@ -471,7 +473,8 @@ def trace_fused_attention(cudnn: bool = False) -> Iterator[None]:
 def cold_compile(cache_folder: Any | None) -> Iterator[None]:
     """Compile as if for the first time: Dynamo and in-memory caches empty, FX graph caches off, kernels in ``cache_folder``.
 
-    None: where they always are. Processes that give the same folder build each kernel once. C++ headers are the machine's.
+    With ``cache_folder`` None, kernels are in their usual folder. Processes that give the same folder build each kernel once.
+    C++ headers are the machine's.
     """
     from unittest import mock
 
@@ -502,9 +505,10 @@ def without_graph_cache() -> Iterator[None]:
 
 
 def write_plain_cpp() -> None:
-    """Have Inductor's C++ in this process use no vector instructions, unless the environment says something of them.
+    """Have Inductor's C++ in this process use no vector instructions, unless the environment says something about them.
 
-    It compiles faster, and takes no process to try each kind of them. For ranks that show what is computed.
+    Such code compiles faster, and Inductor starts no process to try each kind of vector instructions. This is for ranks that
+    show what is computed.
     """
     from torch._inductor import config
 
@@ -513,7 +517,7 @@ def write_plain_cpp() -> None:
 
 
 def functorch_config(settings: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """AOTAutograd's options as ``settings`` has them, which were saved with what it compiled."""
+    """A context with the options of AOTAutograd in ``settings``, which were saved with the code that it compiled."""
     from torch._functorch import config
 
     return config.patch(settings)
@@ -522,7 +526,8 @@ def functorch_config(settings: dict[str, Any]) -> contextlib.AbstractContextMana
 def multicast_support(device_index: int) -> bool | None:
     """Whether torch says that a GPU has NVLink multicast; None when this build can't tell. Creates nothing.
 
-    Where the variable by which torch leaves it unused is set, there is none, whatever this build of torch makes of it here.
+    ``TORCH_SYMM_MEM_DISABLE_MULTICAST=1`` makes torch leave multicast unused. If it is set, the answer is False, whatever this
+    build of torch does with the variable here.
     """
     if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
         return False

@@ -1,4 +1,4 @@
-"""Fake tensors: what tells one from another, and how to make one like another without running an operator."""
+"""Fake tensors: how to tell them apart, and how to make one like another without running an operator."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 
 def is_plain_fake(value: object, fake_mode: Any) -> bool:
-    """Whether ``value`` is a fake tensor of ``fake_mode`` that its dtype, device, sizes and strides say all about.
+    """Whether ``value`` is a fake tensor of ``fake_mode`` that its dtype, device, sizes and strides describe fully.
 
-    They don't where its numbers are known (a constant), it needs a gradient, or it is sparse or read as a conjugate.
+    They don't if the tensor's numbers are known (a constant), if it needs a gradient, or if it is sparse, or read as a
+    conjugate.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -24,17 +25,17 @@ def is_plain_fake(value: object, fake_mode: Any) -> bool:
 def fake_like(plain: Any, memory_of: torch.Tensor | None = None) -> torch.Tensor:
     """A new fake tensor like ``plain`` (:func:`is_plain_fake`), in memory of its own or in that of another tensor.
 
-    It is made as FakeTensorMode makes those of results that its cache knows. It adds no guard on symbolic sizes.
+    It is made in the way in which FakeTensorMode makes results that are in its cache. No guard on symbolic sizes is added.
     """
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._mode_utils import no_dispatch
 
     mode, shape, stride = plain.fake_mode, plain.shape, plain.stride()
-    # set_ asks whether the memory is long enough for what is to lie in it.
+    # set_ checks whether the memory is long enough for the tensor.
     memory = 0 if memory_of is None else memory_of.untyped_storage().nbytes()
     are_known = all(isinstance(size, int) for size in (*shape, *stride, plain.storage_offset(), memory))
     no_guards = contextlib.nullcontext() if are_known else mode.shape_env.suppress_guards()
-    with no_dispatch(), no_guards:  # neither that of the tensor's own mode nor that of others that are on
+    with no_dispatch(), no_guards:  # no dispatch to the tensor's own mode or to other active modes
         meta = torch.empty_strided(shape, stride, dtype=plain.dtype, device="meta")
         if memory_of is not None:
             meta.set_(memory_of.untyped_storage(), plain.storage_offset(), shape, stride)
@@ -42,7 +43,7 @@ def fake_like(plain: Any, memory_of: torch.Tensor | None = None) -> torch.Tensor
 
 
 def copy_dynamo_marks(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """``target``, with what ``torch._dynamo.mark_dynamic`` and its like have noted of ``source``."""
+    """``target``, with the marks that ``torch._dynamo.mark_dynamic`` and similar functions left on ``source``."""
     marks = {
         name: value for name, value in vars(source).items() if name.startswith("_dynamo_") or name == "_specialize_on"
     }

@@ -93,7 +93,7 @@ def inductor_code(
 
 
 def _make_lazy_patterns() -> None:
-    """Let Inductor trace its own patterns while torch.cuda still says what is true; with a presented GPU it would use it."""
+    """Let Inductor trace its own patterns while torch.cuda still tells the truth. It would use a GPU that is only presented."""
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

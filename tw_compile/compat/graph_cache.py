@@ -1,4 +1,4 @@
-"""Inductor's cache of whole graphs: whether it is on, where it is, and what it goes by beyond the graph."""
+"""Inductor's cache of whole graphs: whether it is on, where it is, and what its keys depend on besides the graph."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def graph_cache_folder(options: Mapping[str, Any]) -> Path | None:
 
 
 def compile_settings(options: Mapping[str, Any]) -> str:
-    """What a graph is compiled by beyond itself, as text: versions, modes of this thread, Inductor's options.
+    """What compiling depends on besides the graph, as text: versions, modes of this thread, Inductor's options.
 
-    Equal in processes that do the same, except where an option holds an object that has no identity beyond its process.
+    The text is equal in processes that do the same, except where an option holds an object without an identity beyond its
+    process.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor import config

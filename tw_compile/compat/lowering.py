@@ -9,11 +9,12 @@ import torch
 
 
 def lower_as_calls(operators: Sequence[torch._ops.OpOverload]) -> None:
-    """Have Inductor call ``operators`` as they are, laid out as their tags say, as it does by itself, but for two things.
+    """Have Inductor call ``operators`` as they are, with operands laid out as their tags say.
 
-    By itself it first writes out for its log all that their operands are computed from: of a late layer, for minutes. And
-    generated Python code calls ``operator.direct``, without the dispatcher. What Inductor has chosen by itself, in a graph that
-    was compiled before, is replaced.
+    Inductor does this by itself, but here two things differ. By itself it first writes into its log everything that the
+    operands are computed from, which takes minutes for a late layer; here it does not. And here generated Python code calls
+    ``operator.direct``, without the dispatcher. A lowering that Inductor chose by itself, for a graph compiled before, is
+    replaced.
     """
     from torch._inductor.lowering import lowerings, make_fallback, register_lowering, tag_to_layout_constraint
     from torch._library.utils import get_layout_constraint_tag
@@ -31,7 +32,7 @@ def _direct_call(operator: torch._ops.OpOverload) -> Any:
     from torch.utils import _pytree as pytree
 
     class DirectCall(ir.FallbackKernel):
-        """Of an operator; code in C++ goes through the dispatcher, which finds it by its name."""
+        """A call of an operator. Generated C++ goes through the dispatcher, which finds the operator by its name."""
 
         def try_get_kernel_name(self) -> str | None:
             name = super().try_get_kernel_name()

@@ -10,15 +10,16 @@ from weakref import WeakKeyDictionary
 import torch
 
 _examples: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""By the environment of the symbols. Not its own hints: those are part of the cache's keys of all of its graphs."""
+"""By shape environment, the examples of its new sizes. They are not stored as the environment's own hints, because these are
+part of the cache keys of all its graphs."""
 
 
 def new_size(like: torch.Tensor, low: int, high: int, example: int) -> torch.SymInt:
-    """A size that an operator computes, of which nothing is known but that it is from ``low`` to ``high``.
+    """A size that an operator computes. Nothing is known about it, except that it is from ``low`` to ``high``.
 
-    ``like`` is a fake tensor of a mode with symbols. ``example`` is one value, which fits those of other sizes: Inductor may
-    run kernels to tune them, on tensors of such sizes. It would take the largest for each size that has none, and halves of
-    those sizes would be more than the whole, and read past its end (:func:`tune_for_examples`).
+    ``like`` is a fake tensor of a mode with symbols. ``example`` is one value of the size, which fits the examples of other
+    sizes. Inductor may run kernels to tune them, on tensors of the examples' sizes. For a size without an example it would take
+    the largest value. Then the halves would be larger than the whole, and read past its end (:func:`tune_for_examples`).
     """
     from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
 
@@ -30,7 +31,7 @@ def new_size(like: torch.Tensor, low: int, high: int, example: int) -> torch.Sym
 
 
 def example_of(size: torch.SymInt, otherwise: int) -> int:
-    """The value that ``size`` had when its graph was traced; ``otherwise`` for one that had none."""
+    """The value that ``size`` had when its graph was traced; ``otherwise`` if it had none."""
     return int(size.node.hint) if size.node.has_hint() else otherwise
 
 
@@ -38,8 +39,8 @@ def example_of(size: torch.SymInt, otherwise: int) -> int:
 def tune_for_examples() -> None:
     """Have Inductor choose and tune kernels for the examples of sizes that it doesn't know.
 
-    In 2.11 it takes kernels with such sizes for small ones, of 8192 elements, whatever hints there are, which made those of
-    halves half as fast. Kernels without such sizes are as they were.
+    In 2.11 Inductor takes kernels with unknown sizes for small ones, of 8192 elements, whatever hints there are. This made the
+    kernels of halves half as fast. Kernels without unknown sizes stay as they were.
     """
     from torch._inductor.codegen.triton import TritonKernel
     from torch._inductor.graph import GraphLowering

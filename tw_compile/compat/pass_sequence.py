@@ -10,7 +10,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 
 class PassSequence(CustomGraphPass):
-    """Several passes as one; identified only if each of them is."""
+    """Several passes as one. It has a uuid only if each of the passes has one."""
 
     def __init__(self, passes: list[Callable[[fx.Graph], object]]) -> None:
         self.passes = passes

@@ -1,4 +1,4 @@
-"""Whether a message should be fused: what an unfused all_reduce would use, and tables of bytes that say what is faster.
+"""Whether a message should be fused: what an unfused all_reduce would use, and tables that say at which sizes fusing pays.
 
 Nothing here imports torch. :mod:`tw_compile.current` asks torch about the process's device and group.
 """

@@ -1,4 +1,7 @@
-"""Which all_reduce would run if a message were not fused: a pure function, each host's own, of what all ranks know."""
+"""Which all_reduce would run if a message were not fused.
+
+Each host has a pure function of its own for this, of values that all ranks know.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ def active_backend(
 ) -> Active:
     """What an all_reduce of ``nbytes`` per rank would use.
 
-    GPUs of one host that have peer access are taken to be joined by NVLink, all with all, as the tables' machines are.
+    GPUs of one host that have peer access are assumed to be joined by NVLink, each with all others, like the tables' machines.
     """
     if settings.backend != "auto":
         return Active(Backend(settings.backend), "requested")

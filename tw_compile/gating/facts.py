@@ -29,12 +29,12 @@ BACKENDS = tuple(str(backend) for backend in Backend)
 
 @dataclass(frozen=True)
 class Node:
-    """What all_reduces run on.
+    """The hardware that all_reduces run on.
 
     Attributes:
         capability: The device's compute capability; None: not a known NVIDIA GPU.
         multicast: Whether NVLink multicast can be used.
-        peer_access: Whether the GPUs can work on each other's memory. Hosts go by what the hardware can:
+        peer_access: Whether the GPUs can work on each other's memory. Hosts decide by what the hardware can do:
             TW_COMPILE_PEER_ACCESS is for tw_compile alone.
     """
 
@@ -52,7 +52,7 @@ class Node:
 
     @property
     def device_class(self) -> str:
-        """The table that is about this device."""
+        """The name of the device class whose table is about this device."""
         known = {(9, 0): "sm90-multicast" if self.multicast else "sm90", (10, 0): "sm100", (10, 3): "sm103"}
         return known.get(self.capability, "generic") if self.capability else "generic"
 
@@ -65,7 +65,7 @@ class HostFacts:
         backend: See :class:`Settings`.
         one_shot_max_bytes: See :class:`Settings`.
         disable_custom_all_reduce: Whether a host that has an all_reduce of its own is told not to use it.
-        installed: Whether a Python package can be imported.
+        installed: Says whether the Python package of a name can be imported.
     """
 
     backend: str = "auto"
@@ -79,13 +79,13 @@ class Settings:
     """What the program that runs the model has been told about its all_reduces. Hosts that are told more derive a class.
 
     Attributes:
-        host: Whose dispatch it is, one of :func:`tw_compile.gating.hosts.host_names`.
-        backend: ``auto`` follows that dispatch, else the name of a backend that is taken for granted.
+        host: The host whose dispatch applies, one of :func:`tw_compile.gating.hosts.host_names`.
+        backend: ``auto`` follows the host's dispatch; otherwise the name of a backend that is taken for granted.
         one_shot_max_bytes: The largest message that Inductor gives to its one-shot kernel; 0 if it never does.
 
     Raises:
         ValueError: A name is unknown.
-        TypeError: Settings of that host are of another class.
+        TypeError: The settings of that host are of another class.
     """
 
     host: str = DEFAULT_HOST
@@ -103,7 +103,7 @@ class Settings:
     def from_environment(cls, host: str, environment: Mapping[str, str], facts: HostFacts | None = None) -> Settings:
         """The settings of ``host`` as its environment variables have them; ValueError names the variable.
 
-        What belongs to another host is not read.
+        Variables of other hosts are not read.
         """
         return dispatch_of(host).read(host, environment, facts or HostFacts())
 

@@ -1,4 +1,4 @@
-"""The decision: is a message of so many bytes fused, or left to the all_reduce that would carry it otherwise?"""
+"""The decision whether a message of some size is fused, or left to the all_reduce that would carry it otherwise."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Verdict:
     Attributes:
         backend: What an unfused all_reduce of it would use; ``backend_why`` says by which rule.
         fused: Whether fusing pays.
-        transport: That of the table, when fused: ``auto``, ``p2p``, ``multimem`` or ``nccl``.
-        entry: The file and the range that said so; ``source``: where that comes from.
-        note: What there is to say about a message whose size is known by its bounds only.
+        transport: The transport that the table names, when fused: ``auto``, ``p2p``, ``multimem`` or ``nccl``.
+        entry: The file and the range that decided; ``source``: where this range comes from.
+        note: A remark about a message of which only the bounds of the size are known.
     """
 
     nbytes: int
@@ -36,7 +36,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """One line."""
+        """The decision in one line."""
         decided = "fused" if self.fused else "left"
         note = f"; {self.note}" if self.note else ""
         return f"{size(self.nbytes)}, unfused it would be {self.backend}: {decided} by {self.entry}{note}"
@@ -44,12 +44,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Gate:
-    """Decides by ``tables``, of which the first that has a range for the world size and backend counts.
+    """Decides by ``tables``: the first one that has a range for the world size and backend counts.
 
     A pure function of values that are equal on all ranks (:mod:`tw_compile.current` sees to it), so that no rank waits
     in a kernel that another one did not launch. The last table has a range for everything.
 
-    ``accuracy``: what wires cost the checkpoint that is running, where an option names a file that says it.
+    ``accuracy``: what wires cost the running checkpoint in accuracy, where an option names a file that says it.
     """
 
     node: Node
@@ -66,7 +66,7 @@ class Gate:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
     def decide(self, nbytes: int, *, world_size: int, dtype: str, hosts: int = 1) -> Verdict:
-        """About one message of ``nbytes`` per rank.
+        """Decide about one message of ``nbytes`` per rank.
 
         Args:
             dtype: ``bfloat16``, ``float16`` or ``float32``.
@@ -90,10 +90,11 @@ class Gate:
     def decide_range(
         self, tokens: tuple[int, int | None], row_bytes: int, *, world_size: int, dtype: str, hosts: int = 1
     ) -> Verdict:
-        """About a message whose token count is known by its bounds only (inclusive; None: unbounded), as a graph has it.
+        """Decide about a message of which only the bounds of the token count are known (inclusive; None: unbounded).
 
-        One graph serves all sizes, so it is fused if any size of the range is: the fused operator is right at all sizes, and
-        an unfused graph would lose what fusing is for. It is left only where every size is left.
+        A graph knows only these bounds. One graph serves all sizes, so the message is fused if any size of the range would be.
+        The fused operator is right at all sizes, and an unfused graph would lose what fusing is for. The message is left only
+        where every size would be left.
         """
         verdicts = [
             self.decide(count * row_bytes, world_size=world_size, dtype=dtype, hosts=hosts)
@@ -122,7 +123,7 @@ class Gate:
         return self.ranges_for(world_size, backend)[1]
 
     def wire_entry(self, wire: str, *, world_size: int, transport: str) -> tuple[Table, WireEntry] | None:
-        """What says from which size on ``wire`` is faster over ``transport`` than exact rows; None where nothing does."""
+        """What says from which size on ``wire`` is faster over ``transport`` than exact rows: table and entry, or None."""
         for table in self.tables:
             for ranks in (world_size, ANY):
                 for entry in table.wires:
@@ -149,7 +150,7 @@ class Gate:
 
 
 def _keys(world_size: int, backend: str) -> Iterator[Key]:
-    """What a table may call it, the most exact first."""
+    """The keys that a table may have for a world size and backend, the most exact first."""
     for ranks in (world_size, ANY):
         for name in (str(backend), ANY):
             yield ranks, name

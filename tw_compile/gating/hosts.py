@@ -1,4 +1,7 @@
-"""The hosts whose dispatch of an unfused all_reduce is known, by name. Hosts put themselves here; none is imported for it."""
+"""The hosts whose dispatch of an unfused all_reduce is known, by name.
+
+Hosts add themselves here. This module imports none of them.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ if TYPE_CHECKING:
     from tw_compile.gating.facts import Active, HostFacts, Node, Settings
 
 DEFAULT_HOST = "pytorch"
-"""What compiles a model where nothing else is said to."""
+"""The host that compiles a model where no other host is named."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What a host does with an all_reduce that is not fused. All are pure functions, as ranks must come to the same.
+    """What a host does with an all_reduce that is not fused. All functions are pure, as ranks must get the same results.
 
     Attributes:
         settings: The class of what the host has been told about its all_reduces.
-        read: From the host's name, environment variables and what the process is like to ``settings``. It reads none but the
-            host's own variables, and raises a ValueError that names one that is wrong.
+        read: Makes ``settings`` from the host's name, environment variables and facts about the process. It reads only the
+            host's own variables, and raises a ValueError that names a wrong one.
         active: From node, ``settings``, world size, dtype, bytes of a rank's message and number of hosts to the backend.
         bounds: Every number of bytes at which ``active`` may change its answer.
     """

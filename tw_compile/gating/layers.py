@@ -1,7 +1,7 @@
-"""Where tables come from: what is shipped, what ranks measured, the user's file, the environment, an option; the later win.
+"""Where tables come from: what is shipped, what ranks measured, the user's file, the environment, an option; later ones win.
 
-A table of a higher layer replaces the ranges of the world sizes and backends that it has, and no others. One that is about
-another class of devices is read, so that its errors show, and not used.
+A table of a higher layer replaces the ranges of the world sizes and backends that it has, and no others. A table about another
+class of devices is read, so that its errors show, but not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def threshold_layers(
 
     Args:
         chosen: ``auto``, ``off``, or the file that an option names.
-        calibrated: What ranks measured by themselves, where there may be such.
+        calibrated: The layer of what ranks measured by themselves; None where there is no such layer.
 
     Raises:
         ValueError: A file cannot be read, or is wrong; the message names it and the key.
@@ -60,7 +60,7 @@ def threshold_layers(
 
 
 def _named(layer: str, value: str, who: str) -> Layer:
-    """What a variable or an option names; ``who`` goes before what is said about the file."""
+    """The layer that a variable or an option names; ``who`` goes before what error messages say about the file."""
     if value == OFF:
         return Layer(layer, OFF, _OFF_TABLE)
     if value == AUTO:

@@ -1,4 +1,5 @@
-"""Tables of ``configs/thresholds``: for a world size and an all_reduce backend, the bytes that fusing pays at.
+"""Tables of ``configs/thresholds``: for a world size and an all_reduce backend, the message sizes in bytes at which fusing
+pays.
 
 A table is a TOML file for one class of devices:
 
@@ -23,8 +24,8 @@ A table is a TOML file for one class of devices:
     from_bytes = 4194304                 # of one rank's message; from there on the wire is faster than exact rows
     source = "h200"
 
-The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out. Whether tokens are split
-is no table's to say: the planner decides it (:mod:`tw_compile.planning`).
+The ranges of a world size and backend follow each other in the file, begin at 0 and leave nothing out. No table says whether
+tokens are split: the planner decides that (:mod:`tw_compile.planning`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DECISIONS = ("fused", "left")
 ANY = "any"
 SOURCE_KEYS = {"measured": ("machine", "versions", "date", "command"), "public": ("table",), "default": ("why",)}
 REMOVED_KEYS = {"splits": "splits are planned now, see tw-compile plan"}
-"""Keys that tables once had, and what does their work."""
+"""Keys that tables once had, and what replaces them."""
 
 Key = tuple[int | str, str]
 """World size (or "any") and backend (or "any")."""
@@ -116,7 +117,7 @@ class Table:
 
 
 def size(nbytes: int) -> str:
-    """Exact, in the largest unit that it is a whole number of: ``262144`` -> ``"256 KiB"``."""
+    """The exact size as text, in the largest unit of which it is a whole number: ``262144`` -> ``"256 KiB"``."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -170,7 +171,7 @@ def table_text(table: Table, comment: str = "") -> str:
 
 
 def assignments(values: Iterable[tuple[str, Any]]) -> list[str]:
-    """Lines of TOML: numbers as they are, all else as text; those of None are left out."""
+    """Lines of TOML: numbers as they are, all else as text. Values that are None are left out."""
     return [
         f"{key} = {value if isinstance(value, int | float) else _text(value)}"
         for key, value in values
@@ -179,12 +180,12 @@ def assignments(values: Iterable[tuple[str, Any]]) -> list[str]:
 
 
 def _text(value: str) -> str:
-    # JSON's strings are TOML's, but for DEL, which TOML wants escaped.
+    # JSON strings are TOML strings, except for DEL, which TOML wants escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _check_ranges(entries: tuple[Entry, ...], file: str) -> None:
-    """The ranges of each key follow each other, begin at 0 and end open."""
+    """Check that the ranges of each key follow each other, begin at 0 and end open."""
     seen: set[Key] = set()
     for key, group in itertools.groupby(enumerate(entries), key=lambda pair: pair[1].key):
         end: int | None = 0
@@ -231,7 +232,7 @@ def _wire_entry(values: Any, where: str, sources: dict[str, Source]) -> WireEntr
 
 
 def _check_wires(wires: tuple[WireEntry, ...], file: str) -> None:
-    """One entry for a wire, a world size and a transport."""
+    """Check that there is one entry for a wire, a world size and a transport."""
     seen: set[tuple[str, int | str, str]] = set()
     for index, entry in enumerate(wires):
         key = (entry.wire, entry.world_size, entry.transport)
@@ -276,7 +277,10 @@ def _source(name: str, values: Any, file: str) -> Source:
 
 
 def _known(values: Any, required: tuple[str, ...], optional: tuple[str, ...], where: str) -> None:
-    """Exactly these keys; ``where`` is what goes before a key in a message: the file and the tables that it is in."""
+    """Check that ``values`` has all ``required`` keys, and no keys but these and the ``optional`` ones.
+
+    ``where`` is what goes before a key in a message: the file, and the tables that the key is in.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where.rstrip('.: ')}: expected a table, got {values!r}")
     expected = ", ".join((*required, *optional))

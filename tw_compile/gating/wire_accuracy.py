@@ -1,6 +1,7 @@
 """What ``tw-compile tune --wire ... --checkpoint`` has measured of one checkpoint: nats a token that a wire adds.
 
-A file of option ``wire_accuracy`` is about one checkpoint. A graph does not say which one it is of: who names the file says it.
+A file of option ``wire_accuracy`` is about one checkpoint. A graph does not say which checkpoint it is of. The user says it by
+naming the file.
 
     schema_version = 1
     checkpoint = "llama"                 # as it was given
@@ -66,7 +67,7 @@ class AccuracyCost:
 
 @dataclass(frozen=True)
 class CheckpointAccuracy:
-    """One file."""
+    """The contents of one file."""
 
     checkpoint: str
     digest: str
@@ -77,12 +78,12 @@ class CheckpointAccuracy:
         return f"wire-accuracy-{self.digest[:12]}.toml"
 
     def cost(self, wire: str, world_size: int, sites: str) -> AccuracyCost | None:
-        """Of the same sums, or of all; None where nothing was measured."""
+        """The cost at the same sums, or else at all sums; None where neither was measured."""
         by_key = {cost.key: cost for cost in self.costs}
         return by_key.get((wire, world_size, sites)) or by_key.get((wire, world_size, "all"))
 
     def with_costs(self, costs: Iterable[AccuracyCost]) -> CheckpointAccuracy:
-        """With these in the place of those of the same wire, ranks and sites."""
+        """A copy in which ``costs`` take the place of the costs of the same wire, ranks and sites."""
         return replace(self, costs=tuple({cost.key: cost for cost in (*self.costs, *costs)}.values()))
 
 
@@ -119,7 +120,7 @@ def read_accuracy(text: str, file: str) -> CheckpointAccuracy:
 
 
 def accuracy_text(accuracy: CheckpointAccuracy) -> str:
-    """The TOML of it, as :func:`read_accuracy` reads it."""
+    """The TOML of ``accuracy``, as :func:`read_accuracy` reads it."""
     head = {"schema_version": SCHEMA_VERSION, "checkpoint": accuracy.checkpoint, "digest": accuracy.digest}
     lines = assignments(head.items())
     for cost in accuracy.costs:

@@ -1,4 +1,4 @@
-"""A graph as it was, to go back to."""
+"""Copies of graphs, from which an earlier state can be restored."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch.fx as fx
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """The same nodes anew, each with a copy of its metadata; it belongs to no module."""
+    """A new graph with copies of all nodes and of their metadata. It belongs to no module."""
     copied = fx.Graph()
     _add(copied, graph)
     return copied
 
 
 def restore(graph: fx.Graph, before: fx.Graph) -> None:
-    """Replace all nodes of ``graph`` by those of ``before``, which is a :func:`copy_of` it. They may have other names."""
+    """Replace all nodes of ``graph`` by copies of those of ``before``, an earlier :func:`copy_of` it. Names may change."""
     for node in reversed(graph.nodes):
         graph.erase_node(node)
     _add(graph, before)

@@ -43,7 +43,8 @@ def operator_name(node: fx.Node) -> str:
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether computing the node twice gives two different values. ``fx.Node.is_impure`` is False for these operators.
 
-    An operator that a higher-order one calls counts, as ``auto_functionalized(bernoulli_, ...)``, and so does its subgraph.
+    An operator that is called through a higher-order operator counts too, as in ``auto_functionalized(bernoulli_, ...)``. So
+    does a node in a subgraph of a higher-order operator.
     """
     operators = [called for called in (node.target, *node.args) if isinstance(called, compat.OpOverload)]
     if any(torch.Tag.nondeterministic_seeded in called.tags for called in operators):
@@ -88,13 +89,13 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def is_lossless_cast(node: fx.Node) -> bool:
-    """A cast whose result holds every value of its input exactly, e.g. bf16 to fp32. Never said of float8."""
+    """Whether a cast's result holds every value of its input exactly, e.g. bf16 to fp32. Always False for float8."""
     source, result = value(node.args[0]), value(node)  # type: ignore[arg-type]
     assert source is not None and result is not None
     return _holds_all_values(result.dtype, source.dtype)
 
 
-@cache  # torch makes tensors to find the type that two promote to, and so runs whatever mode is on
+@cache  # torch makes tensors to find the promoted type, which would run any active mode
 def _holds_all_values(result: torch.dtype, source: torch.dtype) -> bool:
     if is_float8(source) or is_float8(result):
         return False
@@ -117,7 +118,7 @@ def constant(operand: object) -> float | None:
 
 
 def adds_once(add: fx.Node) -> bool:
-    """Whether an ``add`` scales its second operand by nothing (``alpha``)."""
+    """Whether an ``add`` leaves its second operand unscaled: ``alpha`` is 1 or not given."""
     return (*add.args[2:], *add.kwargs.values()) in ((), (1,))
 
 
@@ -171,7 +172,7 @@ def has_default_strides(tensor: torch.Tensor) -> bool:
 
 
 def makes_view(node: fx.Node) -> bool:
-    """Whether the operator's results are its operands' memory, by its schema."""
+    """Whether, by the operator's schema, one of its results shares memory with an operand."""
     if not isinstance(node.target, compat.OpOverload) or node.target._schema.is_mutable:
         return False
     return any(one.alias_info is not None for one in node.target._schema.returns)

@@ -50,17 +50,17 @@ _NODE_NAMES = (
 )
 FUSED_STARTS = ("fused_start", "fused_mm_start")
 NO_RESIDUAL = "no residual"
-# Arguments of the fused operator that say something about this site; the others are the same at every one.
+# Arguments of the fused operator that say something about a site. The other arguments are the same at every site.
 _TOLD_ARGUMENTS = ("residual_sharded", "residual_out", "transport")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One node. ``inputs`` are the names of the nodes it reads; ``detail`` is what else tells it from its likes;
-    ``module`` the last part of the path of the module it came from, ``half`` the half of the tokens that it computes, 1 or 2;
-    None where it is for all of them.
+    """One node of a graph.
 
-    Names are shortened, in the same way everywhere.
+    ``inputs`` are the names of the nodes it reads. ``detail`` has other arguments that distinguish it from similar nodes.
+    ``module`` is the last part of the path of the module it came from. ``half`` is the half of the tokens that it computes, 1
+    or 2; None where it computes all tokens. Names are shortened, in the same way everywhere.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True)
 class DiffLine:
-    """A line of a difference; ``folded`` ones stand for several unchanged nodes and have a text only."""
+    """A line of a difference. A ``folded`` line stands for several unchanged nodes, and has only a text."""
 
     change: Change
     line: Line | None
@@ -96,7 +96,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def describe(value: Any) -> str:
-    """``bf16[1, 4096, 8192]`` for a tensor; a tuple of tensors in brackets."""
+    """``bf16[1, 4096, 8192]`` for a tensor; for a tuple of tensors, the same in brackets; empty for all else."""
     if isinstance(value, torch.Tensor):
         dtype = _DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
         return f"{dtype}[{', '.join(str(size) for size in value.shape)}]"
@@ -126,10 +126,10 @@ def _short(name: str) -> str:
 
 
 def layer_nodes(graph: fx.Graph, layer: int) -> list[fx.Node]:
-    """What runs from the first matmul of decoder layer ``layer`` up to the first one of a later layer.
+    """The nodes from the first matmul of decoder layer ``layer`` up to the first matmul of a later layer.
 
-    These are both all_reduces of the layer with the norm that follows each; the norm before the first matmul belongs to
-    the all_reduce of the layer before.
+    They include both all_reduces of the layer, and the norm behind each. The norm before the first matmul belongs to the
+    all_reduce of the layer before.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     matmuls = [(index, layer_of(node)) for index, node in enumerate(nodes) if op_name(node) in MATMULS]

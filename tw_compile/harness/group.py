@@ -37,10 +37,10 @@ def process_group(spec: RanksSpec, rank: int, local_rank: int, init_method: str)
 
 
 def host_group(spec: RanksSpec) -> dist.ProcessGroup:
-    """All ranks of the default group by gloo, which puts nothing on a GPU and works whatever state that is in. Collective."""
+    """A new gloo group of all ranks. Gloo puts nothing on a GPU, and works whatever state the GPU is in. Collective."""
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=spec.timeout))
 
 
 def meet(group: dist.ProcessGroup) -> None:
-    """Return when all ranks of ``group``, which is gloo's, have called."""
+    """Return when all ranks of the gloo group ``group`` have called."""
     dist.all_reduce(torch.zeros(1), group=group)

@@ -1,4 +1,4 @@
-"""Start ranks as processes of this machine, and say what a launcher has started."""
+"""Start ranks as processes on this machine, and find out how many ranks a launcher has started."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Entry = Callable[[Spec, int, str, Connection], None]
 _GRACE_SECONDS = 5.0
 _WHERE = signal.SIGUSR1
 _ANSWER_SECONDS = 2.0
-"""For a rank to print where it is, before it is ended."""
+"""The time that a rank has to print the stacks of its threads before it is ended."""
 
 
 def torchrun_world_size() -> int | None:
-    """How many ranks a launcher has started, this process being one of them; None without a launcher."""
+    """The number of ranks that a launcher has started, including this process; None without a launcher."""
     if "RANK" not in os.environ:
         return None
     text = os.environ.get("WORLD_SIZE", "")
@@ -47,8 +47,8 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
 
     Raises:
         UsageError: The ranks found the request to be impossible.
-        RankError: A rank failed, died or did not finish in time; the other ranks have been ended. It has what rank 0 last
-            sent as ``"so far"``, and stands for Ctrl-C and SIGTERM, too, where something was sent.
+        RankError: A rank failed, died or did not finish in time; the other ranks have been ended. Its ``so_far`` is what rank 0
+            last sent as ``"so far"``. Ctrl-C and SIGTERM raise it, too, if rank 0 has sent anything.
     """
     with tempfile.TemporaryDirectory(prefix="tw_compile_") as scratch, contextlib.ExitStack() as stack:
         stack.enter_context(sigterm_interrupts())
@@ -71,9 +71,10 @@ def spawn_ranks(spec: Spec, progress: Progress, entry: Entry[Spec]) -> dict[str,
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """A time limit from outside ends a command as Ctrl-C does: what it has found is not lost, and its ranks are ended.
+    """Have SIGTERM raise KeyboardInterrupt inside of a ``with`` block, as Ctrl-C does.
 
-    Where somebody has said what SIGTERM does, it still does that.
+    So a time limit from outside ends a command's ranks, and the command's results are not lost. If SIGTERM already has a
+    handler, nothing changes.
     """
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -102,7 +103,7 @@ class _Rank:
         self.finished = False
 
     def receive(self) -> Iterator[tuple[str, Any]]:
-        """Every message that has arrived; ``("died", reason)`` when the process is gone without a last word."""
+        """Every message that has arrived; ``("died", reason)`` when the process has ended without a result or an error."""
         try:
             while self.messages.poll():
                 kind, payload = self.messages.recv()
@@ -120,13 +121,13 @@ class _Rank:
                 yield "died", _describe_exit(self.child.exitcode)
 
     def ask(self) -> None:
-        """Have the rank print the stacks of its threads; one that has not come to its work yet ends instead."""
+        """Have the rank print the stacks of its threads; a rank that has not begun its work yet ends instead."""
         if not self.child.join(0):
             os.kill(self.child.pid, _WHERE)
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Let those that have finished leave, end the others."""
+    """Wait for the ranks to leave if all have finished. Then end those that are still there."""
     if all(rank.finished for rank in ranks):
         for rank in ranks:
             rank.child.join(_GRACE_SECONDS)
@@ -167,7 +168,10 @@ def _watch(ranks: list[_Rank], timeout: float, progress: Progress) -> dict[str, 
 
 
 def _raise_cause(failures: list[tuple[_Rank, str, str]]) -> NoReturn:
-    """One rank's end makes the others fail too: a rank that died without a word goes first, then the earliest."""
+    """Raise the failure that most likely caused the others, as one rank's end makes the other ranks fail, too.
+
+    A usage error goes first, then a rank that died without a message, then the earliest failure.
+    """
     for _, kind, text in failures:
         if kind == "usage":
             raise UsageError(text)
@@ -186,9 +190,9 @@ def _describe_exit(code: int | None) -> str:
 
 
 def report_to_parent(messages: Connection, work: Callable[[Progress], dict[str, Any]]) -> None:
-    """Send what ``work`` is doing, and its result or how it failed; then this process ends.
+    """Send the parent what ``work`` is doing, and then its result or how it failed; end this process.
 
-    When it is asked (:meth:`_Rank.ask`) it prints where it is.
+    On request (:meth:`_Rank.ask`) this process prints the stacks of its threads.
     """
     faulthandler.register(_WHERE)
     try:

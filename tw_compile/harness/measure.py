@@ -19,7 +19,7 @@ HEAD_START_CYCLES = 500_000
 
 
 def gpu_us(work: Callable[[], object]) -> float:
-    """Microseconds from one event on the current stream to another behind ``work``, which is over on return."""
+    """Microseconds between events before and behind ``work`` on the current stream. On return the GPU has done the work."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     work()
@@ -41,14 +41,14 @@ class Timer(Protocol):
     """Runs a contender's calls and says how long one took."""
 
     def run(self) -> float:
-        """Microseconds a call on this rank; all ranks at once."""
+        """Microseconds per call on this rank; all ranks must run it at the same time."""
 
 
 class GraphTimer:
-    """``count`` calls, in turn from ``calls``, as one CUDA graph between two events on the GPU."""
+    """Times ``count`` calls, taken in turn from ``calls``, as one CUDA graph between two events on the GPU."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
-        self._calls = calls  # the graph holds addresses only: inputs stay alive with what made them
+        self._calls = calls  # a graph holds only addresses: the calls keep their inputs alive
         self._graph = capture(calls, count)
         self._count = count
         self._one = torch.ones(1, device="cuda")
@@ -61,7 +61,10 @@ class GraphTimer:
 
 
 def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUDAGraph:
-    """``count`` calls, in turn from ``calls``. All must have run before: nothing can be compiled or agreed during capture."""
+    """Capture ``count`` calls, taken in turn from ``calls``, as a CUDA graph.
+
+    All calls must have run before: during capture nothing can be compiled, and ranks can't agree on anything.
+    """
     graph = torch.cuda.CUDAGraph()
     causes: list[Exception] = []
     torch.cuda.synchronize()
@@ -81,7 +84,7 @@ def capture(calls: Sequence[Callable[[], object]], count: int) -> torch.cuda.CUD
 
 
 class LoopTimer:
-    """``count`` calls in turn from ``calls``, by the host's clock."""
+    """Times ``count`` calls, taken in turn from ``calls``, by the host's clock."""
 
     def __init__(self, calls: Sequence[Callable[[], object]], count: int) -> None:
         self._calls = calls

@@ -14,7 +14,7 @@ from tw_compile.harness.spec import ONE_SHOT_BOUND, TWO_SHOT_BOUND
 
 SUFFIXES = (".png", ".svg")
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart, with wine for yellow, too faint for lines.
+# Okabe and Ito's colours, which people with any colour vision can tell apart. Wine replaces yellow, too faint for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255")
 _MARKERS = "osD^vP*X"
 _BOUND_LINES = {TWO_SHOT_BOUND: "--", ONE_SHOT_BOUND: ":"}
@@ -47,9 +47,9 @@ def require(path: str) -> None:
 
 @dataclass(frozen=True)
 class Panel:
-    """A number of ``rows`` against tokens; ``settings`` are those of matplotlib's axes.
+    """One plot: the number ``field`` of ``rows`` against tokens. ``settings`` go to matplotlib's ``Axes.set``.
 
-    ``title`` stands over it; ``line`` is a height that is marked.
+    ``title`` stands above the plot. ``line`` is a height at which a horizontal line is drawn.
     """
 
     rows: Sequence[Point]
@@ -65,7 +65,10 @@ def times_panel(rows: Sequence[Point], unit: str, title: str = "") -> Panel:
 
 
 def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
-    """Lines of as many panels each, written to ``path``; shares are in percent. Panels without a number are left out."""
+    """Draw ``lines``, each of equally many panels, and write the picture to ``path``. Shares are in percent.
+
+    Columns of panels without any number are left out.
+    """
     drawn = [
         any(getattr(row, line[index].field) is not None for line in lines for row in line[index].rows)
         for index in range(len(lines[0]))
@@ -86,16 +89,16 @@ def draw(lines: Sequence[Sequence[Panel]], title: str, path: str) -> None:
         tokens_axis(axis, sorted({row.tokens for row in panel.rows}))
         if panel.settings.get("yscale") == "log":
             label_log_axis(axis.yaxis)
-    figure.canvas.draw()  # settles the limits that the labels are placed by
+    figure.canvas.draw()  # fixes the axis limits that the labels' places depend on
     for axis, panel in placed:
         label_ends(axis)
         if panel.line is not None:
-            axis.axhline(panel.line, color="#777777", linewidth=1.0)  # after the labels, which every line gets
+            axis.axhline(panel.line, color="#777777", linewidth=1.0)  # after label_ends(), which labels every line
     save(figure, path, title)
 
 
 def new_figure(width: float, height: float, lines: int, columns: int) -> tuple[Any, Any]:
-    """A figure of so many inches, and its axes as an array ``[lines, columns]``."""
+    """A figure of ``width`` x ``height`` inches, and its axes as an array ``[lines, columns]``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -115,11 +118,11 @@ def save(figure: Any, path: str, title: str | None = None) -> None:
 
 
 def draw_lines(panel: Any, rows: Sequence[Point], field: str) -> None:
-    """A line for every contender that has the number; bounds are thin and without colour."""
+    """Draw a line for every contender that has the number ``field``; lines of bounds are thin and grey."""
     styles = _styles(rows)
     for label, style in styles.items():
         points = sorted((row for row in rows if row.label == label), key=lambda row: row.tokens)
-        # The line breaks where a size between two others has no number.
+        # Sizes without a number at the end are dropped; a size without a number between two others breaks the line.
         while points and getattr(points[-1], field) is None:
             points.pop()
         if not points:
@@ -168,7 +171,7 @@ def tokens_axis(panel: Any, tokens: Sequence[int]) -> None:
 
 
 def label_log_axis(axis: Any) -> None:
-    """Numbers at 1, 2 and 5 of each power of ten: a range of less than one has hardly any of the powers alone."""
+    """Put numbers at 1, 2 and 5 times each power of ten, as a range of less than a decade has at most one power of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -202,9 +205,9 @@ def label_ends(panel: Any) -> None:
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:
-    """Heights from 0 to 1 in the same order, at least ``gap`` apart, and near to where they were.
+    """Move ``heights`` at least ``gap`` apart, from 0 to 1, in the same order and near to where they were.
 
-    More than fit are spread evenly.
+    If there are more heights than fit, all are spread evenly.
     """
     gap = min(gap, 1 / max(len(heights) - 1, 1))
     order = sorted(range(len(heights)), key=lambda index: heights[index])
@@ -224,7 +227,10 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _lowest(group: Sequence[int], heights: Sequence[float], gap: float) -> float:
-    """Where neighbours ``gap`` apart begin, so that their middle is where they want to be and none leaves the panel."""
+    """The lowest place of a group of labels that are ``gap`` apart.
+
+    The middle of the group is at the mean of the labels' heights, or as near as all labels stay inside of the panel.
+    """
     extent = gap * (len(group) - 1)
     middle = sum(heights[index] for index in group) / len(group)
     return min(max(middle - extent / 2, 0.0), 1.0 - extent)

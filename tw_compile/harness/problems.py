@@ -1,9 +1,11 @@
-"""Problems for checks on GPUs: inputs that differ by rank, the unfused way, and the error budget between them.
+"""Problems for checks on GPUs: inputs that differ by rank, the unfused computation, and the error budget that it sets.
 
-The error against float64 (root mean square, overall and in the worst row, and maximum) may be at most 1.1 times that of the
-unfused way: the process group's all_reduce in the message's dtype, then residual add and norm as Hugging Face models do them.
+The error against float64 (root mean square, overall and in the worst row, and maximum) may be at most 1.1 times the error of
+the unfused computation. The unfused computation is the process group's all_reduce in the message's dtype, then residual add
+and norm as Hugging Face models do them.
 
-The group is NCCL's, or gloo's where ranks share GPUs: a ring too, whose hops each round the sum to the message's dtype.
+The group is NCCL's, or gloo's where ranks share GPUs. Gloo's all_reduce is a ring, too: each hop rounds the sum to the
+message's dtype.
 """
 
 from __future__ import annotations
@@ -40,14 +42,15 @@ LEAST_AMAX = 1e-10
 SCALE_GROUP = 128
 
 Scales = Literal["", "token", "group"]
-"""What has a float8 scale of its own, made of the values: each token, or each group of 128 columns; empty: none is made."""
+"""What has its own float8 scale, computed from the values: each token, or each group of 128 columns; empty: nothing."""
 
 
 @dataclass
 class Context:
-    """What a check gets. ``expect`` records and goes on, so that no rank leaves the others alone in a collective.
+    """What a check gets.
 
-    ``counts`` go into the report of the run, beside the outcome. ``shortened_by``: see :meth:`calls`.
+    ``expect`` records a failure and goes on. If it raised, the other ranks would wait in a collective. ``counts`` go into the
+    report of the run, beside the outcome. ``shortened_by``: see :meth:`calls`.
     """
 
     rank: int
@@ -63,11 +66,11 @@ class Context:
             self.failures.append(message)
 
     def calls(self, count: int) -> int:
-        """How many calls a check makes that should make very many."""
+        """The number of calls to make in a check that should make very many: ``count`` divided by ``shortened_by``."""
         return count // self.shortened_by
 
     def generator(self, *seed: int) -> torch.Generator:
-        """The same stream of numbers on all ranks for equal seeds."""
+        """A generator that gives all ranks the same random numbers for equal seeds."""
         return torch.Generator(self.device).manual_seed(sum(part * 7919**i for i, part in enumerate(seed)) % 2**31)
 
 
@@ -88,7 +91,7 @@ class Form:
     norm_bias: bool = False
 
     def norm(self, hidden_size: int | None = None) -> NormSpec:
-        """What the operator is asked for. ``hidden_size`` has to be said if scales are made of rows."""
+        """The norm that the operator is asked for. ``hidden_size`` is required if scales are computed from the results."""
         cast = self.dtype if self.weight == "cast" else None
         offset = 1.0 if self.weight == "offset" else 0.0
         hidden_dtype = FP8 if self.quantises else self.dtype
@@ -106,14 +109,14 @@ class Form:
 
 
 def made_scales(norm: NormSpec, scales: Scales, hidden_size: int) -> NormSpec:
-    """``norm`` with float8 results whose scales are made of them, as vLLM does for each token, or group of 128 columns."""
+    """``norm`` with float8 results and scales computed from these results, as vLLM does per token or group of 128 columns."""
     columns, least = (hidden_size, LEAST_SCALE) if scales == "token" else (SCALE_GROUP, LEAST_AMAX / FP8_MAX)
     return replace(norm, hidden_dtype=FP8, scale_columns=columns, min_scale=least, divides_by_scale=True)
 
 
 @dataclass
 class Problem:
-    """Inputs of one call on this rank; ``residual`` is whole here, ``request`` slices it for sharded forms."""
+    """Inputs of one call on this rank. ``residual`` has all rows; :meth:`request` takes this rank's rows for sharded forms."""
 
     form: Form
     x: torch.Tensor
@@ -216,7 +219,7 @@ def dequantised(hidden: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def quantised(hidden: torch.Tensor, form: Form) -> torch.Tensor:
-    """float8, saturating, as operators of its own do it; unchanged where the form asks for none."""
+    """``hidden`` as saturated float8, as separate quantisation operators compute it; unchanged if ``form`` has no float8."""
     if form.scales:
         return by_made_scales(hidden, form.norm(hidden.shape[1]))
     if form.hidden_scale is None:
@@ -252,7 +255,7 @@ def _unfused(ctx: Context, problem: Problem) -> tuple[torch.Tensor, torch.Tensor
 def in_codes(ctx: Context, problem: Problem, wire: Wire) -> Results:
     """``(hidden, h)`` as ranks get them by ``wire``, in torch; for results that are not float8.
 
-    Owners of rows add their own part as it is. The sums are float32.
+    The owner of a row adds its own partial sum exactly, not in codes. The sums are float32.
     """
     own = slice(*row_range(len(problem.x), ctx.world_size, ctx.rank))
     total = round_trip(problem.x, wire.sums).to(torch.float32, copy=True)
@@ -274,7 +277,7 @@ def expect_right(
     want: Results | None = None,
     base: Results | None = None,
 ) -> None:
-    """``results`` of a call: within the error budget, and equal bits on all ranks.
+    """Expect ``results`` of a call to be within the error budget, and to have equal bits on all ranks.
 
     ``want`` and ``base`` are :func:`exact` and :func:`unfused`, which are computed where they are not given.
     """
@@ -297,10 +300,11 @@ def expect_right(
 def expect_within_budget(
     ctx: Context, name: str, got: torch.Tensor, base: torch.Tensor, want: torch.Tensor, *, budget: str = "unfused"
 ) -> None:
-    """``got`` is as near to ``want`` (float64) as ``base``: overall, in the worst row, in the worst element.
+    """Expect the error of ``got`` against ``want`` (float64) to be at most ``ERROR_RATIO`` times that of ``base``.
 
-    ``budget`` is what the message calls ``base``.
-    Slack: 4 float32 ulps for the root mean squares, 1 ulp of the result's dtype for the element.
+    This holds for the root mean square overall and of the worst row, and for the worst element. There is a slack of 4 float32
+    ulps for the root mean squares, and of 1 ulp of the result's dtype for the element. ``budget`` is what the message calls
+    ``base``.
     """
     if want.numel() == 0:
         return

@@ -20,7 +20,7 @@ from tw_compile.harness.requests import RanksSpec
 
 T = TypeVar("T")
 Keep = Callable[[dict[str, Any]], None]
-"""Hands a result that lacks what is not done yet to the parent, which has it should a rank fail later."""
+"""Sends an unfinished result to the parent, so that the parent has this result if a rank fails later."""
 
 
 class UnavailableError(RuntimeError):
@@ -50,10 +50,10 @@ class Ranks:
         return first_obstacle(obstacles)
 
     def together(self, work: Callable[[], T]) -> T:
-        """``work()`` on every rank; when it raises on one, :class:`UnavailableError` on all.
+        """Run ``work()`` on every rank; if it raises on any rank, raise :class:`UnavailableError` on all ranks.
 
-        May be nested: a rank that fails before an inner call meets the others, which are in the inner one, in the agreement
-        of its outer one.
+        Calls may be nested. A rank that fails before an inner call goes on to the agreement of its outer call. There it meets
+        the other ranks, which are in the agreement of the inner call.
         """
         obstacle: str | None = None
         result: list[T] = []
@@ -70,12 +70,12 @@ class Ranks:
 
 
 _symmetric_memory: list[tuple[torch.Tensor, Any]] = []
-"""Never given back: a pool hands freed blocks out again in an order that ranks need not share."""
+"""Keeps all buffers alive: if they were freed, a pool could reuse the blocks in a different order on each rank."""
 
 
 def symmetric_memory(ranks: Ranks, nbytes: int, device: torch.device) -> tuple[torch.Tensor, Any]:
-    """So many bytes on every rank, and torch's handle of those of all ranks. Collective."""
-    # Ranks meet after the part that can fail on one of them alone: the rendezvous waits for all.
+    """A buffer of ``nbytes`` bytes on every rank, and torch's handle to the buffers of all ranks. Collective."""
+    # The allocation can fail on one rank alone, so ranks agree on it before the rendezvous, which waits for all ranks.
     buffer = ranks.together(lambda: compat.symm_mem_empty(nbytes, device))
     handle, *_ = compat.symm_mem_rendezvous(buffer, ranks.ctx.group_name)
     _symmetric_memory.append((buffer, handle))
@@ -89,7 +89,7 @@ def work_as_rank(
     messages: Connection,
     work: Callable[[Ranks, Progress, Keep], dict[str, Any]],
 ) -> None:
-    """Be a spawned rank: join the others, do ``work``, tell the parent what comes of it and on which device, and end."""
+    """Work as a spawned rank: join the others, do ``work``, send its result and the device's name to the parent, and end."""
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(spec.world_size))
 
     def joined(progress: Progress) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def work_as_rank(
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Type and first line of the message; of what a backend of torch.compile raised, if that is what failed."""
+    """Type and first line of the message of ``error``, or of the inner error if a backend of torch.compile raised one."""
     error = getattr(error, "inner_exception", error)
     lines = str(error).strip().splitlines() or ["no message"]
     text = f"{type(error).__name__}: {lines[0]}"

@@ -1,4 +1,4 @@
-"""What any work on several ranks is asked for, and how it says that it was asked for something impossible. Imports no torch."""
+"""Requests for work on several ranks, and the errors that such work raises. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class RankError(RuntimeError):
     """A rank failed or went silent; the message names it and carries its traceback.
 
     Attributes:
-        so_far: A result that lacks what rank 0 had not done by then; None where it had sent none.
+        so_far: The unfinished result that rank 0 sent last; None where rank 0 had sent none.
     """
 
     def __init__(self, message: str, so_far: dict[str, Any] | None = None) -> None:
@@ -22,7 +22,7 @@ class RankError(RuntimeError):
 
 
 class RanksSpec(Protocol):
-    """What starting ranks needs to know: how many, on ``cuda`` or ``cpu``, and after how many seconds they have failed."""
+    """What is needed to start ranks: how many, on ``cuda`` or ``cpu``, and after how many seconds they count as failed."""
 
     @property
     def world_size(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Rows of a report: what those of every benchmark have, what follows from them, and how they become CSV. Imports no torch."""
+"""Rows of a report: the fields that all benchmarks share, what is derived from them, and CSV output. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal["timed", "computed", "not served", "error", "numerics failed"]
 
 
 class Measured(Protocol):
-    """What a row of a benchmark with ranks of its own has."""
+    """The fields of a row of any benchmark that starts its own ranks."""
 
     label: str
     kind: str
@@ -42,13 +42,13 @@ def failures(rows: Iterable[AnyRow]) -> list[AnyRow]:
 
 
 def csv_of(report: dict[str, Any], names: Iterable[str], rows: Sequence[dict[str, Any]] | None = None) -> str:
-    """One line a row of ``report``, or of ``rows``, each with ``names`` of the report, its peer access and its versions."""
+    """CSV with a line for each row of ``report``, or of ``rows``; each has the report's ``names``, peer access and versions."""
     common = {name: report[name] for name in (*names, "peer_access")} | report["versions"]
     return csv_text(report["rows"] if rows is None else rows, common)
 
 
 def csv_text(rows: Sequence[dict[str, Any]], common: dict[str, Any]) -> str:
-    """One line a row, each with what is ``common`` to all."""
+    """CSV with a line for each row; each line also has the values in ``common``."""
     lines = [row | common for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, lines[0] if lines else common, lineterminator="\n")

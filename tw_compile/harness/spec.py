@@ -9,11 +9,11 @@ from tw_compile.harness.requests import UsageError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 ONE_SHOT_BOUND, TWO_SHOT_BOUND = "one-shot-bound", "two-shot-bound"
-"""Labels of computed rows: what the links alone need where every rank sums for itself, and where each sum is formed once."""
+"""Labels of computed rows: the time of the links alone if every rank adds up all rows, or if each row is added up once."""
 
 
 class Labelled(Protocol):
-    """Who can take part in a benchmark."""
+    """Anything with a label that can take part in a benchmark."""
 
     @property
     def label(self) -> str: ...
@@ -23,7 +23,7 @@ AnyLabelled = TypeVar("AnyLabelled", bound=Labelled)
 
 
 def check_labels(known: Iterable[Labelled], only: Sequence[str]) -> None:
-    """UsageError where ``--only`` names nobody of ``known``."""
+    """Raise UsageError if ``only``, the option ``--only``, has a label that is not in ``known``."""
     labels = [variant.label for variant in known]
     for label in only:
         if label not in labels:
@@ -31,5 +31,5 @@ def check_labels(known: Iterable[Labelled], only: Sequence[str]) -> None:
 
 
 def with_labels(known: Iterable[AnyLabelled], only: Sequence[str]) -> list[AnyLabelled]:
-    """Those of ``known`` that ``--only`` names; empty means all."""
+    """The members of ``known`` that ``only``, the option ``--only``, names; if it is empty, all."""
     return [variant for variant in known if not only or variant.label in only]

@@ -14,9 +14,9 @@ from tw_compile.harness.versions import installed_version, machine, nccl_version
 
 
 def launch(spec: Any, command: str, entry: Callable[..., None], progress: Progress) -> dict[str, Any]:
-    """Run ``entry`` on the ranks of ``spec``; the report has what was asked for, what they found, and what it was made with.
+    """Run ``entry`` on the ranks of ``spec``; the report has the request, the results, and what it was made with.
 
-    ``incomplete`` says why it lacks sizes, of which ``rows`` has none; None where all are there.
+    The key ``incomplete`` says why sizes are missing in ``rows``; None where no size is missing.
 
     Raises:
         UsageError: The ranks found the request to be impossible.

@@ -164,9 +164,9 @@ def failed_lines(rows: Sequence[AnyRow], where: Callable[[AnyRow], str]) -> list
 def print_verdict(
     console: Console, failed: Sequence[str], promise: str = PROMISE, incomplete: str | None = None
 ) -> None:
-    """Print a line for each failure, or ``promise``, the sentence that holds where there is none.
+    """Print a line for each failure; if there is none, print ``promise``, the sentence that then holds.
 
-    ``incomplete`` says what is missing and why. If anything is missing nobody has passed.
+    ``incomplete`` says what is missing and why. If anything is missing, ``promise`` is not printed.
     """
     console.print()
     for line in failed:

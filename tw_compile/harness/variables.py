@@ -15,9 +15,9 @@ PEERS_UNUSED = {"NCCL_P2P_DISABLE": "1"}
 
 @contextlib.contextmanager
 def for_measurements() -> Iterator[dict[str, str]]:
-    """Processes started meanwhile have NVLink multicast off, and peer access as it is switched, unless the environment says.
+    """Switch NVLink multicast off, and NCCL's peer access as TW_COMPILE_PEER_ACCESS says, for processes started in the block.
 
-    Gives the variables as those processes have them.
+    Variables that the environment already has are kept. Yields the variables with the values that these processes get.
     """
     with _unless_set(MULTICAST_OFF | _of_switch()) as variables:
         yield variables
@@ -25,13 +25,16 @@ def for_measurements() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def for_runs() -> Iterator[dict[str, str]]:
-    """Processes started meanwhile, and this one if it has not used NCCL yet, have peer access as it is switched."""
+    """Have processes started in the ``with`` block use peer access as TW_COMPILE_PEER_ACCESS says.
+
+    The same holds for this process if it has not used NCCL yet.
+    """
     with _unless_set(_of_switch()) as variables:
         yield variables
 
 
 def _of_switch() -> dict[str, str]:
-    """What NCCL must be told before it starts for TW_COMPILE_PEER_ACCESS to hold there, too."""
+    """The variables that NCCL must find when it starts, so that TW_COMPILE_PEER_ACCESS holds for NCCL, too."""
     return {} if peer_access() else PEERS_UNUSED
 
 

@@ -34,7 +34,7 @@ def machine() -> str:
 
 
 def peer_access_word() -> str:
-    """``off`` where TW_COMPILE_PEER_ACCESS leaves it unused; ``on``: it is used where the GPUs have it."""
+    """``off`` if TW_COMPILE_PEER_ACCESS is 0; ``on``: peer access is used where the GPUs have it."""
     return "on" if peer_access() else "off"
 
 
@@ -46,7 +46,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def has_driver() -> bool:
-    """Whether NVIDIA's driver is installed. Where it is not, torch has no GPU and need not be imported to be asked."""
+    """Whether NVIDIA's driver is installed. Without it torch has no GPU, so torch need not be imported to find out."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -55,7 +55,7 @@ def has_driver() -> bool:
 
 
 def nccl_version() -> str | None:
-    """That of torch's NCCL; None where torch has no GPU."""
+    """The version of torch's NCCL; None where torch has no GPU."""
     if not has_driver():
         return None
     import torch

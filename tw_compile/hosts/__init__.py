@@ -1,6 +1,6 @@
-"""Hosts: what compiles a model and calls the passes. Each has a folder, and only there it is known by name.
+"""Hosts: the programs that compile a model and call the passes. Each has a folder, and only code there knows it by name.
 
-Importing this package registers those that are here, which ``import tw_compile`` does. It imports neither torch nor a host.
+Importing this package registers the hosts in it; ``import tw_compile`` does so. Neither torch nor a host program is imported.
 """
 
 from tw_compile.hosts.contract import Host

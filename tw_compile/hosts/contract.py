@@ -11,17 +11,21 @@ from tw_compile.passes.operators import Operator
 
 @dataclass(frozen=True)
 class Host:
-    """All that the passes and the gate must know of a host, as data. A module that makes one imports neither it nor torch.
+    """All that the passes and the gate must know about a host, as data.
+
+    A module that makes a ``Host`` imports neither the host program nor torch.
 
     Attributes:
-        names: What option ``host`` may say; several for versions that dispatch an all_reduce in different ways.
-        dispatch: What it does with an all_reduce that is not fused, and which settings and environment variables decide that.
-        operators: Those that its graphs call and passes must know: all_reduces, norms, quantisations, attention, and what
-            else works on each row of a tensor.
-        rules: The module that registers further token rules (:func:`tw_compile.passes.split.token_rule`) as it is imported,
+        names: The values of option ``host`` that mean this host. There are several if versions of the host dispatch an
+            all_reduce in different ways.
+        dispatch: What the host does with an all_reduce that is not fused, and which settings and environment variables decide
+            that.
+        operators: The operators that the host's graphs call and that passes must know: all_reduces, norms, quantisations,
+            attention, and others that work on each row of a tensor.
+        rules: The module that registers further token rules (:func:`tw_compile.passes.split.token_rule`) when it is imported,
             which happens when the first graph is split; empty where there are none.
-        refusals: Names of the reasons for which it has graphs left as they are (:meth:`tw_compile.TWCompilePass.refuse`).
-        compiles_ranges: Whether its graphs are for ranges of token counts.
+        refusals: Names of the host's reasons to leave a graph as it is (:meth:`tw_compile.TWCompilePass.refuse`).
+        compiles_ranges: Whether the host's graphs are for ranges of token counts.
     """
 
     names: tuple[str, ...]

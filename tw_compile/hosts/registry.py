@@ -1,4 +1,4 @@
-"""The hosts that are known, and how one becomes known to the passes and the gate, which import no host."""
+"""The registry of hosts. It tells the passes and the gate about hosts, because these import no host."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ registered_hosts: list[Host] = []
 
 
 def register(host: Host) -> None:
-    """Tell the passes of the host's operators, rules and refusals, and the gate of its dispatch. Twice is as good as once.
+    """Tell the passes about the host's operators, rules and refusals, and the gate about its dispatch.
+
+    Registering a host again changes nothing.
 
     Raises:
-        ValueError: One of its names, or the name of an operator, is taken by something else; nothing is registered then.
+        ValueError: Another host has one of its names, or the name of an operator is taken. Then nothing is registered.
     """
     if host in registered_hosts:
         return

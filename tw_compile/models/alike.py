@@ -15,11 +15,12 @@ from tw_compile.models.config import keep_layers
 
 @dataclass(frozen=True)
 class Alike:
-    """Layers that stand for all.
+    """Layers that stand for all layers of a model.
 
     Attributes:
         layers: Indices into the model's layers, ascending; the first ones are ``0, 1, ...`` without a gap.
-        stand_for: For each of ``layers``, in order, the layers of the model that are like it; all of them occur once.
+        stand_for: For each of ``layers``, in order, the layers of the model that are like it. Each layer of the model occurs
+            once.
     """
 
     layers: tuple[int, ...]
@@ -29,8 +30,8 @@ class Alike:
 def alike_layers(config: PretrainedConfig) -> Alike:
     """The fewest layers from the front, and the end, that show every kind of layer between the same kinds of neighbours.
 
-    What the passes do about a layer depends on it and on the layers next to it; so [A, A, A, A] is shown by [A, A, A], and
-    [A, B, A, B, A, B] by [A, B, A, B]. All layers where a model of these few would not be built of the same layers.
+    What the passes do with a layer depends on the layer and its neighbours. So [A, A, A] shows [A, A, A, A], and [A, B, A, B]
+    shows [A, B, A, B, A, B]. The result is all layers where a model of the fewest ones would not be built of the same layers.
     """
     total = config.num_hidden_layers
     built = _built(config)
@@ -46,12 +47,12 @@ def alike_layers(config: PretrainedConfig) -> Alike:
 
 
 def choose(kinds: Sequence[Hashable]) -> Alike:
-    """See :func:`alike_layers`; ``kinds`` of the layers, in order."""
+    """See :func:`alike_layers`. ``kinds``: the kinds of the layers, in order."""
     total = len(kinds)
     contexts = _contexts(kinds)
     inner = set(contexts[:-1])
     front = next(count for count in range(1, total + 1) if set(contexts[:count]) >= inner)
-    # Behind the front goes on what went on there in the model: the same kind after the same kind.
+    # The end must continue the front as the model does: with the same kind of layer behind the same kind.
     ends = (
         end
         for end in range(total - 1, front, -1)
@@ -69,7 +70,7 @@ def choose(kinds: Sequence[Hashable]) -> Alike:
 
 
 def _contexts(kinds: Sequence[Hashable]) -> list[Hashable]:
-    """Each kind with those before and behind it; there is none before the first and behind the last."""
+    """Each kind with the kinds before and behind it; None before the first and behind the last."""
     before, behind = [None, *kinds[:-1]], [*kinds[1:], None]
     return list(zip(before, kinds, behind, strict=True))
 
@@ -88,7 +89,7 @@ def _built(config: PretrainedConfig) -> list[Hashable] | None:
 
 
 def _made_of(named: tuple[str, nn.Module]) -> Hashable:
-    """Type, parameters and plain attributes of a module; not the number that says which layer it is of."""
+    """Name, type, shapes of parameters, and plain attributes of a module, but not the number of its layer."""
     name, module = named
     shapes = tuple((key, tuple(value.shape)) for key, value in module.named_parameters(recurse=False))
     plain = tuple(

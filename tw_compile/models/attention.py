@@ -20,7 +20,7 @@ CAUSAL_SDPA = "tw_compile_causal_sdpa"
 def attention_implementation(config: PretrainedConfig) -> str:
     """The value of ``attn_implementation`` for a model: SDPA when the family supports it, else eager.
 
-    SDPA has no soft cap on scores, which transformers before 5.21 leaves out there without a word.
+    SDPA can't cap scores softly, and transformers before 5.21 leaves the cap out of SDPA without a warning.
     """
     model_class: Any = MODEL_MAPPING[type(config)]
     capped = getattr(config, "attn_logit_softcapping", None) is not None

@@ -56,7 +56,10 @@ def config_from_dict(values: dict[str, Any]) -> PretrainedConfig:
 
 
 def _check_rope(config: PretrainedConfig) -> None:
-    """One kind of rotary embedding, or one for each kind of layer; transformers looks it up when it builds the model."""
+    """Raise ValueError for an unknown kind of rotary embedding; transformers looks the kind up when it builds the model.
+
+    A model has one kind, or one for each kind of layer.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = all(isinstance(value, dict) for value in parameters.values())
     known = ("default", *ROPE_INIT_FUNCTIONS)
@@ -68,7 +71,7 @@ def _check_rope(config: PretrainedConfig) -> None:
 
 
 def check_activation(config: PretrainedConfig) -> None:
-    """ValueError for an activation that transformers does not have. Apart from the rest, as asking it takes seconds."""
+    """Raise ValueError for an activation that transformers does not have. Not part of the other checks: it takes seconds."""
     from transformers.activations import ACT2FN
 
     for name in ("hidden_act", "hidden_activation", "activation_function"):
@@ -78,7 +81,7 @@ def check_activation(config: PretrainedConfig) -> None:
 
 
 def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
-    """Parameter names to styles, as the decoder is sharded; ValueError where transformers has no plan and neither have we."""
+    """The style by which each parameter is sharded, by name; ValueError if neither transformers nor we have a plan."""
     plan = getattr(config, "base_model_tp_plan", None) or ADDED_PLANS.get(config.model_type)
     if not plan:
         raise ValueError(f"config: {config.model_type!r} has no tensor-parallel plan in transformers")

@@ -51,9 +51,9 @@ def _double(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _AttentionByHeads(TorchFunctionMode):
-    """One head of one sequence at a time where the scores of all heads would take more than ``MOST_SCORE_BYTES``.
+    """Attention of one head of one sequence at a time, if the scores of all heads would take more than ``MOST_SCORE_BYTES``.
 
-    No flash kernel knows float64: torch makes the scores of all heads, several times.
+    No flash kernel supports float64, so torch allocates the scores of all heads, several times.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,7 @@ _GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate"
 # Styles that sum the module's partial output over the ranks.
 _SUM_OUTPUT = {"moe_tp_experts", "all_reduce"}
 
-# What an evenly sharded projection counts: a head split over two ranks would compute something else without an error.
+# The number of heads of an evenly sharded projection. A head split over two ranks would give wrong results without an error.
 _HEAD_FIELDS = {
     "q_proj": "num_attention_heads",
     "k_proj": "num_key_value_heads",

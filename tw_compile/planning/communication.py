@@ -9,14 +9,15 @@ from tw_compile.planning.links import LinkTransport
 
 ELEMENT_BYTES = 2
 COPY_SHARE = 0.5
-"""What a row that is only copied costs of ``row_us``; fitted with it to rows with none, one and two copies."""
+"""The share of ``row_us`` that a row costs that is only copied. Fitted together with ``row_us`` to rows with none, one and two
+copies."""
 
 
 @dataclass(frozen=True)
 class RowShares:
-    """What the bytes of a row are on its way, as shares of its 16 bits a column: of partial sums, and of results.
+    """The bytes of a row on its way, as shares of 16 bits a column: for partial sums, and for results.
 
-    ``wire`` is the name of the codes. What it takes to encode a row is not counted.
+    ``wire`` is the name of the codes. The time to encode a row is not counted.
     """
 
     sums: float = 1.0
@@ -28,7 +29,7 @@ EXACT_ROWS = RowShares()
 
 
 def traffic_bytes(kind: str, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS) -> float:
-    """Bytes that cross one direction of a rank's links for a message of ``nbytes``; ``rows`` count in two-shot alone.
+    """Bytes that cross one direction of a rank's links for a message of ``nbytes``; ``rows`` counts in two-shot alone.
 
     Two-shot reads N-1 peers' parts of its own rows and writes those rows to N-1 peers. With multicast the switch adds up, so a
     rank sends its whole message once and its own rows once. One-shot reads N-1 peers' messages whole.
@@ -50,13 +51,14 @@ def sm_us(
     in_slot: bool = False,
     rows: RowShares = EXACT_ROWS,
 ) -> float:
-    """What rows of ``[tokens, hidden]`` cost one rank's SMs, on a single CTA.
+    """Microseconds that rows of ``[tokens, hidden]`` cost one rank's SMs, on a single CTA.
 
-    Two-shot: for each row of its own a rank loads N ranks' parts and the residual, stores the result for the peers and for
-    itself and the new residual, then loads and stores N-1 rows that peers have finished. ``staged``: the message is an ordinary
-    tensor, and N-1 more rows are copied to where peers read them. ``narrow``: the residual has 16 bits, as that of calls beside
-    other work, and not 32. ``in_slot``: rows that peers have finished are read where they are, if the kernel can
-    leave them there. Rows in codes have to be decoded. Multicast: one row and a 16-bit residual each way.
+    Two-shot: for each row of its own a rank loads N ranks' parts and the residual. It stores the result for the peers and for
+    itself, and the new residual. Then it loads and stores N-1 rows that peers have finished. ``staged``: the message is an
+    ordinary tensor, and N-1 more rows are copied to where peers read them. ``narrow``: the residual has 16 bits, as in calls
+    beside other work, and not 32. ``in_slot``: rows that peers have finished are read where they are, if the kernel can leave
+    them there. Rows in codes can't stay there, because they have to be decoded. Multicast: one row and a 16-bit residual each
+    way.
     """
     own = tokens / world_size
     if kernel.traffic == "multicast":
@@ -82,7 +84,7 @@ def fused_us(
     in_slot: bool = False,
     rows: RowShares = EXACT_ROWS,
 ) -> float:
-    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. The last four: see :func:`sm_us`.
+    """all_reduce + residual + RMSNorm of ``[tokens, hidden]`` on ``ctas`` CTAs, alone. Last four arguments: see :func:`sm_us`.
 
     A smooth maximum of links and SMs, ``(links^p + sms^p)^(1/p)`` with p the kernel's ``sharpness``: measured kernels reach the
     links' rate gradually.
@@ -121,7 +123,7 @@ def all_reduce_us(profile: DeviceProfile, nbytes: int, world_size: int, multicas
 
 
 def link_us(transport: LinkTransport, nbytes: int, world_size: int, rows: RowShares = EXACT_ROWS) -> float:
-    """A message over a link that is no peer memory, alone, by the transport's fastest way. Codes have no one-shot way."""
+    """A message over a link that is not peer memory, alone, by the transport's fastest way. Codes have no one-shot way."""
     return min(
         way.latency_us + traffic_bytes(way.traffic, nbytes, world_size, rows) / (way.gb_per_s * 1e3)
         for way in transport.ways.values()
@@ -130,9 +132,10 @@ def link_us(transport: LinkTransport, nbytes: int, world_size: int, rows: RowSha
 
 
 def overlapped_us(kernel: FusedKernel | LinkTransport, us: float, compute_us: float) -> float:
-    """What a call takes that would take ``us`` were compute beside all of it, and is beside ``compute_us`` of it.
+    """Microseconds of a call that has compute beside ``compute_us`` of it.
 
-    Peer memory is fast, and nearly all of its calls are beside compute: those keep ``us``.
+    ``us``: what the call would take with compute beside all of it. Peer memory is fast, and nearly all of its calls are beside
+    compute: those keep ``us``.
     """
     if not isinstance(kernel, LinkTransport):
         return us
@@ -149,7 +152,7 @@ def beside_us(
     in_slot: bool = False,
     rows: RowShares = EXACT_ROWS,
 ) -> float:
-    """A call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
+    """Microseconds of a call of ``[tokens, hidden]`` with compute beside all of it; see :func:`sm_us` for ``in_slot``."""
     if isinstance(kernel, LinkTransport):
         return kernel.contention * link_us(kernel, tokens * hidden_size * ELEMENT_BYTES, world_size, rows)
     alone = fused_us(kernel, tokens, hidden_size, world_size, ctas, narrow=True, in_slot=in_slot, rows=rows)
@@ -157,7 +160,7 @@ def beside_us(
 
 
 def elementwise_us(profile: DeviceProfile, elements: float) -> float:
-    """A kernel that reads or writes so many elements, and computes little."""
+    """Microseconds of a kernel that reads or writes ``elements`` elements, and computes little."""
     return profile.launch_us + elements * ELEMENT_BYTES / (profile.memory_gb_per_s * 1e3)
 
 

@@ -22,7 +22,7 @@ from tw_compile.planning.tables import read_table
 USER_FILE = "device.toml"
 Traffic = Literal["multicast", "two_shot"]
 MEASURED_RANKS = 4
-"""So many have been seen to wait for each other beside GEMMs."""
+"""The most ranks that have been seen to wait for each other beside GEMMs."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,21 @@ class GemmRates:
     """The rates of 16-bit matmuls.
 
     Attributes:
-        tflops_per_sm: What one SM does while all of them are busy, were its tiles endless.
-        edge: Loading operands costs a tile as much time as if it had so many rows and columns more.
+        tflops_per_sm: What one SM does while all SMs are busy, if its tiles were endless.
+        edge: Loading operands costs a tile as much time as if it had this many more rows and columns.
         tile_us: Microseconds of a tile that do not depend on its depth: it fills its pipeline and stores its output.
         split_us: Microseconds to add up the parts of tiles whose depth several CTAs share.
         most_parts: The most CTAs that share one tile's depth; 1 where no tile is shared.
         long_us: A GEMM that runs longer than this reaches the power limit, and clocks fall.
         long_factor: Factor on the time of a GEMM beyond ``long_us``.
         grouped_efficiency: Rate of grouped GEMMs (mixture of experts) as a share of plain ones.
-        grouped_short_efficiency: The same of their short tiles, where experts have few rows or columns.
+        grouped_short_efficiency: The same for their short tiles, where experts have few rows or columns.
         grouped_tile_us: ``tile_us`` of a grouped GEMM's tile, half of it for a short one.
         grouped_us: Microseconds before the first tile of a grouped GEMM: another kernel finds where the groups are.
-        own_gemms: Whether halves may have those of ``kernels/gemm`` of our own (joint, grouped); other devices can't run them.
-        memory_gb_per_s: The rate at which weights are read when there are few tokens. It exceeds ``DeviceProfile``'s, as these
-            are mostly reads.
+        own_gemms: Whether halves may have our own GEMMs of ``kernels/gemm`` (joint, grouped); other devices can't run these
+            GEMMs.
+        memory_gb_per_s: The rate at which weights are read when there are few tokens. It exceeds the rate of ``DeviceProfile``,
+            because GEMMs mostly read.
         short_sides: The lengths of tiles' short sides, ascending.
         long_sides: The lengths of their long sides; every short side goes with every long one, either of them along the tokens.
     """
@@ -85,7 +86,7 @@ class AttentionRates:
     Attributes:
         tflops: The rate of causal attention. Only pairs of a query and a key that it sees count as work.
         full_tflops: The rate where all queries see all keys: then no block is half empty, and all SMs have equal work.
-        latency_us: From the end of the kernel before it to full speed, with what the kernel needs cleared or copied.
+        latency_us: From the end of the kernel before to full speed, with clearing or copying what the kernel needs.
     """
 
     tflops: float
@@ -112,7 +113,7 @@ class FusedKernel:
     """A kernel that does all_reduce + residual + RMSNorm, and how its rate grows with its CTAs.
 
     Attributes:
-        traffic: ``two_shot``: 2(N-1)/N bytes cross a link for each of the message's; ``multicast``: (N+1)/N.
+        traffic: ``two_shot``: 2(N-1)/N bytes cross a link for each byte of the message; ``multicast``: (N+1)/N.
         cta_gb_per_s: The rate at which a lone CTA loads and stores, all bytes counted, see :func:`communication.sm_us`.
         row_us: Microseconds that a CTA needs for a row that it sums, beyond those for the bytes.
         sharpness: How abruptly the CTAs' rate turns into that of the links, see :func:`communication.fused_us`.
@@ -142,18 +143,19 @@ class DeviceProfile:
 
     Attributes:
         device_names: The names that ``torch.cuda.get_device_name`` may return.
-        gpcs: Groups of SMs. Both SMs of a GEMM's pairs are of one group, see :meth:`sms_beside`.
+        gpcs: Groups of SMs. Both SMs of a GEMM's cluster are of one group, see :meth:`sms_beside`.
         memory_gb_per_s: The rate that elementwise kernels reach.
         rotary_gb_per_s: The rate that compiled rotary embedding reaches; it is lower, as it transposes heads and tokens.
         launch_us: From the end of one kernel to full speed of the next in a CUDA graph.
         window_us: Microseconds that are lost when two streams wait for each other.
         contention: Factor on the time of what computes beside a fused kernel on other SMs; they share power, L2 and memory.
-        communication_contention: Factor on the time of the fused kernel, which waits for memory more than others do, with two
-            ranks; see :meth:`slower_beside`.
+        communication_contention: Factor on the time of the fused kernel beside compute, with two ranks. The fused kernel waits
+            for memory more than others do. See :meth:`slower_beside`.
         kernel: The key of ``fused`` that plans are for unless told otherwise.
         prefetch_bytes: How much of the next weights a call of few tokens brings into the L2 cache while its message is under
-            way; None: nothing, as nobody has measured there that it pays.
-        estimated: Whether most of it is another device's, scaled by a few times that ranks have measured (``calibration.py``).
+            way; None: nothing, because nobody has measured on this device that it pays.
+        estimated: Whether most of the profile is another device's, scaled by a few times that ranks have measured
+            (``calibration.py``).
     """
 
     name: str
@@ -175,14 +177,16 @@ class DeviceProfile:
     prefetch_bytes: int | None = None
 
     def slower_beside(self, world_size: int) -> float:
-        """Factor on the time of a fused kernel beside others. Every rank more that it waits for adds as much, up to 4 of them:
-        beyond, it has not been measured."""
+        """Factor on the time of a fused kernel beside others.
+
+        Each further rank that the kernel waits for adds the same, up to 4 ranks: more ranks have not been measured.
+        """
         return 1.0 + (self.communication_contention - 1.0) * (min(world_size, MEASURED_RANKS) - 1)
 
     def sms_beside(self, kernel: FusedKernel | LinkTransport, ctas: int) -> int:
         """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
 
-        CTAs without clusters are dealt out to the groups in turn, and a group with an odd number of free SMs has one of no use.
+        CTAs without clusters are dealt out to the groups in turn. A group with an odd number of free SMs has one SM of no use.
         """
         if kernel.cluster > 1:
             return self.sms - ctas
@@ -209,8 +213,8 @@ class DeviceProfile:
     def kernel_of_transport(self, transport: str, named: bool) -> str | None:
         """The kernel that plans are for where messages travel by ``transport``; None where there is none.
 
-        ``named``: the profile was asked for by its name, and not found by the device. Its own choice is planned then, whatever
-        the transport here is; but multicast needs a kernel that uses it.
+        ``named``: the profile was asked for by its name, and not found by the device. Then plans are for the profile's own
+        choice, whatever the transport on this machine is. But multicast needs a kernel that uses it.
         """
         if named and transport != "multimem":
             return self.kernel
@@ -251,7 +255,7 @@ def profile_of_device(device_name: str) -> DeviceProfile | None:
 
 
 def user_profile() -> DeviceProfile | None:
-    """That of the user's own file; None where there is no file."""
+    """The profile of the user's own file; None where there is no file."""
     file = user_file(USER_FILE)
     text = read_if_there(file, "device profile")
     return None if text is None else parse_profile(text, str(file))

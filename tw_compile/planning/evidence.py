@@ -36,7 +36,7 @@ class MeasuredLayer:
     """A layer that was measured unsplit and split in one run; times in microseconds, None where one was not measured.
 
     Attributes:
-        group: Whether the ranks of a group added up, and not one rank beside stand-ins for calls.
+        group: Whether the ranks of a group added up. If not, one rank ran beside stand-ins for calls.
         first: Tokens of half 1.
         joined: Whether GEMMs of the unsplit layer may have been joined. They were not before 24 November 2026.
         source: Where the times come from.
@@ -136,7 +136,7 @@ class Evidence:
 
 
 def measured_layers(device_name: str, kernel: str, link: str = "") -> Iterator[MeasuredLayer]:
-    """The shipped ones of a device with a fused kernel, or with a transport over a link of that name."""
+    """The shipped measured layers of a device, with a fused kernel, or with a transport over a link of that name."""
     for values in _files():
         if device_name not in values["device_names"] or (values["kernel"], values.get("link", "")) != (kernel, link):
             continue

@@ -18,7 +18,7 @@ class FfnPlan:
 
     Attributes:
         first: Tokens of the first half that is predicted best; of those that predictions can't tell apart, the most equal one.
-        us: Predicted microseconds by tokens of the first half: of ``first``, and of those that were asked for. 0: not split.
+        us: Predicted microseconds by tokens of the first half, for ``first`` and for the sizes asked for. 0: not split.
     """
 
     first: int

@@ -1,13 +1,13 @@
 """A GEMM in waves of output tiles: every SM computes one tile at a time, and a wave ends when its last tile does.
 
-Tiles that leave SMs idle are split along their depth, as cuBLAS does: several CTAs compute a part each, and another kernel adds
-the parts up.
+Where the tiles leave SMs idle, they are split along their depth, as cuBLAS does: several CTAs compute a part each, and another
+kernel adds the parts up.
 
 Grouped GEMMs (mixture of experts) are those of ``torch._grouped_mm`` on Hopper (aten/src/ATen/native/cuda/GroupMM.cu): CTAs in
 clusters of two, whose tiles stand over each other and hold rows of one expert. Where an expert's rows end, the rest of its last
-tiles is wasted, so what counts is how many rows each expert gets. Halves' are our own (``kernels/gemm/grouped_mm.cu``): their
-clusters compute two tiles side by side where an expert has rows for one. So are, in halves, GEMMs of one input where that is
-faster: one sequence of tiles (``joint_tiles.py``).
+tiles is wasted, so what counts is how many rows each expert gets. Halves have grouped GEMMs of our own
+(``kernels/gemm/grouped_mm.cu``), whose clusters compute two tiles side by side where an expert has rows for one. In halves,
+GEMMs of one input are also our own where that is faster: one sequence of tiles (``joint_tiles.py``).
 
 Smart splitting after TokenWeave (Gond et al., 2025), section 3.1.1: two halves need not cost more waves than the whole, if the
 first one fills its waves.
@@ -27,13 +27,13 @@ from tw_compile.planning.joint_tiles import MOST_JOINT, PAIR_ROWS, tiling
 
 GROUPED_TILE, GROUPED_SHORT_TILE = Tile(128, 256), Tile(64, 128)
 GROUPED_SHORT = 128
-"""Up to so many rows an expert, or columns, tiles of grouped GEMMs are short."""
+"""Tiles of grouped GEMMs are short if an expert has at most this many rows, or the matrix at most this many columns."""
 OWN_DEPTH = 64
-"""Our kernel takes multiples of so much depth, and of its tile's columns."""
+"""Our kernel takes depths that are multiples of this, and columns that are multiples of its tile's."""
 CLUSTER = 2
 """CTAs of grouped GEMMs that compute rows of the same expert side by side."""
 CERTAIN = 6.0
-"""Events that are so many standard deviations away are taken to happen always or never."""
+"""Events that are this many standard deviations away are taken to happen always or never."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Gemm:
         experts: Weight matrices that the rows are distributed over; 1 is a plain GEMM.
         experts_per_token: How many of them compute each token.
         own_kernel: Whether it is the grouped GEMM of ``kernels/gemm/grouped_mm.cu``, and not torch's.
-        joint: Columns of GEMMs of one input that ``kernels/gemm/joint_mm.cu`` computes as this one; empty where it does not.
+        joint: Columns of the GEMMs of one input that ``kernels/gemm/joint_mm.cu`` computes as this one GEMM; else empty.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Gemm:
     joint: tuple[int, ...] = ()
 
     def of_half(self, profile: DeviceProfile) -> Gemm:
-        """As it is computed for a half of the tokens."""
+        """This GEMM as it is computed for a half of the tokens."""
         aligned = self.columns % GROUPED_TILE.columns == 0 and self.depth % OWN_DEPTH == 0
         return replace(self, own_kernel=self.experts > 1 and profile.gemm.own_gemms and aligned)
 
@@ -70,7 +70,7 @@ class Gemm:
 class GemmTime:
     """How one GEMM is predicted to run on ``sms`` SMs; ``tiles`` are CTAs, so a tile of three parts counts as three.
 
-    Those of a grouped GEMM are as many as are expected.
+    The tiles of a grouped GEMM are the expected number.
     """
 
     sms: int
@@ -95,7 +95,7 @@ def gemm_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Gemm
     if gemm.joint:
         return _joint_time(profile, gemm, tokens, sms)
     rates = profile.gemm
-    few = sms // 2 if rates.most_parts > 1 else 0  # so many tiles can be split
+    few = sms // 2 if rates.most_parts > 1 else 0  # at most this many tiles can be split
     fastest = math.inf
     for height, tiles_of_height in _tiles_by_rows(rates, gemm):
         down = -(-tokens // height)
@@ -114,7 +114,7 @@ def gemm_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Gemm
 
 
 def _limited_us(rates: GemmRates, gemm: Gemm, tokens: int, us: float) -> float:
-    """Waves of ``us`` microseconds under the power limit, or what memory takes."""
+    """The time of waves that take ``us`` without a power limit, or of memory traffic if that takes longer."""
     active, rows = gemm.groups(tokens)
     elements = active * (gemm.columns * gemm.depth + rows * (gemm.columns + gemm.depth))
     memory_us = elements * ELEMENT_BYTES / (rates.memory_gb_per_s * 1e3)
@@ -138,14 +138,14 @@ def _depth_us(rates: GemmRates, gemm: Gemm, tile: Tile) -> float:
 
 
 def _grouped_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> GemmTime:
-    """Waves of clusters, each of which computes a tile on each of its SMs; as many as are expected."""
+    """Waves of the expected number of clusters, each of which computes a tile on each of its SMs."""
     rates = profile.gemm
     few = tokens * gemm.experts_per_token // gemm.experts <= GROUPED_SHORT or gemm.columns <= GROUPED_SHORT
     short = few and not gemm.own_kernel
     tile = GROUPED_SHORT_TILE if short else GROUPED_TILE
     clusters = _clusters(gemm, tile, tokens)
     rounds = waves(clusters, _slots(sms))
-    # Two tiles of an SM take turns where they are short: one is stored while the other's depth is computed.
+    # Where tiles are short, two tiles of an SM take turns: one is stored while the other's depth is computed.
     wave_us = rates.grouped_tile_us * tile.rows / GROUPED_TILE.rows
     wave_us += _depth_us(rates, gemm, tile) / (rates.grouped_short_efficiency if short else rates.grouped_efficiency)
     first_us = profile.launch_us + (0.0 if gemm.own_kernel else rates.grouped_us)
@@ -154,7 +154,7 @@ def _grouped_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> 
 
 
 def joint_gemm(profile: DeviceProfile, gemms: Sequence[Gemm]) -> Gemm | None:
-    """GEMMs of one input as one, of our own kernel; None where that is not for them."""
+    """GEMMs of one input as one GEMM of our own kernel; None where the kernel can't compute them."""
     first = gemms[0]
     if not profile.gemm.own_gemms or len(gemms) > MOST_JOINT:
         return None
@@ -174,7 +174,7 @@ def _joint_time(profile: DeviceProfile, gemm: Gemm, tokens: int, sms: int) -> Ge
 
 
 def _slots(sms: int) -> int:
-    """Clusters that run at a time; a number, if no speed, for a single SM."""
+    """How many clusters run at a time. For a single SM the result is 1: a number, but not a real speed."""
     return max(sms // CLUSTER, 1)
 
 
@@ -187,17 +187,18 @@ def _clusters(gemm: Gemm, tile: Tile, tokens: int) -> int:
 
 @lru_cache(maxsize=4096)
 def expected_tiles(experts: int, per_token: int, tokens: int, height: int) -> float:
-    """How many tiles of ``height`` rows all experts' rows are expected to fill or begin; each token's experts are drawn.
+    """How many tiles of ``height`` rows all experts' rows are expected to fill or begin.
 
-    So an expert's rows are binomial, and it has more than ``k`` tiles where it has more than ``k * height`` rows. Summed is
-    the chance of that, for k from 0 on; near the mean by the normal distribution, with half a row for its steps.
+    Each token's experts are drawn at random, so the number of an expert's rows is binomial. An expert has more than ``k`` tiles
+    where it has more than ``k * height`` rows. The result is the sum of this probability over ``k`` from 0 on. Near the mean
+    the normal distribution gives the probability, with half a row for its steps.
     """
     share = per_token / experts
     if share == 1.0:
         return float(experts * -(-tokens // height))
     mean = tokens * share
     deviation = math.sqrt(mean * (1.0 - share))
-    first = max(int((mean - CERTAIN * deviation) / height), 1)  # before it there are surely more
+    first = max(int((mean - CERTAIN * deviation) / height), 1)  # an expert surely has more than any smaller number
     last = int((mean + CERTAIN * deviation) / height)
     any_row = 1.0 - (1.0 - share) ** tokens
     more = (0.5 * math.erfc((k * height + 0.5 - mean) / (deviation * math.sqrt(2.0))) for k in range(first, last + 1))
@@ -207,8 +208,8 @@ def expected_tiles(experts: int, per_token: int, tokens: int, height: int) -> fl
 def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int, ...]:
     """Token counts next to ``tokens``, one below and one above, that fill their waves as well as whole rows of tiles can.
 
-    One more row of tiles would begin another wave. Counts of less than a row of tiles are left out. Of a grouped GEMM one more
-    token would, by the tiles that are expected.
+    One more row of tiles would begin another wave; with a grouped GEMM, one more token would, by the expected number of tiles.
+    Counts of less than a row of tiles are left out.
     """
     if gemm.experts > 1:
         return _full_wave_tokens_of_groups(gemm, tile, _slots(sms), tokens)
@@ -218,7 +219,7 @@ def full_wave_tokens(gemm: Gemm, tile: Tile, sms: int, tokens: int) -> tuple[int
 
 
 def _filled(columns: int, rows: int, sms: int, tokens: int) -> tuple[int, ...]:
-    """The same for ``columns`` tiles beside each other, each of ``rows`` rows."""
+    """:func:`full_wave_tokens` for ``columns`` tiles beside each other, each of ``rows`` rows."""
     reached = max(tokens // rows, 1) * columns // sms
     return tuple(wave * sms // columns * rows for wave in (reached, reached + 1) if wave * sms >= columns)
 

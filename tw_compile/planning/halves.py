@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 MOST_TOKENS = 2**18
-"""Larger counts are as good as unbounded, since a half is computed for each of a range."""
+"""Larger counts are as good as unbounded, because half 1 is computed for each count of a range."""
 SHARES = 16
 TILE_ROWS = (256, 128)
 """Rows that tiles of GEMMs have, larger ones first."""
@@ -24,10 +24,10 @@ def tokens_of_first_half(tokens: int, numerator: int, denominator: int, multiple
 class FirstHalf:
     """:func:`tokens_of_first_half` of the token counts of a range.
 
-    Proven for every count from ``low`` to ``high``, by computing all of them, to leave ``least`` tokens or more in each half.
+    Each half has ``least`` tokens or more, for every count from ``low`` to ``high``. That is proven by computing all of them.
 
     Raises:
-        ValueError: Some count of the range leaves fewer, or there is no such range.
+        ValueError: Some count of the range leaves fewer tokens in a half, or there is no such range.
     """
 
     low: int
@@ -68,7 +68,7 @@ class FirstHalf:
 
 
 def constant_first_half(first: int, low: int, high: int) -> FirstHalf:
-    """``first`` tokens, whatever their number."""
+    """Half 1 has ``first`` tokens at every token count from ``low`` to ``high``."""
     return FirstHalf(low, high, 0, 1, 1, first)
 
 

@@ -11,13 +11,14 @@ from tw_compile.planning.device import DeviceProfile
 from tw_compile.planning.gemm import Gemm
 from tw_compile.planning.suffix import KERNEL, REPLACED, pays
 
-# What changes a layer's arithmetic in ways that are not modelled: latent attention, experts beside the routed ones.
+# Settings that change a layer's arithmetic in ways that are not modelled: latent attention, experts beside the routed ones.
 _UNKNOWN = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
 MERGED = "merged"
 SUFFIX = {"cudnn": MERGED}
-"""What computes a suffix, whose queries see keys before its own, as the split's attention rule has it: another kernel, or
-``MERGED``: two calls of the same, for keys before and own ones, and a merge by log-sum-exp. Other kernels do it themselves.
-Where a kernel of our own pays (``planning/suffix.py``), it computes both parts of a cut sequence."""
+"""What computes a suffix for each attention kernel, as in the split's attention rule. The queries of a suffix also see keys
+before its own. The value is another kernel, or ``MERGED``: two calls of the same kernel, for the keys before and for the
+suffix's own keys, and a merge by log-sum-exp. Kernels that are not listed compute a suffix themselves. Where a kernel of our
+own pays (``planning/suffix.py``), it computes both parts of a cut sequence."""
 FLASH3 = "flash3"
 """FlashAttention 3, over a cache of keys and values; a suffix is one call of it."""
 _ATTENTION_KINDS = {"full_attention": False, "sliding_attention": True}
@@ -30,10 +31,11 @@ class Attention:
     Attributes:
         heads: Query heads of the rank.
         kv_heads: Key and value heads of the rank.
-        windows: Sliding windows in tokens, one for each kind of layer; None is none. Times are the mean over them.
+        windows: Sliding windows in tokens, one for each layer, or a single one if all layers are alike; None is none.
+            Times are the mean over them.
         kernel: ``cudnn``, which torch takes first on these devices, ``flash``, ``efficient`` or another of the profile's.
-        masked: A mask is added to the scores. Then all keys that are given are worked on, whatever it hides; kernels have other
-            rates so, and another name in the profile (:func:`masked_kernel`).
+        masked: Whether a mask is added to the scores. Then the kernel works on all keys that it is given, whatever the mask
+            hides. So kernels have other rates with a mask, and another name in the profile (:func:`masked_kernel`).
     """
 
     heads: int
@@ -51,15 +53,16 @@ def masked_kernel(name: str) -> str:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """GEMMs, attention and messages of one layer on one rank; all numbers are per rank but ``hidden_size``.
+    """GEMMs, attention and messages of one layer on one rank; all numbers are per rank, except ``hidden_size``
+    and ``gathered_columns``.
 
     Attributes:
         qkv: Projections before attention: one GEMM, or one each for queries, keys and values, all of one name.
         mlp: gate_up, one GEMM or two, then down; of the experts where there are any.
         attention_summed: Whether an all_reduce follows o_proj.
         mlp_summed: Whether an all_reduce follows down.
-        gathered_columns: Columns of the whole model's queries and keys that are gathered before attention, as OLMo2 does
-            to norm them; 0 is no gather.
+        gathered_columns: Columns of the whole model's queries, keys and values that are gathered before attention, as OLMo2
+            does to norm them; 0 is no gather.
     """
 
     world_size: int
@@ -78,7 +81,7 @@ class LayerShape:
 
     @property
     def has_dense_mlp(self) -> bool:
-        """Whether matmuls alone read what the MLP is given; experts gather it."""
+        """Whether only matmuls read the input of the MLP; experts gather it."""
         return self.mlp[0].experts == 1
 
     def message_bytes(self, tokens: int) -> int:
@@ -90,8 +93,8 @@ def layer_shape(config: Any, plan: Mapping[str, str], world_size: int, merged: b
     """The layer of a transformers configuration, sharded over ``world_size`` ranks by ``plan``.
 
     ``plan`` is transformers' tensor-parallel plan: parameter names to styles. ``merged``: queries, keys and values are one
-    GEMM, gate and up another, as in inference engines; else they are as transformers has them. Raises ValueError for what does
-    not divide by the ranks and for what this model does not describe.
+    GEMM, gate and up another, as in inference engines; else they are as transformers has them. Raises ValueError where a size
+    does not divide by the ranks, and where the planner does not model the configuration.
     """
     _check_known(config, world_size)
     styles = {key.removeprefix("layers.*."): style for key, style in plan.items()}
@@ -150,7 +153,7 @@ def _mlp(config: Any, styles: Mapping[str, str], world_size: int, merged: bool) 
     per_token = config.num_experts_per_tok if experts > 1 else 1
     if experts == 1:
         gate_up = _gemms("gate_up", [2 * width] if merged else [width, width], config.hidden_size)
-    else:  # packed in transformers, too
+    else:  # transformers packs gate and up, too
         gate_up = (Gemm("gate_up", 2 * width, config.hidden_size, experts, per_token),)
     return (*gate_up, Gemm("down", config.hidden_size, width, experts, per_token)), summed
 
@@ -173,11 +176,11 @@ def _windows(config: Any) -> tuple[int | None, ...]:
 def attention_us(
     profile: DeviceProfile, attention: Attention, sequences: Sequence[int], rows: range, sms: int
 ) -> float:
-    """Attention of the queries in ``rows`` of a batch of ``sequences`` on ``sms`` SMs.
+    """Microseconds of attention, for the queries in ``rows`` of a batch of ``sequences``, on ``sms`` SMs.
 
-    Arithmetic over all SMs, but no less than the last block of queries of the longest span takes on its one SM. Whole sequences
-    are one call; so is the rest where the kernel computes suffixes itself. Else each part of a cut sequence is a call of its
-    own, or two, see ``SUFFIX``.
+    The arithmetic is spread over all SMs. But attention takes no less time than the last block of queries of the longest span
+    takes on its one SM. Whole sequences are one call. The other sequences are in the same call where the kernel computes
+    suffixes itself. Else each part that begins within its sequence is a call of its own, or two, see ``SUFFIX``.
     """
     suffix = SUFFIX.get(attention.kernel, attention.kernel)
     together, total = [], 0.0
@@ -199,7 +202,10 @@ def _is_own_kernels(attention: Attention, keys: int) -> bool:
 
 
 def _merged_us(profile: DeviceProfile, attention: Attention, first: int, last: int, sms: int) -> float:
-    """All keys before the span for all of its queries, the span's own causally; the merge reads two results and writes one."""
+    """One call for all keys before the span, a causal one for the span's own keys, and a merge.
+
+    The merge reads two results and writes one.
+    """
     rates = profile.attention_rates(attention.kernel)
     own = _call_us(profile, attention, attention.kernel, [(0, last - first)], sms)
     pairs = sum(_pairs(first, last, window) - _pairs(0, last - first, window) for window in attention.windows)
@@ -229,7 +235,10 @@ def _call_us(
 
 
 def _positions(sequences: Sequence[int], rows: range) -> Iterator[tuple[int, int, int]]:
-    """First and one past the last position of the rows of each sequence that has some, within it, and its length."""
+    """For each sequence that has some of ``rows``: their first position, one past their last one, and the sequence's length.
+
+    Positions count from the begin of the sequence.
+    """
     start = 0
     for length in sequences:
         first, last = max(rows.start - start, 0), min(rows.stop - start, length)

@@ -81,7 +81,7 @@ class Link:
         return f"{transport} over {self.name}: {ways}, {numbers.sms} SMs beside compute"
 
     def transport(self, name: str) -> LinkTransport:
-        """ValueError when the link has no rates of it."""
+        """The rates of the transport ``name``; ValueError when the link has none."""
         if name not in self.transports:
             raise ValueError(f"transport: expected one of {', '.join(self.transports)} ({self.name}), got {name!r}")
         return self.transports[name]

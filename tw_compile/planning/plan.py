@@ -17,8 +17,8 @@ from tw_compile.planning.windows import ALL_EXACT, ATTENTION, MLP, Costs, Planne
 
 ROW_MULTIPLE = 16
 MAX_CANDIDATES = 32
-# Predictions that are no further apart say nothing about which split is faster: cut attention is taken before joined, then
-# halves that are more equal.
+# Predictions that differ by at most this share say nothing about which split is faster. Then cut attention is taken before
+# joined attention, and more equal halves before others.
 RESOLUTION = 0.01
 
 
@@ -42,7 +42,9 @@ class Off(StrEnum):
 
 @dataclass(frozen=True)
 class Predicted:
-    """Microseconds of one layer in the middle of a model; the split's is the best one found, None where there was none to try.
+    """Microseconds of one layer in the middle of a model.
+
+    The time of the split layer is that of the best split found; None where there was none to try.
 
     Attributes:
         unfused_us: The fastest all_reduce, then residual add and RMSNorm.
@@ -80,13 +82,13 @@ class Plan:
         mode: Whether and how tokens are split.
         sizes: Tokens of each half, or ``(tokens,)``; they add up to ``tokens``, no half is empty.
         cuts_sequence: Whether half 2 begins within a sequence, and so sees keys of half 1.
-        off: Why not, when the mode is ``off``.
+        off: Why tokens are not split, when the mode is ``off``.
         reason: The decision in words.
         fused_ctas: CTAs of the fused kernel where nothing runs beside it: fuse-only layers, prologue and epilogue.
         windows: The windows of a layer in the steady state, in order. They are those of the best split even if it does not pay.
         waves: The waves of each GEMM, for the same split as ``windows``.
         candidates: How many sizes of half 1 were compared.
-        margin: The gain, as a share of the unsplit layer's time, from which on it is split.
+        margin: The gain, as a share of the unsplit layer's time, from which on the layer is split.
         rates: The rates of the link that messages take, in words; empty where they go by peer memory.
     """
 
@@ -113,7 +115,10 @@ class Plan:
 
     @property
     def harmless(self) -> bool:
-        """Whether the best split found, which need not pay, costs no more than predictions can tell apart."""
+        """Whether the best split found costs no more time than predictions can tell apart.
+
+        The split need not pay.
+        """
         if self.off not in (None, Off.NOT_FASTER) or self.predicted.split_us is None:
             return False
         return self.saved_us >= -RESOLUTION * self.predicted.unsplit_us
@@ -126,7 +131,7 @@ class Plan:
 
     @property
     def gain(self) -> float:
-        """How many times faster than the unfused layer."""
+        """How many times faster the planned layer is than the unfused layer."""
         return self.predicted.unfused_us / self.us
 
 
@@ -150,16 +155,17 @@ def plan_layer(
 ) -> Plan:
     """Choose the halves of ``tokens`` tokens and the CTAs and SMs of every window, so that a layer is predicted fastest.
 
-    Sizes to compare are where a GEMM's waves are full, the middle, and borders of sequences; not a sweep. A function of its
-    arguments alone: equal on all ranks.
+    The sizes that are compared are those where a GEMM's waves are full, the middle, and borders of sequences; not a sweep. The
+    plan is a function of the arguments alone, so it is equal on all ranks.
 
     Args:
-        kernel: A fused kernel of the profile; default: the profile's. With ``link`` a transport of it; default: ``nccl``.
+        kernel: A fused kernel of the profile; default: the profile's own choice. With ``link``: a transport of the link;
+            default: ``nccl``.
         sequences: Tokens of each sequence of the batch, in order; default: one sequence.
         attention: ``auto``, or ``split`` or ``join`` to insist on a mode.
-        cut_sequences: Whether half 2 may begin within a sequence. If not, every border between two may be chosen; if so,
-            half 1 is a multiple of ``row_multiple``.
-        first: Tokens of half 1, where that is settled; default: compared.
+        cut_sequences: Whether half 2 may begin within a sequence. If so, half 1 is a multiple of ``row_multiple``. If not,
+            every border between two sequences may be chosen.
+        first: Tokens of half 1, where that is settled; default: several sizes are compared.
         gemms_leave_sms: Whether GEMMs can be told to leave SMs to the kernel beside them.
         joins_gemms: Whether an unsplit layer computes GEMMs of one input as one where that is faster.
         row_multiple: Half 1 must be a multiple of this, and also of the number of ranks.
@@ -168,7 +174,7 @@ def plan_layer(
         host_us: Microseconds that the host needs to launch a split layer. If the device is faster, it waits for the host, and
             the layer takes that long.
         link: The link that messages travel over; default: peer memory, with the rates of the profile.
-        wires: How rows of fused sums travel. Their bytes are counted, and what it takes to encode them is not. Unfused sums are
+        wires: How rows of fused sums travel. The rows' bytes are counted, and the time to encode rows is not. Unfused sums are
             exact.
 
     Raises:
@@ -227,10 +233,10 @@ def plan_layer(
 
 
 def evidence(profile: DeviceProfile, kernel: str | None = None, link: Link | None = None) -> Evidence:
-    """How far the planner is off for ``profile``'s device, with the fused kernel of that name; default: the profile's own.
+    """How far the planner is off for ``profile``'s device with ``kernel``, a fused kernel; default: the profile's own.
 
-    With ``link`` it is a transport of that name; default: ``nccl``. Shipped profile and link are judged, so tuned ones are
-    believed as much.
+    With ``link``, ``kernel`` is a transport; default: ``nccl``. The errors are those of the shipped profile and link. A tuned
+    profile or link is believed as much.
     """
     device = next((name for name in profile.device_names if shipped_profile(name) is not None), None)
     if device is None:
@@ -289,9 +295,9 @@ def _checked(
 
 
 def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
-    """Microseconds unfused, without communication and fused, and the CTAs of the latter.
+    """Microseconds unfused, without communication and fused, and the CTAs of the fused calls.
 
-    Fused layers may have GEMMs of one input computed as one. The other two are what Inductor makes of them.
+    In a fused layer, GEMMs of one input may be computed as one. The GEMMs of the other two are what Inductor makes of them.
     """
     layer = costs.layer
     steps = [*costs.attention_part(range(tokens)), *costs.mlp_part(tokens)]
@@ -307,7 +313,7 @@ def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
 
 
 def _starts(sequences: Sequence[int]) -> frozenset[int]:
-    """Where a sequence begins, the first one's begin left out."""
+    """Where sequences begin, without the begin of the first one."""
     starts, position = [], 0
     for length in sequences[:-1]:
         position += length
@@ -337,7 +343,7 @@ def candidate_sizes(costs: Costs, tokens: int, starts: Iterable[int], multiple: 
 
 
 def _weave(costs: Costs, first: int, tokens: int, mode: Mode, whole_sequences: bool) -> tuple[PlannedWindow, ...]:
-    """Windows of the mode; none for joining what no cut has parted."""
+    """The windows of the mode. A join has none where no cut has parted a sequence."""
     if mode is Mode.SPLIT:
         return weave(costs, first, tokens)
     return () if whole_sequences else weave_joined(costs, first, tokens)
@@ -350,7 +356,7 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple
         halves = [
             counts for window in windows if (counts := [gemm.waves for gemm in window.gemms if gemm.name == name])
         ]
-        if halves:  # each in a window of its own
+        if halves:  # each half in a window of its own
             whole = sum(costs.gemm(gemm, tokens, costs.profile.sms).waves for gemm in same)
             first, second = halves
             result.append(GemmWaves(name, whole, sum(first), sum(second)))
@@ -358,7 +364,7 @@ def _waves(costs: Costs, tokens: int, windows: Sequence[PlannedWindow]) -> tuple
 
 
 def _reason(off: Off | None, predicted: Predicted, min_gain: float, multiple: int, device_us: float) -> str:
-    """In words; ``device_us``: what the device takes for a split layer, however long the host launches it."""
+    """The decision in words; ``device_us``: what the device takes for a split layer, however long the host launches it."""
     if off is Off.NO_COMMUNICATION:
         return "no all_reduce that could be hidden"
     if off is Off.TOO_FEW_TOKENS:

@@ -17,8 +17,8 @@ _PLAN = {
     "layers.*.mlp.experts": "moe_tp_experts",
 }
 _MODEL_TYPES = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Those that transformers shards by ``_PLAN``, and whose shipped files leave no field that counts to transformers' defaults. A
-test compares each with what transformers makes of it."""
+"""The model types that transformers shards by ``_PLAN``, and whose shipped files leave no field that counts to transformers'
+defaults. A test compares each type with what transformers makes of it."""
 
 
 def preset_layer(name: str, world_size: int) -> tuple[LayerShape, int] | None:

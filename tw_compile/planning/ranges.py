@@ -1,8 +1,8 @@
 """Ranges of token counts, each of which is one graph: where they are cut, and the one expression that splits all of a range.
 
-A graph that is split is split at all counts of its range. So it may be where a split costs nothing that predictions could tell
-(:attr:`~tw_compile.planning.plan.Plan.harmless`), and is where that pays at some counts. A host that compiles for several
-ranges cuts them where splitting begins or ends to pay.
+A split graph is split at all counts of its range. So a graph may be split where the split costs nothing that predictions could
+tell at any count (:attr:`~tw_compile.planning.plan.Plan.harmless`), and it is split where that pays at some counts. A host that
+compiles for several ranges cuts them where splitting begins to pay or stops paying.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from tw_compile.planning.halves import FirstHalf, shares_of_range
 from tw_compile.planning.plan import RESOLUTION, Mode, Plan
 
 STEPS = 4
-"""Counts that plans are made for, for each doubling; between them plans agree as far as predictions can tell."""
+"""How many counts plans are made for in each doubling of the count. Between these counts, plans agree as far as predictions can
+tell."""
 GRAIN = 64
-"""Ranges are cut at multiples of this: a GEMM's smallest tiles have so many rows."""
+"""Ranges are cut at multiples of this number, because a GEMM's smallest tiles have this many rows."""
 MOST_CUTS = 2
-"""At most so many cuts are made, because every range is compiled separately."""
+"""At most this many cuts are made, because every range is compiled separately."""
 _TRIES = 8
 
 PlanOf = Callable[[int, int | None, int], Plan]
@@ -29,9 +30,10 @@ PlanOf = Callable[[int, int | None, int], Plan]
 
 @dataclass(frozen=True)
 class Shared:
-    """One split for all counts of a range: half 1, in requests where it is a number; the plan for each count.
+    """One split for all counts of a range.
 
-    ``saved``: microseconds, added up over all counts of the range.
+    ``first``: half 1, as a function of the tokens or as a number of requests. ``plans``: the plan for each count. ``saved``:
+    microseconds, added up over all counts of the range.
     """
 
     first: FirstHalf | int
@@ -52,9 +54,9 @@ class Ranges:
     """Plans for the ranges of one layer.
 
     Args:
-        plan: Makes a plan; the same ones are asked for again and again.
+        plan: Makes a plan. The same plans are asked for again and again.
         world_size: Ranks, which share the rows of each half.
-        requests: If more than 1, so many of equal length, between which tokens are split.
+        requests: The number of requests, of equal length. If more than 1, tokens are split between requests.
         may_split: Whether the graph of a range could be split at all.
     """
 
@@ -72,7 +74,7 @@ class Ranges:
         self._splits: dict[tuple[int, int], Shared | None] = {}
 
     def at(self, tokens: int, first: int | None = None, least: int | None = None) -> Plan:
-        """The plan of ``tokens`` tokens, in a graph for ``least`` or more; default: for these."""
+        """The plan of ``tokens`` tokens, in a graph for ``least`` tokens or more; default: for ``tokens`` or more."""
         return self._plan(tokens, first, tokens if least is None else least)
 
     def counts(self, low: int, high: int) -> list[int]:
@@ -84,20 +86,20 @@ class Ranges:
     def split(self, low: int, high: int) -> Shared | None:
         """The split for all of a range that is predicted to take the least time, added up over all counts.
 
-        Compared are sixteenths of the tokens, in whole tiles of GEMMs; or the best numbers of requests. Of those that
-        predictions can't tell apart it is the one with the most equal halves, and the larger tiles. None where none is harmless
-        at all counts, or none pays at any.
+        The candidates are sixteenths of the tokens, in whole tiles of GEMMs; or the best numbers of requests. Of candidates
+        that predictions can't tell apart, the one with the most equal halves is taken, and then the one with the larger tiles.
+        None where no candidate is harmless at all counts, or none pays at any count.
         """
         if (low, high) not in self._splits:
             self._splits[low, high] = self._split(low, high) if self._hoped_for(low, high) else None
         return self._splits[low, high]
 
     def cut(self, low: int, high: int, ends: Iterable[int] = (), most: int = MOST_CUTS) -> tuple[Part, ...]:
-        """``low`` to ``high`` in ranges that end at ``ends``, which are given, and at ``most`` more.
+        """Cut ``low`` to ``high`` into ranges that end at the given ``ends``, and at ``most`` more counts at most.
 
-        These are where splitting begins or ends to pay. Of all choices the one that saves the most time, added up over all
-        counts, or one with fewer cuts that saves nearly as much. No cut leaves a range with one size alone, whose GEMMs a host
-        would have tuned.
+        The further cuts are where splitting begins to pay or stops paying. Of all choices of cuts, the one that saves the most
+        time is taken, added up over all counts, or one with fewer cuts that saves nearly as much. No further cut leaves a range
+        with one size alone, whose GEMMs a host would have tuned.
         """
         given = sorted({end for end in ends if low <= end < high})
         further = [end for end in self._borders(low, high) if end not in given]
@@ -122,7 +124,7 @@ class Ranges:
         return list(zip([low, *(end + self._requests for end in ends)], [*ends, high], strict=True))
 
     def _hoped_for(self, low: int, high: int) -> float:
-        """What could be saved in a range if each count had the best halves; 0 where it stays whole."""
+        """Microseconds that could be saved in a range if each count had the best halves; 0 where the range stays whole."""
         if not self._may_split(low, high):
             return 0.0
         plans = [self.at(count, least=low) for count in self.counts(low, high)]
@@ -156,7 +158,10 @@ class Ranges:
     def _candidates(
         self, low: int, high: int, counts: list[int]
     ) -> Iterator[tuple[tuple[float, int], FirstHalf | int, list[int]]]:
-        """What half 1 may be, and how many tokens that is at each count; of equal ones those that rank lowest are best."""
+        """Candidates for half 1: a rank, the half, and the half's tokens at each count.
+
+        Of equally fast candidates, the one with the lowest rank is best.
+        """
         if self._requests > 1:
             best = [plan for plan in (self.at(count, least=low) for count in counts) if _pays(plan)]
             for first in sorted({plan.sizes[0] * self._requests // plan.tokens for plan in best}):
@@ -209,7 +214,7 @@ def _us(plan: Plan) -> float:
 
 
 def _weights(low: int, counts: list[int]) -> list[int]:
-    """How many counts of a range each of ``counts`` stands for: itself and those below that have no plan of their own."""
+    """How many counts of a range each of ``counts`` stands for: itself, and those below it without a plan of their own."""
     return [count - before for before, count in itertools.pairwise([low - 1, *counts])]
 
 

@@ -26,7 +26,10 @@ def read_table(kind: type[Table], text: str, source: str) -> Table:
 
 
 def _part(kind: type[Table], values: Any, where: str) -> Table:
-    """``kind`` with every field from the key of its name; no key may be left over, and only those with a default be missing."""
+    """``kind`` with every field from the key of its name.
+
+    No key may be left over, and only keys of fields with a default may be missing.
+    """
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected a table, got {values!r}")
     hints = get_type_hints(kind)
@@ -75,7 +78,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def toml_of(part: object, origin: Callable[[str], str] | None = None) -> str:
-    """The TOML of a table, as :func:`read_table` reads it. ``origin``: what is said of a value, by its dotted name."""
+    """The TOML of a table, as :func:`read_table` reads it. ``origin``: makes the comment of a value from its dotted name."""
     return "\n".join(_lines(part, "", origin)) + "\n"
 
 

@@ -9,8 +9,8 @@ with travels during the next part, and the part after that needs it:
     MLP 1        gate_up, down of 1             the sum behind o_proj of 2
     MLP 2        gate_up, down of 2             the sum behind down of 1
 
-As the next window needs both, a window takes as long as the longer one, and windows don't depend on each other: a layer
-takes the sum over its windows, and the best CTA count can be chosen for each alone.
+The next window needs both, so a window takes as long as the longer one. Windows don't depend on each other. So a layer takes
+the sum over its windows, and the best CTA count can be chosen for each window alone.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from tw_compile.planning.layer import LayerShape, attention_us
 from tw_compile.planning.links import UNFUSED, Link, LinkTransport
 
 SLACK = 1.1
-"""A sum may be late by this factor without harm where that can be had.
+"""A sum may be late by this factor without harm, where that is possible.
 
-CTAs are chosen by it, and a GEMM that begins when the sum has just arrived still leaves its SMs free: otherwise it would pay
-a whole wave when the sum is late.
+The number of CTAs is chosen with this factor. A GEMM that begins when the sum has just arrived still leaves the sum's SMs free:
+otherwise the GEMM would pay a whole wave when the sum is late.
 """
 
 NEAR = 1.01
-"""Windows no further apart are as good as equal. More CTAs leave fewer clusters of SMs whole than the GEMMs' times know: on 12
-instead of 4, q of 512 tokens of Llama-3.3-70B at TP4 took 52 us instead of 29, in the trace of 2026-11-22."""
+"""Windows whose times differ by at most this factor count as equal. More CTAs leave fewer clusters of SMs whole than the
+predicted times of GEMMs account for: with a call on 12 CTAs instead of 4, q of 512 tokens of Llama-3.3-70B at TP4 took 52 us
+instead of 29, in the trace of 2026-11-22."""
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """One GEMM of a window, planned for ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are what that is predicted to give.
+    """One GEMM of a window, planned for ``sms`` SMs; ``tile``, ``tiles`` and ``waves`` are predicted for that number.
 
-    ``joint``: how many of its name it stands for, which are computed as one; 0 for a kernel that computes no more than one.
+    ``joint``: how many GEMMs of this name are computed as this one; 0 for a kernel that computes no more than one.
     """
 
     name: str
@@ -79,12 +80,12 @@ class PlannedWindow:
 
 
 ATTENTION, MLP = "attention", "mlp"
-"""The part that a sum is behind."""
+"""The part of a layer that a sum follows."""
 
 
 @dataclass(frozen=True)
 class Wires:
-    """How the rows of a layer's two sums travel: that behind attention and that behind the MLP."""
+    """How the rows of a layer's two sums travel: the sum behind attention and the sum behind the MLP."""
 
     attention: RowShares = EXACT_ROWS
     mlp: RowShares = EXACT_ROWS
@@ -99,7 +100,7 @@ ALL_EXACT = Wires()
 
 @dataclass(frozen=True)
 class _Calls:
-    """What serves the sums behind one part, and what their rows are on the way."""
+    """The kernel or transport that serves the sums behind one part, and how their rows travel."""
 
     kernel: FusedKernel | LinkTransport
     rows: RowShares
@@ -107,9 +108,10 @@ class _Calls:
 
 @dataclass(frozen=True)
 class Gemms:
-    """GEMMs of one input, of ``tokens`` tokens; ``joint`` is what they can be computed as, if they can.
+    """GEMMs of one input, of ``tokens`` tokens.
 
-    ``gated_us``: of the kernel behind them that a joint GEMM does, too, where nothing is split.
+    ``joint``: the GEMM as which they can be computed; None where they can't. ``gated_us``: microseconds of the kernel behind
+    them, which a joint GEMM replaces where nothing is split.
     """
 
     gemms: tuple[Gemm, ...]
@@ -123,15 +125,15 @@ Computation = Gemms | Callable[[int], float]
 
 
 class Costs:
-    """Times of one layer's pieces on one device. A GEMM is computed once for each number of tokens and SMs.
+    """Times of one layer's pieces on one device. The time of a GEMM is computed once for each number of tokens and SMs.
 
     ``gemms_leave_sms``: whether GEMMs are planned for the SMs that a kernel beside them leaves, see :meth:`beside`. ``link``:
-    what messages travel over, where that is no peer memory; ``kernel`` is then a transport of it. ``joins_gemms``: whether
-    GEMMs of one input are computed as one where nothing is split, if that is faster. ``wires``: how rows travel; over peer
-    memory it may take another kernel than ``kernel`` to serve those in codes.
+    what messages travel over, where that is not peer memory; ``kernel`` is then a transport of the link. ``joins_gemms``:
+    whether GEMMs of one input are computed as one where nothing is split, if that is faster. ``wires``: how rows travel. Over
+    peer memory another kernel than ``kernel`` may be needed to serve rows in codes.
 
     Raises:
-        ValueError: The profile has no kernel that does.
+        ValueError: The profile has no kernel that serves rows in codes.
     """
 
     def __init__(
@@ -186,10 +188,11 @@ class Costs:
     ) -> tuple[GemmTime, float]:
         """A GEMM that begins while ``ctas`` CTAs of ``kernel`` are taken for another ``left_us``, and its microseconds.
 
-        These are without contention. None: the kernel of exact rows.
+        The microseconds are without contention. ``kernel`` None: the kernel of exact rows.
 
-        cuBLAS starts one CTA for each SM that it plans for, which takes its tiles in turn, and so do grouped GEMMs. Those that
-        find no SMs begin when the other kernel or the first of the rest ends, and then take as long as all others.
+        cuBLAS starts one CTA for each SM that it plans for, and each CTA takes its tiles in turn. Grouped GEMMs do the same.
+        CTAs that find no SMs begin when the other kernel or the first of the other CTAs ends, and then take as long as all
+        others.
         """
         free = self.profile.sms_beside(kernel or self.kernel, ctas)
         if self.gemms_leave_sms:
@@ -211,17 +214,18 @@ class Costs:
         return [lambda sms: attention_us(self.profile, self.layer.attention, self.sequences, rows, sms)]
 
     def o_proj(self, tokens: int) -> list[Computation]:
-        """The projection, and the norm behind it where no sum brings it along."""
+        """The projection, and the norm behind it where no fused sum computes the norm."""
         return [Gemms((self.layer.o_proj,), tokens), *self._norm(tokens, self.layer.attention_summed)]
 
     def attention_part(self, rows: range) -> list[Computation]:
         return [*self.qkv(len(rows)), *self.attention(rows), *self.o_proj(len(rows))]
 
     def mlp_part(self, tokens: int, half: bool = False) -> list[Computation]:
-        """``half``: as it is computed for halves.
+        """The MLP. ``half``: whether it is computed for a half.
 
-        A joint GEMM stores ``silu(gate) * up`` itself. Of halves that is counted all the same: without it, splits that were
-        measured are 3% slower than predicted on average, with it 1% (``benchmarks/split-notes.md``, "GEMMs of one input").
+        A joint GEMM stores ``silu(gate) * up`` itself. For halves the time of that step is counted all the same. Without it,
+        measured splits are 3% slower than predicted on average, and with it 1% (``benchmarks/split-notes.md``, "GEMMs of one
+        input").
         """
         *gate_up, down = self.mlp_of_half if half else self.layer.mlp
         rows = tokens * down.experts_per_token
@@ -237,12 +241,12 @@ class Costs:
         return [lambda sms: us]
 
     def alone_us(self, steps: Sequence[Computation], joined: bool = False) -> float:
-        """Steps on all SMs with nothing beside them; ``joined``: GEMMs of one input as one where that is faster."""
+        """Microseconds of steps on all SMs, alone. ``joined``: whether GEMMs of one input are one where that is faster."""
         sms = self.profile.sms
         return sum(self._gemms_us(step, joined) if isinstance(step, Gemms) else step(sms) for step in steps)
 
     def _gemms_us(self, step: Gemms, joined: bool) -> float:
-        """Several are joined, and one that is gated."""
+        """Microseconds of GEMMs on all SMs. ``joined`` applies to several GEMMs, and to a single one that is gated."""
         sms = self.profile.sms
         each = sum(self.gemm(gemm, step.tokens, sms).us for gemm in step.gemms)
         if step.joint is None or not joined or (len(step.gemms) == 1 and not step.gated_us):
@@ -258,10 +262,10 @@ class Costs:
         in_slot: bool = False,
         summed: str = ATTENTION,
     ) -> PlannedWindow:
-        """The window with the CTA count that makes it shortest, with :data:`SLACK`; the fewest CTAs of :data:`NEAR` ones.
+        """The window with the CTA count that makes it shortest, with :data:`SLACK`; of :data:`NEAR` ones the fewest CTAs.
 
-        ``message_tokens``: of the other half, whose sum behind the part ``summed`` travels; 0 when none does. ``in_slot``: its
-        results are read where peers write them.
+        ``message_tokens``: tokens of the other half, whose sum behind the part ``summed`` travels; 0 when no sum travels.
+        ``in_slot``: whether the sum's results are read where peers write them.
         """
         if not message_tokens:
             return self._window(computes, half, steps, 0, 0, False)
@@ -282,7 +286,10 @@ class Costs:
         in_slot: bool,
         summed: str = ATTENTION,
     ) -> PlannedWindow:
-        """While the sum travels, compute has the SMs that are left, GEMMs as many as fit; contention slows both."""
+        """The window with ``ctas`` CTAs for the call.
+
+        While the sum travels, compute has the SMs that are left. GEMMs have as many of them as fit. Contention slows both.
+        """
         profile, calls = self.profile, self._calls[summed]
         message = self.layer.message_bytes(message_tokens)
         communication_us = 0.0
@@ -332,7 +339,7 @@ class Costs:
         clock: float,
         kernel: FusedKernel | LinkTransport,
     ) -> tuple[float, list[GemmPlan]]:
-        """When the last one has ended that begin at ``clock``, and what they are planned for."""
+        """When the last of ``gemms`` ends if the first one begins at ``clock``, and what the GEMMs are planned for."""
         plans = []
         for gemm in gemms:
             begun = ctas if clock < SLACK * communication_us else 0
@@ -343,7 +350,7 @@ class Costs:
         return clock, plans
 
     def _after(self, clock: float, us: float, communication_us: float) -> float:
-        """When something has ended that begins at ``clock`` and takes ``us`` where nothing is beside it."""
+        """When a step ends that begins at ``clock`` and takes ``us`` where nothing is beside it."""
         contention = self.profile.contention
         beside = min(max(communication_us - clock, 0.0), us * contention)
         return clock + us + beside * (1.0 - 1.0 / contention)
@@ -353,7 +360,7 @@ class Costs:
 
     @property
     def norm_apart(self) -> bool:
-        """Whether a norm behind a sum is computed, and is no part of the call that sums."""
+        """Whether the norm behind a sum is computed separately, and is no part of the call that sums."""
         return isinstance(self.kernel, LinkTransport) and self.kernel.norm_apart
 
     def all_reduce_us(self, nbytes: int) -> float:
@@ -374,7 +381,10 @@ class Costs:
         return communication.fastest_alone(self.profile, multicast, tokens, hidden_size, ranks, calls.rows)
 
     def _norm(self, tokens: int, summed: bool) -> list[Computation]:
-        """The norm behind a part, unless the sum brings it along. One that waits for the sum runs a part later, for as long."""
+        """The norm behind a part, unless the call that sums computes it.
+
+        A separate norm that waits for the sum runs one part later, and takes as long there.
+        """
         if summed and not self.norm_apart:
             return []
         us = self.norm_us(tokens)
@@ -384,7 +394,8 @@ class Costs:
 def weave(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
     """The four windows of a layer whose half 1 is its first ``first`` tokens.
 
-    What matmuls alone read stays in the slot: queries, keys and values, and an MLP, but not what experts gather.
+    A result that only matmuls read stays in the slot: what the query, key and value projections read, and what a dense MLP
+    reads, but not what experts gather.
     """
     second = tokens - first
     layer = costs.layer
@@ -402,7 +413,7 @@ def weave(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
 def weave_joined(costs: Costs, first: int, tokens: int) -> tuple[PlannedWindow, ...]:
     """The five windows of a layer whose attention runs once for all tokens, between split projections.
 
-    Half 1's o_proj comes right behind it, so that its sum travels during half 2's.
+    Half 1's o_proj comes right behind attention, so that half 1's sum travels during half 2's o_proj.
     """
     second = tokens - first
     layer = costs.layer

@@ -1,7 +1,7 @@
-"""What a wire costs a whole model, in nats for each token of a text: ranks are simulated, in one process on the CPU.
+"""Measure what a wire costs a whole model, in nats per token of a text. Ranks are simulated in one process on the CPU.
 
-Each row-parallel GEMM is done in as many parts as there are ranks, and its partial sums and the normalised rows behind it go
-through the codes of the wire, as in a fused call (``kernels/collective/wire_reference.py``): the residual stays exact, in
+Each row-parallel GEMM is done in as many parts as there are ranks. Its partial sums, and the normalised rows behind the sum, go
+through the codes of the wire, as in a fused call (``kernels/collective/wire_reference.py``). The residual stays exact, in
 float32. The text is cut into pieces that the model reads one by one.
 """
 
@@ -26,12 +26,12 @@ from tw_compile.kernels.collective.wires import WIRES, Codes
 
 PIECE_TOKENS = 512
 Travel = Callable[[torch.Tensor, Codes], torch.Tensor]
-"""What a receiver makes of rows ``[tokens, hidden]`` in these codes."""
+"""Gives the rows ``[tokens, hidden]`` as a receiver decodes them from these codes."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Nats a token of ``world_size`` ranks with the wire, above those of the same ranks without any."""
+    """Nats per token of ``world_size`` ranks: with the wire (``nats``) and without (``exact_nats``)."""
 
     world_size: int
     tokens: int
@@ -45,7 +45,10 @@ class Cost:
 
 
 def codes_that_fit(codes: Codes, hidden_size: int) -> Codes:
-    """The codes with the largest group that divides ``hidden_size``. Calls refuse such rows; small models have them."""
+    """The codes with the largest group that divides ``hidden_size``.
+
+    Small models may have a ``hidden_size`` that the original group does not divide. Fused calls refuse rows of that size.
+    """
     group = next(group for group in range(codes.group, 0, -1) if hidden_size % group == 0 and group % 4 == 0)
     return replace(codes, group=group)
 
@@ -59,7 +62,9 @@ def cost_of_wire(
     travel: Travel = round_trip,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Cost:
-    """``pieces``: token ids ``[1, tokens]``. ``sites``: as option ``wire_sites``.
+    """Run ``model`` over ``pieces`` with exact rows and with ``wire``, and compare the losses.
+
+    ``pieces``: token ids ``[1, tokens]``. ``sites``: as option ``wire_sites``.
 
     Raises:
         UsageError: The model's layers are not those of a Llama: attention, norm, MLP, norm.
@@ -76,7 +81,7 @@ def cost_of_wire(
 
 @contextmanager
 def simulated_ranks(model: Any, world_size: int, wire: str, sites: str, travel: Travel) -> Iterator[None]:
-    """The model's sums are those of so many ranks inside of a ``with`` block, with ``wire`` where ``sites`` says."""
+    """Have the model add up sums as ``world_size`` ranks do inside of a ``with`` block, with ``wire`` where ``sites`` says."""
     places = _row_parallel(model)
     hooks = []
     before = [(linear, linear.forward) for linear, _, _ in places]
@@ -98,7 +103,7 @@ def simulated_ranks(model: Any, world_size: int, wire: str, sites: str, travel: 
 
 
 def _row_parallel(model: Any) -> list[tuple[nn.Linear, nn.Module, str]]:
-    """Each row-parallel GEMM, the norm behind its sum, and what feeds it."""
+    """Each row-parallel GEMM, the norm behind its sum, and what feeds it: ``attention`` or ``mlp``."""
     try:
         layers = list(model.model.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), model.model.norm]
@@ -138,7 +143,7 @@ def _gathered(dtype: torch.dtype, codes: Codes | None, travel: Travel) -> Callab
 
 @torch.no_grad()
 def _nats(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Of each token but the first."""
+    """The loss of each token but the first, in nats."""
     logits = model(ids).logits[0, :-1].float()
     return nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").double()
 
@@ -149,7 +154,7 @@ def load_checkpoint(source: str) -> tuple[Any, Any]:
     ``source`` is a folder with a checkpoint, a GGUF file, or the name of an installed package that holds one.
 
     Raises:
-        UsageError: There is no such checkpoint, or what reads it is not installed.
+        UsageError: There is no such checkpoint, or the package that reads it is not installed.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -200,7 +205,7 @@ def _unpacked(model: Any) -> Any:
         if type(module) is nn.Linear or columns is None or rows is None:
             continue
         plain = nn.Linear(columns, rows, bias=False)
-        plain.weight.copy_(module(torch.eye(columns)).T)  # what it makes of unit vectors are the columns of its weight
+        plain.weight.copy_(module(torch.eye(columns)).T)  # its results for unit vectors are the columns of its weight
         model.set_submodule(name, plain)
     return model
 

@@ -1,4 +1,4 @@
-"""One process that plays one rank of many on CUDA tensors that don't exist: look at a model without its machine."""
+"""Inspect a model without the machine it is for: one process acts as one rank of many, with fake CUDA tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tw_compile.testing import fake_cuda, fake_process_group, rewrite
 
 @dataclass(frozen=True)
 class Inspection:
-    """The graphs from right before and after the passes, and the seconds of everything up to there.
+    """The graphs from right before and right after the passes, and the seconds that building and compiling took.
 
-    ``layers`` is how many the model has, and ``traced`` which of them are in the graphs, standing for all of them; None where
-    all are.
+    ``layers`` is the number of the model's layers. ``traced`` says which layers are in the graphs and stand for all layers;
+    None where all layers are in the graphs.
     """
 
     before: fx.Graph
@@ -41,14 +41,14 @@ class Inspection:
 
 
 CAPABILITIES = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}
-"""By a word of the device's name."""
+"""Maps a word of the device's name to the compute capability."""
 
 
 def inspect_model(spec: RunSpec, *, all_layers: bool = True) -> Inspection:
     """Compile the model of ``spec`` at its first token count up to the passes; no weights, no kernels.
 
-    With a device profile that is named, attention and thresholds are those of its device. Without ``all_layers`` only those
-    that differ are compiled, see :func:`tw_compile.models.alike.alike_layers`.
+    If ``spec`` names a device profile, attention and thresholds are those of the profile's device. Without ``all_layers`` only
+    layers that differ are compiled, see :func:`tw_compile.models.alike.alike_layers`.
 
     Raises:
         UsageError: The model can't be built as asked.
@@ -76,14 +76,14 @@ def inspect_model(spec: RunSpec, *, all_layers: bool = True) -> Inspection:
 
 
 def _gate_of(profile: DeviceProfile, spec: RunSpec) -> Gate | None:
-    """The gate of a process on the profile's device; None where nothing says what that can do."""
+    """The gate of a process on the profile's device; None where that device's compute capability is not known."""
     words = {word for name in profile.device_names for word in name.split()}
     capability = next((CAPABILITIES[word] for word in sorted(words & CAPABILITIES.keys())), None)
     return None if capability is None else own_gate(spec.config, Node(capability, profile.fused_kernel(None).multicast))
 
 
 def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
-    """The same report as a run's, without what only a run can know."""
+    """A report with the keys of a run's report, without those that only a run can fill."""
     result = inspection.result
     sites, counts = _of_all_layers(inspection)
     return {
@@ -112,10 +112,10 @@ def as_report(spec: RunSpec, inspection: Inspection) -> dict[str, Any]:
 
 
 def _of_all_layers(inspection: Inspection) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """The sites, numbered as the model's layers are, and what of the whole model they stand for; the model's counts.
+    """The sites, with the layer numbers of the whole model, and the counts of the whole model.
 
-    ``stands_for`` has the layers whose site is like this one, its own among them; None where it is no layer's, or where all
-    layers were traced.
+    ``stands_for`` of a site lists the layers that have a site like this one, including its own layer. It is None where the site
+    belongs to no layer, or where all layers were traced.
     """
     traced, result = inspection.traced, inspection.result
     if traced is None:

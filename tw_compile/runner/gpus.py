@@ -22,7 +22,7 @@ Report = dict[str, Any]
 
 
 def examine() -> Gpus:
-    """What torch can use of this machine; no GPU where a driver finds none."""
+    """Describe the GPUs that torch can use; the result has no GPU where a driver finds none."""
     count = torch.cuda.device_count()
     reachable = peer_access(count)
     multicast = compat.multicast_support(0) if count else None
@@ -62,7 +62,7 @@ def atomics(reachable: Sequence[Sequence[bool]]) -> list[list[bool]] | None:
 
 
 def calibrations_of(gpus: list[Report], node: Node) -> list[Calibration]:
-    """What groups of this host's first GPUs have measured by themselves; from here on they choose kernels in this process."""
+    """The calibrations of groups of this host's first GPUs. From now on this process chooses kernels by them."""
     folder = default_folder()
     found = [
         calibration

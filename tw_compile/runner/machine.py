@@ -1,6 +1,6 @@
 """Facts about this machine that decide how ranks exchange rows. Nothing here creates a context or a communicator.
 
-torch takes seconds to import, so it is asked only where there is a driver, without which it has no GPU (``gpus.py``).
+Importing torch takes seconds. So torch is imported only where there is a driver (``gpus.py``); without one torch has no GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tw_compile.torch_files import cuda_version, has_gloo, has_symmetric_memory
 
 Report = dict[str, Any]
 
-# What the choice of the transport is told for: any Llama-like model.
+# The report shows which transport is chosen for these sizes, which stand for any Llama-like model.
 _HIDDEN_SIZE = 8192
 _ELEMENT_BYTES = 2
 _DISABLE_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -123,7 +123,7 @@ def _ranks(world_sizes: list[int]) -> str:
 
 
 def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -> Report:
-    """Where the planner's profile comes from, the lowest layer first; the option is that of a compile."""
+    """Where the planner's profile comes from, the lowest layer first. The layer ``option`` is an option of a compile."""
     name = gpus[0]["name"] if gpus else None
     shipped, own = shipped_profile(name) if name else None, user_profile()
     measured = next((calibration.profile for calibration in calibrations if calibration.profile is not None), None)
@@ -140,7 +140,7 @@ def device_profile_report(gpus: list[Report], calibrations: list[Calibration]) -
         state = f"not used: it is about {', '.join(own.device_names)}"
     return {
         "layers": [
-            *([calibrated] if gpus else []),  # the lowest: it is of a device that nothing else is known of
+            *([calibrated] if gpus else []),  # the lowest: made only for a device that nothing else is known about
             {
                 "layer": "shipped",
                 "from": "configs/devices",

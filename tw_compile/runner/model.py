@@ -30,7 +30,7 @@ class ModelSpec(Protocol):
 
 
 def model_config(model: str, layers: int | None) -> PretrainedConfig:
-    """Of the model, cut to so many layers.
+    """The configuration of ``model``, cut to ``layers`` layers; None keeps all layers.
 
     Raises:
         UsageError: There is no such model, or it has fewer layers.
@@ -50,7 +50,7 @@ def model_config(model: str, layers: int | None) -> PretrainedConfig:
 def build_model(
     spec: ModelSpec, device: torch.device | str, *, seed: int = 0, checkpoint: Path | None = None
 ) -> Decoder:
-    """With random weights where ``checkpoint`` has none.
+    """Build the model of ``spec`` on ``device``, with random weights where ``checkpoint`` has none.
 
     Raises:
         UsageError: The model can't be built as asked.

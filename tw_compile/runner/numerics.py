@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-# The fused model rounds in other places than the unfused one; it may not be less exact than this factor.
+# The fused model rounds in other places than the unfused one. Its error may be at most this factor times the unfused error.
 BUDGET_FACTOR = 1.1
 
 
@@ -24,12 +24,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 @dataclass(frozen=True)
 class OutputErrors:
-    """One output of the fused model beside the same output of the unfused one; the worst rank of each."""
+    """The errors of one output of the fused model and of the same output of the unfused one, each on its worst rank."""
 
     error: float
     unfused_error: float
     factor: float = BUDGET_FACTOR
-    """Of the unfused error, that the error may reach; infinite where there is no such budget."""
+    """The error may be at most this factor times the unfused error; infinite where there is no such budget."""
 
     @property
     def budget(self) -> float:
@@ -49,7 +49,7 @@ class OutputErrors:
         return self.error / self.budget
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON has no word for infinite or not a number; they become None."""
+        """The values for JSON. JSON has neither infinity nor NaN, so these become None."""
         return {
             "error": finite(self.error),
             "unfused_error": finite(self.unfused_error),
@@ -63,5 +63,5 @@ def finite(value: float) -> float | None:
 
 
 def worst(comparisons: Iterable[OutputErrors]) -> OutputErrors:
-    """The one that uses most of its budget."""
+    """The comparison that uses the largest share of its budget."""
     return max(comparisons, key=lambda comparison: comparison.ratio)

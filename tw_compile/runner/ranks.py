@@ -1,4 +1,4 @@
-"""The ranks of a run: processes that were spawned for it, or the one that torchrun made of us."""
+"""The ranks of a run: processes that were spawned for the run, or this process, if torchrun started it as a rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tw_compile.runner.spec import RunSpec
 
 
 def join_ranks(spec: RunSpec, progress: Progress) -> dict[str, Any] | None:
-    """Be the rank that the environment says (torchrun's variables); only rank 0 gets the result, the others None."""
+    """Work as the rank that torchrun's environment variables name. Only rank 0 gets the result; the others get None."""
     import torch.distributed as dist
 
     from tw_compile.harness.group import process_group

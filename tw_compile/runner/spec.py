@@ -21,7 +21,7 @@ class RunSpec:
         device: ``cpu`` (gloo) or ``cuda`` (NCCL).
         tokens: Prompt lengths; every one is compiled and checked on its own.
         dtype: Of weights and activations.
-        layers: Keep only so many layers; None keeps all.
+        layers: Keep only this many layers; None keeps all.
         transport: See :class:`tw_compile.Config`.
         mode: torch.compile's mode, for both models.
         split: See :class:`tw_compile.Config`; so is ``device_profile``.
@@ -53,7 +53,7 @@ class RunSpec:
 
     @property
     def steps(self) -> int:
-        """How often a run of it tells its progress; on GPUs every compiled model is timed, too."""
+        """How many progress messages a run sends; on GPUs every compiled model is timed, too."""
         others = 7  # starting, importing, building, float64, eager, starting the compiler, comparing
         return (
             others

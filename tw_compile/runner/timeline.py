@@ -1,8 +1,8 @@
-"""What ran beside what: a profiled forward as a trace, and the share of its communication that computation hides.
+"""Trace a forward, and measure which share of its communication is hidden by computation on other streams.
 
-The trace is torch.profiler's, in the format of Chrome and Perfetto. Kernels of communication are told by their names: ours,
-NCCL's, those of torch's symmetric memory, and on a CPU gloo's work. A kernel that waits for another rank
-counts as communication.
+The trace is torch.profiler's, in the format of Chrome and Perfetto. Communication kernels are recognised by their names: our
+kernels, NCCL's, those of torch's symmetric memory, and on a CPU gloo's work. A kernel that waits for another rank counts as
+communication.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORWARD = "tw_compile: forward"
 
 @dataclass(frozen=True)
 class TracedKernel:
-    """One kernel; microseconds. ``stream`` is what it shares with others that never run beside it, on a CPU a thread."""
+    """One kernel; microseconds. Kernels with equal ``stream``, which on a CPU is a thread, never run beside each other."""
 
     name: str
     stream: tuple[Any, Any]
@@ -43,7 +43,7 @@ class TracedKernel:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Microseconds of communication, added up over streams, and of it those during which another stream computes."""
+    """Microseconds of communication, added up over streams, and the part of it during which another stream computes."""
 
     communication_us: float
     hidden_us: float
@@ -59,9 +59,10 @@ class Hidden:
 
 
 def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[TracedKernel]:
-    """The kernels of a trace's ``traceEvents``: those of GPUs; where there are none, gloo's work and ATen's operators.
+    """The GPU kernels in a trace's ``traceEvents``; where there are none, gloo's work and ATen's operators.
 
-    Of the latter those that begin at ``since`` or later: the ranks meet by gloo, too, which puts nothing on a GPU.
+    Gloo's work and ATen's operators count only if they begin at ``since`` or later, because the ranks meet by gloo before that.
+    On GPUs this meeting adds no kernels.
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     chosen = [event for event in timed if event.get("cat") == _GPU]
@@ -78,7 +79,7 @@ def kernels(events: Iterable[dict[str, Any]], since: float = -math.inf) -> list[
 
 
 def hidden_communication(ran: Sequence[TracedKernel]) -> Hidden:
-    """How much of the time in which a stream communicates another one computes."""
+    """How much of the time in which one stream communicates is covered by another stream's computation."""
     communication: defaultdict[Any, list[Interval]] = defaultdict(list)
     compute: defaultdict[Any, list[Interval]] = defaultdict(list)
     for kernel in ran:
@@ -94,7 +95,7 @@ def hidden_communication(ran: Sequence[TracedKernel]) -> Hidden:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points as disjoint intervals in order."""
+    """Merge ``intervals`` into disjoint intervals in order, which cover the same points."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -105,7 +106,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def overlap(busy: Sequence[Interval], beside: Sequence[Interval]) -> float:
-    """The length of what both cover; each is disjoint and in order."""
+    """The length that both ``busy`` and ``beside`` cover; the intervals of each must be disjoint and in order."""
     length, first, second = 0.0, 0, 0
     while first < len(busy) and second < len(beside):
         length += max(0.0, min(busy[first][1], beside[second][1]) - max(busy[first][0], beside[second][0]))
@@ -123,11 +124,11 @@ def trace_of_rank(file: str, rank: int) -> Path:
 
 
 def profile(step: Callable[[], Any], file: Path, meet: Callable[[], None]) -> Hidden:
-    """Run ``step`` twice under torch.profiler and write the second one's trace; what it hides is read from there.
+    """Run ``step`` twice under torch.profiler, write the trace of the second run, and measure what that run hides.
 
-    The first pays for what profiling does once, such as allocating its buffers. ``meet`` returns when all ranks have
-    called it, and puts nothing on a GPU: starting to record takes some ms more on one rank than on another, and the kernels
-    of a rank that began early would wait so long for the others'.
+    The first run pays for what profiling does once, such as allocating its buffers. ``meet`` returns when all ranks have called
+    it, and puts nothing on a GPU. It is needed because starting to record takes some ms more on one rank than on another: the
+    kernels of a rank that began early would wait for the other ranks that long.
     """
     on_gpu = torch.cuda.is_initialized()
     activities = [torch.profiler.ProfilerActivity.CPU]

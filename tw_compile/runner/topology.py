@@ -20,7 +20,7 @@ from tw_compile.kernels.collective.transports import GroupFacts
 Report = dict[str, Any]
 
 WORLD_SIZES = (2, 4, 8)
-"""Ranks of the groups that are told about."""
+"""World sizes of the groups that the report describes."""
 SHARED_MEMORY = Path("/dev/shm")
 _PCIE = {
     "generation": "nvmlDeviceGetCurrPcieLinkGeneration",
@@ -36,13 +36,13 @@ class Gpus:
 
     Attributes:
         each: Index, name, memory in bytes and compute capability.
-        uuids: The driver's name of each.
+        uuids: The driver's UUID of each GPU.
         reachable: Whether GPU ``[a]`` can reach the memory of GPU ``[b]``, its own included.
         atomics: Whether atomics of GPU ``[a]`` on memory of GPU ``[b]`` are atomic; None where the driver can't be asked.
         multicast: Whether there is NVLink multicast; None without a GPU, and where torch can't tell.
-        node: What gates go by.
+        node: The facts that gates depend on.
         calibrations: What groups of the first GPUs have measured by themselves.
-        groups: By number of ranks, where there are so many GPUs, what the choice of a transport goes by.
+        groups: The facts that the choice of a transport depends on, by world size, for world sizes with enough GPUs.
         nccl: Whether torch was built with NCCL.
     """
 
@@ -74,11 +74,12 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Report | None:
 
 
 def nvml(uuids: Sequence[str]) -> Report:
-    """What the driver's management library says of the GPUs ``uuids``; None without nvidia-ml-py or without a driver.
+    """What the driver's management library (NVML) says about the GPUs ``uuids``.
 
-    ``driver``: its version. ``links``: how many NVLinks join each pair of GPUs; those behind NVSwitches have links to the
-    switches only, which count for every pair. ``pcie``: of each GPU generation and width, as they are now, and at most; an
-    idle GPU lowers its generation. A figure that a virtual machine hides is None.
+    All values are None without nvidia-ml-py or without a driver. ``driver``: the driver's version. ``links``: the number of
+    NVLinks between each pair of GPUs; GPUs behind NVSwitches have links to the switches only, which count for every pair.
+    ``pcie``: for each GPU the PCIe generation and width, both current and maximum; an idle GPU lowers its generation. A figure
+    that a virtual machine hides is None.
     """
     nothing: Report = {"driver": None, "links": None, "pcie": None}
     with _library() as pynvml:
@@ -97,7 +98,7 @@ def nvml(uuids: Sequence[str]) -> Report:
 
 @contextmanager
 def _library() -> Iterator[Any]:
-    """``pynvml``, ready for use, or None."""
+    """``pynvml``, initialised; None without the package or without a driver."""
     if importlib.util.find_spec("pynvml") is None:
         yield None
         return

@@ -1,6 +1,7 @@
-"""What a wire costs in a run: errors of each call against float64 of the same operands, by what feeds the sum and by depth.
+"""Measure what a wire costs in a run: the errors of each call against float64, by what feeds the sum and by depth.
 
-A transport that records stands in for the one that serves the model's calls during one more forward.
+The float64 reference has the same operands. The calls are recorded during one more forward, in which a recording transport
+replaces the transport that serves the model's calls.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from tw_compile.runner.numerics import BUDGET_FACTOR, digest
 from tw_compile.testing.error_budget import relative_error
 
 CLASSES = {"attention": "o_proj", "mlp": "down_proj", "attention+mlp": "o_proj + down_proj", "": "other"}
-"""What a sum is called, by what feeds it."""
+"""Maps what feeds a sum to the name of the sum in the report."""
 THIRDS = ("first", "middle", "last")
 QUANTITIES = ("sum", "hidden", "residual")
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """The operands of a call as they were, and what it gave this rank."""
+    """Copies of a call's operands from before the call, and of its results on this rank."""
 
     request: Request
     hidden: torch.Tensor
@@ -41,7 +42,7 @@ class RecordedCall:
 
 
 class RecordingTransport(Transport):
-    """Serves calls by another transport and keeps what went in and came out. Every call is served as the first of its form."""
+    """Serves calls by another transport, and keeps operands and results. Every call is served as the first of its form."""
 
     def __init__(self, served_by: Transport) -> None:
         self.name, self._served_by = served_by.name, served_by
@@ -65,7 +66,7 @@ class RecordingTransport(Transport):
 
 @contextmanager
 def recording(name: str) -> Iterator[list[RecordedCall]]:
-    """The calls that the transport of that name serves inside of a ``with`` block, in the order in which they are complete."""
+    """The calls that the transport ``name`` serves inside of a ``with`` block, in the order in which they finish."""
     before = get_transport(name)
     recorder = transports.instances[name] = RecordingTransport(before)
     try:
@@ -79,7 +80,7 @@ def wire_report(
 ) -> dict[str, Any]:
     """Run ``forward``, whose calls are those of ``sites`` in order, and say what their wire costs. Collective.
 
-    Where tokens are split there are more calls than sites: then nothing tells whose a call is, and all are of one class.
+    Where tokens are split there are more calls than sites. A call's site is then unknown, and all calls are in one class.
     """
     fused = [site for site in sites if site.decision == "fused" and not site.form.startswith("merged into")]
     names = {site.transport for site in fused if site.transport is not None}
@@ -126,7 +127,7 @@ def _order(key: tuple[str, str]) -> tuple[int, int]:
 
 
 def _worst(errors: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Of each quantity the call with the largest error; None where no call gives it."""
+    """For each quantity the errors of the call with the largest error; None where no call has that quantity."""
     result: dict[str, Any] = {}
     for name in QUANTITIES:
         calls = [call[name] for call in errors if name in call]
@@ -138,9 +139,9 @@ def _worst(errors: Sequence[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 
 def _errors(call: RecordedCall, group: dist.ProcessGroup) -> dict[str, dict[str, float]]:
-    """Relative RMS errors against float64, of what travelled in codes and of what would have travelled exact.
+    """Relative RMS errors against float64, of the call's results and of the results that an exact wire would give.
 
-    The budget is that of the error of the reference with the same wire: kernels may not cost more than codes do.
+    The budget comes from the error of the reference with the same wire: kernels may not add errors to those of the codes.
     """
     request = call.request
     tokens = request.x.shape[0]

@@ -1,7 +1,7 @@
 """One rank of a run: build the sharded decoder, compile it twice, compare with float64, time it.
 
-Both models are compiled cold: Dynamo is reset, the caches on disk start empty in a folder of their own that the ranks of
-a host share (a C++ or Triton kernel is still built once, as in production), and the FX graph caches are off.
+Both models are compiled cold: Dynamo is reset, the FX graph caches are off, and the caches on disk start empty. The ranks of a
+host share the folder of these caches, so a C++ or Triton kernel is still built once, as in production.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ ITERATIONS = 20
 
 @dataclass
 class Compiled:
-    """One compiled model at the token counts of the run; compile seconds, reports and ``hidden`` are of the first one.
+    """One compiled model at the token counts of the run; compile seconds, reports and ``hidden`` are of the first count.
 
-    ``peak_bytes``: what one forward allocates beyond weights at its peak, symmetric memory left out, the worst rank's.
+    ``peak_bytes``: the peak of what one forward allocates beyond weights, without symmetric memory, on the worst rank.
     """
 
     outputs: list[ModelOutputs]
@@ -63,7 +63,7 @@ class Compiled:
 
     @property
     def sites(self) -> list[Site]:
-        """Of all graphs, numbered through: usually there is one, but a model may break into several."""
+        """The sites of all graphs, numbered consecutively: usually there is one graph, but a model may break into several."""
         sites = [site for report in self.reports for site in report.sites]
         return [replace(site, index=index) for index, site in enumerate(sites)]
 
@@ -89,7 +89,7 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
     with compat.cold_compile(scratch / "warm_up"):
         progress("starting the compiler")
         _start_compiler(ids[0].device)
-    # On the CPU nothing is timed but the compile, and one of these is enough.
+    # On the CPU only the compile is timed, and one unfused compile is enough.
     compared = ids if spec.device == "cuda" else ids[:1]
     with compat.cold_compile(scratch / "baseline"):
         baseline = _compile_and_run(decoder, compared, "inductor", mode, progress)
@@ -138,13 +138,13 @@ def run_rank(spec: RunSpec, scratch: Path, progress: Progress) -> dict[str, Any]
 
 
 def _memory(baseline: Compiled, fused: Compiled) -> dict[str, Any]:
-    """Peaks by token count; slots belong to the process, and have grown to what all token counts need."""
+    """Peaks by token count, and the bytes of slots. Slots belong to the process: they have grown to what all counts need."""
     slots = max(gather(reserved_bytes()))
     return {"peak_bytes": {"baseline": baseline.peak_bytes, "tw_compile": fused.peak_bytes}, "slot_bytes": slots}
 
 
 def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
-    """The share of the rank that took longest, and what every rank measured."""
+    """The share of communication hidden on the rank that took longest, and the measurements of every rank."""
     ranks: list[Hidden] = gather(hidden)
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].span_us)
     return {
@@ -156,7 +156,7 @@ def _trace(file: str, hidden: Hidden) -> dict[str, Any]:
 
 
 def silence_known_warnings() -> None:
-    """Two that this module asks for: it disables the caches, and compiles on machines without a GPU."""
+    """Silence two warnings that this module causes, as it disables the caches and compiles on machines without a GPU."""
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
@@ -183,7 +183,7 @@ def _prompts(spec: RunSpec, decoder: Decoder) -> list[torch.Tensor]:
 
 
 def _reference(decoder: Decoder, ids: list[torch.Tensor]) -> list[ModelOutputs]:
-    """In float64, on the CPU so that it takes no device memory while the models run."""
+    """The outputs in float64. They are kept on the CPU, so that they take no device memory while the models run."""
     double = to_double(decoder)
     return [tuple(output.cpu() for output in reference_forward(double, prompt)) for prompt in ids]
 
@@ -195,7 +195,7 @@ def _run(model: Callable[[torch.Tensor], ModelOutputs], ids: torch.Tensor) -> Mo
 
 
 def _start_compiler(device: torch.device) -> None:
-    """Pay what the first compile of a process or a machine costs once: imports, workers, C++ headers."""
+    """Compile once, to pay for what only the first compile of a process or a machine does: imports, workers, C++ headers."""
     torch.compile(lambda x: torch.softmax(x.float() + 1, -1), dynamic=False)(torch.ones(4, 64, device=device))
 
 
@@ -210,7 +210,7 @@ def _compile_and_run(
 ) -> Compiled:
     """Compile for every token count, one graph each, so that every report has static sizes.
 
-    ``profiler`` and ``observe`` run the first one.
+    ``profiler`` and ``observe`` run the model of the first token count.
     """
     result = Compiled([], [], 0.0, [])
     for index, prompt in enumerate(ids):
@@ -227,7 +227,7 @@ def _compile_and_run(
         if index == 0:
             result.compile_seconds, result.reports = seconds, reports
         if prompt.is_cuda:
-            # Of the second run, in which a mode with CUDA graphs captures: replays allocate nothing.
+            # The second run's peak: a mode with CUDA graphs captures in this run, and later replays allocate nothing.
             result.peak_bytes.append(max(gather(peak_bytes(partial(_run, model, prompt)))))
             progress(f"timing {backend} at {tokens} tokens")
             result.prefill_seconds.append(_time(model, prompt))
@@ -243,7 +243,7 @@ def _compile_and_run(
 
 
 def _profiler(spec: RunSpec) -> Callable[[Callable[[], ModelOutputs]], Hidden] | None:
-    """What traces a forward as ``spec.trace`` says; None where nobody asked. Collective."""
+    """A function that traces a forward as ``spec.trace`` says; None where no trace was asked for. Collective."""
     if spec.trace is None:
         return None
     return partial(profile, file=trace_of_rank(spec.trace, dist.get_rank()), meet=partial(meet, host_group(spec)))
@@ -279,9 +279,9 @@ def numerics_report(
     """Errors of the worst rank, per token count and for the token count that uses most of its budget.
 
     The budget comes from the unfused model run eagerly, which rounds where the model's code says so. Inductor's unfused
-    kernels skip some of these roundings; their error is told beside it where there is one. Equal bits on all ranks are
-    ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank.
-    With a wire there is no such budget: what codes cost each call has one of its own (``wires.py``).
+    kernels skip some of these roundings; where they were run, the report has their error, too. Equal bits on all ranks are
+    ``promised`` where every all_reduce is fused: other norms are Inductor's, which tunes its reductions on each rank. With a
+    wire there is no such budget: the errors of each call have their own budget (``wires.py``).
     """
     table: list[dict[str, Any]] = []
     comparisons: dict[str, list[OutputErrors]] = {name: [] for name in OUTPUT_NAMES}
@@ -310,7 +310,7 @@ def numerics_report(
 
 
 def _largest(errors: Iterable[float]) -> float:
-    """Infinite when one of them is not a number."""
+    """The largest of ``errors``; infinite when any of them is NaN."""
     return max(error if math.isfinite(error) else math.inf for error in errors)
 
 

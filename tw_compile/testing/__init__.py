@@ -1,4 +1,4 @@
-"""Tests for models and passes, without a GPU: rewrite, count, compare. For your own pytest suite.
+"""Helpers to test models and passes in your own pytest suite, without a GPU: rewrite, count, compare.
 
 Look at what the passes do to a module (one process, any number of fake ranks, fake CUDA tensors)::
 

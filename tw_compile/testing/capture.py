@@ -65,7 +65,7 @@ class _CapturedError(Exception):
 def fake_cuda(*, cudnn: bool = False) -> Iterator[None]:
     """Tensors made inside have no storage, and ``device="cuda"`` works on a machine without a GPU.
 
-    ``cudnn``: attention without a mask is cuDNN's, which torch prefers on H100 and later, and not flash.
+    ``cudnn``: attention without a mask uses cuDNN's kernel instead of flash, as torch prefers on H100 and later.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()),

@@ -1,6 +1,7 @@
 """Tolerances that come from float64 instead of from taste.
 
-A fused result may be as wrong as the unfused one, times a factor: both are compared with the same computation in float64.
+The fused result and the unfused result are both compared with the same computation in float64. The error of the fused result
+may be at most a factor times the error of the unfused result.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import torch
 
 
 def relative_error(actual: torch.Tensor, reference64: torch.Tensor) -> float:
-    """``|actual - reference| / |reference|`` in the 2-norm over all elements, in float64, where the reference is.
+    """``|actual - reference| / |reference|`` in the 2-norm over all elements, in float64, on the reference's device.
 
     0 for two empty tensors.
     """

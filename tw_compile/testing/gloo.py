@@ -108,7 +108,7 @@ class GlooRanks:
                     results[rank] = answer
                 else:
                     errors[rank] = answer
-                    # The others may be waiting for this rank; an error of their own is still worth showing.
+                    # The other ranks may be waiting for this rank, so wait only a little longer for errors of their own.
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if errors:
             raise RankError("\n".join(f"rank {rank}:\n{error}" for rank, error in sorted(errors.items())))
@@ -207,7 +207,7 @@ def compare_on_gloo(
         args_factory: ``args_factory(rank, call)`` gives the arguments of a call.
         calls: How often the compiled module is called, back to back.
         ranks: Workers to run on; None starts ``world_size`` of them for this comparison.
-        factor: How much larger than the unfused error the error may be.
+        factor: The error may be at most this factor times the unfused error.
     """
     if ranks is None:
         with GlooRanks(world_size) as own:

@@ -37,7 +37,7 @@ def assert_order(graph: fx.Graph, first: Target | fx.Node, second: Target | fx.N
 
 
 def annotation(node: fx.Node) -> Mapping[str, Any] | None:
-    """What the passes noted on a node, as a mapping (``site``, ``role``, ...); None where they noted nothing.
+    """The annotation that the passes put on a node, as a mapping (``site``, ``role``, ...); None where there is none.
 
     :class:`tw_compile.passes.nodes.Annotation` has all fields.
     """

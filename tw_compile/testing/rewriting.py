@@ -23,7 +23,7 @@ from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_g
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The graph that the passes were given, the one that they made of it, and what they report."""
+    """The graph before the passes, the graph after the passes, and the report of the passes."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -42,13 +42,13 @@ def rewrite(
 ) -> Rewritten:
     """Compile ``module`` for ``args`` up to the passes and return the graph before and after them.
 
-    Neither a GPU nor other ranks are needed: when no process group exists one of ``world_size`` ranks is faked, and for
-    ``device="cuda"`` parameters, buffers and ``args`` are replaced by fake CUDA tensors, so their values don't matter.
-    Snapshots are taken right around the passes: what Inductor does later isn't in them.
+    Neither a GPU nor other ranks are needed. If no process group exists, a group of ``world_size`` ranks is faked. For
+    ``device="cuda"``, parameters, buffers and ``args`` are replaced by fake CUDA tensors, so their values don't matter.
+    The graphs are copied right before and right after the passes, so they don't show what Inductor does later.
 
     Args:
-        module: A module or function without graph breaks. A ``GraphModule`` is rewritten as it is, on a copy; nodes
-            without metadata get theirs from running it on fake ``args`` if none has any.
+        module: A module or function without graph breaks. A ``GraphModule`` is copied and rewritten without compiling it. If
+            none of its nodes has metadata, all nodes get it from a run of the copy on fake ``args``.
         dynamic: As torch.compile's.
         gate: What decides which messages are fused; default: that of this process.
     """

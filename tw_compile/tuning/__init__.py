@@ -1,1 +1,1 @@
-"""Tables of this machine's own: what ``tw-compile tune`` measures, and what follows from it."""
+"""This machine's own tables: what ``tw-compile tune`` measures, and the tables that it derives from the times."""

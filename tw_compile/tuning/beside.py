@@ -1,4 +1,4 @@
-"""Our kernels beside a GEMM, as contenders. Which ones, and what follows from their times, is in ``pairs.py``."""
+"""Our kernels beside a GEMM, as contenders. ``pairs.py`` says which pairs are timed, and what follows from their times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tw_compile.kernels.gemm.mm_leaving_sms import mm_leaving_sms
 from tw_compile.tuning.pairs import LayerMatmul, Trial, trials
 
 _TOLERANCE = 2**-6
-"""The product may differ by this share of its root mean square: cuBLAS adds in another order when it plans for fewer SMs."""
+"""The product may differ by this share of its root mean square, because cuBLAS adds in another order when it plans for fewer
+SMs."""
 
 
 @functools.lru_cache(maxsize=4)
@@ -35,7 +36,7 @@ def _operands(
 
 
 def operands(gemm: LayerMatmul, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What ``gemm`` multiplies beside messages like ``x [tokens, hidden]``; the same tensors for all contenders."""
+    """The operands of ``gemm`` beside messages like ``x [tokens, hidden]``. All contenders share the same tensors."""
     tokens, hidden = x.shape
     return _operands(x.device, x.dtype, tokens, int(gemm.inner * hidden), int(gemm.columns * hidden))
 
@@ -61,13 +62,13 @@ class GemmAlone(Contender):
 
 
 class Beside(Operator):
-    """A kernel on ``sms`` SMs on a stream of its own, while the current stream multiplies, leaving ``reserved`` SMs."""
+    """A kernel on ``sms`` SMs and a stream of its own, while a GEMM that leaves ``reserved`` SMs runs on the current stream."""
 
     def __init__(self, variant: Variant, sms: int, gemm: LayerMatmul, reserved: int) -> None:
         super().__init__(variant, sms if variant.sms is not None else None)
         self.label = f"{variant.label} on {sms}, {gemm.name}" + (f" leaving {reserved}" if reserved else "")
         self.residual_narrow = True
-        self.algorithm = None  # of no use to a table for messages that travel alone
+        self.algorithm = None  # this time is of no use to a table for messages that travel alone
         self._overlap_sms, self._gemm, self._reserved = sms, gemm, reserved
         self._product: torch.Tensor | None = None
 

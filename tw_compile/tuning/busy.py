@@ -1,4 +1,4 @@
-"""Whether GPUs have other work: times measured beside it would say nothing."""
+"""Whether the GPUs have other work. Times that are measured beside other work would say nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 MOST_UTILISATION = 5
 """Percent."""
 MOST_BYTES = 3 * 2**30
-"""A GPU with more memory in use is busy: the driver and a context of this process hold less than that."""
+"""A GPU with more memory in use is busy. The driver and this process's context hold less than that."""
 _SAMPLES = 3
 _SAMPLE_SECONDS = 0.3
 
@@ -29,7 +29,7 @@ class Usage:
 
 
 def obstacles(usages: Sequence[Usage]) -> list[str]:
-    """What keeps the GPUs from being measured, one line each; empty where they are idle."""
+    """Why the GPUs can't be measured now, one line for each reason. Empty where they are idle."""
     lines = []
     for usage in usages:
         if usage.processes:
@@ -44,7 +44,7 @@ def obstacles(usages: Sequence[Usage]) -> list[str]:
 def usages(count: int) -> list[Usage]:
     """How the first ``count`` GPUs that this process sees are used.
 
-    nvidia-ml-py tells it where it is installed. Without it free memory alone does.
+    nvidia-ml-py says it, if it is installed. Otherwise only the free memory is known.
     """
     if importlib.util.find_spec("pynvml") is not None:
         import pynvml

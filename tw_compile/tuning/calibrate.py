@@ -1,7 +1,7 @@
-"""Ranks on a node that nobody has measured measure it, before the first graph that needs all of them is compiled.
+"""The ranks of an unmeasured node measure it, before they compile the first graph that needs all of them.
 
-All decide alike: what is on disk is for the rank to say that comes first, ranks begin only when all have come, and what they go
-by afterwards is what rank 0 made of the times.
+All ranks decide alike. The rank that comes first says what is on disk. Measuring begins only when all ranks have come.
+Afterwards all ranks use the tables that rank 0 made from the times.
 """
 
 from __future__ import annotations
@@ -62,32 +62,34 @@ T = TypeVar("T")
 
 OPTION = "tw_compile.calibrate"
 COMING_SECONDS = 30.0
-"""Ranks begin to compile at different times. One that has not come by then may never do: it compiles something else."""
+"""How long ranks wait for each other, because they begin to compile at different times. A rank that has not come by then may
+never come: it compiles something else."""
 ANSWER_SECONDS = 60.0
-"""After which a rank that does not answer has failed."""
+"""A rank that does not answer within this time counts as failed."""
 
 Answer = tuple[Literal["measured", "stored", "measure", "failed"], str]
-"""The state of a rank: it has measured tables or no use for any, or a stored calibration with its text, or it would have to
-measure, or it can't tell."""
+"""The state of a rank, and a text. ``measured``: the rank has measured tables, or no use for any. ``stored``: the text is a
+stored calibration. ``measure``: the rank would have to measure. ``failed``: the rank can't tell."""
 
 _BEGIN = f"{LAYER}/begin"
-"""Where ranks meet that would measure."""
+"""The key in the store under which the ranks that would measure meet."""
 
 _calibrations = itertools.count()
-"""Numbers them. All ranks begin them together, so they agree on the numbers."""
+"""Numbers the calibrations. All ranks begin a calibration together, so they agree on its number."""
 asked_in: list[object] = []
-"""The default process group in which this process has asked already."""
+"""The default process group for which this process has already looked for a calibration."""
 
 
 def before_compile(config: Config, graph: fx.GraphModule) -> None:
-    """Have this process go by a calibration of the node, which is measured if there is none, where ``graph`` needs all ranks.
+    """Make this process use a calibration of the node. If there is none, all ranks measure, where ``graph`` needs all of them.
 
-    Nothing is done while a CUDA graph is captured, for groups that kernels of ours can't serve, and twice in a group. Nothing
-    is measured for hosts that reduce by other ways than NCCL's, which a calibration does not time. What goes wrong costs one
-    line, and public tables are left.
+    Nothing is done where an option switches calibration or fusing off or names the transport, while a CUDA graph is captured,
+    for groups that our kernels can't serve, or a second time in the same group.
+    Nothing is measured for hosts whose all_reduce is not NCCL's, because a calibration does not time other ones. An error is
+    logged in one line, and the public tables stay in use.
 
     Raises:
-        RuntimeError: A rank died, or did not answer, while all measured; with ``strict`` whatever went wrong.
+        RuntimeError: A rank died, or did not answer, while all measured. With ``strict``, any error is raised.
     """
     measures = config.calibrate == "auto" and config.host == DEFAULT_HOST
     if _may_calibrate(config) and (not measures or reduces_over_all_ranks(graph)):
@@ -95,13 +97,13 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
 
 
 def use_stored(config: Config) -> None:
-    """Have this process go by a calibration of the node that is there; nothing is measured, and no rank waits for another."""
+    """Make this process use a stored calibration of the node. Nothing is measured, and no rank waits for another one."""
     if _may_calibrate(config):
         _calibrate(config, measures=False)
 
 
 def _calibrate(config: Config, measures: bool) -> None:
-    """All ranks do the same: what one of them could not find out is not measured by any."""
+    """Use a stored calibration, or measure one. All ranks do the same: where one rank can't tell its state, none measures."""
     asked_in[:] = [dist.group.WORLD]
     own: list[tuple[MeasuredOn, list[str]]] = []
 
@@ -132,12 +134,12 @@ def _calibrate(config: Config, measures: bool) -> None:
 
 
 def everyone(here: MeasuredOn, transports: Sequence[str]) -> list[Contender]:
-    """All that are timed on such a node."""
+    """All contenders that are timed on a node with these ``transports``."""
     return [*candidates(transports), *for_planner(transports, shipped_profile(here.device_name) is not None)]
 
 
 def this_node() -> tuple[MeasuredOn, list[str]]:
-    """What all ranks of the default group run on, and the transports whose kernels can serve them."""
+    """What all ranks of the default group run on, and the transports whose kernels can serve these ranks."""
     assert dist.group.WORLD is not None
     facts, node = group_facts(compat.group_name(dist.group.WORLD), "cuda"), current_node()
     here = measured_on(torch.cuda.get_device_name(), facts.world_size, node, facts.peer_access)
@@ -155,12 +157,12 @@ def _may_calibrate(config: Config) -> bool:
 
 
 def over_nccl() -> bool:
-    """Whether all_reduces of GPUs' tensors are NCCL's: others are those of a test, or none."""
+    """Whether NCCL does the all_reduces of CUDA tensors. Otherwise the backend is that of a test, or there is none."""
     return "cuda:nccl" in dist.get_backend_config()
 
 
 def reduces_over_all_ranks(graph: fx.GraphModule) -> bool:
-    """Whether an all_reduce in it is one of every rank of the default group: then every rank compiles such a graph."""
+    """Whether an all_reduce in ``graph`` is over all ranks of the default group. Then every rank compiles such a graph."""
     ranks = dist.get_world_size()
     groups = {name for name, size, _ in compat.process_group_facts() if size == ranks}
     return any(
@@ -177,7 +179,10 @@ def _texts(arguments: Sequence[Any]) -> set[str]:
 
 
 def transports_of(facts: GroupFacts, node: Node) -> list[str]:
-    """The transports whose kernels are timed: what ``auto`` takes, and ``multimem`` with multicast. Empty if that is NCCL."""
+    """The transports whose kernels are timed: the one that ``auto`` takes, and ``multimem`` with multicast.
+
+    Empty if ``auto`` takes NCCL or nothing.
+    """
     choice = choose_transport(facts, HIDDEN, torch.bfloat16.itemsize)
     if choice.name in (None, "nccl"):
         return []
@@ -187,7 +192,7 @@ def transports_of(facts: GroupFacts, node: Node) -> list[str]:
 
 
 def answer(config: Config, node: Node, here: MeasuredOn, transport: str, folder: Path | None) -> Answer:
-    """What this rank would do if it were alone."""
+    """This rank's own state: what it would do if it were alone."""
     steps = [of(here.device_name, here.world_size, transport) for of in (user_steps, shipped_steps)]
     entries = own_gate(config, node).entries(here.world_size, Backend.NCCL)
     if any(steps) and any(entry.source.kind == "measured" for entry in entries):
@@ -216,7 +221,9 @@ def measured_together(
     run: Callable[..., ShortRun] = ShortRun,
     answer_seconds: float = ANSWER_SECONDS,
 ) -> Calibration | None:
-    """What all ranks of the default group measure now; kept in ``folder``. None where nothing could be timed. Collective.
+    """Measure with all ranks of the default group, and store the calibration in ``folder``. Collective.
+
+    Returns None where nothing could be timed.
 
     Raises:
         RuntimeError: A rank died, or did not answer in time.
@@ -237,7 +244,7 @@ def measured_together(
     try:
         found = _measured(ranks, here, folder, contenders, run)
     except _NoAnswerError as error:
-        # A rank that has failed, and lives, has said so before: the others waited for it in vain.
+        # A rank that failed but lives has already put this into the store: the others waited for it in vain.
         if not first_value(False, store, failed):
             raise RuntimeError(
                 f"{OPTION}: expected all {here.world_size} ranks to answer within {answer_seconds:.0f} s while they measure "
@@ -245,7 +252,7 @@ def measured_together(
             ) from error
         failure = "a rank failed"
     except Exception as error:
-        if not first_value(True, store, failed):  # the others have given this rank up
+        if not first_value(True, store, failed):  # the others have already given up on this rank
             raise
         failure = one_line(error)
     dist.destroy_process_group(control)
@@ -255,11 +262,11 @@ def measured_together(
 
 
 class _NoAnswerError(RuntimeError):
-    """A rank did not come to where the others are."""
+    """A rank did not come to a collective in time."""
 
 
 class _Answering(Ranks):
-    """Tells ranks that are gone from errors of this one."""
+    """Tells missing ranks apart from this rank's own errors: a failed collective raises :class:`_NoAnswerError`."""
 
     def gather(self, value: Any) -> list[Any]:
         """See :class:`Ranks`."""
@@ -285,7 +292,7 @@ def _measured(
     short = run(ranks, short_spec(here.world_size, ranks.ctx.device.type), contenders)
     with torch.no_grad():
         short.run()
-    # Kernels on fewer SMs are for the planner: a message that travels alone has what is fastest alone.
+    # Kernels on fewer SMs are timed for the planner only. A message that travels alone gets the kernel that is fastest alone.
     beside = frozenset(contender.label for contender in contenders if contender.tokens is not None)
     text, file = ranks.gather(_kept(here, short, folder, beside) if ranks.ctx.rank == 0 else None)[0]
     if ranks.ctx.rank == 0:
@@ -294,14 +301,14 @@ def _measured(
 
 
 def _control_group(key: str, world_size: int, seconds: float) -> dist.ProcessGroup | None:
-    """All ranks by gloo, which works whatever state the GPUs are in; None, on all ranks, where one can't have it."""
+    """A gloo group of all ranks, which works whatever state the GPUs are in. None on all ranks if one rank can't make it."""
     store = compat.default_store()
     obstacle = "a rank did not come"
     try:
         control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
         if all_come(store, key, world_size, seconds):
             return control
-    except RuntimeError as error:  # of sockets, say, whose addresses nobody knows
+    except RuntimeError as error:  # for example from sockets with unknown addresses
         obstacle = str(error)
         refuse(store, key)
     logger.warning("tw_compile: this node is not measured, as its ranks can't meet by gloo: %s", obstacle)
@@ -311,7 +318,7 @@ def _control_group(key: str, world_size: int, seconds: float) -> dist.ProcessGro
 def _kept(
     here: MeasuredOn, short: ShortRun, folder: Path | None, beside: frozenset[str]
 ) -> tuple[str | None, str | None]:
-    """The text of the calibration, and where it is kept."""
+    """The text of the calibration, and the file that keeps it, if there is one. Both are None where nothing was timed."""
     if not any(row.kind != "bound" for row in short.rows):
         logger.warning("tw_compile: this node is not measured: no candidate could be timed")
         return None, None
@@ -320,7 +327,10 @@ def _kept(
 
 
 def decided(here: MeasuredOn, short: ShortRun, beside: Collection[str] = ()) -> Calibration:
-    """What follows from the times, by the rules of ``tw-compile tune``. ``beside``: labels that no table is made of."""
+    """The calibration that follows from the times, by the rules of ``tw-compile tune``.
+
+    ``beside``: labels of contenders that take no part in thresholds and kernel tables.
+    """
     made_with = {
         "world_size": here.world_size,
         "device_name": here.device_name,

@@ -1,10 +1,10 @@
-"""Who takes part in a calibration: the unfused way, and every kernel of the registries that the node's transports have.
+"""The contenders of a calibration: the unfused way, and every registered kernel of the node's transports.
 
-For the planner also a norm and, of a device without a profile, a GEMM alone and the kernels that run beside other work on fewer
-SMs, all at a few sizes.
+For the planner there is also a norm. On a device without a profile there are a GEMM alone, and the kernels that run beside
+other work, on fewer SMs. All of these are timed at a few sizes.
 
-They are contenders of ``tw-compile bench kernel``, except that nothing of them can wait for ever, and that Inductor has no part
-in them: a calibration runs inside of its caller.
+They are contenders of ``tw-compile bench kernel``, with two differences. None of them can wait for ever. And none uses
+Inductor, because a calibration runs inside of Inductor's caller.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from tw_compile.tuning.profile import NORM_ALONE
 BESIDE_TOKENS = (256, 1024)
 NORM_TOKENS = (16, 256, 1024, 4096)
 BESIDE_SMS = {"stream": 8, "push_two_shot": 32}
-"""Of kernels that profiles know: a second number, from which the rate of one SM follows."""
+"""A second number of SMs for kernels that device profiles know. From the times on two numbers the rate of one SM follows."""
 SPIN_LIMIT = 500_000
-"""Polls of about 1 us. Ranks meet before each call, so one that waits longer for a peer waits for ever."""
+"""Polls, of about 1 us each. Ranks meet before each call, so a rank that waits longer than this for a peer waits for ever."""
 
 
 class NormAlone(Contender):
-    """Residual add and norm in place, by one kernel as Inductor makes it of an unfused graph.
+    """Residual add and norm in place, in one kernel like the one that Inductor generates for an unfused graph.
 
-    The kernel is that of the ``nccl`` transport: compiling one would take longer than all the rest.
+    The kernel is the ``nccl`` transport's own. To have Inductor compile one would take longer than everything else.
     """
 
     label = NORM_ALONE
@@ -49,7 +49,7 @@ class NormAlone(Contender):
     reduces = False
 
     def reduce(self, x: torch.Tensor) -> None:
-        """What comes before the norm."""
+        """The all_reduce before the norm; here there is none."""
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x = problem.x.clone()
@@ -70,7 +70,7 @@ class NormAlone(Contender):
 
 
 class Unfused(NormAlone):
-    """The process group's all_reduce in place before it."""
+    """The process group's all_reduce in place, then residual add and norm as in :class:`NormAlone`."""
 
     label = "nccl+norm"
     tokens = None
@@ -96,7 +96,7 @@ class GemmAlone(Contender):
         hidden = problem.x.shape[1]
         inner = hidden // ranks.ctx.world_size
         a = problem.x[:, :inner].contiguous()
-        if self._weight is None:  # one for all sizes: it is large
+        if self._weight is None:  # all sizes share one weight, because it is large
             self._weight = torch.randn((inner, hidden), device=a.device).to(a.dtype)
         b = self._weight
 
@@ -108,7 +108,7 @@ class GemmAlone(Contender):
 
 
 class Bounded(Operator):
-    """An operator whose kernels give up where a peer does not come, and are loaded on all ranks before one launches."""
+    """An operator whose kernels give up if a peer does not come. All ranks load the kernels before any rank launches one."""
 
     _loaded = False
 
@@ -120,7 +120,7 @@ class Bounded(Operator):
         return call
 
     def deviation(self, ranks: Ranks) -> str | None:
-        """See :class:`Contender`. Also that a wait gave up."""
+        """See :class:`Contender`. A wait that gave up is reported, too."""
         if isinstance(self.transport, SlotTransport):
             try:
                 self.transport.check()
@@ -130,12 +130,15 @@ class Bounded(Operator):
 
 
 def candidates(transports: Sequence[str]) -> list[Contender]:
-    """All that can serve messages over ``transports``, by their names in the registry."""
+    """All contenders that can serve messages over ``transports``, which are names of the registry."""
     return [Unfused(), *map(_operator, _variants(transports))]
 
 
 def for_planner(transports: Sequence[str], has_profile: bool) -> list[Contender]:
-    """What the planner needs beside these: of the link if that is host memory, and of a device that has no profile yet."""
+    """The contenders that the planner needs besides :func:`candidates`.
+
+    They give the rates of the link if messages go through host memory, and those of a device without a profile.
+    """
     norm: list[Contender] = [NormAlone()] if "host" in transports or not has_profile else []
     return norm if has_profile else [*norm, GemmAlone(), *_beside(_variants(transports))]
 

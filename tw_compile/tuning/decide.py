@@ -1,12 +1,12 @@
-"""From measured times to ranges of bytes: a pure function, so that what a table says can be checked without a GPU.
+"""From measured times to ranges of bytes. This is a pure function, so that a table can be checked without a GPU.
 
-At a size, one way against another is a band: the logarithm of the ratio of their times, its middle by the medians, its ends by
-the 20th and 80th percentiles that are farthest apart, and never narrower than what two runs differ by. Between two sizes
-that were measured, middle and ends are interpolated in the logarithm of the bytes; beyond them, and where two sizes are
-farther apart than ``MOST_APART``, nothing is known.
+At each size, two ways are compared by a band around the logarithm of the ratio of their times. The medians give the middle of
+the band. The 20th and 80th percentiles that are farthest apart give its ends. A band is never narrower than the difference
+between two runs. Between two measured sizes, middle and ends are interpolated in the logarithm of the bytes. Beyond the
+measured sizes, and where two of them are farther apart than ``MOST_APART``, nothing is known.
 
-A way takes the place of the one that the default table has only where its whole band is below 0. So a difference inside the
-noise, and what was not measured, keep the default, and a crossover lies where the difference is sure.
+A way replaces the default table's way only where its whole band is below 0. So the default stays where the difference is inside
+the noise, and where nothing was measured. A crossover lies where the difference is sure.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tw_compile.kernels.collective.transports import preferred_names
 from tw_compile.tuning.measured import AT_LEAST, LEFT, Timing
 
 NOISE = 0.02
-"""Medians of two runs differ by up to so much, whatever the repeats of one run say (``benchmarks/thresholds-notes.md``)."""
+"""Medians of two runs differ by up to this share, whatever the repeats of one run say (``benchmarks/thresholds-notes.md``)."""
 MOST_APART = 16
-"""Two neighbours in the grid with a larger ratio of bytes say nothing about the sizes between them."""
+"""Two neighbouring sizes of the grid whose bytes have a larger ratio than this say nothing about the sizes between them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Band:
     high: tuple[float, ...]
 
     def at(self, nbytes: int, values: Sequence[float]) -> float | None:
-        """One of the three, interpolated; None where nothing is known."""
+        """``values``, which is ``low``, ``middle`` or ``high``, interpolated at ``nbytes``; None where nothing is known."""
         after = bisect_left(self.nbytes, nbytes)
         if after < len(self.nbytes) and self.nbytes[after] == nbytes:
             return values[after]
@@ -61,7 +61,7 @@ class Band:
 def band(timings: Iterable[Timing], way: str, other: str) -> Band:
     """``way`` against ``other``, where both were timed at the same size in the same run.
 
-    Several hidden sizes or runs of the same bytes make one band around all of them.
+    If several hidden sizes or runs have the same bytes, one band covers all of them.
     """
     times: dict[tuple[int, int, int], dict[str, Timing]] = defaultdict(dict)
     for timing in timings:
@@ -87,9 +87,10 @@ def _ratio(own: Timing, other: Timing) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """At one size: the default's entry, the way that is taken, and why: whether measurements show that it is right.
+    """At one size: the default's entry, the way that is taken, and what measurements say about it.
 
     Attributes:
+        sure: Whether measurements show that ``way`` is right.
         known: Whether the default was measured against leaving the message alone.
     """
 
@@ -104,7 +105,7 @@ class Chooser:
 
     Args:
         timings: The times of ``LEFT`` and of transports, see :func:`tw_compile.tuning.measured.timings`.
-        default: The ranges that count where nothing else is sure; they cover all sizes.
+        default: The ranges that hold where no other way is surely faster. They cover all sizes.
     """
 
     def __init__(self, backend: Backend, timings: Sequence[Timing], default: Sequence[Entry]) -> None:
@@ -140,29 +141,33 @@ class Chooser:
         return against.at(nbytes, against.middle) or 0.0
 
     def _way_of(self, entry: Entry) -> str:
-        """What the entry means in measured ways; ``auto`` is the first that was measured of those that it asks."""
+        """The measured way that ``entry`` means. ``auto`` means the first measured one of the transports that it tries."""
         if entry.decision == "left":
             return LEFT
-        # Only without peer access is "host" measured: what asks for peers is served by it there.
+        # "host" is measured only without peer access. There "host" serves entries whose transport needs peer access.
         if entry.transport == "auto" or ("host" in self._ways and entry.transport not in self._ways):
             return next((name for name in preferred_names("cuda") if name in self._ways), "nccl")
         return str(entry.transport)
 
     def _sure(self, way: str, nbytes: int) -> bool:
-        """Whether fusing is surely faster than leaving the message alone, or leaving it than every way to fuse it."""
+        """Whether ``way`` is surely right.
+
+        Fusing must be faster than leaving the message alone. Leaving it alone must be faster than every way of fusing it.
+        """
         others = [LEFT] if way != LEFT else [other for other in self._ways if other != LEFT]
         bands = [self.bands.get((way, other)) for other in others]
         return bool(bands) and all(against is not None and against.below(nbytes) for against in bands)
 
     def changes(self) -> list[int]:
-        """Every size at which :meth:`choose` may answer otherwise than one byte before; ascending, from 0."""
+        """Every size at which :meth:`choose` may answer differently than for one byte less; ascending, from 0."""
         knots = {0, *self._begins}
         for against in self.bands.values():
             knots.update(against.nbytes)
             knots.update(nbytes + 1 for nbytes in against.nbytes)
         sizes = set(knots)
         for begin, end in itertools.pairwise(sorted(knots)):
-            # No band has a knot between the two, so each is a straight line there and crosses 0, or another, once at most.
+            # No band has a knot between ``begin`` and ``end``. So each band is a straight line there, and crosses 0 or another
+            # band at most once.
             sizes.update(_flip(against.below, begin, end) for against in self.bands.values())
             for (way, other), (rival, same) in itertools.combinations(self.bands, 2):
                 if other == same:
@@ -174,7 +179,7 @@ class Chooser:
 
 
 def _flip(predicate: Callable[[int], bool], begin: int, end: int) -> int:
-    """The first size from ``begin`` to ``end`` at which the answer is not that of ``begin``; ``end`` if it stays."""
+    """The first size from ``begin`` to ``end`` at which ``predicate`` differs from its value at ``begin``; else ``end``."""
     first = predicate(begin)
     return bisect_left(range(begin, end), True, key=lambda nbytes: predicate(nbytes) != first) + begin
 
@@ -184,7 +189,7 @@ def entries_from(
 ) -> list[Entry]:
     """The ranges of a table of thresholds for one world size and backend, ascending and without gaps.
 
-    What measurements show has ``source``; what they leave open is as in ``default``, and says why.
+    Ranges that measurements decide have ``source``. Ranges that they leave open are as in ``default``; their source says why.
     """
     chooser = Chooser(backend, timings, default)
     entries: list[Entry] = []

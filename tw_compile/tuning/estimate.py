@@ -1,7 +1,8 @@
-"""What the planner gets of a calibration: a profile of a device that has none, and the rates of a link through host memory.
+"""What a calibration gives to the planner: a profile for a device without one, and the rates of a link through host memory.
 
-Ranks time calls, a norm and one GEMM. The rest of such a profile is H200's, scaled by these where it is a rate: tiles,
-attention, launches, and by what one slows down the other. ``evidence.ESTIMATED_MARGIN`` says what that is worth.
+Ranks time calls, a norm and one GEMM. All other values of the profile are H200's: tiles, attention, launches, and how much
+kernels slow each other down. Rates among them are scaled by the measured times. ``evidence.ESTIMATED_MARGIN`` says how far such
+a profile can be trusted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tw_compile.tuning.measured import KernelRun
 from tw_compile.tuning.profile import KERNELS, NORM_ALONE, alone_us, fitted, latency_and_rate
 
 GEMM = "o_proj"
-"""The row of a GEMM ``[tokens, hidden / world_size] @ [hidden / world_size, hidden]``."""
+"""The label of the row for the GEMM ``[tokens, hidden / world_size] @ [hidden / world_size, hidden]``."""
 BASE = "H200"
 """The profile with the most measured values."""
 _ROUNDS = 8
@@ -28,7 +29,7 @@ _UNFUSED_ROW = "nccl+norm"
 
 
 def estimated_profile(device_name: str, device_class: str, sms: int, run: KernelRun) -> DeviceProfile | None:
-    """The profile of a device of ``sms`` SMs that has none; None where norm, GEMM or all_reduce were not timed."""
+    """An estimated profile for a device of ``sms`` SMs without one. None where norm, GEMM or all_reduce was not timed."""
     base = load_profile(BASE)
     norms = [(4.0 * row.nbytes, row.p50_us) for row in run.rows if row.label == NORM_ALONE and row.p50_us]
     line = latency_and_rate(norms)
@@ -67,7 +68,7 @@ def estimated_profile(device_name: str, device_class: str, sms: int, run: Kernel
 
 
 def _with_gemm_rate(profile: DeviceProfile, gemms: list[tuple[int, int, float]], world_size: int) -> DeviceProfile:
-    """The profile with the rate of an SM at which it predicts the times of ``gemms``: tokens, hidden, microseconds."""
+    """``profile`` with its SM rate changed so that it predicts the times of ``gemms``: tokens, hidden, microseconds."""
     for _ in range(_ROUNDS):
         factor = median(
             gemm_time(profile, Gemm(GEMM, hidden, hidden // world_size), tokens, profile.sms).us / us
@@ -79,7 +80,10 @@ def _with_gemm_rate(profile: DeviceProfile, gemms: list[tuple[int, int, float]],
 
 
 def _kernels(base: DeviceProfile, sms: int, run: KernelRun) -> Mapping[str, FusedKernel]:
-    """Those of ``base`` that were timed, else all, for messages that take a link; on no more SMs than there are."""
+    """The kernels of ``base`` that were timed, with their CTA counts below ``sms``.
+
+    If none was timed, all of them: the messages then take a link.
+    """
     timed = {row.algorithm for row in run.rows if row.algorithm is not None and row.p50_us is not None}
     names = [name for name in base.fused if KERNELS.get(name) in timed] or list(base.fused)
     kernels = {name: base.fused[name] for name in names}
@@ -88,7 +92,7 @@ def _kernels(base: DeviceProfile, sms: int, run: KernelRun) -> Mapping[str, Fuse
 
 
 def measured_link(base: Link, run: KernelRun) -> Link | None:
-    """``base`` with what was timed of the transports that use it; None where nothing fits, as with peer access."""
+    """``base`` with the rates of its transports fitted to ``run``. None where nothing is fitted, as with peer access."""
     timed = {ALGORITHMS[row.algorithm].transport for row in run.rows if row.algorithm is not None}
     if "host" not in timed:
         return None

@@ -1,4 +1,4 @@
-"""A link from measured times: the shipped one, with the latency and rate of a transport that was timed alone in their place."""
+"""A link from measured times: the shipped link, but with the measured latency and rate of a transport that was timed alone."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ UNFUSED_LABEL = "nccl+norm"
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """A link and the dotted names of its values that were measured; all others are those of the link before."""
+    """A link, and the dotted names of its measured values. All other values are those of the link that it is based on."""
 
     link: Link
     measured: frozenset[str]
 
 
 def labels_of(link: Link, transport: str) -> tuple[str, ...]:
-    """The contenders of the benchmark by which a transport of ``link`` is timed.
+    """The labels of the benchmark's contenders that time ``transport`` over ``link``.
 
     Raises:
-        UsageError: The link has no rates of it, or it takes no part in the benchmark.
+        UsageError: The link has no rates of the transport, or the transport takes no part in the benchmark.
     """
     known = [entry for entry in TRANSPORTS if entry.name in link.transports and entry.benchmarked]
     entry = next((entry for entry in known if entry.name == transport), None)
@@ -43,7 +43,7 @@ def labels_of(link: Link, transport: str) -> tuple[str, ...]:
 
 
 def check_link_is_used(link: Link, transport: str, peer_access: bool) -> None:
-    """UsageError where the GPUs have peer access and ``transport`` would take that instead of the link."""
+    """UsageError where the GPUs have peer access and ``transport`` would use peer access instead of the link."""
     unused = os.environ.get("NCCL_P2P_DISABLE") == "1"
     if peer_access and not unused and not link.serves(transport, peer_access):
         raise UsageError(
@@ -53,9 +53,10 @@ def check_link_is_used(link: Link, transport: str, peer_access: bool) -> None:
 
 
 def fitted_link(base: Link, transport: str, runs: Sequence[KernelRun]) -> MeasuredLink:
-    """``base`` with what ``runs`` say of ``transport``: for each of its ways the times at which ``base`` has it as the fastest.
+    """``base`` with the rates of ``transport`` fitted to ``runs``.
 
-    Latency and rate are the least squares of relative errors. A way of which fewer than three sizes were timed stays.
+    Each way of the transport is fitted to the times at which ``base`` predicts that way to be the fastest.
+    Latency and rate are the least squares of relative errors. A way that was timed at fewer than three sizes keeps its values.
     """
     rates = base.transport(transport)
     label = labels_of(base, transport)[0]
@@ -65,7 +66,7 @@ def fitted_link(base: Link, transport: str, runs: Sequence[KernelRun]) -> Measur
 
 
 def fitted_ways(base: Link, transport: str, times: Sequence[tuple[int, int, float]]) -> MeasuredLink:
-    """The same of ``times``: ranks, bytes and microseconds of calls, without a norm that is apart."""
+    """As :func:`fitted_link`, from ``times``: ranks, bytes and microseconds of calls, without the norm where it is separate."""
     rates = base.transport(transport)
     ways, measured = dict(rates.ways), set[str]()
     for name, way in rates.ways.items():
@@ -84,7 +85,7 @@ def fitted_ways(base: Link, transport: str, times: Sequence[tuple[int, int, floa
 
 
 def write_link(folder: Path, found: MeasuredLink, comment: str) -> Path:
-    """Write the user's file of the link into ``folder``, and read it back."""
+    """Write the user's link file into ``folder``, after checking that its text can be read back."""
     text = profile_text(found.link, found.measured, comment, kept="as before")
     parse_link(text, USER_FILE)  # a wrong file would stop every compile
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,7 +94,7 @@ def write_link(folder: Path, found: MeasuredLink, comment: str) -> Path:
 
 
 def link_lines(found: MeasuredLink, transport: str, rows: Sequence[Any]) -> list[str]:
-    """What was measured beside what the link now says, for the terminal."""
+    """The measured times, and the rates that the link now has, for the terminal."""
     lines = [
         f"{row.tokens} tokens x {row.hidden}: {row.label} {row.p50_us:.0f} us" for row in rows if row.p50_us is not None
     ]

@@ -1,4 +1,4 @@
-"""Rows of ``bench kernel`` as times of the ways that a table of thresholds chooses between."""
+"""From rows of ``bench kernel`` to the times of the ways between which a table of thresholds chooses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ UNFUSED: dict[Backend, tuple[str, ...]] = {
     Backend.SYMM_MEM_TWO_SHOT: ("symm-two-shot+norm",),
     Backend.FLASHINFER: ("flashinfer-one-shot", "flashinfer-two-shot"),
 }
-"""The rows that stand for an unfused all_reduce of a backend and the norm behind it."""
+"""For each backend, the rows that time its unfused all_reduce with the norm behind it."""
 AT_LEAST = frozenset({Backend.FLASHINFER})
-"""Backends whose rows are FlashInfer's fused kernels: its all_reduce and a norm take at least that. They can show that fusing
-pays, and can't show that it does not."""
+"""Backends whose rows are lower bounds. FlashInfer's rows time its fused kernels; its all_reduce and a separate norm take at
+least as long. So these rows can show that fusing pays, but not that it does not."""
 
 
 @dataclass(frozen=True)
 class KernelRun:
-    """The rows of one run of ``bench kernel``; times are compared within a run only."""
+    """The rows of one run of ``bench kernel``. Times are compared only within a run."""
 
     world_size: int
     device_name: str
@@ -55,10 +55,10 @@ def run_of_report(report: dict[str, Any], command: str | None = None) -> KernelR
 
 
 def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) -> list[Timing]:
-    """Times of ``backend`` left alone, and of each transport that was run, at all sizes of ``runs`` of one world size.
+    """Times of ``backend`` without fusing, and of each transport that was run, at all sizes of ``runs`` of one world size.
 
-    Of a transport over memory of slots it is the kernel that ``steps`` has for the size, or of ``p2p`` without steps that
-    transport's own choice.
+    A transport over memory of slots has the time of the kernel that ``steps`` names for the size. If ``steps`` has none for
+    ``p2p``, the time is that of the transport's own choice.
     """
     times = []
     for number, run in enumerate(runs):
@@ -78,7 +78,7 @@ def timings(runs: Sequence[KernelRun], backend: Backend, steps: Sequence[Step]) 
 
 
 def measured_steps(runs: Sequence[KernelRun], usual: Sequence[Step]) -> list[Step]:
-    """The kernel table of ``runs`` of one world size; what is as good in ``usual`` as the best stays."""
+    """The kernel table of ``runs`` of one world size. A choice of ``usual`` that is as good as the best one stays."""
     return steps_by_transport((row for run in runs for row in run.rows), runs[0].world_size, usual)
 
 
@@ -97,7 +97,10 @@ def _way(row: Row, backend: Backend, steps: Sequence[Step]) -> str | None:
 
 
 def run_made_with(made_with: Mapping[str, Any], rows: Iterable[Row], command: str | None = None) -> KernelRun:
-    """``made_with``: number of ranks, device, versions and date, as a report or a line of its CSV has them."""
+    """A :class:`KernelRun` from ``rows``.
+
+    ``made_with``: number of ranks, device, versions and date, by the names in a report or in a line of its CSV.
+    """
     world_size, device_name = int(made_with["world_size"]), made_with["device_name"]
     names = {"torch": "torch", "nccl": "NCCL", "flashinfer": "FlashInfer", "commit": "tw_compile"}
     versions = ", ".join(f"{shown} {made_with[name]}" for name, shown in names.items() if made_with.get(name))

@@ -1,6 +1,6 @@
 """Our kernels beside a GEMM: which pairs are timed, and what they cost. Imports no torch.
 
-A pair costs more or less by the SMs that the kernel gets, and by whether the GEMM leaves them to it.
+The cost of a pair depends on how many SMs the kernel gets, and on whether the GEMM leaves these SMs to the kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tw_compile.planning.device import MEASURED_RANKS
 
 KERNELS = tuple(line.label for entry in beside_work("p2p") for line in entry.benchmarked if line.plain)
 LEFT_BEYOND = (0, 12)
-"""SMs that a GEMM leaves beyond those of the kernel: its clusters need SMs of one group."""
+"""SMs that a GEMM leaves free beyond those of the kernel. The GEMM's clusters need SMs of one group."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trial:
 
 
 def gemms(world_size: int) -> tuple[LayerMatmul, ...]:
-    """The shortest and the longest of a layer."""
+    """The shortest and the longest GEMM of a layer."""
     return LayerMatmul("o_proj", 1 / world_size, 1), LayerMatmul("gate_up", 1, 7 / world_size)
 
 
@@ -80,7 +80,7 @@ class PairCost:
     """What a kernel beside a GEMM costs at one size; microseconds.
 
     Attributes:
-        alone_us: The time of one after the other.
+        alone_us: The time of both, one after the other.
         best_us: The time of the longer one, with the GEMM as fast as on all SMs. No pair can be faster.
         plain_us, leaving_us: The time of both at once: with the GEMM planned for all SMs, and for the best number of fewer SMs.
         left: The SMs that the GEMM leaves free in ``leaving_us``.
@@ -103,7 +103,7 @@ class PairCost:
 
 
 def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
-    """Every pair of which all parts were timed."""
+    """The costs of every pair whose parts were all timed."""
     times = {(row.label, row.tokens): row.p50_us for row in rows if row.p50_us is not None}
     pairs = []
     for tokens in spec.tokens:
@@ -130,7 +130,7 @@ def pair_costs(rows: Sequence[Row], spec: BenchSpec) -> list[PairCost]:
 
 
 def contentions(costs: Sequence[PairCost]) -> dict[str, float]:
-    """A profile's factors on what computes and on what communicates: medians, at least 1, of the pairs that show them."""
+    """A profile's contention factors, for compute and for communication: medians over the pairs that show them, at least 1."""
     computes = [max(1.0, cost.contention) for cost in costs if cost.longer == "gemm"]
     # A profile has the factor of two ranks, see DeviceProfile.slower_beside.
     communicates = [

@@ -1,4 +1,4 @@
-"""A device profile from measured times: the shipped one of the device, with what was measured in its place."""
+"""A device profile from measured times: the device's shipped profile, in which measured values replace the shipped ones."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tw_compile.planning.tables import toml_of
 from tw_compile.tuning.measured import KernelRun
 
 ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
-"""Keys of a profile's ``all_reduce``, and the rows that are it and a norm."""
+"""Keys of a profile's ``all_reduce``, and the label of the row that times this all_reduce together with a norm."""
 KERNELS = {entry.profile: entry.name for entry in ALGORITHMS if entry.profile is not None}
-"""Keys of a profile's ``fused``, and what tables of kernels call them."""
+"""Keys of a profile's ``fused``, and the names of these kernels in kernel tables."""
 NORM_ALONE = "no-communication"
 _MIN_POINTS = 3
 
@@ -31,10 +31,11 @@ def fitted(
     beside_runs: Sequence[KernelRun],
     contentions: Mapping[str, float],
 ) -> tuple[DeviceProfile, frozenset[str]]:
-    """The profile, and the dotted names of the values that are measured; all others are those of ``base``.
+    """The fitted profile, and the dotted names of its measured values. All other values are those of ``base``.
 
-    An all_reduce is its row less the norm alone. Latency and rate are the least squares of relative errors; a fit without
-    a positive latency and rate is not one, and leaves the value alone. ``contentions``: values of the profile by name.
+    The time of an all_reduce is the time of its row minus that of the norm alone. Latency and rate are the least squares of
+    relative errors. A fit without a positive latency and rate is discarded, and the value stays. ``contentions``: values of the
+    profile by name.
     """
     measured: set[str] = set()
     all_reduce, fused = dict(base.all_reduce), dict(base.fused)
@@ -54,15 +55,16 @@ def fitted(
 def _fitted_kernel(
     kernel: FusedKernel, algorithm: str, kernel_runs: Sequence[KernelRun], beside_runs: Sequence[KernelRun]
 ) -> tuple[FusedKernel, set[str]]:
-    """Latency from the grid; rates of links and of a CTA from how times fall with SMs, where several were tried.
+    """The kernel with fitted values, and the names of these values.
 
-    What a row costs keeps its share of a CTA's time.
+    The latency comes from the times of the grid. The rates of the links and of a CTA come from how the times fall with the
+    number of SMs, where several numbers were tried. ``row_us`` keeps its share of a CTA's time.
     """
     rows = list(_rows((*kernel_runs, *beside_runs), algorithm))
     points = [
         (
             traffic_bytes(kernel.traffic, row.nbytes, ranks),
-            # What is measured begins with ordinary tensors.
+            # The measured calls begin with ordinary tensors, so they are staged.
             sm_us(kernel, row.tokens, row.hidden, ranks, staged=True, narrow="float32" not in row.residual_form) / sms,
             us,
             sms,
@@ -71,14 +73,14 @@ def _fitted_kernel(
     ]
     if not points:
         return kernel, set()
-    usual = statistics.mode(sms for *_, sms in points)  # that of the grid, which has more sizes than the pairs
+    usual = statistics.mode(sms for *_, sms in points)  # the number in the grid, which has more sizes than the pairs
     fit = latency_and_rate([(traffic, us) for traffic, _, us, sms in points if sms == usual])
     if fit is None:
         return kernel, set()
     latency, _ = fit
     kernel, names = replace(kernel, latency_us=latency), {"latency_us"}
-    # (us - latency)^p = (traffic / link)^p + (slower * sm_us)^p is linear in link^-p and slower^p. By large messages alone,
-    # whose latency is small.
+    # (us - latency)^p = (traffic / link)^p + (slower * sm_us)^p is linear in link^-p and slower^p. Only large messages are
+    # used, because their latency is small.
     power = kernel.sharpness
     large = [(traffic / 1e3, alone, us - latency, sms) for traffic, alone, us, sms in points if us > 5 * latency]
     if len({sms for *_, sms in large}) >= 2:
@@ -117,7 +119,7 @@ def _without_norm(runs: Sequence[KernelRun], label: str, kind: AllReduceTimes) -
 
 
 def alone_us(run: KernelRun, label: str, subtract_norm: bool) -> Iterator[tuple[int, int, float]]:
-    """Ranks, bytes and microseconds of a contender, or of what is left of it without the norm behind it."""
+    """Ranks, bytes and microseconds of a contender; with ``subtract_norm``, minus the time of the norm behind it."""
     norm = {(row.tokens, row.hidden): row.p50_us for row in run.rows if row.label == NORM_ALONE}
     for row in run.rows:
         behind = norm.get((row.tokens, row.hidden)) if subtract_norm else 0.0
@@ -141,9 +143,9 @@ def latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, floa
 def profile_text(
     profile: DeviceProfile | Link, measured: frozenset[str], comment: str, kept: str = "as shipped"
 ) -> str:
-    """The TOML of a profile or a link, as its module in ``planning`` reads it, each value with its origin.
+    """The TOML of a profile or a link, as its module in ``planning`` reads it. Each value has its origin beside it.
 
-    ``kept``: that of the values that were not measured.
+    ``kept``: the origin of the values that were not measured.
     """
     text = toml_of(profile, lambda name: "measured" if name in measured else kept)
     return "\n".join(f"# {line}".rstrip() for line in comment.splitlines()) + "\n" + text

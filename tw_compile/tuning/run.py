@@ -1,4 +1,4 @@
-"""Measure stage by stage; what is done survives an interruption."""
+"""Measure stage by stage; finished stages survive an interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tw_compile.tuning.spec import Stage, TuneSpec
 
 PARTIAL = "tune-partial.json"
 _UNKEYED = ("date", "commit")
-"""Versions that may change between two parts of one tuning; the sources' digest is what counts."""
+"""Versions that may change between two parts of one tuning. The digest of the sources is compared instead."""
 
 
 def steps(stage: Stage) -> int:
@@ -33,17 +33,17 @@ def steps(stage: Stage) -> int:
 
 
 def key_of(spec: TuneSpec, devices: list[str]) -> dict[str, Any]:
-    """Everything that must be the same when an interrupted tuning goes on."""
+    """Everything that must be unchanged for an interrupted tuning to go on."""
     made_with = {name: value for name, value in all_versions(spec.device).items() if name not in _UNKEYED}
     here = {"node": platform.node(), "cpus": os.cpu_count(), "devices": devices, "peer_access": peer_access_word()}
     switches = {name: os.environ.get(name) for name in (*MULTICAST_OFF, *PEERS_UNUSED)}
-    # As JSON has it: tuples are lists there.
+    # Through JSON and back, because JSON turns tuples into lists.
     key: dict[str, Any] = json.loads(json.dumps({**here, **made_with, **switches, "stages": spec.options()}))
     return key
 
 
 def earlier_stages(folder: Path, key: dict[str, Any]) -> dict[str, Any]:
-    """The stages that an interrupted tuning with the same key has left; UsageError where the key is another."""
+    """The stages that an interrupted tuning with the same key finished; UsageError where the keys differ."""
     file = folder / PARTIAL
     try:
         text = read_if_there(file, "partial results")
@@ -73,9 +73,9 @@ def tune(
     progress: Callable[[str], None],
     calibrations: Sequence[Calibration] = (),
 ) -> dict[str, Any]:
-    """Measures the stages that ``stages`` lacks; each is kept in ``folder`` once it is done. The whole report.
+    """Measures the stages that ``stages`` lacks, writes each one into ``folder`` once it is done, and returns the report.
 
-    ``calibrations``: what ranks have measured of this node before; the report has them as the first rows.
+    ``calibrations``: what ranks measured on this node before. They become part of the report.
 
     Raises:
         RankError: A rank failed, died or did not finish in time.

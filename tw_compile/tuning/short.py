@@ -1,6 +1,6 @@
-"""The short length of a tuning: few sizes, few repeats, and an end to it that all ranks agree on.
+"""The short form of a tuning: few sizes, few repeats, and a deadline that all ranks share.
 
-Checks, times and decisions are those of ``tw-compile tune``.
+It checks, times and decides as ``tw-compile tune`` does.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from tw_compile.kernels.collective.fields import RMS_NORM
 logger = logging.getLogger("tw_compile")
 
 SECONDS = 3.0
-"""For all sizes."""
+"""The time for measuring all sizes together."""
 LOADING_SECONDS = 30.0
-"""For kernels to be compiled and loaded, which the first size does; the machine has them on disk afterwards."""
+"""The time for compiling and loading kernels, which happens at the first size. Afterwards the machine has them on disk."""
 TOKENS = (64, 1, 1024, 16, 4096, 256, 4, 512, 128, 32)
-"""The order is that of their worth: where time runs out, there are still sizes from end to end."""
+"""In the order of their worth: if time runs out, the sizes that are done still span the whole range."""
 HIDDEN = 8192
 CALLS, REPEATS = 5, 9
-"""Of different inputs, where messages rotate; and timed replays."""
+"""``CALLS``: the most sets of inputs over which messages rotate. ``REPEATS``: timed replays."""
 BYTES_A_REPLAY, FEWEST_CALLS, MOST_CALLS = 40 * 2**20, 2, 32
-"""Calls in one replay are as many as move so many bytes together. When a rank begins is uncertain by some 30 us, which many
-short calls share; and a few long ones take long enough."""
+"""One replay has as many calls as move ``BYTES_A_REPLAY`` bytes together, within the two limits. The moment at which a rank
+begins is uncertain by some 30 us. Many short calls share this error, and a few long calls take long enough."""
 MOST_TIMES_THE_FASTEST = 10.0
-"""What of ours takes longer is no choice at this size nor at larger ones, and would use up the time of the others."""
+"""A kernel of ours that takes more than this many times as long as the fastest way is left out, at this size and at larger
+ones. It would not be chosen, and would use up the time of the others."""
 _BYTES_A_MESSAGE_BYTE = 96
-"""Memory that checks and candidates take at their peak, by that of a message: float64, and buffers of each candidate."""
+"""Peak memory of checks and candidates, for each byte of the message: float64 tensors, and buffers of each candidate."""
 
 
 def short_spec(world_size: int, device: str = "cuda") -> BenchSpec:
@@ -58,19 +59,19 @@ def short_spec(world_size: int, device: str = "cuda") -> BenchSpec:
 
 
 def calls_of(nbytes: int) -> int:
-    """Calls in one replay of messages of so many bytes."""
+    """The number of calls in one replay of messages of ``nbytes`` bytes."""
     return max(FEWEST_CALLS, min(MOST_CALLS, BYTES_A_REPLAY // nbytes))
 
 
 class Deadline:
-    """An end by rank 0's clock, so that all ranks go on, or stop, together."""
+    """A deadline by rank 0's clock, so that all ranks go on, or stop, together."""
 
     def __init__(self, ranks: Ranks, seconds: float, clock: Callable[[], float]) -> None:
         self._ranks, self._clock = ranks, clock
         self._end = clock() + seconds
 
     def allows(self, seconds: float = 0.0) -> bool:
-        """Whether what takes so long would be done in time. Collective."""
+        """Whether work that takes ``seconds`` would be done in time. Collective."""
         return bool(self._ranks.gather(self._clock() + seconds < self._end)[0])
 
 
@@ -98,12 +99,12 @@ class ShortRun:
     """One measurement by all ranks of a group; after :meth:`run` every rank has the same rows and remarks.
 
     Attributes:
-        everyone: The contenders; one that fails, or is wrong, has no part in later sizes.
-        clock: Seconds; only rank 0's counts.
-        make: How calls are timed; None: as is right for the device.
+        everyone: The contenders. One that fails, or is wrong, takes no part in later sizes.
+        clock: Returns seconds. Only rank 0's clock counts.
+        make: How calls are timed; None: in the usual way of the device.
         rows: The rows of the sizes that are done.
         remarks: Lines that say what was left out, and why.
-        took: Seconds of measuring, and of loading kernels before it; by this rank's clock.
+        took: Seconds of measuring, and of loading kernels before it, by this rank's clock.
     """
 
     ranks: Ranks
@@ -147,7 +148,7 @@ class ShortRun:
             self._remark(f"no times, for want of time or memory, at {texts}")
 
     def _has_room(self, size: MessageSize) -> bool:
-        """Whether all ranks have the memory. Collective."""
+        """Whether all ranks have enough memory for this size. Collective."""
         free = None
         if self.spec.device == "cuda":
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -155,7 +156,10 @@ class ShortRun:
         return all(self.ranks.gather(free is None or _BYTES_A_MESSAGE_BYTE * size.nbytes < free))
 
     def _check(self, size: MessageSize, deadline: Deadline, loading: bool) -> list[ContenderAtSize]:
-        """Whoever takes part at this size and has passed the checks; nobody where time runs out, unless kernels are loaded."""
+        """The contenders that take part at this size and passed the checks.
+
+        If time runs out, the list is empty. While kernels are loaded (``loading``), it has those that were checked in time.
+        """
         ctx, spec = self.ranks.ctx, self.spec
         sets, form = self._sets(size), Form(getattr(torch, spec.dtype))
         problems = self.ranks.together(
@@ -185,13 +189,13 @@ class ShortRun:
         return entries
 
     def _time(self, size: MessageSize, entries: list[ContenderAtSize], deadline: Deadline) -> list[Row] | None:
-        """None where it would take too long, or nobody is there to be timed."""
+        """The rows of this size; None where timing would take too long, or where there is no contender to time."""
         first = self._first_times(entries)
         ways = [first[entry.contender.label] for entry in entries if entry.contender.kind != "bound"]
         if not ways:
             return None
         limit = MOST_TIMES_THE_FASTEST * min(ways)
-        # Once more, as a first replay may have something else to do.
+        # Time the slow ones once more, because a first replay may include other work.
         first |= self._first_times([entry for entry in entries if first[entry.contender.label] > limit])
         timed = []
         for entry in entries:
@@ -244,7 +248,7 @@ class ShortRun:
             logger.warning("tw_compile: calibration: %s", text)
 
     def _release(self) -> None:
-        """Peers are done with this size's buffers before any of them is freed."""
+        """Free this size's buffers, once all peers are done with them."""
         if self.spec.device == "cuda":
             torch.cuda.synchronize()
             self.ranks.barrier()

@@ -26,7 +26,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 
 def print_grid(console: Console, spec: TuneSpec) -> None:
-    """What would be measured, and how long that takes."""
+    """Print what would be measured, and how long it takes."""
     total = 0.0
     for stage in spec.stages():
         bench, count = stage.bench, stage.contenders
@@ -123,7 +123,10 @@ def _print_pairs(console: Console, pairs: Sequence[PairCost]) -> None:
 
 
 def plot(derived: Derived, path: str) -> None:
-    """One panel a world size: fused by unfused time against bytes, one line a backend; written to ``path`` (png or svg)."""
+    """Plot fused time divided by unfused time over bytes into ``path`` (png or svg).
+
+    There is one panel for each world size, with one line for each backend.
+    """
     world_sizes = sorted({world_size for world_size, _ in derived.bands})
     columns = max(1, len(world_sizes))
     figure, panels = new_figure(7 * columns, 5, 1, columns)

@@ -13,7 +13,7 @@ from tw_compile.tuning.pairs import trials
 
 CUDA_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CUDA_HIDDEN = (4096, 8192)
-"""Together each size of message is twice the one before."""
+"""With ``CUDA_TOKENS`` these give message sizes that each are twice the one before."""
 CUDA_OTHERS = (
     "tw-nccl",
     "nccl+norm",
@@ -23,7 +23,7 @@ CUDA_OTHERS = (
     "flashinfer-two-shot",
     "no-communication",
 )
-"""Who takes part beside the kernels of the node's transports, which are those of a calibration."""
+"""The contenders beside the kernels of the node's transports. A calibration times the kernels of the same transports."""
 CPU_CONTENDERS = ("tw-gloo", "gloo+norm")
 LINK_TOKENS = (16, 64, 256, 1024, 4096, 16384)
 WIRE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 16384)
@@ -32,7 +32,8 @@ BESIDE_SMS = (8, 16, 32)
 CPU_TOKENS, CPU_HIDDEN, CPU_BESIDE_SMS = (1, 16), (256,), (4,)
 REPEATS = 20
 
-# Estimates, of what a stage takes beside the timed calls: processes, NCCL and first kernels; a contender's check and capture.
+# Estimates of what a stage takes beside its timed calls: to start processes, NCCL and first kernels; to check and capture each
+# contender.
 _START_SECONDS = 20.0
 _CONTENDER_SECONDS = 0.25
 _CALL_US = 15.0
@@ -43,8 +44,11 @@ _WARM_UP_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Stage:
-    """One start of the ranks. ``kernel``: every way to do the operator at every size; ``beside``: ours beside a GEMM;
-    ``link``: one transport alone; ``wires``: ours with rows in codes beside exact ones."""
+    """What is measured in one start of the ranks.
+
+    ``kernel``: every way to run the operator, at every size. ``beside``: our kernels beside a GEMM. ``link``: one transport
+    alone. ``wires``: our kernels with rows in codes, compared with exact rows.
+    """
 
     kind: Literal["kernel", "beside", "link", "wires"]
     bench: BenchSpec
@@ -55,7 +59,7 @@ class Stage:
 
     @property
     def contenders(self) -> int:
-        """How many take part."""
+        """How many contenders take part."""
         return len(trials(self.bench) if self.kind == "beside" else self.bench.only)
 
 
@@ -63,9 +67,9 @@ class Stage:
 class TuneSpec:
     """One tuning. ``device``: ``cuda``, or ``cpu`` for a smoke test on gloo ranks. ``timeout``: seconds of each stage.
 
-    ``link_labels``: the contenders by which a transport over a link is timed; ``wire_labels``: those by which ``wires`` are. If
+    ``link_labels``: the contenders that time a transport over a link. ``wire_labels``: the contenders that time ``wires``. If
     there are any of either, nothing else is measured.
-    ``transports``: whose kernels are timed, as in a calibration.
+    ``transports``: those whose kernels are timed, as in a calibration.
     """
 
     world_sizes: tuple[int, ...]
@@ -153,7 +157,7 @@ class TuneSpec:
 
 
 def seconds(stage: Stage) -> float:
-    """An estimate, rough: the figures above are guesses for an H200."""
+    """A rough estimate of the stage's seconds. The figures above are guesses for an H200."""
     bench = stage.bench
     timed = 0.0
     for size in bench.sizes():

@@ -1,4 +1,4 @@
-"""From a report of ``tw-compile tune`` to the files of the user's config folder, and to what they change."""
+"""From a report of ``tw-compile tune`` to the files in the user's config folder, and what these files change."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Derived:
     Attributes:
         table: Thresholds of the world sizes and backends that were measured.
         steps: Which kernel serves which message.
-        profile: None where no profile could be the base, shipped or a calibration's: what compute takes is not measured.
-        measured: The values of ``profile`` that are measured.
+        profile: None where there is no base profile, neither a shipped one nor a calibration's. A tuning needs one, because it
+            does not measure the times of compute.
+        measured: The dotted names of the values of ``profile`` that are measured.
         bands: Fused against left alone, by world size and backend.
     """
 
@@ -60,7 +61,7 @@ def command_of(report: dict[str, Any]) -> str:
 
 
 def derive(report: dict[str, Any]) -> Derived:
-    """A pure function of a report of GPUs."""
+    """What follows from ``report``, which must be of GPUs. A pure function."""
     assert report["device"] == "cuda", "times of gloo ranks are no table"
     stages = list(report["stages"].values())
     device_name, device_class = stages[0]["device_name"], stages[0]["device_class"]
@@ -93,12 +94,15 @@ def derive(report: dict[str, Any]) -> Derived:
 
 
 def calibrations_of(report: dict[str, Any]) -> list[Calibration]:
-    """What ranks had measured of this node before."""
+    """The calibrations in the report: what ranks measured on this node before the tuning."""
     return [calibration_of(json.dumps(values), LAYER) for values in report.get("calibrations", ())]
 
 
 def rows_before(calibrations: Iterable[Calibration], run: KernelRun) -> list[KernelRun]:
-    """The rows of a calibration of as many ranks at sizes that ``run`` lacks. At others the longer measurement counts."""
+    """The rows of calibrations with the same number of ranks, at sizes that ``run`` lacks.
+
+    At all other sizes only ``run`` counts, because it measured longer.
+    """
     sizes = {(row.nbytes, row.hidden) for row in run.rows}
     before = []
     for calibration in calibrations:
@@ -111,7 +115,7 @@ def rows_before(calibrations: Iterable[Calibration], run: KernelRun) -> list[Ker
 
 @dataclass(frozen=True)
 class Decided:
-    """What one run of the operator's benchmark says; as in :class:`Derived`."""
+    """What follows from one run of the operator's benchmark. The attributes are as in :class:`Derived`."""
 
     entries: tuple[Entry, ...]
     steps: tuple[Step, ...]
@@ -119,7 +123,10 @@ class Decided:
 
 
 def decide(runs: Sequence[KernelRun], shipped: Gate) -> Decided:
-    """A pure function of measured times; ``shipped``: see :func:`shipped_gate`. The last run names the source."""
+    """Thresholds and kernel table from measured times. A pure function.
+
+    ``shipped``: see :func:`shipped_gate`. The last run names the source.
+    """
     run = runs[-1]
     steps = measured_steps(runs, usual_steps(run.device_name, run.world_size))
     entries: list[Entry] = []
@@ -136,14 +143,14 @@ def decide(runs: Sequence[KernelRun], shipped: Gate) -> Decided:
 
 
 def shipped_gate(device_class: str) -> Gate:
-    """The gate that the shipped tables alone make."""
+    """A gate with the shipped tables alone."""
     shipped = shipped_tables()
     tables = [shipped[name] for name in dict.fromkeys((device_class, "generic"))]
     return Gate(Node(None, False), Settings(), tuple(tables))
 
 
 def changes(derived: Derived) -> list[str]:
-    """What the tables change against the shipped ones, one line each."""
+    """How the derived tables differ from the shipped ones, one line for each difference."""
     gate = shipped_gate(derived.table.device_class)
     lines = []
     for key in dict.fromkeys(entry.key for entry in derived.table.entries):
@@ -183,7 +190,7 @@ def _overlaps(entry: Entry, others: Sequence[Entry]) -> Iterator[tuple[Entry, in
 
 
 def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
-    """Write the files into ``folder``; what is there about other world sizes, and backends, stays.
+    """Write the files into ``folder``. Entries that are there for other world sizes and backends stay.
 
     Raises:
         UsageError: A file there is wrong, or is about another device; nothing is written.
@@ -207,7 +214,7 @@ def write(folder: Path, derived: Derived, comment: str) -> list[Path]:
 
 
 def check_folder(folder: Path, device_class: str | None = None, device_name: str | None = None) -> None:
-    """UsageError where files of ``folder`` are wrong or about another device: before anything is measured."""
+    """Raise UsageError where files of ``folder`` are wrong or about another device. Called before anything is measured."""
     if device_class is not None:
         merged_table(folder / THRESHOLDS_FILE, Table("", device_class, ()))
     if device_name is not None:
@@ -215,7 +222,7 @@ def check_folder(folder: Path, device_class: str | None = None, device_name: str
 
 
 def _read_back(name: str, text: str) -> None:
-    """Check that the text can be read before it is written: a wrong file would stop every compile."""
+    """Check, before the text is written, that it can be read: a wrong file would stop every compile."""
     if name == THRESHOLDS_FILE:
         read_table(text, name)
     elif name == KERNELS_FILE:
@@ -234,7 +241,7 @@ def _read(file: Path, what: str, parse: Callable[[str, str], AnyTable]) -> AnyTa
 
 
 def merged_table(file: Path, own: Table) -> Table:
-    """``own`` with what the file has about other world sizes and backends, and its wires; UsageError where that is wrong."""
+    """``own``, with the file's wires and its entries for other world sizes and backends; UsageError where the file is wrong."""
     there = _read(file, "thresholds", read_table)
     if there is None:
         return own
@@ -248,7 +255,7 @@ def merged_table(file: Path, own: Table) -> Table:
 
 
 def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
-    """Two sources of one name, as of two tunings, get two names."""
+    """``entries``, in which different sources with the same name, as from two tunings, get different names."""
     names: dict[str, Source] = {}
     distinct: list[Entry] = []
     for entry in entries:

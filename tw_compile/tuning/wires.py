@@ -1,4 +1,4 @@
-"""From which size on rows in codes arrive earlier than exact ones: ``[[wires]]`` entries of the user's thresholds file."""
+"""The size from which on rows in codes arrive earlier than exact rows: ``[[wires]]`` entries of the user's thresholds file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tw_compile.tuning.measured import KernelRun
 from tw_compile.tuning.tables import THRESHOLDS_FILE, merged_table
 
 LEAST_BYTES = {"p2p": 2**20}
-"""By transport the size below which no table has a wire. Over NVLink a step that generates tokens waits for latency, and stays
-exact."""
+"""By transport, the size below which no table has a wire. Over NVLink a step that generates tokens waits for latency, so its
+messages stay exact."""
 EXACT_LABELS = {
     "p2p": ("tw-p2p", "tw-push-two-shot", "tw-stream"),
     "host": ("tw-host-two-shot",),
@@ -26,9 +26,10 @@ CODED_LABELS = {"p2p": "tw-push-two-shot", "host": "tw-host-two-shot"}
 
 @dataclass(frozen=True)
 class MeasuredWire:
-    """What was found of one wire: the times of coded rows by those of the fastest exact ones, by bytes of the message.
+    """What was measured for one wire.
 
-    ``from_bytes``: from there on all sizes are faster by more than the noise; None: not even the largest is.
+    ``ratios``: bytes of the message, and the time with coded rows divided by that of the fastest exact rows. ``from_bytes``:
+    from this size on, all sizes are faster by more than the noise; None: not even the largest size is.
     """
 
     wire: str
@@ -49,13 +50,13 @@ class MeasuredWire:
 
 
 def labels_of(wires: Iterable[str]) -> tuple[str, ...]:
-    """The contenders that ``wires`` are measured by."""
+    """The labels of the contenders that measure ``wires``."""
     exact = [label for labels in EXACT_LABELS.values() for label in labels]
     return (*exact, *(f"{label}-{wire}" for wire in wires for label in CODED_LABELS.values()))
 
 
 def measured_wires(run: KernelRun, wires: Sequence[str], command: str) -> list[MeasuredWire]:
-    """Of each wire and each transport that has times of both kinds of rows; ``command`` is what measured them."""
+    """The result for each wire and each transport with times of both kinds of rows. ``command`` is what measured them."""
     source = replace(run.source, values=(*run.source.values[:-1], command))
     found = []
     for transport, exact_labels in EXACT_LABELS.items():
@@ -100,7 +101,10 @@ def _us(row: Row) -> float:
 
 
 def _crossover(pairs: Sequence[tuple[Row, Row]], least: int) -> int | None:
-    """The smallest size of ``least`` bytes or more from where the slow runs of coded rows beat the fast ones of exact rows."""
+    """The smallest size, of at least ``least`` bytes, from which on slow runs of coded rows beat fast runs of exact rows.
+
+    A slow run is the 80th percentile, a fast run the 20th. None where there is no such size.
+    """
     slower = max((coded.nbytes for coded, exact in pairs if not _is_faster(coded, exact)), default=0)
     return min((coded.nbytes for coded, _ in pairs if coded.nbytes > slower and coded.nbytes >= least), default=None)
 
@@ -111,7 +115,7 @@ def _is_faster(coded: Row, exact: Row) -> bool:
 
 
 def write_wires(folder: Path, device_class: str, found: Sequence[MeasuredWire], comment: str) -> Path:
-    """Write the thresholds file of ``folder`` with what was found; all else that it has stays.
+    """Write what was found into the thresholds file of ``folder``. All else in the file stays.
 
     Raises:
         UsageError: The file there is wrong, or is about another device; nothing is written.
@@ -132,7 +136,7 @@ def write_wires(folder: Path, device_class: str, found: Sequence[MeasuredWire], 
 
 
 def _named(wire: MeasuredWire, there: Table) -> Source:
-    """The source by a name that no other one of the file has."""
+    """The wire's source, renamed so that no other source of the file has its name."""
     sources = [*(entry.source for entry in there.entries), *(entry.source for entry in there.wires)]
     taken = {source.name: source for source in sources}
     number, name = 1, f"wires_tp{wire.world_size}"

@@ -2,28 +2,28 @@
 
     python benchmarks/spikes/carried/carried_mm.py --json OUT.json [--timeout 65]
 
-Two ranks, a GPU each, that reach each other's memory. The GEMMs are those in front of an all_reduce: o_proj and down_proj of
-Llama-3.1-8B and Llama-3.3-70B at TP2. Each rank owns half of the tokens. Times are microseconds of one call in a CUDA graph
-of several, on the slowest rank, with both ranks at it at once; the medians of some replays. ``carried_mm.cu`` is our GEMM with
-other stores, in tiles of 256 columns, and so never a wave shorter than the product's, which chooses the width:
+There are two ranks, each with one GPU, that reach each other's memory. The GEMMs are those in front of an all_reduce: o_proj
+and down_proj of Llama-3.1-8B and Llama-3.3-70B at TP2. Each rank owns half of the tokens. Times are microseconds of one call in
+a CUDA graph of several calls, on the slowest rank, while both ranks run: medians over replays. ``carried_mm.cu`` is our GEMM
+with other stores, in tiles of 256 columns. So it is never a wave shorter than the product's GEMM, which chooses the width:
 
     mm            torch.mm
     joint         kernels/gemm/joint_mm.cu with one matrix
     own order     carried_mm.cu, which stores to local memory; tiles in the order of joint_mm.cu
-    peer first    the same, tiles of the peer's rows before the own ones. Percentages are beyond this
-    regs          as it; tiles of the peer's rows go to the peer's memory from registers
-    regs signal   the same; each warp adds to a counter of the peer's behind each of its tiles
-    regs spread   as regs; tiles of the peer's rows are spread evenly over all waves but the last
-    bulk          as peer first; tiles of the peer's rows go by way of shared memory of their own and bulk copies, each of which
-                  the sending warp waits for before it adds to a counter of the peer's
-    bulk local    the same to local memory: what the lost stage and the way through shared memory cost
-    held          as bulk, with no stage less: a stage of the ring is held until what was put there has been sent
-    held local    the same to local memory
+    peer first    as own order, but tiles of the peer's rows come before the own ones. Percentages are beyond this
+    regs          as peer first, but tiles of the peer's rows go to the peer's memory from registers
+    regs signal   as regs; each warp also adds to a counter in the peer's memory after each of its tiles
+    regs spread   as regs, but tiles of the peer's rows are spread evenly over all waves except the last
+    bulk          as peer first, but tiles of the peer's rows go through extra shared memory and bulk copies. The sending warp
+                  waits for each copy before it adds to a counter in the peer's memory
+    bulk local    as bulk, but to local memory: shows what the lost stage and the way through shared memory cost
+    held          as bulk, but without losing a stage: a stage of the ring is held until the rows in it have been sent
+    held local    as held, but to local memory
     held spread   as held, in the order of regs spread
 
-Before anything is timed all results of all contenders are checked: torch.mm's within a rounding, those of the others to the
-bit, what must not be written is not written, and counters add up. The exit code is 0 if all was right and measured, 1 if
-something was wrong, 3 if time was up before all sizes were measured. The file is written after each size.
+Before a size is timed, all results of all contenders are checked: joint must be within a rounding of torch.mm, and the others
+equal joint to the bit. Nothing else may be written, and counters must add up. The exit code is 0 if all was right and measured,
+1 if something was wrong, 3 if time was up before all sizes were measured. The file is written after each size.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ WIDTH, TILE_ROWS, TILE_DEPTH, THREADS = 256, 128, 64, 384
 LINK_BYTES_PER_US = 330e3
 ROUNDS, WARM_UP = 25, 3
 GRAPH_US = 1200
-"""About how long a graph takes."""
+"""About how many microseconds a graph takes."""
 L2_BYTES = 50 * 2**20
 COUNTER_BYTES = 64 * 1024
-"""In front of the inbox in the memory that the peer reaches; a part of it for each part of the inbox."""
+"""The counters lie in front of the inbox in the memory that the peer reaches. Each part of the inbox has a part of them."""
 INBOX_BYTES = 160 * 2**20
 GUARD_BYTES = 1 << 20
 BLOCKS = 64
-"""Counters of a part."""
+"""How many counters a part has."""
 TOLERANCE = 2**-7, 1e-2
-"""Of a rounding to bfloat16, relative; and of sums in another order, of the root of the mean square."""
+"""For a rounding to bfloat16, relative to the value; and for sums in another order, relative to the root mean square."""
 
 
 class CarriedMmParams(ctypes.Structure):
@@ -101,7 +101,7 @@ class Shape:
 
     @property
     def moved_bytes(self) -> int:
-        """What a rank sends."""
+        """How many bytes a rank sends."""
         return self.half * self.hidden * 2
 
 
@@ -125,7 +125,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Contender:
-    """``send``, ``signal``: of carried_mm.cu. ``order``: own, first or spread. ``local``: the peer is this rank itself."""
+    """``send``, ``signal``: as in carried_mm.cu. ``order``: own, first or spread. ``local``: this rank is its own peer."""
 
     label: str
     send: int
@@ -166,7 +166,7 @@ def carried_program(send: int, signal: bool = False) -> Program:
 
 
 def carried_shared_bytes(send: int) -> int:
-    """``Shared`` of carried_mm.cu."""
+    """The size of ``Shared`` in carried_mm.cu."""
     stage, half_out = (TILE_ROWS + WIDTH) * TILE_DEPTH * 2, TILE_ROWS // 2 * WIDTH * 2
     regions = {2: 2, 3: 1}.get(send, 0)
     stages = (226 * 1024 - regions * half_out) // stage
@@ -189,15 +189,16 @@ def carried_params(
     inbox: int,
     counters: int,
 ) -> CarriedMmParams:
-    """Of one call of ``rank``. ``a``, ``matrix``, ``out``: addresses of [tokens, depth], [hidden, depth], [tokens, hidden].
+    """The parameters of one call on ``rank``.
 
-    ``inbox``: the address of the peer's rows, [half of the tokens, hidden], in whatever memory they are to go to.
+    ``a``, ``matrix``, ``out``: addresses of [tokens, depth], [hidden, depth], [tokens, hidden]. ``inbox``: the address of the
+    peer's rows, [half of the tokens, hidden], in the memory that these rows are to go to.
     """
     assert shape.tokens % (WORLD * PAIR_ROWS) == 0 and shape.depth % TILE_DEPTH == 0 and shape.hidden % 8 == 0
     high, wide = shape.tokens // PAIR_ROWS, -(-shape.hidden // WIDTH)
     peers = 0 if order == "own" else high // WORLD
     begin = (1 - rank) * shape.half
-    last_wave = (high * wide - 1) // clusters * clusters  # where it begins, in pairs
+    last_wave = (high * wide - 1) // clusters * clusters  # where the last wave begins, in pairs
     spread = max(peers * wide, last_wave) if order == "spread" else peers * wide
     return CarriedMmParams(
         a=tensor_map(a, shape.tokens, shape.depth, TILE_ROWS // 2),
@@ -220,12 +221,12 @@ def carried_grid(tiles: Tiling, clusters: int) -> int:
 
 
 def weights_for(shape: Shape) -> int:
-    """Matrices that calls use in turn, more than L2 holds."""
+    """How many matrices the calls use in turn: more than L2 holds."""
     return min(max(-(-3 * L2_BYTES // (shape.hidden * shape.depth * 2)), 2), 8)
 
 
 def calls_for(shape: Shape, weights: int) -> int:
-    """Calls of a graph, the same number with each matrix."""
+    """How many calls a graph has: the same number with each matrix."""
     us = 2 * shape.tokens * shape.depth * shape.hidden / 650e6
     return weights * max(1, min(round(GRAPH_US / us / weights), 64 // weights))
 
@@ -257,7 +258,7 @@ class Rank:
 
     @property
     def counters(self) -> torch.Tensor:
-        """[parts, blocks], which the peer adds to."""
+        """The counters that the peer adds to, [parts, blocks]."""
         return self.memory[: 8 * BLOCKS * 4].view(torch.int32).view(8, BLOCKS)
 
     @property
@@ -270,7 +271,7 @@ class Rank:
             self.failures.append(f"rank {self.rank}: {message}")
 
     def meet(self) -> None:
-        """All that any rank has launched is over."""
+        """Wait until everything that any rank has launched is over."""
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
@@ -359,7 +360,7 @@ class Site:
         return launch
 
     def check(self) -> dict[str, Any]:
-        """All results of one replay of each contender."""
+        """Check all results of one replay of each contender."""
         own, shape, found = self.own, self.shape, {}
         self._replay("mm")
         library = self.outs.clone()
@@ -370,7 +371,7 @@ class Site:
         sent = ours[:, self.theirs].contiguous()
         dist.all_gather_into_tensor(gathered, sent)
         self.expected = gathered.view(WORLD, self.parts, shape.half, shape.hidden)[1 - own.rank].clone()
-        # Odd numbers of the peer's come to this rank, and not its own: the inputs of ranks differ.
+        # The rows that come to this rank are the peer's, not its own. The ranks' inputs differ, so these rows must differ.
         own.expect(not torch.equal(self.expected, sent), f"{shape}: the ranks have the same results")
         for contender in CARRIED:
             self._replay(contender.label)
@@ -394,7 +395,7 @@ class Site:
         return found
 
     def check_again(self) -> None:
-        """What lies in the inbox after the timing, and the counters."""
+        """Check the inbox and the counters after the timing."""
         self.own.meet()
         where = f"{self.shape.site} {self.shape.tokens}, after the timing"
         self._same(self.inbox, self.expected, f"{where}: rows that came")
@@ -404,7 +405,7 @@ class Site:
         self.own.expect(torch.equal(found, want), f"{where}: counters are {_few(found)}, not {_few(want)}")
 
     def _replay(self, label: str) -> None:
-        """One replay of a contender on all ranks, where there was poison before."""
+        """Fill the memory for results with poison, then replay a contender once on all ranks."""
         self._poison()
         self.own.meet()
         self.graphs[label].replay()
@@ -413,12 +414,12 @@ class Site:
     def _poison(self) -> None:
         own = self.own
         for tensor in (self.outs, own.inbox_memory):
-            tensor.view(torch.uint8).fill_(0xFF)  # a NaN that no result is
+            tensor.view(torch.uint8).fill_(0xFF)  # a NaN; no result has these bits
         own.memory[:COUNTER_BYTES].zero_()
         own.local_counters.zero_()
 
     def _check_counters(self, contender: Contender, where: str, calls: int) -> None:
-        """Those in this rank's memory, which are about its own rows; about the peer's rows, if it is its own peer."""
+        """Check the counters in this rank's memory: of its own rows, or of the peer's rows if the rank is its own peer."""
         own = self.own
         want = self._counters_of(self.theirs if contender.local else self.mine, calls if contender.counts else 0)
         peers, local = own.counters, own.local_counters.view(8, BLOCKS)
@@ -427,7 +428,7 @@ class Site:
         own.expect(not others.any(), f"{where}: counters elsewhere have changed")
 
     def _counters_of(self, rows: slice, calls: int) -> torch.Tensor:
-        """What counters are when each part of these rows has come so often."""
+        """The values of the counters after each part of ``rows`` has come ``calls`` times."""
         want = torch.zeros(8, BLOCKS, dtype=torch.int32, device=self.own.device)
         want[: self.parts, rows.start // TILE_ROWS : rows.stop // TILE_ROWS] = calls * 8 * self.shape.hidden
         return want
@@ -442,7 +443,7 @@ class Site:
         self.own.expect(not count, f"{where}: {count} of {wrong.numel()} are wrong, first [part, row, column] {first}")
 
     def _near(self, found: torch.Tensor, want: torch.Tensor) -> int:
-        """How many have other bits; all must be within a rounding."""
+        """How many values have other bits than ``want``. All must be within a rounding of ``want``."""
         different = 0
         for one, other in zip(found, want, strict=True):
             exact = other.float()
@@ -454,14 +455,14 @@ class Site:
         return different
 
     def measure(self) -> dict[str, list[float]]:
-        """By contender, the microseconds of a call on the slowest rank, in each round."""
+        """For each contender, the microseconds of a call on the slowest rank, in each round."""
         times: dict[str, list[float]] = {label: [] for label in LABELS}
         self._poison()
         self.own.meet()
         for number in range(WARM_UP + ROUNDS):
             begin = number % len(LABELS)
             for label in (*LABELS[begin:], *LABELS[:begin]):  # a drift of the clocks hits all alike
-                # Everything is in the queue when the GPUs meet in the all_reduce: no clock runs while a rank still launches.
+                # Everything is queued before the GPUs meet in the all_reduce, so no clock runs while a rank still launches.
                 compat.delay_stream(HEAD_START_CYCLES)
                 dist.all_reduce(self.one, op=dist.ReduceOp.MAX)
                 us = gpu_us(self.graphs[label].replay) / self.count
@@ -473,14 +474,14 @@ class Site:
 
 
 def _few(counters: torch.Tensor) -> str:
-    """How often which values are there."""
+    """How often each value occurs, for at most six values."""
     values, counts = counters.unique(return_counts=True)
     found = dict(zip(values.tolist(), counts.tolist(), strict=True))
     return str(dict(list(found.items())[:6]))
 
 
 def run_rank(rank: int, folder: str, json_path: str, begin: float, timeout: float) -> None:
-    """One rank; ``begin``: when the parent began, of ``time.monotonic``."""
+    """Run one rank. ``begin`` is when the parent began, by ``time.monotonic``."""
     faulthandler.dump_traceback_later(max(begin + timeout - 3 - time.monotonic(), 1))  # says where it hangs
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", WORLD)

@@ -1,4 +1,4 @@
-"""The kernels over host memory as the registry knows them."""
+"""The registry entries of the kernels over host memory."""
 
 from __future__ import annotations
 

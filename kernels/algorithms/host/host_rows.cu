@@ -7,45 +7,47 @@
 // two-shot: a rank sends each row for its owner, the owner computes it and sends the result to all: M out and
 //   2(N-1)/N x M in, two hops.
 //
-// Latency limits such a kernel, and not SMs: a load from host memory takes 2 to 5 us, and a fence about as long. So nothing here
-// waits for one load or one fence alone. A CTA handles its rows in turns of GROUPS rows. It sends AHEAD turns before it computes,
-// and loads DEPTH turns into shared memory before it adds them up. All threads but two warps do that. One of the two warps
-// issues the fences and announces how far the others are. The other one reads how far the peers are.
+// Latency limits such a kernel, and not the number of SMs: a load from host memory takes 2 to 5 us, and a fence about as long.
+// So nothing here waits for one load or one fence alone. A CTA handles its rows in turns of GROUPS rows. It sends AHEAD turns
+// before it computes, and loads DEPTH turns into shared memory before it adds them up. All warps but two do that. One of the
+// two warps issues the fences and announces how far the others are. The other one reads how far the peers are.
 //
-//   turn:       sends row t | adds up row t - AHEAD | barrier | stores its result | asks for row t - AHEAD + DEPTH
-//   two-shot:               | takes results of t - AHEAD - BEHIND                 | asks for those of t - AHEAD - BEHIND + DEPTH
-//   announcer:              shared counters -> fence -> counters in host memory
-//   listener:               peers' counters in host memory -> shared counters
+//   turn:      sends row t | adds up row t - AHEAD | barrier | stores its result | asks for row t - AHEAD + DEPTH
+//   two-shot:              | takes results of t - AHEAD - BEHIND                 | asks for those of t - AHEAD - BEHIND + DEPTH
+//   announcer: shared counters -> fence -> counters in host memory
+//   listener:  peers' counters in host memory -> shared counters
 //
 // Why this is correct
 // -------------------
-// Counters. CTA b of each rank has four counters in its outbox, written by it alone: turns that it has SENT and
-// COMPUTED, and turns of the peers that it has READ and TAKEN. They count on from call to call. Grids and turns depend on
-// what all ranks share, so at the begin of a call the counters of CTA b are equal on all ranks.
+// Counters. CTA b of each rank has four counters in its outbox, which no other CTA writes: turns that it has SENT and COMPUTED,
+// and turns of the peers that it has READ and TAKEN. They count on from call to call. Grids and turns depend on what all ranks
+// share, so at the begin of a call the counters of CTA b are equal on all ranks.
 //
-// Data before counters. All threads store a turn's rows, meet in the turn's barrier, and thread 0 releases the shared counter.
-// The announcer acquires it, fences at system scope and stores the counter: fences are cumulative, so a peer's listener that
-// acquires the counter, and who acquires what that listener released, sees the rows. L1 has no older copy of them: a counter's
-// acquire comes between two uses of the same memory.
+// Data before counters. All threads store a turn's rows, meet in the turn's barrier, and one thread per counter releases it.
+// The announcer acquires the shared counter, fences at system scope and stores the counter in host memory. Fences are
+// cumulative. So a peer's listener that acquires the counter sees the rows, and so does each thread that acquires what the
+// listener released. L1 has no older copy of the rows: a counter's acquire comes between two uses of the same memory.
 //
-// Rings. The outbox of a CTA has two halves that its calls use in turn. A half is a ring of RING turns of partial sums, and of
-// RESULT_RING turns of results. A slot is written again when all peers have counted it as read, and they count it when the
-// copies of all threads have ended (turn's barrier). What a half held at the call before the last needs no such wait: that
-// call's CTA b has ended on every rank before the last call's CTA b began there, and this one began after it had read from every
-// rank what that one sent.
+// Rings. The outbox of a CTA has two halves that its calls use in turn. A half has a ring of RING turns of partial sums, and a
+// ring of RESULT_RING turns of results. A slot of a ring is written again when all peers have counted it as read. Peers count
+// it when the copies of all their threads have ended (the turn's barrier). What the call before the last left in a half needs
+// no such wait. CTA b of that call has ended on every rank before CTA b of the last call began there. This call's CTA b begins
+// after CTA b of the last call has read what CTA b of the last call on every rank sent.
 //
-// Progress. What a thread waits for in turn t peers do in their turns before t, or in turn t before their barrier, whatever
-// they wait for themselves:
-//   a slot to send turn t to:         peers read turn t - RING in their turn t - RING + AHEAD < t, as RING > AHEAD
-//   a slot for the result of turn t:  peers take that of t - RESULT_RING in t - RESULT_RING + BEHIND < t, as RESULT_RING > BEHIND
-//   rows to load at the end of t:     peers send them in their turn t - AHEAD + DEPTH <= t, as DEPTH <= AHEAD
-//   results to load then:             peers compute them in t - BEHIND + DEPTH, and count them a turn later <= t: BEHIND > DEPTH
-// CTA b waits for CTAs b alone. So a call ends if on every rank one of its CTAs at a time can run.
+// Progress. What a thread waits for in turn t, the peers do in their turns before t, or in turn t before their barrier,
+// whatever they wait for themselves:
+//   a slot to send turn t to:      peers read turn t - RING in their turn t - RING + AHEAD < t, as RING > AHEAD
+//   a slot for turn t's result:    peers take that of t - RESULT_RING in t - RESULT_RING + BEHIND < t, as RESULT_RING > BEHIND
+//   rows to load at the end of t:  peers send them in their turn t - AHEAD + DEPTH <= t, as DEPTH <= AHEAD
+//   results to load then:          peers compute them in t - BEHIND + DEPTH, and count them a turn later <= t: BEHIND > DEPTH
+// CTA b waits only for CTAs b of other ranks. So a call ends if on every rank one of its CTAs at a time can run.
 //
-// With a wire (wire.cuh) rows that peers own travel in codes, and the normalised rows of their owners, too; see push.cu.
+// With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
+// owners; see push.cu.
 //
-// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING, AHEAD, BEHIND,
-// RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
+// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: WORLD_SIZE, THREADS (of a row), GROUPS, ONE_SHOT, RING,
+// AHEAD, BEHIND, RESULT_RING, DEPTH (0: rows are loaded when they are added up), MAX_CTAS, SHARED_BYTES, RESIDUAL_SHARDED,
+// RESIDUAL_OUT, SPIN_LIMIT.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -74,7 +76,7 @@ struct HostRowsParams {
 static_assert(!ONE_SHOT || (!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS), "one-shot needs and gives all rows");
 static_assert(!ONE_SHOT || !SumRow::CODED, "only owners of rows read codes");
 
-inline constexpr int COUNTERS_WIDTH = 16;  // those of a CTA have a line of the CPU's caches to themselves
+inline constexpr int COUNTERS_WIDTH = 16;  // a CTA's counters have a line of the CPU's caches to themselves
 inline constexpr int HALVES_OFFSET = MAX_CTAS * COUNTERS_WIDTH * sizeof(uint32_t);
 inline constexpr int PEERS = WORLD_SIZE - 1;
 static_assert(RING > AHEAD && DEPTH <= AHEAD && AHEAD >= 1, "or ranks wait for each other");
@@ -86,7 +88,7 @@ inline constexpr int WARPS = THREADS / 32;  // of a row
 inline constexpr int WORKERS = GROUPS * THREADS;
 inline constexpr int BLOCK = WORKERS + 64;
 
-// Of a half, in bytes. Two-shot keeps a section for each peer: rows that it owns.
+// The layout of a half, in bytes. Two-shot keeps a section for each peer, with the rows that the peer owns.
 inline constexpr uint64_t X_ROW = SumRow::ROW_BYTES;
 inline constexpr uint64_t HIDDEN_ROW = (ResultRow::ROW_BYTES + 15) / 16 * 16;  // e4m3 rows may end 8 bytes off
 inline constexpr uint64_t KEPT_ROW = RESIDUAL_OUT == ALL_ROWS ? HIDDEN * sizeof(RESIDUAL_OUT_TYPE) : 0;
@@ -96,7 +98,8 @@ inline constexpr uint64_t COMPUTED_OFFSET = RING * SENT_TURN;
 
 enum Counter { SENT, COMPUTED, READ, TAKEN, COUNTERS };
 
-// A turn of what comes from the peers: partial sums, and results of an earlier turn. A thread has bytes of its own.
+// Shared memory of one turn of what comes from the peers: partial sums, and results of an earlier turn. Each thread has bytes
+// of its own.
 inline constexpr int SUM_BYTES = SumRow::STAGED_BYTES;
 inline constexpr int RESULT_BYTES = ONE_SHOT ? 0 : ResultRow::STAGED_BYTES;
 inline constexpr int KEPT_BYTES = !ONE_SHOT && RESIDUAL_OUT == ALL_ROWS ? sizeof(Eight<RESIDUAL_OUT_TYPE>) : 0;
@@ -122,7 +125,7 @@ struct Cta {
   const HostRowsParams& p;
   Shared& shared;
   uint8_t* stages;
-  uint32_t base;  // of all counters
+  uint32_t base;  // the value of all counters at the begin of the call
   int turns;
   int per_rank;
 
@@ -155,7 +158,7 @@ struct Cta {
   // --- the listener: a thread for each counter of each peer
   DEVICE void listen(int lane) const {
     const int peer = lane / COUNTERS, counter = lane % COUNTERS;
-    // What nobody waits for nobody listens to: the last turns of a ring are not used again.
+    // Nobody listens for what nobody waits for: the slots of a ring's last turns are not used again.
     const int needed = counter == SENT || counter == COMPUTED ? turns
                        : counter == READ                       ? turns - RING
                                                                : turns - RESULT_RING;
@@ -181,7 +184,7 @@ struct Cta {
     }
   }
 
-  // Until all peers have done so many turns. Counters grow, so a thread asks again only when it needs more.
+  // Waits until `counter` of all peers has reached `count`. Counters grow, so a thread asks again only when it needs more.
   DEVICE void await(Counter counter, int count, int& known) const {
     if (count <= known) return;
     int least = turns;
@@ -239,7 +242,8 @@ struct Worker {
     return sent_row(peer_after(p.rank, step), ONE_SHOT ? 0 : PEERS - 1 - step, turn);
   }
 
-  // This thread's bytes of a vector in the stage of turn number `turn`, behind `before` bytes of each thread's vectors.
+  // Where this thread's bytes of a vector lie in the stage of turn number `turn`, behind `before` bytes of each thread's
+  // vectors.
   DEVICE uint8_t* staged(int turn, int step, int v, int before, int bytes) const {
     uint8_t* const stage = cta.stages + turn % (DEPTH > 0 ? DEPTH : 1) * STAGE_BYTES + PEERS * VECTORS * WORKERS * before;
     return stage + ((step * VECTORS + v) * WORKERS * bytes + worker * smaller(bytes, 16));
@@ -266,7 +270,7 @@ struct Worker {
     load_shared(piece.word, from + BITS);
   }
 
-  // Asks for the peers' partial sums of a turn, and for their results of the turn that is taken with it.
+  // Asks for the peers' partial sums of a turn, and for their results of the earlier turn that is taken together with it.
   DEVICE void ask(int turn) {
     if constexpr (DEPTH > 0) {
       if (turn < cta.turns) {
@@ -294,7 +298,7 @@ struct Worker {
           });
         }
       }
-      copies_commit();  // a turn that is none is an empty group: they are counted
+      copies_commit();  // an empty group where there is no such turn, because groups are counted
     }
   }
 
@@ -314,7 +318,7 @@ struct Worker {
     return turn >= 0 && turn < cta.turns && local < (ONE_SHOT ? p.tokens : cta.rows_of(p.rank));
   }
 
-  // Adds up one vector of all ranks in rank order. Starting from 0, signs of zeros make no difference.
+  // Adds up one vector of all ranks in rank order. The sum starts from 0, so the signs of zeros make no difference.
   DEVICE void add_up(float (&h)[8], int turn, int v, uint32_t column, const Eight<X_TYPE>& own) const {
     SumRow::Piece got[PEERS];
 #pragma unroll
@@ -336,7 +340,7 @@ struct Worker {
     for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
     for (int source = 0; source < WORLD_SIZE; ++source) {
-      // Registers can't be indexed by a number that only the launch knows, so the peer is selected.
+      // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
       Eight<T> eight = own;
 #pragma unroll
       for (int step = 0; step < PEERS; ++step)
@@ -353,7 +357,8 @@ struct Worker {
       load_strong(result, (const typename Travelling::Element*)from + column);
   }
 
-  // Takes the rows that the peers computed in a turn; `turn` is that of the partial sums that came with them.
+  // Takes the rows that the peers computed in an earlier turn; `turn` is the turn of the partial sums that came with these
+  // rows.
   DEVICE void take(int turn) {
     const int taken = turn - BEHIND;
     if constexpr (DEPTH == 0) cta.await(COMPUTED, taken + 1, known[COMPUTED]);
@@ -387,7 +392,7 @@ struct Worker {
         sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
     Loaded<THREADS, WEIGHT_TYPE> weight;
     weight.fetch(p.weight, thread);
-    // What is loaded when it is taken is counted a turn later.
+    // Results that are loaded when they are taken (DEPTH 0) are counted a turn later.
     constexpr int LATER = !ONE_SHOT && DEPTH == 0 ? 1 : 0;
     const int end = turns + ahead + BEHIND + LATER;
     for (int turn = 0; turn < end; ++turn) {
@@ -455,7 +460,7 @@ struct Worker {
       }
       if constexpr (LATER == 1)
         if (taking >= 0 && taking < turns) take(computing);
-      if (computing >= -1)  // the first time for all of the first turns
+      if (computing >= -1)  // the first time for turns 0 to DEPTH - 1
         for (int next = computing < 0 ? 0 : computing + DEPTH; next <= computing + DEPTH; ++next) ask(next);
     }
   }
@@ -469,7 +474,7 @@ KERNEL(BLOCK, 1) host_rows(GRID_CONSTANT HostRowsParams p) {
   if (thread < WORLD_SIZE * COUNTERS) store_release_cta(&shared.heard[thread / COUNTERS][thread % COUNTERS], 0);
   grid_dependency_wait();
   const int per_rank = (p.tokens + WORLD_SIZE - 1) / WORLD_SIZE, rows = ONE_SHOT ? p.tokens : per_rank;
-  const int rounds = (rows + GROUPS - 1) / GROUPS - blockIdx.x;  // of the grid that are left from this CTA on
+  const int rounds = (rows + GROUPS - 1) / GROUPS - blockIdx.x;  // turns of the whole grid, from this CTA's first one on
   const int turns = (rounds + (int)gridDim.x - 1) / (int)gridDim.x;
   const uint32_t base = p.state[blockIdx.x * 2], calls = p.state[blockIdx.x * 2 + 1];
   const Cta cta{p, shared, memory + STAGES_OFFSET, base, turns, per_rank};

@@ -31,10 +31,10 @@ from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.collective.wires import WIRES
 
 WORKERS = 512
-"""Threads of a CTA that move rows, if a row does not need more."""
+"""Threads of a CTA that move rows, unless one row needs more threads."""
 MOST_RING, MOST_DEPTH = 12, 2
 MOST_RING_BYTES = 256 * 1024
-"""The most bytes of partial sums in a ring. Where turns are long a ring has fewer of them, but never less than two."""
+"""The most bytes of partial sums in a ring. If turns are long, a ring has fewer turns, but at least two."""
 _HALVES = 2
 COUNTERS_BYTES = MAX_CTAS * 64
 _ALIGNMENT = 128
@@ -63,7 +63,7 @@ def half_bytes(capacity: int) -> int:
 
 
 def stage_budget(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory for rows that are on their way; 0 where a thread can't load to there and go on."""
+    """Bytes of shared memory for rows that are on their way; 0 if threads can't load to shared memory asynchronously."""
     if capability < (8, 0):
         return 0
     return (192 if capability[0] in (9, 10) else 96) * 1024
@@ -71,7 +71,7 @@ def stage_budget(capability: tuple[int, int]) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA handles rows, in the terms of host_rows.cu. ``half_bytes``: what one CTA of a call needs of an outbox."""
+    """How a CTA handles rows, in the terms of host_rows.cu. ``half_bytes``: bytes of an outbox that one CTA needs per call."""
 
     threads: int
     groups: int
@@ -85,11 +85,11 @@ class Shape:
 
     @property
     def block(self) -> int:
-        """Threads of a CTA: those that move rows, the announcer's warp and the listener's."""
+        """Threads of a CTA: the threads that move rows, the announcer's warp and the listener's warp."""
         return self.threads * self.groups + 64
 
     def defines(self) -> dict[str, int | str]:
-        """The definitions of host_rows.cu that have these names."""
+        """The definitions of host_rows.cu that belong to the shape."""
         return {
             "THREADS": self.threads,
             "GROUPS": self.groups,
@@ -104,7 +104,7 @@ class Shape:
 
 
 def shape_for(request: Request, world_size: int, one_shot: bool, budget: int) -> Shape:
-    """The shape for messages like the request; ``budget`` is what :func:`stage_budget` says of the device."""
+    """The shape for messages like the request. ``budget`` is the :func:`stage_budget` of the device."""
     hidden_size = request.x.shape[1]
     vectors = hidden_size // VECTOR
     each = max(-(-vectors // WORKERS), 1)
@@ -137,7 +137,7 @@ def shape_of(
     behind: int,
     result_ring: int,
 ) -> Shape:
-    """The shape with these numbers, and what it takes of memory."""
+    """The shape with these numbers; its memory sizes are computed here."""
     hidden_size, norm, wire = request.x.shape[1], request.norm, WIRES[request.wire]
     peers, each = world_size - 1, -(-hidden_size // VECTOR // threads)
     row_bytes = travelling_bytes(hidden_size, request.x.dtype, wire.sums)
@@ -161,7 +161,7 @@ def _aligned(nbytes: int, alignment: int) -> int:
 
 
 class HostRows(RowKernel):
-    """Rows travel through rings in host memory, which need no more memory for a larger message; a CTA an SM."""
+    """Rows travel through rings in host memory. Larger messages need no larger rings. There is one CTA per SM."""
 
     source = Path(__file__).with_name("host_rows.cu")
     params = HostRowsParams
@@ -191,7 +191,7 @@ class HostRows(RowKernel):
         }
 
     def _cluster(self, request: Request, state: GroupState) -> int:
-        """CTAs of a cluster: more than one beside other work, see ``side_stream.py``, where there are clusters."""
+        """CTAs of a cluster: may be more than one beside other work (``side_stream.py``) on devices that have clusters."""
         if not request.overlap_sms or torch.cuda.get_device_capability(state.device) < PEER_KERNELS:
             return 1
         return cluster_size(self._ctas(request, state), state.device)

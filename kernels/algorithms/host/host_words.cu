@@ -2,21 +2,21 @@
 //
 // Every rank writes its rows to its own outbox in host memory, once. Every rank reads the rows of all others, computes all
 // rows, and adds up in rank order, so all ranks have equal bits. There is no barrier and no fence: a row is sent as 64-bit
-// words of 32 bits of data and the number of the call (NCCL calls this protocol LL). A word is read and written whole, so
-// whoever reads the number of the call has the data, too. That doubles the bytes, which costs small messages little.
+// words, each with 32 bits of data and the number of the call (NCCL calls this protocol LL). A word is read and written whole,
+// so whoever reads the number of the call has the data, too. That doubles the bytes, which costs small messages little.
 //
 // Why this is correct
 // -------------------
 // An outbox is two parts that calls use in turn. Call k+2 overwrites what call k left. It starts when this rank's call k+1 has
-// ended, which needed words of every peer's call k+1. A peer starts that call when its call k has ended, with all it reads.
-// Words of earlier calls have another number, those of unused memory have 0, and calls count from 1.
+// ended, and that call needed words of every peer's call k+1. A peer starts its call k+1 when its call k has ended, with all
+// its reads. Words of earlier calls have another number, those of unused memory have 0, and calls count from 1.
 //
-// CTA b of a rank waits only for words that the peers' CTAs send. CTAs send a row before they wait for
-// one, and take their rows in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in
-// device memory, so graph replays and launches of other shapes may follow each other.
+// CTA b of a rank waits only for words that the peers' CTAs send. CTAs send a row before they wait for one, and take their rows
+// in turn. So a call ends if on every rank at least one of its CTAs can run at a time. The state lives in device memory, so
+// graph replays and launches of other shapes may follow each other.
 //
-// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT, SPIN_LIMIT,
-// PREFETCH.
+// Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, THREADS, RESIDUAL_SHARDED (0), RESIDUAL_OUT,
+// SPIN_LIMIT, PREFETCH.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -24,8 +24,8 @@
 #include "prefetch.cuh"
 
 struct HostWordsState {
-  uint32_t calls;     // that have ended
-  uint32_t finished;  // CTAs of the running call
+  uint32_t calls;     // calls that have ended
+  uint32_t finished;  // CTAs of the running call that have finished
 };
 
 struct HostWordsParams {
@@ -54,14 +54,14 @@ static_assert(!RESIDUAL_SHARDED && RESIDUAL_OUT != OWN_ROWS, "every rank needs a
 using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
-inline constexpr int LINES = sizeof(X_TYPE);  // of 16 bytes, two words each, that a vector takes
+inline constexpr int LINES = sizeof(X_TYPE);  // lines of 16 bytes, two words each, that a vector takes
 inline constexpr uint64_t ROW_BYTES = LINES * ROW_VECTORS * 16ull;
 
 struct Call {
   const HostWordsParams& p;
   uint32_t number;
 
-  // Neighbouring threads access neighbouring lines: lines of one number of all vectors lie together.
+  // Neighbouring threads access neighbouring lines: lines with the same index, of all vectors, lie together.
   DEVICE uint8_t* line(int rank, int row, int index, uint32_t column) const {
     return p.outboxes[rank] + (number & 1) * p.part_bytes + row * ROW_BYTES + (index * ROW_VECTORS + column / 8) * 16ull;
   }
@@ -141,7 +141,7 @@ KERNEL(THREADS, 1) host_words(GRID_CONSTANT HostWordsParams p) {
     Row::each(thread, [&](int v, uint32_t column) {
       Eight<X_TYPE> got[WORLD_SIZE];
       call.receive(got, row, column);
-      // Starting from 0, signs of zeros make no difference.
+      // The sum starts from 0, so the signs of zeros make no difference.
       for (int i = 0; i < 8; ++i) h[v][i] = 0.0f;
 #pragma unroll
       for (int rank = 0; rank < WORLD_SIZE; ++rank) add(h[v], rank == p.rank ? own.vectors[v] : got[rank]);

@@ -22,7 +22,7 @@ from tw_compile.kernels.collective.spec import Request
 
 _PARTS = 2
 _WORDS = 2
-"""What an element takes of its own size."""
+"""An element takes this many times its own size, because half of each word is the number of the call."""
 
 
 class HostWordsParams(Structure):
@@ -39,7 +39,7 @@ class HostWordsParams(Structure):
 
 
 def threads_for(hidden_size: int, world_size: int) -> int:
-    """Threads of a CTA, which holds one row: a vector each, as far as registers for all peers' vectors allow it."""
+    """Threads of a CTA, which holds one row. Each thread holds one vector, if registers for all peers' vectors allow it."""
     most = 1024 if world_size <= 4 else 512
     vectors = hidden_size // VECTOR
     each = -(-vectors // most)
@@ -47,7 +47,7 @@ def threads_for(hidden_size: int, world_size: int) -> int:
 
 
 class HostWords(RowKernel):
-    """Each rank writes its rows to host memory once, in words that say that they have arrived; a CTA an SM."""
+    """Each rank writes its rows to host memory once, in words that show that they have arrived. There is one CTA per SM."""
 
     source = Path(__file__).with_name("host_words.cu")
     params = HostWordsParams

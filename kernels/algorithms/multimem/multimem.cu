@@ -1,42 +1,45 @@
 // all_reduce + bias + residual + RMSNorm by NVLink multicast: two-shot, where the switch adds up rows and sends results to all.
 //
-// Rank r owns rows_per_rank rows. GROUPS groups of threads of a CTA take turns with its rows. A thread has its parts of the
-// group's next DEPTH rows on their way from the switch (multimem.ld_reduce, straight into registers) while it finishes the row
-// before: bias, residual, norm. multimem.st writes the results to all ranks. Each way of a link carries (N+1)/N x M bytes.
+// Rank r owns rows_per_rank rows. GROUPS groups of threads of a CTA take turns with its rows. While a thread finishes a row
+// (bias, residual, norm), its parts of the group's next DEPTH rows are on their way from the switch: multimem.ld_reduce loads
+// them straight into registers. multimem.st writes the results to all ranks. Each way of a link carries (N+1)/N x M bytes.
 //
 // A *multicast address* stands for the same offset of every rank's buffer at once. A table of addresses here has the ranks'
-// buffers and behind them the multicast address. No other instruction may touch that one. The switch adds up what lies in all
-// buffers, so a rank stages its own rows too. What it returns is rounded to the type of the addends: 16-bit types are added in
-// float32 (.acc::f32), and the sum is rounded once. The PTX ISA promises neither an order of the addends nor the same bits from
-// run to run. All ranks hold the same bits because one of them reads the sum and publishes its result.
+// buffers and behind them the multicast address. Only these two instructions may access a multicast address. The switch adds up
+// what lies in all buffers, so a rank stages its own rows too. The switch rounds what it returns to the type of the addends:
+// 16-bit types are added in float32 (.acc::f32), and the sum is rounded once. The PTX ISA promises neither an order of the
+// addends nor the same bits from run to run. All ranks hold the same bits because one of them reads the sum and publishes its
+// result.
 //
 // PULL=0: the results are left in this rank's part of the symmetric buffers, of which `hidden` is one.
-// PULL=1: `hidden` is an ordinary tensor; after the second barrier each rank copies the peers' rows to there. A replicated
-//         residual takes the same way.
+// PULL=1: `hidden` is an ordinary tensor; after the second barrier each rank copies the peers' rows to `hidden`. A replicated
+//         residual is copied in the same way.
 // STAGED=1: `x` is an ordinary tensor, which is first copied to this rank's part of `x_table`.
-// EMULATED_MULTICAST=1: loads from all ranks, added in rank order in float32 and rounded to their type, and stores to all
-//         ranks take the places of the two instructions: GPUs without multicast can run all the rest.
+// EMULATED_MULTICAST=1: loads from all ranks and stores to all ranks replace the two instructions. The loaded values are added
+//         in rank order in float32 and rounded to their type. So GPUs without multicast can run all the rest.
 //
 // Why this is correct
 // -------------------
-// The argument of kernels/runtime/barrier.py holds for the barriers, and for one buffer of each kind: the causality order that
-// it gives is between a rank's write and another's read. It does not suffice here, because staged rows are written through
-// addresses of one rank's memory and read through multicast ones, and published rows the other way round. Two virtual addresses
-// of one memory location are aliases, which count as different proxies although both are generic (PTX ISA, memory consistency
-// model). Causality order between aliases is *preserved* only when a fence.proxy.alias lies on the path between the accesses.
-// Every thread executes one right after barrier 1 and one right before barrier 2. All multicast accesses of the launch lie
-// between them, and no other access to a buffer that has a multicast address. So there is a fence on every path:
+// The argument of kernels/runtime/barrier.py holds for the barriers, and for one buffer of each kind. The causality order that
+// it gives is between one rank's write and another rank's read. It does not suffice here, because staged rows are written
+// through addresses of one rank's memory and read through multicast ones, and published rows the other way round. Two virtual
+// addresses of one memory location are aliases, which count as different proxies although both are generic (PTX ISA, memory
+// consistency model). Causality order between aliases is *preserved* only when a fence.proxy.alias lies on the path between the
+// accesses. Every thread executes one right after barrier 1 and one right before barrier 2. All multicast accesses of the
+// launch lie between these two fences. No other access to a buffer that has a multicast address lies there. So there is a fence
+// on every path:
 //
-// - staging writes, barrier 1, fence, multimem.ld_reduce; for the own rows as well, by the barrier_sync of barrier 1;
+// - staging writes, barrier 1, fence, multimem.ld_reduce; for the rank's own rows as well, by the barrier_sync of barrier 1;
 // - multimem.st, fence, barrier 2, reads of the published rows;
 // - multimem.ld_reduce, fence, barrier 2, end of the launch, staging writes of the next one: a read must not see a later write;
 // - reads of the published rows, end of the launch, barrier 1 of the next one, fence, multimem.st.
 //
-// The ISA asks for one fence anywhere on the path. The model that it took proxies from (Lustig et al., "Mixed-proxy extensions
-// for the NVIDIA PTX memory consistency model", ISCA 2022) wants it in the CTA of the access that is not plain: it is there.
+// The ISA asks for one fence anywhere on the path. The ISA took proxies from a model (Lustig et al., "Mixed-proxy extensions
+// for the NVIDIA PTX memory consistency model", ISCA 2022) that wants the fence in the CTA of the access that is not plain. The
+// fence is there.
 //
-// The multimem operations are relaxed at system scope: strong, so that they do not race with a peer's, and ordered by the
-// barriers alone. They bypass L1; published rows are read after an acquire, which has invalidated it.
+// The multimem operations are relaxed at system scope. So they are strong, and do not race with a peer's operations. The
+// barriers alone order them. The operations bypass L1. Published rows are read after an acquire, which has invalidated L1.
 //
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, GROUPS, THREADS of a group, DEPTH, STAGED, PULL,
 // EMULATED_MULTICAST, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
@@ -70,7 +73,7 @@ using Row = RowPart<THREADS>;
 inline constexpr int VECTORS = Row::VECTORS;
 inline constexpr int WARPS = THREADS / 32;
 inline constexpr int BLOCK = GROUPS * THREADS;
-inline constexpr int COPIED_WORDS = 24;  // that a thread has on their way when rows are copied; more would be spilled
+inline constexpr int COPIED_WORDS = 24;  // words that a thread has on their way when it copies rows; more would be spilled
 static_assert(GROUPS <= 15, "each group has a barrier of its own beside that of the CTA");
 static_assert(HIDDEN * sizeof(HIDDEN_TYPE) % 16 == 0, "the switch is given 16 bytes at a time");
 
@@ -93,7 +96,7 @@ struct OnAllRanks {
     pack(sum, total);
   }
   DEVICE void store_16_bytes(uint64_t byte, const uint32_t (&words)[4]) const {
-    // Every rank starts with another peer, so that no link gets all the stores at once.
+    // Every rank starts with a different peer, so that no link gets all the stores at once.
     for (int step = 0; step < WORLD_SIZE; ++step)
       store_relaxed_sys((uint8_t*)table[(rank + step) % WORLD_SIZE] + byte, words);
   }
@@ -108,7 +111,8 @@ struct OnAllRanks {
   }
 #endif
 
-  // One part of a row, by all threads of the group. Where eight elements are 8 bytes, neighbours put theirs together.
+  // Stores a thread's part of a row. All threads of the group call it. Where eight elements are 8 bytes, two neighbouring
+  // threads put theirs together.
   DEVICE void store(uint64_t row, const Eight<T> (&vectors)[VECTORS], uint32_t thread) const {
     const uint64_t first = row * HIDDEN * sizeof(T);
     if constexpr (sizeof(T) == 1) {
@@ -136,7 +140,7 @@ struct Cta {
   int per_rank;
   int per_cta;
 
-  // Of a rank's rows, the first that is this CTA's.
+  // The first of a rank's rows that is this CTA's.
   DEVICE int first() const { return blockIdx.x * per_cta; }
   // How many of the rows of `owner` are this CTA's.
   DEVICE int share_of(int owner) const {
@@ -144,7 +148,7 @@ struct Cta {
     return smaller(larger(end - first(), 0), per_cta);
   }
 
-  // Sums, results: the rows group, group + GROUPS, ... of this CTA.
+  // Computes the sums and results of the rows group, group + GROUPS, ... of this CTA.
   DEVICE void compute() const {
     const int own_rows = share_of(p.rank), own_begin = p.rank * per_rank;
     const OnAllRanks<X_TYPE> x(p.x_table, p.rank);
@@ -175,7 +179,7 @@ struct Cta {
         Row::each(thread, [&](int v, uint32_t) { unpack(sums[place][v], h[v]); });
         const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residuals[place], thread);
         fetch(place, index + DEPTH * GROUPS);  // before the threads wait for each other
-        Loaded<THREADS, WEIGHT_TYPE> weight;  // from a cache, again for each row: it would take the place of what is on its way
+        Loaded<THREADS, WEIGHT_TYPE> weight;  // again for each row, from a cache: kept, it would take the place of loads
         weight.fetch(p.weight, thread);
         RowStatistics* const of_row = partials + (group * 2 + parity) * WARPS;
         const auto factor = row_factor(group_sum<WARPS>(own_part, of_row, thread, 1 + group), p.eps);
@@ -201,13 +205,13 @@ struct Cta {
     }
   }
 
-  // Copies this CTA's share of the rows of all ranks, from the one that is FIRST ranks behind this one on.
+  // Copies this CTA's share of the rows of all ranks (FIRST=0), or of all ranks but this one (FIRST=1).
   template <int FIRST, typename T>
   DEVICE void copy_rows(T* target, const T* source) const {
     constexpr int AT_ONCE = larger(1, COPIED_WORDS / (VECTORS * (int)sizeof(Eight<T>) / 4));
     constexpr int OWNERS = WORLD_SIZE - FIRST;
     const int rows = OWNERS * per_cta;
-    // -1 past the end of a short share.
+    // The number of the row to copy; -1 past the end of a short share.
     const auto row_at = [&](int index) {
       const int owner = (p.rank + FIRST + index % OWNERS) % WORLD_SIZE, local = index / OWNERS;
       return index < rows && local < share_of(owner) ? owner * per_rank + first() + local : -1;

@@ -14,7 +14,7 @@ from tw_compile.kernels.epilogues import EPILOGUES
 ACCESS_BYTES = 16
 """Bytes of one multicast access; rows are multiples of it."""
 
-_CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
+_CTA_THREADS = 512  # of all groups together, unless the group of one row is larger
 _MAX_GROUPS = 8
 _VECTORS_PER_THREAD = 2
 _VECTORS_OF_LONG_ROWS = 4
@@ -22,7 +22,7 @@ _BYTES_AHEAD = 32 * 1024
 """Bytes of sums that a CTA has in flight: with them 16 CTAs fill a link if the switch takes some 2 us."""
 _MOST_DEPTH = 4
 _WORDS_AHEAD = 48
-"""Registers of a thread for what is on its way, where it has 128 of them."""
+"""How many registers of a thread may hold data that is on its way, if the thread has 128 registers."""
 
 
 class MultimemParams(BarrierParams):
@@ -31,7 +31,7 @@ class MultimemParams(BarrierParams):
 
 @dataclass(frozen=True)
 class Shape:
-    """How a CTA is laid out. ``threads``: of one group; ``depth``: rows of a group that are on their way."""
+    """How a CTA is laid out. ``threads``: threads of one group; ``depth``: how many rows of a group are on their way."""
 
     threads: int
     groups: int
@@ -47,20 +47,20 @@ class Shape:
 
 
 def shape_for(hidden_size: int, x_itemsize: int, residual_itemsize: int) -> Shape:
-    """The CTA for rows of ``hidden_size``; ``residual_itemsize``: of the residual that is read, 0 for none."""
+    """The CTA for rows of ``hidden_size``. ``residual_itemsize``: item size of the residual that is read; 0 without one."""
     vectors = hidden_size // VECTOR
     each = _VECTORS_PER_THREAD if vectors <= _CTA_THREADS * _VECTORS_PER_THREAD else _VECTORS_OF_LONG_ROWS
     threads = -(-vectors // (32 * each)) * 32
     groups = max(1, min(_MAX_GROUPS, _CTA_THREADS // threads))
-    words = each * VECTOR * (x_itemsize + residual_itemsize) // 4  # of a thread, for each row
+    words = each * VECTOR * (x_itemsize + residual_itemsize) // 4  # registers of a thread, per row
     enough = -(-_BYTES_AHEAD // (groups * hidden_size * x_itemsize))
     return Shape(threads, groups, max(1, min(enough, _WORDS_AHEAD // words, _MOST_DEPTH)))
 
 
 class Multimem(BarrierKernel):
-    """At most ``max_sms`` CTAs, one an SM, on groups whose buffers all have multicast addresses.
+    """Two-shot by multicast on at most ``max_sms`` CTAs, one per SM, for groups whose buffers all have multicast addresses.
 
-    ``emulated``, for tests: on any group, with loads from peers and stores to them in the place of the switch's instructions.
+    ``emulated``, for tests: run on any group, with loads from peers and stores to them in place of the switch's instructions.
     """
 
     name = "multimem"

@@ -1,1 +1,1 @@
-"""Push: rows go to the peers' inboxes and say of themselves that they have arrived."""
+"""Push: rows go to the peers' inboxes, and their words show by themselves that they have arrived."""

@@ -1,4 +1,4 @@
-"""Push as the registry knows it."""
+"""The registry entries of push."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONE_SHOT = AlgorithmEntry(
     needs_whole_residual=True,
     scales=True,
     prefetches=True,
-    instead="push_two_shot",  # what it can't serve, for want of the whole residual, is small all the same
+    instead="push_two_shot",  # a message that it can't serve without the whole residual is still small
     benchmarked=(Benchmarked("tw-push-one-shot", sharded=False),),
     checked=(Checked("push_one_shot", beside=False),),
 )

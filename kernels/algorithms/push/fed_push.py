@@ -1,7 +1,7 @@
-"""Two-shot's first half: each rank gets the sums of the rows that it owns, and keeps the normalised rows in the slot's memory.
+"""The first hop of two-shot: each rank sums the rows that it owns, and keeps the normalised rows in the slot's memory.
 
-It is for calls whose rows a GEMM is fed. The GEMM does the other half: it sends a rank's rows to the others, and takes theirs
-(``kernels/runtime/fed.cuh``, which says why that is right).
+This is for calls whose rows are fed to a GEMM. The GEMM does the second hop: it sends a rank's rows to the other ranks, and
+receives theirs (``kernels/runtime/fed.cuh``, which explains why this is correct).
 """
 
 from __future__ import annotations

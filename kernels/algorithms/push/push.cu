@@ -23,19 +23,19 @@
 // CTA b handles the same rows on all ranks and waits for peers' CTAs of the same number only: no co-residency beyond
 // that is needed. The state lives in device memory, so graph replays and launches of other shapes may follow each other.
 //
-// With a wire (wire.cuh) rows that peers own travel in codes, and the normalised rows of their owners, too. The owner adds its
-// own part as it is, and keeps of its result what the others make of the codes: all ranks have the same bits. Rows of the new
-// residual travel as they are.
+// With a wire (wire.cuh) partial sums travel to the owners of their rows in codes, and so do the normalised rows from their
+// owners. An owner adds its own partial sums as they are. It keeps of its result what the other ranks decode from the codes, so
+// all ranks have the same bits. Rows of the new residual travel as they are.
 //
-// FED=1: the rows of the result that this rank computes stay in its own memory, `hidden`, and the kernel takes none of the
-// peers'. The GEMM behind it sends them and takes those of the peers (fed.cuh); this kernel hands it a new number.
-// Of the argument above, that a call needs something of every other rank, is then true of both together: a rank that owns no
-// rows waits for nobody here, but its GEMM waits for all rows, and every rank has added to each of these. So such a call is
-// one launch, with its GEMM between it and the next one.
+// FED=1: the rows of the result that this rank computes stay in its own memory, `hidden`, and this kernel takes no rows of the
+// peers. The GEMM behind this kernel sends this rank's rows and takes the peers' rows (fed.cuh). This kernel gives the GEMM a
+// new number of the call. The argument above, that a call needs something of every other rank, then holds for the kernel and
+// its GEMM together: a rank that owns no rows waits for nobody in this kernel, but its GEMM waits for all rows, and every rank
+// has added to each of these rows. So such a call is one launch, with its GEMM between it and the next launch.
 //
-// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (as registers must allow),
-// ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
-// one-shot rank computes all rows: its residual is not sharded.
+// Set by definitions, beside those of row.cuh, wire.cuh and EPILOGUE: FED, WORLD_SIZE, THREADS, CTAS_PER_SM (the registers must
+// allow it), ONE_SHOT, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT (polls before a thread gives up; 0: never), PREFETCH. A
+// one-shot rank computes all rows, so its residual is not sharded.
 
 #include "epilogue.cuh"
 #include "wire.cuh"
@@ -46,9 +46,9 @@
 #endif
 
 struct PushState {
-  uint32_t part;      // that the next call receives in
-  uint32_t finished;  // CTAs of the running call
-  uint32_t used[3];   // 16-byte units of each part
+  uint32_t part;      // the part that the next call receives in
+  uint32_t finished;  // CTAs of the running call that have finished
+  uint32_t used[3];   // 16-byte units that the latest call in each part has used
 };
 
 struct PushParams {
@@ -65,7 +65,7 @@ struct PushParams {
   uint64_t part_bytes;
   int32_t rank;
   int32_t tokens;
-  int32_t begin;  // local rows of this launch: rows of x (one-shot), or of each rank's own (two-shot)
+  int32_t begin;  // the launch's local rows, begin to end: rows of x (one-shot), or of each rank's own (two-shot)
   int32_t end;
   float eps;
   float weight_offset;
@@ -87,20 +87,20 @@ inline constexpr int WARPS = THREADS / 32;
 inline constexpr int PEERS = WORLD_SIZE - 1;
 inline constexpr int AHEAD = 1;                 // turns from sending a row until it is computed
 inline constexpr bool PUBLISHES = !ONE_SHOT && !FED;
-inline constexpr int BEHIND = PUBLISHES ? 1 : 0;  // turns from there until the peers' rows of that number are taken
+inline constexpr int BEHIND = PUBLISHES ? 1 : 0;  // turns from computing a row until the peers' rows of its number are taken
 
-// Of an inbox, for each turn of a CTA.
+// The bytes of an inbox that each turn of a CTA uses.
 using KeptRow = Exact<RESIDUAL_OUT_TYPE>;
 inline constexpr uint32_t TURN_BYTES =
     PEERS *
     (SumRow::ROW_BYTES + (!PUBLISHES ? 0 : ResultRow::ROW_BYTES + (RESIDUAL_OUT == ALL_ROWS ? KeptRow::ROW_BYTES : 0)));
-inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // vectors a thread
+inline constexpr uint32_t CLEARED_A_TURN = (TURN_BYTES + THREADS * 16 - 1) / (THREADS * 16);  // 16-byte vectors of each thread
 
 // Peer number `step` (0 .. PEERS-1) after `rank`; a row from there lies in section `step` of this rank's inbox, and this
 // rank's rows lie in section `PEERS - 1 - step` of that peer's.
 DEVICE int peer_after(int rank, int step) { return (rank + 1 + step) % WORLD_SIZE; }
 
-// The rows that one launch exchanges in a part of an inbox: sections of `rows` rows by sender.
+// The rows that one launch exchanges in a part of an inbox: a section of `rows` rows for each sender.
 template <typename Travelling>
 struct Sections {
   uint64_t offset;  // bytes from the begin of the part
@@ -109,7 +109,7 @@ struct Sections {
   DEVICE typename Travelling::Element* row(uint8_t* part, int section, int row) const {
     return (typename Travelling::Element*)(part + offset) + ((uint64_t)section * rows + row) * Travelling::ROW;
   }
-  // Rounded up to what is cleared at a time, and to the alignment of what lies behind: e4m3 rows may end 8 bytes off.
+  // The end, rounded up to what is cleared at a time, and to the alignment of what lies behind: e4m3 rows may end 8 bytes off.
   DEVICE uint64_t end() const { return offset + ((uint64_t)PEERS * rows * Travelling::ROW_BYTES + 15) / 16 * 16; }
 };
 
@@ -118,8 +118,8 @@ struct Call {
   uint32_t thread;
   int per_rank;
   uint32_t part;
-  uint8_t* inbox;            // this rank's, the part of this call
-  uint8_t* peer_inbox[PEERS];  // by step, the same part
+  uint8_t* inbox;            // this rank's inbox, the part of this call
+  uint8_t* peer_inbox[PEERS];  // the same part of the peers' inboxes, by step
 
   DEVICE int rows_of(int owner) const { return smaller(larger(p.tokens - owner * per_rank, 0), per_rank); }
 
@@ -156,13 +156,14 @@ struct Call {
   }
 };
 
-// Adds up one vector of all ranks in rank order, `own` in its place. Starting from 0, signs of zeros make no difference.
+// Adds up one vector of all ranks in rank order, with `own` in this rank's place. The sum starts from 0, so the signs of zeros
+// make no difference.
 template <typename T>
 DEVICE void add_up(float (&h)[8], const Eight<T>& own, const Eight<T> (&got)[PEERS], int rank) {
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
   for (int source = 0; source < WORLD_SIZE; ++source) {
-    // Registers can't be indexed by a number that only the launch knows, so the section is selected.
+    // Registers can't be indexed by a number that is known only at run time, so the section is selected.
     Eight<T> eight = own;
 #pragma unroll
     for (int section = 0; section < PEERS; ++section)
@@ -194,7 +195,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   const Sections<ResultRow> normalised{sums.end(), PUBLISHES ? rows : 0};
   const Sections<KeptRow> residuals{normalised.end(), PUBLISHES && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
-  // Sends partial sums: a row to all, or the peers' rows of this number to their owners.
+  // Sends partial sums: one row to all peers (one-shot), or each peer's row of this number to that peer (two-shot).
   const auto send = [&](int local) {
     for (int step = 0; step < PEERS; ++step) {
       const int owner = peer_after(rank, step);
@@ -236,7 +237,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     });
   };
 
-  // Clears `count` more vectors a thread of what the call before this one has read.
+  // Each thread clears up to `count` more 16-byte vectors of what the call before this one has read.
   const uint32_t previous = (call.part + 2) % 3, used = p.state->used[previous];
   uint32_t unit = blockIdx.x * THREADS + thread;
   const auto clear = [&](uint32_t count) {
@@ -245,8 +246,8 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       store_global(own_inbox + previous * p.part_bytes + unit * 16ull, cleared);
   };
 
-  // A CTA sends, computes and takes rows in turn, so that the links have something to carry all the time. What a turn waits
-  // for was sent by the peers in that turn or before.
+  // A CTA sends, computes and takes rows in turn, so that the links have something to carry all the time. What a CTA waits for
+  // in a turn, the peers send in the same turn or in an earlier one.
   [[maybe_unused]] const float inverse_scale =
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const int computed_end = smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank));
@@ -278,7 +279,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
       parity ^= 1;
 #if SCALE_COLUMNS
-      float* const maxima = (float*)(partials + 2 * WARPS);  // rows need not take turns: the sums' barrier is between two uses
+      float* const maxima = (float*)(partials + 2 * WARPS);  // one for all rows: the sums' barrier is between two uses
       const auto scales = scales_of_row<THREADS>(h, factor, weight, p.weight_offset, maxima, thread, 0);
 #endif
 
@@ -311,7 +312,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       if (behind >= first && behind < p.end) take(behind);
     }
   }
-  clear(used);  // of a larger call
+  clear(used);  // the rest, where the call before was larger
 
   // The next kernel may take the SMs now, and not before: its CTAs wait for this kernel's end, and if they held SMs that CTAs
   // of a call on another slot need, ranks could wait for each other.

@@ -47,9 +47,9 @@ def part_bytes(capacity: int) -> int:
 
 
 def threads_for(hidden_size: int, world_size: int) -> int:
-    """Threads of a CTA, which holds one row: a vector each, as far as a CTA can have so many threads.
+    """Threads of a CTA, which holds one row. Each thread holds one vector of the row, if a CTA can have that many threads.
 
-    A thread holds a vector of each peer: where there are many, half as many threads have twice the registers.
+    A thread also holds a vector from each peer. With many peers, half as many threads get twice the registers.
     """
     vectors = hidden_size // VECTOR
     each = -(-vectors // _max_threads(world_size))
@@ -57,7 +57,7 @@ def threads_for(hidden_size: int, world_size: int) -> int:
 
 
 def ctas_per_sm(threads: int, world_size: int) -> int:
-    """CTAs of short rows share an SM, two at most."""
+    """How many CTAs share an SM: two at most, for short rows."""
     return min(2, _max_threads(world_size) // threads)
 
 
@@ -66,11 +66,11 @@ def _max_threads(world_size: int) -> int:
 
 
 class Push(RowKernel):
-    """Rows go to the peers' inboxes and say of themselves that they have arrived; CTAs for at most ``max_sms`` SMs.
+    """Rows go to the peers' inboxes, and their words show by themselves that they have arrived.
 
-    Calls on one slot need no more than one CTA of theirs to be resident. Where calls on several slots overlap, all CTAs of
-    all but one of them must be, on every rank (``kernels/runtime/barrier.py``): choose ``max_sms`` for that. Messages that
-    would need more than :data:`MOST_INBOX_BYTES` are done in several launches.
+    A launch has CTAs for at most ``max_sms`` SMs. Calls on one slot need only one resident CTA. If calls on several slots
+    overlap, all CTAs of all but one of these calls must be resident, on every rank (``kernels/runtime/barrier.py``). Choose
+    ``max_sms`` for that. Messages that would need more than :data:`MOST_INBOX_BYTES` take several launches.
     """
 
     source = Path(__file__).with_name("push.cu")
@@ -95,7 +95,7 @@ class Push(RowKernel):
         return {INBOX: PARTS * (rows * row_bytes + _PART_ALIGNMENT)}
 
     def rows_of_a_launch(self, request: Request, world_size: int) -> int:
-        """Local rows that the largest of the call's launches exchanges; they are of about equal size."""
+        """Local rows that the largest of the call's launches exchanges. All launches have about the same size."""
         rows = self.local_rows(request.x.shape[0], world_size)
         most = max(1, (MOST_INBOX_BYTES // PARTS - _PART_ALIGNMENT) // self._row_bytes(request, world_size))
         return -(-rows // -(-rows // most))
@@ -111,7 +111,7 @@ class Push(RowKernel):
         return (world_size - 1) * row_bytes
 
     def _returned_bytes(self, request: Request) -> int:
-        """Bytes of them that a normalised row takes."""
+        """Bytes of :meth:`_row_bytes` that a normalised row takes, for each peer."""
         return result_bytes(request)
 
     def defines(self, request: Request, state: GroupState) -> dict[str, int | str]:
@@ -155,5 +155,5 @@ class Push(RowKernel):
         return self.with_prefetch(request, state, launches, ctas_each)
 
     def _more_params(self, slot: Slot) -> dict[str, Any]:
-        """Parameters of ``params`` that others do not have."""
+        """Additional parameters that only a subclass's ``params`` have."""
         return {}

@@ -1,4 +1,4 @@
-"""Stream as the registry knows it."""
+"""The registry entry of stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STREAM = AlgorithmEntry(
     "tw_compile.kernels.algorithms.stream.stream:Stream",
     sms=16,
     most_sms=32,
-    beside=0,  # on few SMs it makes the most of them
+    beside=0,  # tried first, because it makes the most of few SMs
     scales=True,
     profile="stream",
     benchmarked=(

@@ -13,16 +13,18 @@
 // PULL=0: the results go straight to every rank's part of the symmetric output (`hidden_table`), which is `hidden`.
 // PULL=1: the results go to this rank's part of it and to `hidden`, an ordinary tensor; after the second barrier each
 //         rank copies the peers' rows from there to `hidden`. A replicated residual takes the same way.
-// The scales of float8 rows, if they are made here (scales.cuh), go there in ordinary stores, and are copied in ordinary loads.
+// If this kernel makes the scales of float8 rows (scales.cuh), ordinary stores write the scales to where the rows go, and
+// ordinary loads copy them.
 // STAGED=1: `x` is an ordinary tensor; its rows for the peers are first copied to this rank's part of `x_table`.
 //
-// Proxies. Bulk copies are made by the async proxy. Ordinary writes that they read are followed by fence.proxy.async in
-// the writing thread before the barrier that tells the reader; a thread that starts bulk loads of what a peer wrote
-// fences after the acquire; bulk_wait completes this CTA's copies before the release that announces them.
+// Proxies. The async proxy makes bulk copies. Where bulk copies read ordinary writes, the writing thread executes
+// fence.proxy.async before the barrier that tells the reader. A thread that starts bulk loads of what a peer wrote fences after
+// the acquire. bulk_wait completes this CTA's copies before the release that announces them.
 //
-// The memory-order argument of the barriers, and why one buffer of each kind is enough, is in kernels/runtime/barrier.py. Rows and
-// CTAs: each rank's rows are dealt out to the CTAs in equal parts, of neighbouring rows, so that what is only copied is
-// copied in pieces of COPY_BYTES: one takes a thread 0.3 us, however short.
+// The memory-order argument of the barriers, and why one buffer of each kind is enough, is in kernels/runtime/barrier.py.
+//
+// Rows and CTAs. Each rank's rows are dealt out to the CTAs in equal parts of neighbouring rows. So rows that are only copied
+// can be copied in pieces of COPY_BYTES. A copy takes a thread 0.3 us, however short it is.
 //
 // Set by definitions, beside those of row.cuh and EPILOGUE: WORLD_SIZE, GROUPS, THREADS, STAGES and RESULTS of a group,
 // STAGED, PULL, RESIDUAL_SHARDED, RESIDUAL_OUT, SPIN_LIMIT.
@@ -76,15 +78,15 @@ static_assert(X_BYTES % 16 == 0 && HIDDEN_BYTES % 16 == 0, "bulk copies move mul
 struct Shared {
   uint64_t full[GROUPS][STAGES];        // a stage has arrived
   uint64_t empty[GROUPS][STAGES];       // a stage has been read: one arrival of each warp of the group
-  uint64_t ready[GROUPS][RESULTS];      // a piece has been written: likewise
-  uint64_t taken[GROUPS][RESULTS];      // it has been read by its copies
+  uint64_t ready[GROUPS][RESULTS];      // a piece has been written: one arrival of each warp of the group
+  uint64_t taken[GROUPS][RESULTS];      // a piece has been read by its copies
   uint64_t squared[GROUPS][2];          // partial sums of squares, of two rows in turn: one arrival of each warp
-  uint64_t copied[COPY_STAGES];         // the rings as one for copies of rows, before and after the sums
+  uint64_t copied[COPY_STAGES];         // a stage of all rings taken as one, for copies of rows before and after the sums
   RowStatistics partials[2][GROUPS][WARPS];
 #if SCALE_COLUMNS
   float maxima[GROUPS][WARPS];
 #endif
-  uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: addresses that every row needs
+  uint8_t* tables[2][WORLD_SIZE];  // x_table, hidden_table: copies, as every row needs these addresses
 };
 inline constexpr int RESULTS_OFFSET = aligned(sizeof(Shared));
 inline constexpr int RINGS_OFFSET = RESULTS_OFFSET + GROUPS * RESULTS * RESULT_BYTES;
@@ -105,7 +107,7 @@ struct Cta {
   int own_begin;
   int own_rows;  // that this CTA computes
 
-  // Of a rank's rows, the first that is this CTA's.
+  // The first of a rank's rows that is this CTA's.
   DEVICE int first() const { return blockIdx.x * per_cta; }
   // How many of the rows of `owner` are this CTA's.
   DEVICE int share_of(int owner) const {
@@ -133,7 +135,7 @@ struct Cta {
   DEVICE uint8_t* result(int group, int buffer) const { return results + (group * RESULTS + buffer) * RESULT_BYTES; }
 
 #if SCALE_COLUMNS
-  // Stores a scale where the row goes, in ordinary stores: the second barrier is behind them.
+  // Stores a scale to all places where the row goes. Ordinary stores are enough: the second barrier is behind them.
   DEVICE void spread_scale(uint64_t row, uint32_t index, const uint32_t (&word)[1]) const {
     store_global((uint8_t*)(scales_at(p.hidden, p.tokens, row) + index), word);
     for (int rank = 0; rank < WORLD_SIZE; ++rank)
@@ -157,7 +159,7 @@ struct Cta {
   }
 #endif
 
-  // One group of threads: the rows group, group + GROUPS, ... of this CTA.
+  // One group of threads computes the rows group, group + GROUPS, ... of this CTA.
   DEVICE void compute(int group, uint32_t thread) const {
     const uint8_t* const ring = rings + group * STAGES * STAGE_BYTES;
     [[maybe_unused]] const float inverse_scale =
@@ -223,7 +225,8 @@ struct Cta {
     }
   }
 
-  // One thread: has a row of `from` copied to this rank's `own`, and to where the peers write or get it in `table`.
+  // One thread starts the copies of a row from `from`: to this rank's `own`, and to `table`. In `table` the row goes to this
+  // rank's buffer, where the peers get it (PULL), or to the peers' buffers.
   template <typename T>
   DEVICE void spread(const uint8_t* from, T* own, T* const* table, uint64_t element) const {
     constexpr uint32_t BYTES = HIDDEN * sizeof(T);
@@ -236,9 +239,9 @@ struct Cta {
     }
   }
 
-  // One thread: has the results copied to where they belong, in the order of the rows.
+  // One thread starts the copies of the results to where they belong, in the order of the rows.
   DEVICE void publish() const {
-    constexpr int LAG = GROUPS * RESULTS > 1 ? 1 : 0;  // pieces that may still be read when the next row is waited for
+    constexpr int LAG = GROUPS * RESULTS > 1 ? 1 : 0;  // pieces that copies may still read while the next row is awaited
     for (int index = 0; index < own_rows + LAG; ++index) {
       if (index < own_rows) {
         const int group = index % GROUPS, turn = index / GROUPS;
@@ -271,8 +274,8 @@ struct Cta {
     fence_proxy_async();
     int most = 0;
     for (int step = 1; step < WORLD_SIZE; ++step) most = larger(most, share_of((p.rank + step) % WORLD_SIZE));
-    // Peers take turns, so that no link gets all the loads at once. The bytes at `begin` that are copied at once: 0 past the
-    // end of a short share.
+    // Peers take turns, so that no link gets all the loads at once. Returns how many bytes at `begin` are copied at once: 0
+    // past the end of a short share.
     const auto piece_at = [&](int position, int& owner, uint64_t& begin) {
       owner = (p.rank + 1 + position % (WORLD_SIZE - 1)) % WORLD_SIZE;
       const int64_t before = (int64_t)(position / (WORLD_SIZE - 1)) * COPY_BYTES;

@@ -16,12 +16,12 @@ from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES, FULL_SHARED_MA
 _HEADER_BYTES = 2048  # an upper bound of `Shared` in stream.cu, which checks it
 _BULK_BYTES = 16
 _ROW_ALIGNMENT = 128
-_VECTORS_PER_THREAD = 4  # what registers can hold of a sum, a residual and a weight
-_CTA_THREADS = 512  # of all groups together, as far as one row's group is not larger
+_VECTORS_PER_THREAD = 4  # registers can hold this many vectors of a sum, a residual and a weight
+_CTA_THREADS = 512  # of all groups together, unless the group of one row is larger
 _MAX_GROUPS = 8
 _LEAST_THREADS = _CTA_THREADS // _MAX_GROUPS
 _MAX_STAGES = 32
-_ENOUGH_STAGES = {3: 8, 2: 2}  # by results
+_ENOUGH_STAGES = {3: 8, 2: 2}  # stages that a ring must have at least, by the number of results
 _MAX_BLOCK = 1024
 
 
@@ -33,8 +33,8 @@ class StreamParams(BarrierParams):
 class Shape:
     """How a CTA is laid out.
 
-    ``threads``: of one group; ``stages``: rows of one rank that fit in a group's ring; ``results``: rows that a group has
-    normalised and that are not copied yet.
+    ``threads``: threads of one group. ``stages``: rows of one rank that fit in a group's ring. ``results``: normalised rows of
+    a group that may wait to be copied.
     """
 
     threads: int
@@ -56,8 +56,8 @@ def shape_for(
 ) -> Shape:
     """The CTA for rows of ``hidden_size``.
 
-    ``residual_itemsize``: of the new residual, 0 for none; ``collected_itemsize``: of the widest rows that are copied back
-    from peers, 0 for none.
+    ``residual_itemsize``: item size of the new residual; 0 without one. ``collected_itemsize``: item size of the widest rows
+    that are copied back from peers; 0 without any.
     """
     threads = max(_LEAST_THREADS, _threads(hidden_size, _VECTORS_PER_THREAD))
     groups = max(1, min(_MAX_GROUPS, _CTA_THREADS // threads))
@@ -67,7 +67,7 @@ def shape_for(
         groups -= 1
     results = 1
     if groups == 1:
-        # It has the CTA to itself, and writes its next result while two others are copied if enough rows are under way.
+        # The group has the CTA to itself. If enough rows are under way, it writes its next result while two others are copied.
         fewer = (_threads(hidden_size, each) for each in range(2, _VECTORS_PER_THREAD))
         threads = next((more for more in fewer if threads <= more <= _CTA_THREADS), threads)
         results = next((n for n in (3, 2) if _stages(1, n, result, stage) >= _ENOUGH_STAGES[n]), 1)
@@ -75,12 +75,12 @@ def shape_for(
 
 
 def _threads(hidden_size: int, vectors: int) -> int:
-    """Whole warps that hold a row, ``vectors`` vectors each."""
+    """Threads, in whole warps, that hold a row with ``vectors`` vectors per thread."""
     return -(-hidden_size // (VECTOR * vectors * 32)) * 32
 
 
 def _stages(groups: int, results: int, result: int, stage: int) -> int:
-    """Stages of each group's ring beside the groups' results; all in bytes."""
+    """How many stages of ``stage`` bytes each group's ring has, beside ``results`` results of ``result`` bytes per group."""
     room = FULL_SHARED_BYTES - _HEADER_BYTES - groups * results * result
     return min(_MAX_STAGES, room // stage) // groups
 
@@ -90,7 +90,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class Stream(BarrierKernel):
-    """At most ``max_sms`` CTAs, one an SM."""
+    """Two-shot with bulk copies, on at most ``max_sms`` CTAs, one per SM."""
 
     name = "stream"
     source = Path(__file__).with_name("stream.cu")

@@ -1,4 +1,4 @@
-"""Two-shot in Triton as the registry knows it."""
+"""The registry entry of two-shot in Triton."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
 """all_reduce + bias + residual + RMSNorm in one kernel: two-shot, over peer loads and stores.
 
-Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. CTA ``b`` of a grid of ``G`` handles, of every rank's
-rows, the local rows ``b, b + G, b + 2G, ...``, on every rank. So whatever a CTA needs from a peer was made by the
-peer's CTA of the same index, and the two barriers (``tw_compile.kernels.runtime.barrier``) are between equal CTAs only:
+Rank ``r`` owns token rows ``row_range(tokens, world_size, r)``. On every rank, CTA ``b`` of a grid of ``G`` CTAs handles the
+local rows ``b, b + G, b + 2G, ...`` of each owner's rows. So the peer's CTA of the same index makes everything that a CTA needs
+from a peer. The two barriers (``tw_compile.kernels.runtime.barrier``) are only between CTAs of the same index:
 
 1. copy this rank's partial sums of the peers' rows to the symmetric staging buffer, unless x lies there; barrier 1;
 2. add up the own rows of all ranks, in rank order and in float32, add bias and residual, normalise, and publish the
    result to the symmetric output buffer of every peer; barrier 2;
 3. copy the rows that the peers published from the local output buffer to the output tensors.
 
-A row is computed by one rank and copied by the others: all ranks get the same bits, and run after run the same bits.
+One rank computes a row and the others copy it. So all ranks get the same bits, and every run gives the same bits.
 
-``NORMALISE`` is the epilogue's row code, as ``row.normalise_row``.
+``NORMALISE`` is the epilogue's row code, such as ``row.normalise_row``.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def _copy_row(source, source_row, target, target_row, columns, mask, HIDDEN: tl.
 
 @triton.jit
 def _rows_of(tokens, per_rank, owner):
-    """How many rows ``owner`` owns: ``per_rank``, fewer or none for the last ranks."""
+    """How many rows ``owner`` owns: ``per_rank``; the last ranks may own fewer, or none."""
     return tl.minimum(tl.maximum(tokens - owner * per_rank, 0), per_rank)
 
 
 @triton.jit
 def _sum_row(x, staging_table, rank, begin, columns, mask, BLOCK: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """The partial sums of all ranks for the row from element ``begin`` on, added up; float32 ``[BLOCK]``."""
+    """The sum of all ranks' partial sums for the row that begins at element ``begin``; float32 ``[BLOCK]``."""
     h = tl.zeros([BLOCK], tl.float32)
     for source in tl.static_range(WORLD_SIZE):
-        # Own partial sums come straight from x: they were not staged.
+        # This rank's own partial sums come directly from x, because they were not staged.
         addend = tl.where(rank == source, x, load_pointer(staging_table, source, x))
         h = add_row(h, addend, begin, columns, mask)
     return h
@@ -70,7 +70,7 @@ def _publish_row(
     WORLD_SIZE: tl.constexpr,
     RESIDUAL_OUT: tl.constexpr,
 ):
-    """Write ``y`` and, when it is "replicated", ``h`` to every peer's output buffers, from element ``begin`` on."""
+    """Write ``y`` to every peer's output buffers from element ``begin`` on, and ``h`` too if the residual is "replicated"."""
     for distance in tl.static_range(1, WORLD_SIZE):
         # Every rank starts with another peer, so that no link gets all the stores at once.
         peer = (rank + distance) % WORLD_SIZE

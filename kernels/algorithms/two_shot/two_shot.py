@@ -20,7 +20,7 @@ from tw_compile.kernels.runtime.barrier import MAX_CTAS
 
 
 class TwoShot(Algorithm):
-    """Serves everything that the transport does whose rows travel as they are."""
+    """Serves all messages of the transport whose rows travel as they are."""
 
     name = "two_shot"
 
@@ -45,7 +45,7 @@ class TwoShot(Algorithm):
         norm, x = request.norm, request.x
         replicated = request.residual_out == "replicated"
         for staged in (False, True):
-            # In the place of tensors are their dtypes: Triton takes them for tensors at multiples of 16 bytes, as torch's are.
+            # Dtypes stand in for tensors here: Triton assumes tensors at multiples of 16 bytes, as torch allocates them.
             kernel = all_reduce_rms_norm_kernel.warmup(
                 x.dtype,
                 *(

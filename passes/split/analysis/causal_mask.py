@@ -1,12 +1,13 @@
-"""Whether a mask of attention provably hides from every token all tokens behind it, whatever else it hides.
+"""Prove that an attention mask hides from every token all tokens behind it, whatever else it hides.
 
-Masks are read backwards from where attention takes them: through views, ``where``, logic and arithmetic down to comparisons of
-positions of keys with positions of queries. Those are computed for real, as vectors: ``[queries, keys]`` is never made. Of all
-other values only their bounds are known, by interval arithmetic; inputs, such as padding, may be anything.
+The proof reads a mask backwards from where attention takes it: through views, ``where``, logic and arithmetic, down to
+comparisons of positions of keys with positions of queries. These positions are computed for real, as vectors: no matrix
+``[queries, keys]`` is ever made. Of all other values only the bounds are known, by interval arithmetic. Inputs, such as
+padding, may be anything.
 
-A large negative number, such as ``torch.finfo(dtype).min``, hides a key only from queries that see another one: of a row that
-is large and negative throughout, softmax is the mean over all keys. So where it is not minus infinity that hides, each token
-must be proven to see itself.
+A large negative number, such as ``torch.finfo(dtype).min``, hides a key only from queries that see another key: if a whole row
+is large and negative, softmax gives the mean over all keys. So where a mask hides by another number than minus infinity, each
+token must be proven to see itself.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from tw_compile import compat
 from tw_compile.graph.predicates import aten, draws_random_numbers, is_call, same_size
 
 HIDES = -(2.0**100)
-"""Added to a score, this and less leaves an exponential of exactly 0 beside a score without: no two differ by that much.
+"""Numbers up to this one, added to a score, hide a key.
 
-Those of float16 do: its smallest number, -65504, is not taken for hiding."""
+The exponential of such a score is exactly 0 beside a score without the addition, because no two scores differ by that much.
+Scores of float16 may differ by as much as float16's smallest number, -65504, so this number is not taken for hiding."""
 
 _MAX_POSITIONS = 1 << 22
 
@@ -38,7 +40,7 @@ _FALSE, _TRUE, _EITHER, _ANY = (0.0, 0.0), (1.0, 1.0), (0.0, 1.0), (-math.inf, m
 
 
 class _Part(Enum):
-    """Of a matrix ``[queries, keys]``: where the key is behind the query, and where it is the query's own."""
+    """Parts of a matrix ``[queries, keys]``: where the key is behind the query, and where the key is the query's own."""
 
     ABOVE = "above the diagonal"
     DIAGONAL = "on the diagonal"
@@ -86,7 +88,7 @@ _NEGATED = {"le": "gt", "gt": "le", "lt": "ge", "ge": "lt", "eq": "ne", "ne": "e
 def objection_to(mask: fx.Node) -> str | None:
     """Why a ``[..., tokens, tokens]`` mask may let tokens see those behind them; None if it is proven not to.
 
-    It is a bool, or is added to scores.
+    The mask is a bool, or is added to scores.
     """
     shape = mask.meta["val"].shape
     if len(shape) < 2 or not same_size(shape[-2], shape[-1]) or not isinstance(shape[-1], int):
@@ -162,7 +164,7 @@ class _Proof:
         return (low, high) if kept else _ANY
 
     def _same_matrix(self, node: fx.Node) -> Any:
-        """What ``node`` only views, with the same ``[queries, keys]`` in its last dims; None if it is no such view."""
+        """The value that ``node`` only views or copies, with the same ``[queries, keys]`` in its last dims; None if none."""
         if is_call(node, aten.slice.Tensor):
             return self._padded(node)
         if is_call(node, *_COPIES):
@@ -175,7 +177,7 @@ class _Proof:
         return None
 
     def _padded(self, node: fx.Node) -> Any:
-        """What was padded behind its last key, of a slice that takes the padding off again: kernels want aligned rows."""
+        """The value without padding, if ``node`` slices off padding behind the last key. Kernels want such aligned rows."""
         defaults: tuple[Any, ...] = (0, None, None, 1)
         given: list[Any] = [*node.args, *defaults[len(node.args) - 1 :]]
         padded, dim, start, end, step = given
@@ -208,7 +210,7 @@ class _Proof:
         return _EITHER if len(outcomes) > 1 else _TRUE if outcomes == {True} else _FALSE
 
     def _compared_positions(self, node: fx.Node, part: _Part) -> Bounds | None:
-        """Of a comparison of positions; also as ``a - b`` with a number, as ``tril`` has it. None if it is another."""
+        """The bounds of a comparison of positions, or of ``a - b`` with a number, as in ``tril``. None for other ones."""
         left, right = node.args[:2]
         name = _COMPARED[node.target]
         offset: Any = 0
@@ -284,7 +286,7 @@ def _holds_above(name: str, keys: torch.Tensor, queries: torch.Tensor) -> bool:
 
 
 def _clipped(number: float) -> float:
-    """The number as a bool has it, from 0 to 1."""
+    """The number, clipped to the range of a bool, 0 to 1."""
     return min(max(number, 0.0), 1.0)
 
 

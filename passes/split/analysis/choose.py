@@ -1,4 +1,4 @@
-"""Whether the tokens of a graph are split, and where: a pure function of graph, options and device profile."""
+"""Decide whether and where the tokens of a graph are split: a pure function of graph, options and device profile."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _REFUSED_FOR = {
     JoinReason.EXPERTS: SplitRefusal.EXPERTS,
     JoinReason.LORA: SplitRefusal.LORA,
 }
-"""Joins that refuse a host's graph by a name of their own; the first that is there names it."""
+"""Joins for which a host's graph is refused with a special name. The first of these reasons that occurs gives the name."""
 _LOOKED_AT = 2**14
-"""Up to so many tokens it is said of a graph without a bound where a split would pay."""
+"""For a graph without an upper bound, a refusal says where a split would pay, up to this number of tokens."""
 
 
 @dataclass(frozen=True)
 class SplitChoice:
-    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None where an option asks and there is none.
+    """Half 1 gets ``first`` of the axis's units. ``plan`` is for these halves; None if an option asks for them without a plan.
 
     ``attention_once``: a host's attention can't be split, whatever the plan.
     """
@@ -78,7 +78,7 @@ def _compute(analyse: Callable[P, T], *operands: P.args, **options: P.kwargs) ->
 
 @dataclass(frozen=True)
 class _Question:
-    """What is to be split, and for whom; ``host`` is None for torch.compile, ``link`` where no rates are known of one."""
+    """What is to be split, and for which host. ``host`` None: for torch.compile. ``link`` None: no link's rates are known."""
 
     graph: fx.Graph
     config: Config
@@ -121,7 +121,7 @@ class _Planner:
         )
 
     def plan_anyway(self, tokens: int, first: int) -> Plan:
-        """For halves that are settled: where splitting does not pay, attention is cut all the same if it can be."""
+        """Plan halves that are already decided: even where splitting does not pay, attention is cut if it can be."""
         anyway = replace(self, host=None)
         plan = anyway.plan(tokens, first)
         if plan.mode is Mode.OFF and self.attention == "auto":
@@ -145,15 +145,15 @@ def choose_split(
     analysis: Analyser = _compute,
     link: Link | None = None,
 ) -> SplitChoice | NotSplit:
-    """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed, nor guarded.
+    """What ``config.split`` means for ``graph``, as the fusion pass leaves it. ``graph`` is not changed and gets no guards.
 
     Args:
-        profile: What ``auto`` plans for, see :func:`tw_compile.current.current_profile`.
-        analysis: What analyses of the graph are computed by, or found in.
-        link: What sums travel over where that is no peer memory, see :func:`tw_compile.current.current_link`.
+        profile: The device that ``auto`` plans for, see :func:`tw_compile.current.current_profile`.
+        analysis: Computes analyses of the graph, or finds those that were computed before.
+        link: The link that sums travel over where they don't use peer memory, see :func:`tw_compile.current.current_link`.
     """
     question = _Question(graph, config, profile, None, analysis, link)
-    if config.split_tokens is None and profile is None:  # first, as it takes no time to say
+    if config.split_tokens is None and profile is None:  # checked first, as this takes no time
         return _no_profile()
     axis = find_token_axis(graph)
     if isinstance(axis, SplitRefused):
@@ -182,8 +182,8 @@ def choose_split_of_host(
 ) -> SplitChoice | NotSplit:
     """As :func:`choose_split`, for a graph of a host that compiles for a range of token counts.
 
-    Halves meet at its outputs, in attention where that runs once, and nowhere else. One function of the token count is right
-    for all of them.
+    Halves meet at the graph's outputs, and in attention if attention runs once, but nowhere else. One function of the token
+    count gives the first half for the whole range.
     """
     if not any(is_call(node, *ops.STARTS, *ops.MM_STARTS) for node in graph.nodes):
         return NotSplit(SplitRefusal.NO_COMMUNICATION, "no fused call in the piece whose time could be hidden")
@@ -276,9 +276,9 @@ def _kernel_of_peers(layer: GraphLayer, profile: DeviceProfile, config: Config) 
 
 
 def _as_asked(question: _Question, axis: TokenAxis) -> SplitChoice | NotSplit:
-    """The split that the option names, between requests if it ends with one; the plan says what its windows run with.
+    """The split that the option names, between requests if half 1 ends with a request. The plan says what its windows run with.
 
-    The plan is for the largest number of tokens, where that is symbolic.
+    If the number of tokens is symbolic, the plan is for the largest number.
     """
     first, tokens, host = question.config.split_tokens, axis.tokens, question.host
     assert first is not None
@@ -314,7 +314,7 @@ def _attention(question: _Question, axis: TokenAxis) -> str:
 
 
 def choice_for(planners: list[_Planner], tokens: int) -> SplitChoice | NotSplit:
-    """The faster of the ways to split a known number of tokens, between requests where the model can't tell them apart."""
+    """The fastest way to split a known number of tokens; between requests if the planner can't tell the ways apart."""
     plans = [(planner, planner.plan(tokens)) for planner in planners]
     chosen = [one for one in plans if one[1].mode is not Mode.OFF]
     if chosen:
@@ -349,7 +349,7 @@ def choice_for_range(planner: _Planner, low: int, high: int | None) -> SplitChoi
 
 
 def _where_it_pays(planner: _Planner, ranges: Ranges, low: int, high: int) -> str:
-    """The counts of a range that a graph for them alone would be split at, in words; none if there are none."""
+    """The counts of a range at which a graph for these counts alone would be split, in words; empty if there are none."""
     parts = [part for part in ranges.cut(low, high // planner.batch * planner.batch) if part.split is not None]
     if not parts:
         return ""

@@ -1,9 +1,9 @@
-"""The layer that a graph repeats, as the planner wants it: read off the graph, no model's configuration is known.
+"""Read the layer that a graph repeats off the graph, in the planner's form. The model's configuration is not known.
 
     sum | q, k, v GEMMs, attention, o_proj GEMM | sum | gate, up GEMMs, down GEMM | sum | ...
 
 What lies between two sums over ranks is one part of a layer: with an attention operator it is the attention part, else the MLP.
-All layers must be alike, and nothing may be there that the planner does not count.
+All layers must be alike, and they must have nothing that the planner does not count.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _KERNELS = {
     aten._scaled_dot_product_cudnn_attention.default: "cudnn",
     aten._scaled_dot_product_efficient_attention.default: "efficient",
 }
-"""What the planner calls them; the other operators are flash or choose for themselves, and are planned as that."""
+"""The planner's names of their kernels. Other operators are flash, or choose a kernel themselves; both are planned as flash."""
 
 _GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 _COLLECTIVES = {"cuda": UNFUSED, "cpu": "gloo"}
@@ -55,8 +55,8 @@ class GraphLayer:
     """One layer, and how its sums travel.
 
     Attributes:
-        transport: Of the fused sums; of those that are not fused the one that is made of the same collective.
-        fused: Whether all sums are.
+        transport: The transport of the fused sums; for sums that are not fused, the transport made of the same collective.
+        fused: Whether all sums are fused.
         peer_access: Whether the group's GPUs can read each other's memory.
         wires: How the rows of fused sums travel.
     """
@@ -85,13 +85,13 @@ class _Travel:
 
 
 class _NotRecognisedError(Exception):
-    """What about the graph is not a layer that the planner knows; never leaves this module."""
+    """Says what about the graph is not a layer that the planner knows. It never leaves this module."""
 
     reason = SplitRefusal.LAYER_NOT_RECOGNISED
 
 
 class _NotMeasuredError(_NotRecognisedError):
-    """What it is, and that no profile says how long it takes."""
+    """Says which operation of the graph takes a time that no profile knows."""
 
     reason = SplitRefusal.ATTENTION_NOT_MEASURED
 
@@ -116,7 +116,7 @@ def layer_of_graph(graph: fx.Graph, axis: TokenAxis) -> GraphLayer | SplitRefuse
 
 
 def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str = FLASH3) -> GraphLayer | SplitRefused:
-    """The layer that a model repeats, by a piece of it from behind one attention to before the next.
+    """The layer that a model repeats, read off a piece of the model from behind one attention to before the next.
 
         o_proj GEMM | sum | gate, up GEMMs, down GEMM | sum | q, k, v GEMMs
 
@@ -135,7 +135,7 @@ def layer_of_piece(graph: fx.Graph, axis: TokenAxis, kernel: str = FLASH3) -> Gr
         shape = LayerShape(travel.world_size, hidden_size, qkv, attention, o_proj, _mlp_part(second, hidden_size))
         return travel.of(shape, _wires(sums, hidden_size))
     except _NotRecognisedError as error:
-        return SplitRefused(SplitRefusal.LAYER_NOT_RECOGNISED, str(error))
+        return SplitRefused(error.reason, str(error))
 
 
 def _attention_before(axis: TokenAxis, part: _Part, kernel: str) -> Attention:
@@ -180,10 +180,10 @@ def _parts(graph: fx.Graph, axis: TokenAxis) -> tuple[list[_Part], list[fx.Node]
 
 
 def _is_uncounted(node: fx.Node) -> bool:
-    """What may take long and is in no formula of the planner's: other matmuls, other collectives, what no rule knows.
+    """Whether a node may take long and is in none of the planner's formulas: other matmuls and collectives, unknown operators.
 
-    Row-wise operators of hosts are among them, as quantised matmuls and experts are. Nobody has measured how these run beside
-    a call, and they can't be told to leave SMs to it.
+    Row-wise operators of hosts are also uncounted, because quantised matmuls and experts are such operators. Nobody has
+    measured how these run beside a call, and they can't be told to leave SMs to it.
     """
     if is_call(node, _c10d.all_reduce.default, _c10d.wait_tensor.default, *ops.STARTS, ops.wait_):
         return False
@@ -199,7 +199,7 @@ def _is_uncounted(node: fx.Node) -> bool:
 
 
 def _is_scores(node: fx.Node, axis: TokenAxis) -> bool:
-    """Whether a matmul has a result for each two tokens of a request: queries by keys, where no operator does attention."""
+    """Whether a matmul has a result for each pair of tokens of a request, as queries by keys where no operator is attention."""
     if not is_call(node, aten.bmm.default, aten.baddbmm.default):
         return False
     seq = axis.tokens // axis.batch
@@ -207,7 +207,7 @@ def _is_scores(node: fx.Node, axis: TokenAxis) -> bool:
 
 
 def _is_outer_product(node: fx.Node) -> bool:
-    """Depth 1, as angles of rotary embeddings are made: no more work than a pointwise operator's."""
+    """Whether a GEMM has depth 1, as for angles of rotary embeddings: it is no more work than a pointwise operator."""
     depth = _shape(node.args[_MATRIX[node.target]])[0]  # type: ignore[index]
     return isinstance(depth, int) and depth == 1
 
@@ -232,7 +232,7 @@ def _grouped(node: fx.Node, axis: TokenAxis) -> Gemm:
 
 
 def _attention(node: fx.Node, axis: TokenAxis) -> Attention | None:
-    """Heads of the query; the planner finds those of keys and values by the columns of their projections."""
+    """Attention with the query's heads. :func:`_attention_part` finds the heads of keys and values by their projections."""
     if is_call(node, *SDPA):
         return _sdpa(node, axis)
     called = host_call(node, AttentionOperator)
@@ -275,7 +275,7 @@ def _layer(parts: list[_Part], sums: list[fx.Node]) -> GraphLayer:
 
 
 def _wires(sums: Sequence[fx.Node], hidden_size: int) -> Wires:
-    """Those of the sums behind attention and behind the MLP, which take turns."""
+    """The wires of the sums behind attention and behind the MLP, which take turns."""
     kinds = [{_message(node).wire for node in sums[first::2]} for first in (0, 1)]
     if any(len(kind) > 1 for kind in kinds):
         raise _NotRecognisedError("some sums of a kind travel in codes, and some as they are")
@@ -284,7 +284,7 @@ def _wires(sums: Sequence[fx.Node], hidden_size: int) -> Wires:
 
 
 def _checked_sums(parts: list[_Part], sums: Sequence[fx.Node | None]) -> _Travel:
-    """How the sums travel that parts end with, None for one that ends with no sum."""
+    """How the sums travel that ``parts`` end with; in ``sums``, None stands for a part that does not end with a sum."""
     for part in parts:
         if part.uncounted:
             raise _NotRecognisedError(f"{part.uncounted} is not in the planner's formulas")

@@ -56,7 +56,7 @@ class Local:
     """A value that means something only within its half: the halves' values are no slices of the unsplit one.
 
     ``owner`` is the node that introduced it; if anything but the operators that know ``role`` reads it, that node runs joined.
-    ``rows`` is how the tokens lay in what the owner was given; ``divisor`` belongs to the role ``entry_units``.
+    ``rows`` is the layout of the tokens in the owner's operand; ``divisor`` belongs to the role ``entry_units``.
     """
 
     role: str
@@ -108,7 +108,7 @@ class HalfBuilder(Protocol):
         """Units of half 0, of half 1 and of both, as arguments."""
 
     def rows(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
-        """A half's rows of an operand; of a whole one those that ``rows`` says."""
+        """A half's rows of an operand. For a whole operand, ``rows`` says where its rows are."""
 
     def rows_until(self, operand: fx.Node, half: int, rows: Rows) -> fx.Node:
         """A half's rows and all before them."""
@@ -128,8 +128,8 @@ class RowWise:
     """Each half may run the operator on its own rows.
 
     ``out`` is the layout of the result, a tuple for several results. ``slices`` names the whole operands of which a half reads
-    only its rows. ``args`` and ``kwargs`` replace the node's own when sizes differ in the halves. Where that doesn't say it,
-    ``build`` adds what makes the result of a half; of several results only the one with a layout may have readers.
+    only its rows. ``args`` and ``kwargs`` replace the node's own when sizes differ in the halves. Where these can't express a
+    half, ``build`` adds the nodes that make its result; of several results, only the one with a layout may have readers.
     """
 
     out: Layout | tuple[Layout, ...]

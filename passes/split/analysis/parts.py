@@ -1,8 +1,8 @@
-"""Which part of a layer the operators of a scheduled graph belong to, and with them every window.
+"""Find the part of a layer to which each operator of a scheduled graph belongs, and with the operators each window.
 
-A part is what a half computes between two starts. One with an attention operator has projections before and behind it, any
-other with a GEMM is an MLP; so are the planner's windows named. What follows a half's last start is the epilogue. This decides
-what a window runs with and what it is called, never what is computed. Rules say which operators are attention.
+A part is what a half computes between two starts. A part with an attention operator has projections before and behind it. Any
+other part with a GEMM is an MLP. The planner's windows have the same names. What follows a half's last start is the epilogue.
+The part decides what a window runs with and what it is called, never what is computed. Rules say which operators are attention.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tw_compile.passes.split.rules.registry import is_attention
 from tw_compile.passes.split.schedule.dependences import CommunicationCall
 
 Kind = Literal["prologue", "attention", "qkv", "join", "o_proj", "mlp", "epilogue"]
-"""As the planner's windows: ``attention`` is all of an attention part; ``join`` attention of all tokens and what runs with it,
-then ``qkv`` and ``o_proj`` are the projections before and behind. ``prologue``: nothing is in flight yet, or
-there is no GEMM, as with embeddings."""
+"""As the planner's windows. ``attention`` is a whole attention part. ``join`` is attention of all tokens and what runs with it;
+``qkv`` and ``o_proj`` are then the projections before and behind it. ``prologue``: nothing is in flight yet, or there is no
+GEMM, as with embeddings."""
 
 
 _GROUPED_GEMMS = ("aten::_grouped_mm", "aten::_scaled_grouped_mm", "transformers::grouped_mm_fallback")
@@ -60,16 +60,16 @@ class _Part:
 
     @property
     def gemms(self) -> list[fx.Node]:
-        """Those that are planned: beside grouped ones no others."""
+        """The GEMMs that are planned: the grouped ones or, if there are none, the plain ones."""
         return self.grouped or self.plain
 
 
 class Parts:
     """The parts of ``order``, whose calls are ``calls``.
 
-    With ``piece`` each half begins behind attention and ends before it, both of which are elsewhere: what comes before its
-    first start is its o_proj, and what follows its last one its qkv. Where it has one start, as behind the embedding, there is
-    no o_proj.
+    With ``piece``, each half begins behind one attention and ends before the next, and both are outside of the graph. What
+    comes before a half's first start is its o_proj, and what follows its last start is its qkv. If a half has only one start,
+    as behind the embedding, it has no o_proj.
     """
 
     def __init__(self, order: Sequence[fx.Node], calls: Sequence[CommunicationCall], piece: bool = False) -> None:
@@ -118,7 +118,7 @@ class Parts:
         return "o_proj" if own[-1] in self._behind_attention else "qkv"
 
     def gemm_of(self, node: fx.Node) -> str | None:
-        """What the planner calls a GEMM; None for what it does not plan."""
+        """The planner's name of a GEMM; None for a node that is not planned."""
         part = self._part.get(node)
         if part is None or node not in part.gemms:
             return None

@@ -1,8 +1,8 @@
-"""Which dim of every value of a graph holds tokens, and which operators may work on half of them.
+"""Find which dim of every value of a graph holds tokens, and which operators may work on half of the tokens.
 
-One pass over the nodes in order: an operator with a split operand is asked, by its rule, whether it may run once for each half,
-and where the tokens of its result are. What it may not runs once, on joined halves, and so does everything after it until a
-matmul, an all_reduce or a fused operator whose rows are as many as the tokens: there the halves begin again.
+One pass goes over the nodes in order. If an operator has a split operand, its rule says whether it may run once for each half,
+and where the tokens of its result are. An operator that may not runs once, on joined halves. So does everything after it, until
+a matmul, an all_reduce or a fused operator that has one row for each token: there the halves begin again.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ def find_token_axis(
 ) -> TokenAxis | SplitRefused:
     """The token axis of a graph, by the sizes of what the ranks add up: ``[tokens, hidden]`` or ``[batch, seq, hidden]``.
 
-    The inputs that hold tokens are the integer ones with as many entries; if there are none, those of floating point that are
-    no matmul's weight. A wrong guess costs joins, not correctness.
+    The inputs that hold tokens are the integer inputs with one entry for each token. If there are none, they are the floating
+    point inputs that are no matmul's weight. A wrong guess costs joins, not correctness.
 
     Args:
         unit: ``request`` splits between requests, and needs at least two.
-        tokens: Their number, where no collective tells.
+        tokens: The number of tokens, if no collective tells it.
         piece: The graph is a piece of a model: dim 0 of its inputs holds tokens, of hidden states and integers alike.
     """
     if tokens is None:
@@ -114,7 +114,7 @@ def find_token_axis(
 
 
 def _tokens_of_messages(graph: fx.Graph) -> Size | None:
-    """The rows of what is summed over ranks; of several numbers the most frequent one."""
+    """The number of rows of messages that are summed over ranks; the most frequent number if messages differ."""
     counts: list[tuple[Size, int]] = []
     for node in graph.nodes:
         if not is_call(node, *ops.STARTS, *ops.MM_STARTS, _c10d.all_reduce.default):
@@ -166,8 +166,9 @@ def _is_weight(node: fx.Node) -> bool:
 def analyse(graph: fx.Graph, axis: TokenAxis, *, join_attention: bool = False) -> Analysis:
     """Follow the token axis through ``graph``, which is not changed. Linear in the number of nodes.
 
-    What a sort, a gather or a sharded residual has made for one half may only be read within it. If something else reads it,
-    the pass is repeated with that node joined; if that brings up more, with all of their kind.
+    A value that a sort, a gather or a sharded residual has made for one half may only be read within this half. If something
+    else reads it, the pass is repeated with the node that made it joined. If this brings up more such nodes, the pass is
+    repeated with all nodes of this kind joined.
 
     Args:
         join_attention: Attention runs once also where it could be cut into prefix and suffix.

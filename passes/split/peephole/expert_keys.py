@@ -1,7 +1,7 @@
-"""Entries are sorted by expert with keys as narrow as experts' numbers.
+"""Sort entries by expert with keys that are as narrow as the experts' numbers.
 
-A router's choices are 64-bit, and sorting them takes a pass for every few bits: 35 us for 4096 entries on an H200, most of
-which sort zeros. Each half has a sort of its own, between the sum that it waits for and its experts, where nothing hides it.
+A router's choices are 64-bit. Sorting them takes a pass for every few bits: 35 us for 4096 entries on an H200, and most passes
+sort zeros. Each half has its own sort, between the sum that it waits for and its experts, where nothing hides the sort.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tw_compile.passes.nodes import Inserter, annotation
 from tw_compile.passes.split.analysis.parts import half_of
 
 _DTYPES = ((256, torch.uint8), (32768, torch.int16))
-"""Numbers of experts, and what holds each one's."""
+"""The most experts whose numbers a dtype can hold, and this dtype."""
 
 
 def narrow_expert_keys(graph: fx.Graph) -> int:
-    """Sort a half's choices of ``topk`` in the narrowest dtype that has them all; how many sorts now do.
+    """Sort a half's choices of ``topk`` in the narrowest dtype that holds all of them. Returns the number of changed sorts.
 
-    Which of equal keys comes first may change, as it may anyway with ``sort``. Of halves it is proven that nothing shows it, as
-    the order is undone; what is sorted stably stays as it is.
+    The order of equal keys may change, as it may with ``sort`` anyway. For halves it is proven that no result shows this order,
+    because the order is undone. Stable sorts stay as they are.
     """
     narrowed = 0
     for sort in graph.find_nodes(op="call_function", target=aten.sort.default):
@@ -51,7 +51,7 @@ def narrow_expert_keys(graph: fx.Graph) -> int:
 
 
 def _dtype_of(keys: fx.Node) -> torch.dtype | None:
-    """What holds all values of ``keys``, if they are places of the largest of known many and other dtypes hold more."""
+    """The narrowest dtype for ``keys``, if they are indices from ``topk`` over a known number of scores; None otherwise."""
     chosen = peel_views(keys)
     if not (is_call(chosen, operator.getitem) and is_call(chosen.args[0], aten.topk.default) and chosen.args[1] == 1):
         return None

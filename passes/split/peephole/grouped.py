@@ -1,4 +1,4 @@
-"""Grouped GEMMs of a split graph, by the operator that rounds groups up to fewer rows and can leave SMs to a call."""
+"""Compute grouped GEMMs of a split graph by the operator that rounds groups up to fewer rows and can leave SMs to a call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tw_compile.kernels.gemm.mm_leaving_sms import grouped_mm_leaving_sms
 
 
 def use_small_groups(graph: fx.Graph) -> int:
-    """Compute the same by ``grouped_mm_leaving_sms``, leaving no SMs yet: a half has as many groups, with fewer rows each.
+    """Replace grouped GEMMs by ``grouped_mm_leaving_sms``, which leaves no SMs yet. Returns the number of replaced GEMMs.
 
-    The result is the number of GEMMs that are now computed so.
+    A half has as many groups as the whole, with fewer rows each.
 
-    Not where Inductor tunes GEMMs, nor with what the operator does not do: a bias, another dtype.
+    GEMMs stay as they are if Inductor tunes GEMMs, or if they need what the operator does not do: a bias, another dtype.
     """
     if compat.tunes_gemms():
         return 0

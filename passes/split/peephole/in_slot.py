@@ -1,15 +1,15 @@
-"""Results that are read where peers write them: in the slot's memory, not copied out of it.
+"""Let results be read where peers write them: in the slot's memory, without a copy out of it.
 
-A call beside other work has few SMs, and what it takes is what they move. At 4 ranks two fifths of that is copies of the rows
-that other ranks have finished, from the slot to a tensor of the graph's. They are left out where the slot's next call, which
-overwrites them, cannot begin before they have been read: all that reads them are matmuls that the next call's message is
-computed from.
+A call beside other work has few SMs, and takes as long as these SMs need to move its data. At 4 ranks, two fifths of this data
+are copies, from the slot to a tensor of the graph, of the rows that other ranks have finished. The copies are left out where
+the slot's next call, which overwrites the rows, cannot begin before the rows have been read. This is so if all readers have
+kernels of their own (matmuls, mostly) from whose results the next call's message is computed.
 
-That the next call comes after these on every rank is in its barrier: no rank writes to another before that one has begun the
-call, and it begins behind what its stream has done before (``kernels/runtime/barrier.py``).
+The next call's barrier ensures that the call comes after these readers on every rank: no rank writes to another rank before the
+other rank has begun the call, and a rank begins the call behind earlier work of its stream (``kernels/runtime/barrier.py``).
 
-A compiler takes the memory of a result for its own, to be given to another value when the last reader has run. So
-``all_reduce_rms_norm_hold_`` reads them all behind everything that the graph computes.
+A compiler treats the memory of a result as its own, and gives it to another value when the last reader has run. So
+``all_reduce_rms_norm_hold_`` reads all these results behind everything that the graph computes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tw_compile.passes.split.schedule.lock import has_own_kernel
 
 
 def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | SplitRefused | None = None) -> int:
-    """Have calls beside other work leave their results where that is proven to be right; the number of calls that now do.
+    """Let calls beside other work leave results in their slots, where that is proven right. Returns the number of such calls.
 
-    Comes before the lock, which lets waits keep results of other calls. ``calls`` are those of the graph; None: found here.
+    Comes before the lock, which lets waits keep results of other calls. ``calls`` are the graph's calls; None: found here.
 
     Raises:
         ValueError: The graph's calls can't be paired.
@@ -50,10 +50,10 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
         again = entered.get(hidden)
         if again is None:
             read = is_read_before(hidden, following.get(slot), place, place[call.start])
-        else:  # by the next graph, which is as this one
+        else:  # the next graph reads it, and is like this graph
             read = readers_of(hidden) == set() and is_read_before(again, first[slot], place, -1)
-        # Of a residual that all ranks get, rows are in the slot, too, and its readers are additions. So are scales, and they
-        # have readers of their own.
+        # If all ranks get the residual, its rows are in the slot, too, and their readers are additions. Scales are also in the
+        # slot, and they have readers of their own.
         in_slot_too = argument(call.start, "residual_out") == "replicated" or is_call(call.start, *ops.QUANT_STARTS)
         if argument(call.start, "overlap_sms") and not in_slot_too and read:
             call.start.update_kwarg("results_in_slot", True)
@@ -65,7 +65,7 @@ def leave_results_in_slots(graph: fx.Graph, calls: list[CommunicationCall] | Spl
 
 
 def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """The hidden states that each half leaves to the next graph -> those that it enters this one with (``seams.py``)."""
+    """Maps the hidden states that each half leaves to the next graph to those that enter this graph (``seams.py``)."""
     leave = next((node for node in graph.nodes if is_call(node, leave_halves)), None)
     if leave is None:
         return {}
@@ -79,7 +79,7 @@ def _entered(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.Node, int], earliest: int) -> bool:
-    """Whether all that reads ``hidden`` has a kernel of its own, and runs before the slot's next call."""
+    """Whether all readers of ``hidden`` have a kernel of their own, and run before the slot's next call."""
     readers = readers_of(hidden)
     if readers is None or not all(has_own_kernel(reader) for reader in readers):
         return False
@@ -87,7 +87,7 @@ def is_read_before(hidden: fx.Node, following: fx.Node | None, place: dict[fx.No
 
 
 def readers_of(hidden: fx.Node) -> set[fx.Node] | None:
-    """What reads ``hidden``, through views of it; None if the graph returns it. Its own wait does not, nor what leaves it."""
+    """The nodes that read ``hidden``, also by views; None if the graph returns it. Its wait and leave nodes don't count."""
     found: set[fx.Node] = set()
     views = [hidden]
     while views:
@@ -102,13 +102,13 @@ def readers_of(hidden: fx.Node) -> set[fx.Node] | None:
 
 
 def _results(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """The hidden states that a wait is for, or that are left."""
+    """The hidden states that a wait waits for, or that the graph leaves."""
     first = (argument(wait, "first_hidden"),) if is_call(wait, leave_halves) else ()
     return (argument(wait, "hidden"), *first)
 
 
 def _needed_by(start: fx.Node, place: dict[fx.Node, int], earliest: int) -> set[fx.Node]:
-    """What ``start`` is computed from, directly or not, as far as it comes after ``earliest``."""
+    """The nodes from which ``start`` is computed, directly or not, and that come after ``earliest``."""
     found: set[fx.Node] = set()
     rest = list(start.all_input_nodes)
     while rest:

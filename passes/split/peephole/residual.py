@@ -1,8 +1,8 @@
-"""Residuals of calls beside other work stay in the model's dtype.
+"""Keep residuals of calls beside other work in the model's dtype.
 
 Between two fused sites a residual is kept in float32, which costs no communication (``passes/fusion/layout.py``). Beside other
-work it costs SMs: on few of them a call takes as long as they need to write its rows, and with a 16-bit residual that is a
-quarter less (``benchmarks/kernel-notes.md``). It is then rounded at every site, as in the unfused graph.
+work float32 costs SMs: with few SMs, a call takes as long as these need to write its rows. With a 16-bit residual this is a
+quarter less (``benchmarks/kernel-notes.md``). The residual is then rounded at every site, as in the unfused graph.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _READERS = (*ops.STARTS, *ops.MM_STARTS, ops.wait_, leave_halves)
 
 
 def narrow_residuals(graph: fx.Graph) -> int:
-    """Have calls that get a number of SMs keep sharded residuals in the model's dtype; the number of calls that now do.
+    """Let calls that get a number of SMs keep sharded residuals in the model's dtype. Returns the number of changed calls.
 
-    Only where nothing but fused operators reads the residual: these take it in any dtype.
+    This is done only where nothing but our own operators reads the residual: these take it in any dtype.
     """
     narrowed = 0
     for node in graph.nodes:

@@ -4,8 +4,9 @@
     after:   y1 = f(x1, w); y2 = f(x2, w), with x = cat(x1, x2) and y = cat(y1, y2)
 
 Row-wise operators are made twice, one after the other where the original was; the order of everything else is kept. A value is
-sliced where a half first reads it and joined where something first needs all of it, once each. New nodes are only added until
-the graph's outputs are switched over to them; then what nothing reads any more is removed. An error leaves the graph as it was.
+sliced where a half first reads it and joined where something first needs all of it, once each. At first, new nodes are only
+added. Then the graph's outputs are switched over to the new nodes, and nodes that nothing reads any more are removed. An error
+leaves the graph as it was.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ _PARTS: tuple[Part, Part] = (1, 2)
 class SplitReport:
     """What became of the operators of a graph.
 
-    ``duplicated`` run once for each half. ``shared`` do not depend on the tokens and run once; ``joined`` do, and run once all
-    the same. ``joins`` counts, by reason, the joined ones that put halves together, and ``details`` names them. ``slices`` and
-    ``cats`` count the values that are taken apart and put together, graph inputs and outputs included.
+    ``duplicated`` operators run once for each half. ``shared`` operators do not depend on the tokens and run once; ``joined``
+    operators depend on the tokens, but also run once. ``joins`` counts, by reason, the operators that join halves, and
+    ``details`` names them. ``slices`` and ``cats`` count the values that are taken apart and put together, graph inputs and
+    outputs included.
     """
 
     unit: Unit
@@ -85,12 +87,12 @@ def split_tokens(
     """Split ``graph`` in place into a half of the first ``first`` units and one of the rest.
 
     Args:
-        first: Tokens of half 1, or requests if that is the axis's unit. A node holds a SymInt and comes before every tensor's.
-            A ``FirstHalf`` is computed when the graph runs, and nothing is assumed of it but its bounds: no guard is added.
-        axis: What is split; found by the messages that the ranks add up if None (:func:`find_token_axis`).
-        unit: What ``axis`` None looks for.
+        first: Tokens of half 1, or requests if that is the axis's unit. A node must hold a SymInt and come before all nodes of
+            tensors. A ``FirstHalf`` is computed when the graph runs; only its bounds are assumed, and no guard is added.
+        axis: What is split. None: found by the messages that the ranks add up (:func:`find_token_axis`).
+        unit: The unit of the axis to look for, if ``axis`` is None.
         join_attention: Attention runs once also where it could be cut into prefix and suffix.
-        analysis: Of the graph along ``axis``, with ``join_attention``; computed if None.
+        analysis: The analysis of the graph along ``axis``, with ``join_attention``; None: computed here.
 
     Raises:
         ValueError: ``first`` leaves one half without units, or is a node that comes too late. For symbolic sizes the comparison
@@ -131,7 +133,7 @@ def _check_first(graph: fx.Graph, first: First, axis: TokenAxis) -> None:
 
 
 def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
-    """What makes the whole graph impossible, or not worth, to split."""
+    """Why the whole graph can't be split, or is not worth splitting; None if it can be split."""
     if not any(isinstance(one, RowWise) for one in analysis.verdicts.values()):
         return SplitRefused(SplitRefusal.NOTHING_TO_SPLIT, "no operator is row-wise over the tokens")
     for node in graph.nodes:
@@ -140,7 +142,7 @@ def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
         if node.target in _READ_STRIDES and node in analysis.token_dependent:
             return SplitRefused(SplitRefusal.STRIDES_READ, f"{node.name} depends on the strides of its operand")
         if node.meta.get("unbacked_bindings") and node in analysis.token_dependent:
-            # To be run again for all tokens it would have to make its sizes again, and they would be others to the compiler.
+            # Running the node again for all tokens would make its sizes again, which would be other sizes to the compiler.
             detail = f"{node.name} makes sizes that depend on the tokens' values"
             return SplitRefused(SplitRefusal.NEEDS_ALL_TOKENS, detail)
         for operand in mutated(node):
@@ -239,7 +241,7 @@ class Duplicator:
         self.report.duplicated += 1
 
     def _build(self, node: fx.Node, verdict: RowWise, build: Callable[[HalfBuilder, int], fx.Node]) -> None:
-        """Halves of the result, or of the one result that has a layout, that the rule makes."""
+        """Let the rule make both halves of the result, or of the one result that has a layout."""
         results, layout = [node], verdict.out
         if isinstance(layout, tuple):
             index, layout = next((index, one) for index, one in enumerate(layout) if one is not None)
@@ -278,7 +280,7 @@ class Duplicator:
         self._whole[node] = copied
 
     def _check(self, node: fx.Node, half_node: fx.Node, out: Layout | tuple[Layout, ...], half: int) -> None:
-        """AssertionError when a half has another shape than its layout says: a rule is wrong.
+        """Raise an AssertionError if a half has another shape than its layout says: then a rule is wrong.
 
         Dtypes are not compared, as Inductor's own patterns leave outdated ones on the unsplit nodes.
         """
@@ -381,10 +383,10 @@ class Duplicator:
         return self._sliced[key]
 
     def _views(self, node: fx.Node, rows: Rows) -> tuple[fx.Node, fx.Node]:
-        """What slices are, where a slice would have to compare sizes of which too little is known.
+        """Views instead of slices, where a slice would have to compare sizes of which too little is known.
 
-        Inductor counts from where an input begins, and gives what it computes by itself memory of its own, a view too. So
-        strides and offset are the graph's only of what begins its memory and is row-major, or of an input.
+        Inductor counts offsets from where an input begins. It gives a value that it computes itself, even a view, memory of its
+        own. So the graph's strides and offset hold only for a value that begins its memory and is row-major, or is an input.
         """
         whole: torch.Tensor = node.meta["val"]
         strided = node.op != "placeholder" and not has_default_strides(whole)
@@ -413,7 +415,7 @@ class Duplicator:
         return self._unfolded(joined, layout, tuple(node.meta["val"].shape))
 
     def _of_known_size(self, node: fx.Node, rows: Rows, part: Part) -> fx.Node:
-        """Halves put together, as a value of the size that their sum is, though the compiler doesn't know that."""
+        """Joined halves, viewed as a value with all tokens: the compiler does not know that the halves add up to these."""
         shape: list[Size] = list(node.meta["val"].shape)
         shape[rows.dim] = rows.per_unit * self.analysis.axis.size
         assert has_default_strides(node.meta["val"]), f"{node.name} is not contiguous: {node.meta['val'].stride()}"
@@ -436,7 +438,7 @@ class Duplicator:
         return self._shape_call(aten.reshape.default, (node, self._arguments(shape)))
 
     def _unfolded(self, node: fx.Node, rows: Rows, shape: tuple[Size, ...]) -> fx.Node:
-        """The inverse, to a value of ``shape``."""
+        """The inverse of :meth:`_folded`, which gives a value of ``shape``."""
         if rows.outer is None:
             return node
         if _adjacent(shape, rows):

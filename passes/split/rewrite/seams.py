@@ -1,12 +1,12 @@
-"""Halves that go from one of a host's graphs to the next, which is split as this one is.
+"""Hand halves from one of a host's graphs to the next graph, which is split in the same way.
 
     before:  start2 | wait2 | return cat(leave_layers(hidden1, residual1), leave_layers(hidden2, residual2))
     after:   start2 | return leave_halves(hidden2, residual2, ..., hidden1, residual1)
 
-So nothing is put together that the next graph takes apart. The last call of half 2 is waited for there, behind the attention of
-half 1: each graph begins and ends as a layer does in the middle of a model.
+So a graph joins nothing that the next graph takes apart. The next graph waits for the last call of half 2, behind the attention
+of half 1. Each graph begins and ends as a layer does in the middle of a model.
 
-Where a layer computes something behind its last sum, as with a norm before the residual is added, that sum has arrived:
+Where a layer computes something behind its last sum, such as a norm before the residual is added, this sum has arrived:
 
     after:   start2 | wait2 | norm2 | return leave_done_halves(hidden2, residual2, hidden1, residual1)
 """
@@ -26,15 +26,15 @@ from tw_compile.passes.split.schedule.dependences import argument
 
 
 def mend_seams(graph: fx.Graph) -> bool:
-    """Let the halves of a graph that :func:`split_tokens` has split enter and leave it as they are; whether there are such.
+    """Let halves enter and leave a graph that :func:`split_tokens` has split as halves. Returns whether the graph has changed.
 
     Raises:
-        ValueError: It leaves something else than two halves, or waits several times for the second one.
+        ValueError: The graph leaves something else than two halves, or waits several times for the second half.
     """
     enters = [node for node in graph.nodes if is_call(node, enter_layers)]
     leaves = {half_of(node): node for node in graph.nodes if is_call(node, leave_layers)}
     if not enters or not leaves:
-        return False  # at the ends of a model; what comes before the first layers of a kind leaves all tokens
+        return False  # at the ends of a model; the graph before the first layers of a kind leaves all tokens
     if set(leaves) != {1, 2}:
         raise ValueError(f"graph: expected one that leaves two halves, got {list(leaves)}")
     results = list(leaves[2].args[:2])
@@ -45,7 +45,7 @@ def mend_seams(graph: fx.Graph) -> bool:
     if len(waits) > 1:
         raise ValueError(f"graph: expected one wait for what half 2 leaves, got {len(waits)}")
     if argument(waits[0], "scales") is not None:
-        return False  # what leaves are hidden states and a residual
+        return False  # only hidden states and a residual can leave
     slot = (argument(waits[0], "group_name"), argument(waits[0], "slot"))
     _leave(graph, leaves[1], leaves[2], waits[0], slot)
     for enter in [node for node in enters if half_of(node) == 2]:
@@ -54,7 +54,7 @@ def mend_seams(graph: fx.Graph) -> bool:
 
 
 def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot: tuple[str, int]) -> None:
-    """Leave both halves instead of what joins them, and do not wait for the second one."""
+    """Leave both halves instead of the value that joins them, and do not wait for the second half."""
     joined, replaced, tokens = _joined(first, second)
     halves = (*second.args[:2], argument(wait, "keep"), *slot, *first.args[:2], argument(first, "sharded"), tokens)
     with graph.inserting_before(graph.output_node()):
@@ -67,7 +67,7 @@ def _leave(graph: fx.Graph, first: fx.Node, second: fx.Node, wait: fx.Node, slot
 
 
 def _leave_done(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
-    """Leave both halves, which are done, instead of what joins them."""
+    """Leave both halves, which are done, instead of the value that joins them."""
     joined, replaced, tokens = _joined(first, second)
     halves = (*second.args[:2], *first.args[:2], argument(first, "sharded"), tokens)
     with graph.inserting_before(graph.output_node()):
@@ -78,7 +78,7 @@ def _leave_done(graph: fx.Graph, first: fx.Node, second: fx.Node) -> None:
 
 
 def _joined(first: fx.Node, second: fx.Node) -> tuple[fx.Node, list[fx.Node], Any]:
-    """What joins two halves that are left, all nodes from them to it, and the number of tokens."""
+    """The node that joins the two halves that are left, all nodes from the halves to this node, and the number of tokens."""
     replaced, joined = [first, second], second
     while not any(user.op == "output" for user in joined.users):
         (joined,) = joined.users
@@ -88,7 +88,7 @@ def _joined(first: fx.Node, second: fx.Node) -> tuple[fx.Node, list[fx.Node], An
 
 
 def _arrive(graph: fx.Graph, enter: fx.Node, slot: tuple[str, int]) -> None:
-    """Wait for what the graph before has in flight, before anything reads its results."""
+    """Wait for the call that the previous graph has left in flight, before anything reads the call's results."""
     results: dict[Any, fx.Node] = {user.args[1]: user for user in enter.users}
     if set(results) != {0, 1}:
         raise ValueError(f"graph: expected readers of both results of {enter.name}, got {sorted(results)}")

@@ -48,7 +48,7 @@ class Sizes:
         self.units = head, total - head
 
     def _computed(self, total: Size, first: FirstHalf) -> tuple[Size, Size]:
-        """Halves that an operator computes when the graph runs, but for one that is the same for all token counts."""
+        """Sizes that an operator computes when the graph runs; a number for a half that is the same for all token counts."""
         tokens = self.argument(total)
         like = next(node for node in self._placeholders if value(node) is not None)
         halves: list[Size] = []

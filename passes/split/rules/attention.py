@@ -3,20 +3,21 @@
     half 1:  attention(q1, k1, v1), causal
     half 2:  attention(q2, [k1, k2], [v1, v2]), causal from the bottom right: its query i sees keys 0 to first + i
 
-Half 2 needs keys and values of half 1, which exist before half 1's attention, and nothing of its result. ``is_causal`` of SDPA
-is aligned to the top left, and so are the kernels behind it but for one, which makes the suffix another call:
+Half 2 needs keys and values of half 1, which exist before half 1's attention. It needs nothing of the result of half 1's
+attention. ``is_causal`` of SDPA is aligned to the top left, and so are the kernels behind it, except one. So the suffix needs
+another call:
 
-    flash      itself, which aligns to the bottom right (since FlashAttention 2.1)
+    flash      flash itself, which aligns to the bottom right (since FlashAttention 2.1)
     efficient  its inner operator, with the mask type of the bottom right
-    cuDNN      a kernel of our own, attention_suffix, where that pays (planning.suffix); so is half 1's then. Else cuDNN
-               itself twice, merged, as torch's operator has no way to ask it for the bottom right
-    CPU        a mask of sizes alone, made once a graph; so does an SDPA that is not decomposed
+    cuDNN      a kernel of our own, attention_suffix, where that pays (planning.suffix); it then also computes half 1. Else
+               two merged calls of cuDNN, as torch's operator has no way to ask cuDNN for the bottom right
+    CPU        a mask that depends on sizes alone, made once a graph; the same for an SDPA that is not decomposed
 
-The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. cuDNN, called twice, attends to the earlier keys,
-of which none is hidden, and to the suffix's own, which are as many as its queries; each result counts by the sum of its
-exponentials. A mask that is given is sliced, if it provably hides later tokens (``causal_mask``); padding, in it, stays what it
-is. Where a half ends inside of one of several requests, it makes one call for its whole requests and one for its part of the
-cut one.
+The first two are what ``torch.nn.attention.bias.causal_lower_right`` calls. Of two cuDNN calls, one attends to the earlier
+keys, none of which is hidden. The other attends to the suffix's own keys, which are as many as its queries. Each result is
+weighted by the sum of its exponentials. A given mask is sliced, if it provably hides later tokens (``causal_mask``); padding in
+the mask stays as it is. Where a half ends inside of one of several requests, it makes one call for its whole requests and one
+for its part of the cut request.
 FlexAttention joins, as its block masks are functions.
 """
 
@@ -67,7 +68,7 @@ _TURNED = [0, 2, 1, 3]
 
 @token_rule(*SDPA)
 def _attention(call: OperatorCall) -> Verdict:
-    """``[batch, heads, seq, head_dim]``; requests do not see each other, within one tokens see those before them."""
+    """Queries are ``[batch, heads, seq, head_dim]``. Requests don't see each other; a token sees those before it in its own."""
     query = call.args[0]
     rows = call.rows(query)
     rank = len(call.shape(query))
@@ -113,7 +114,7 @@ def _whole_requests(call: OperatorCall, rows: Rows) -> Verdict:
 
 
 def _has_batch(call: OperatorCall, mask: fx.Node, rows: Rows) -> bool:
-    """Whether a mask differs between requests: it has the dim of the batch, and not just to be broadcast."""
+    """Whether a mask differs between requests: it has a batch dim, which is not only there to be broadcast."""
     shape = call.shape(mask)
     return len(shape) == 4 and not same_size(shape[rows.dim], 1)
 
@@ -185,10 +186,10 @@ Pair = Sequence[fx.Node]
 
 @dataclass(frozen=True)
 class Suffix:
-    """The last ``queries`` tokens of a sequence of ``keys``, behind ``begin`` others, in half 2; sizes are numbers or nodes.
+    """The last ``queries`` of a sequence of ``keys`` tokens, behind ``begin`` others, in half 2; sizes are numbers or nodes.
 
-    ``seen`` gives the keys and values of the whole sequence, which are joined for that if need be; ``parts`` those of the
-    others and those of the suffix. ``request`` is its number, where there are several.
+    ``seen`` gives the keys and values of the whole sequence, which it joins if needed. ``parts`` gives those of the other
+    tokens, and those of the suffix. ``request`` is the sequence's number, if there are several requests.
     """
 
     begin: Any
@@ -204,7 +205,7 @@ _AttendSuffix = Callable[[OperatorCall, HalfBuilder, Suffix], fx.Node]
 
 
 def _requests(call: OperatorCall, builder: HalfBuilder, half: int, rows: Rows, attend_suffix: _AttendSuffix) -> fx.Node:
-    """Whole requests in one call, the part of the one that is cut in another.
+    """Attention to whole requests in one call, and to the half's part of the cut request in another.
 
     Operands and result are ``[1, heads, tokens of the half, head_dim]``.
     """
@@ -248,14 +249,14 @@ def _requests(call: OperatorCall, builder: HalfBuilder, half: int, rows: Rows, a
 
 
 def suffix_of(call: OperatorCall) -> _AttendSuffix | None:
-    """How the attention of queries that are the last of their keys is computed; None where nothing is proven to."""
+    """The function that computes attention where the queries are the last tokens of the keys; None if none is proven to."""
     target = call.node.target
     if _mask(call) is not None:
         return _by_given_mask
     if target is aten._scaled_dot_product_flash_attention.default:
         return suffix_by_itself
     if target is aten._scaled_dot_product_cudnn_attention.default:
-        # With this set torch lays out log-sum-exps otherwise than its fake tensors, and so Inductor's code, have it.
+        # With this variable set, torch lays out log-sum-exps differently from its fake tensors, and so from Inductor's code.
         return None if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == "1" else _by_own_kernel_or_merging
     if target is aten._scaled_dot_product_efficient_attention.default:
         return _by_inner_efficient
@@ -288,16 +289,16 @@ def _first(builder: HalfBuilder, half: int, made: fx.Node) -> fx.Node:
 def _attend_prefix(
     call: OperatorCall, builder: HalfBuilder, query: fx.Node, others: Pair, requests: range | None, end: Any
 ) -> fx.Node:
-    """The first tokens of a sequence, up to ``end``, in half 1; ``requests`` as for :func:`_mask_part`."""
+    """Attention of the first tokens of a sequence, up to ``end``, in half 1; ``requests`` as for :func:`_mask_part`."""
     if _own_kernel_pays(call, query, ()):
         return builder.call(0, attention_suffix, query, *others, scale=call.argument("scale"))
     return _attend(call, builder, 0, query, others, **_mask_part(call, builder, requests, 0, end))
 
 
 def _own_kernel_pays(call: OperatorCall, query: fx.Node, earlier: Pair) -> bool:
-    """Whether queries, behind the tokens of ``earlier`` keys, are those of ``attention_suffix``.
+    """Whether ``attention_suffix`` computes the attention of queries behind the tokens of ``earlier`` keys.
 
-    Of sizes that are not known their bounds decide.
+    If sizes are not known, their bounds decide.
     """
     if call.node.target is not aten._scaled_dot_product_cudnn_attention.default or _mask(call) is not None:
         return False
@@ -324,8 +325,9 @@ def _by_own_kernel_or_merging(call: OperatorCall, builder: HalfBuilder, suffix: 
 def _by_merging(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.Node:
     """Attention to disjoint keys, put together in float32 by natural log-sum-exps, ``[batch, heads, queries, 1]``.
 
-    The combination of blocks in FlashAttention-2 (Dao, 2023); torch's context parallelism does the same to results of cuDNN.
-    Both are rounded to the query's dtype before, so the error is that of one rounding more. A single query sees all keys.
+    This is how FlashAttention-2 combines blocks (Dao, 2023); torch's context parallelism does the same to results of cuDNN.
+    cuDNN rounds both results to the query's dtype first, so the error is that of one more rounding. A single query sees all
+    keys.
     """
     if suffix.queries == 1:
         return _attend(call, builder, 1, suffix.query, suffix.seen(), is_causal=False)
@@ -333,7 +335,7 @@ def _by_merging(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> fx.
     def compute(target: Any, *args: Any) -> fx.Node:
         return builder.call(1, target, *args)
 
-    # Turned to [batch, queries, heads, head_dim], as what follows reads it: Inductor lays out results by their dims.
+    # Permuted to [batch, queries, heads, head_dim], as later nodes read it: Inductor lays out results by their dims.
     results = []
     for others, causal in zip(suffix.parts(), (False, True), strict=True):
         made = _again(call, builder, 1, suffix.query, others, is_causal=causal, compute_log_sumexp=True)
@@ -402,9 +404,9 @@ def _by_given_mask(call: OperatorCall, builder: HalfBuilder, suffix: Suffix) -> 
 def _mask_part(
     call: OperatorCall, builder: HalfBuilder, requests: range | None, begin: Any, end: Any
 ) -> dict[str, fx.Node]:
-    """The argument that is the given mask, of queries from ``begin`` to before ``end``; empty where none is given.
+    """The mask argument for queries from ``begin`` to before ``end``; empty if the call is given no mask.
 
-    Keys from ``end`` on are left out, which the mask hides. ``requests`` None is all of them.
+    Keys from ``end`` on are left out, because the mask hides them. ``requests`` None: all requests.
     """
     names = {declared.name for declared in call.node.target._schema.arguments}  # type: ignore[union-attr]
     mask = _mask(call)
@@ -412,7 +414,7 @@ def _mask_part(
         return {}
     shape = call.shape(mask)
     rank, seq = len(shape), shape[-1]
-    # cuDNN wants the address of a mask aligned, which that of a row need not be.
+    # cuDNN wants the address of a mask to be aligned. The address of a row need not be aligned.
     copied = call.node.target is aten._scaled_dot_product_cudnn_attention.default
 
     def part() -> fx.Node:

@@ -18,9 +18,9 @@ from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 @token_rule(AllReduceOperator, enters=True)
 def _all_reduce(call: OperatorCall) -> Verdict:
-    """Any elementwise reduction. Rows in the order of a sort could differ between ranks.
+    """Each half may run any elementwise reduction. Rows in the order of a sort join: they could differ between ranks.
 
-    Nothing of the other half can hide one whose result is ready when the operator returns.
+    Nothing of the other half can hide an all_reduce whose result is ready when the operator returns.
     """
     message = call.args[0]
     rows = call.entered(message)
@@ -31,7 +31,7 @@ def _all_reduce(call: OperatorCall) -> Verdict:
 
 @token_rule(AllGatherOperator)
 def _all_gather(call: OperatorCall) -> Verdict:
-    """Along another dim than that of the tokens; as with sums, rows in the order of a sort could differ between ranks."""
+    """Each half may gather along another dim than the tokens'. Rows in the order of a sort join, as for an all_reduce."""
     operator = declared_as(AllGatherOperator, operator_name(call.node))
     assert operator is not None, "a rule of a declared operator"
     rows = call.rows(call.args[0])
@@ -53,10 +53,10 @@ def _mm_start(call: OperatorCall) -> Verdict:
 
 
 def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
-    """Rows are summed and normalised on their own, but a sharded residual is shared out by the rows of its half.
+    """Each row is summed and normalised on its own, but a sharded residual is distributed over ranks by the rows of its half.
 
-    So the rank's rows of a half are read by the same half of the next site, and by nothing else. Each half has its own slot,
-    as both may be in flight.
+    So only the same half of the next site reads the rank's rows of a half. Each half has its own slot, because calls of both
+    halves may be in flight.
     """
     given = call.argument(message)
     rows = call.entered(given)
@@ -93,7 +93,7 @@ def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
 
 @token_rule(enter_layers)
 def _enter_layers(call: OperatorCall) -> Verdict:
-    """Each half from its rows of what stands for them, see ``seams.py``; a sharded residual is of its half, as a start's."""
+    """Each half enters with its rows of ``left``, see ``seams.py``. A sharded residual belongs to its half, as with a start."""
     rows = call.rows(call.argument("left"))
     if rows is None or not _of_tokens(rows):
         return call.join(JoinReason.RESIDUAL_SHARDS)
@@ -103,7 +103,7 @@ def _enter_layers(call: OperatorCall) -> Verdict:
 
 @token_rule(leave_layers)
 def _leave_layers(call: OperatorCall) -> Verdict:
-    """A graph that has not entered so is not one of several alike: the next one may have other halves."""
+    """Halves leave only a graph that halves may enter, one of several alike. Otherwise the next graph may have other halves."""
     if not any(is_call(node, enter_layers) for node in call.node.graph.nodes):
         return call.join(JoinReason.LEFT_WHOLE)
     hidden, residual = call.rows(call.argument("hidden")), call.layout(call.argument("residual"))
@@ -119,7 +119,7 @@ def _of_tokens(rows: Rows) -> bool:
 
 @token_rule(ops.wait_)
 def _wait(call: OperatorCall) -> Verdict:
-    """Completes a half's call, and keeps alive what that half has handed to it."""
+    """A wait completes the call of its half, and keeps alive what that half has handed to the call."""
     hidden: Any = call.args[0]
     begun = hidden.args[0] if is_call(hidden, operator.getitem) else None
     verdict = call.verdict_of(begun) if isinstance(begun, fx.Node) else None

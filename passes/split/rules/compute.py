@@ -92,7 +92,7 @@ def _reduction(call: OperatorCall) -> Verdict:
     "prims::prepare_softmax_online",
 )
 def along_one_dim(call: OperatorCall) -> Verdict:
-    """Works along ``dim`` and keeps it."""
+    """The operator works along ``dim`` and keeps this dim."""
     source = call.args[0]
     rows = call.rows(source)
     if rows is None or call.argument("dim") % len(call.shape(source)) in (rows.dim, rows.outer):
@@ -167,7 +167,7 @@ def _with_addend(call: OperatorCall, addend: Any, rows: Rows, slices: dict[fx.No
 
 
 def _product(call: OperatorCall, a: Any, b: Any, *, entering: bool) -> tuple[Rows, dict[fx.Node, Slice]] | None:
-    """Rows of ``a @ b`` for matrices, and what is sliced for them; None if tokens are contracted or paired with others."""
+    """The rows of ``a @ b`` for matrices, and the operands to slice; None if tokens are contracted or paired with others."""
     left, right = call.rows(a), call.rows(b)
     if left is None and right is None and entering:
         left = call.entered(a)
@@ -241,7 +241,7 @@ def _scatter(call: OperatorCall) -> Verdict:
 
 
 def _along_dim_of_all(call: OperatorCall, dim: Any, operands: list[Any]) -> Verdict:
-    """Every operand has the tokens in the same dim, another one than ``dim``, and as many of them."""
+    """Each half may run the operator if all operands have equally many tokens, in the same dim, which is not ``dim``."""
     found = [rows for one in operands if (rows := call.rows(one)) is not None]
     if not found or not all(rows.same_as(found[0]) for rows in found):
         return call.join(JoinReason.OPERANDS_DISAGREE)

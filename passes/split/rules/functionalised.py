@@ -10,7 +10,7 @@ from tw_compile.passes.split.rules.registry import OperatorCall, registered_name
 
 @token_rule("higher_order::auto_functionalized", enters=True)
 def _auto_functionalised(call: OperatorCall) -> Verdict:
-    """By the rule of the operator that is called."""
+    """Apply the rule of the operator that is called."""
     form = functionalised(call.node)
     if form is None:
         return call.join(JoinReason.UNKNOWN_OPERATOR, "an operator that writes to its arguments")

@@ -12,7 +12,7 @@ from tw_compile.passes.split.rules.row_wise import row_wise, written_arguments
 
 @token_rule(NormOperator)
 def _rms_norm(call: OperatorCall) -> Verdict:
-    """Along the last dim; with a residual the results are hidden states and the new residual."""
+    """The operator normalises along the last dim. With a residual, its results are hidden states and the new residual."""
     called = host_call(call.node, NormOperator)
     assert called is not None, "a rule of declared operators"
     norm, arguments = called.operator, called.arguments

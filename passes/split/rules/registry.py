@@ -99,7 +99,7 @@ def declare_attention(*targets: Any) -> None:
 
 
 def identity() -> str:
-    """What identifies users' rules and attention operators; the project's own are covered by its sources."""
+    """What identifies users' rules and attention operators; the project's sources cover its own rules."""
     sources = {str(target): (source_of(each.rule), each.enters) for target, each in rules.items()}
     users = sorted((target, *about) for target, about in sources.items() if about[0])
     return repr((users, sorted(map(str, attention_operators))))
@@ -166,7 +166,7 @@ class OperatorCall:
     _layouts: Mapping[fx.Node, Any]
     _token_dependent: set[fx.Node]
     verdict_of: Callable[[fx.Node], RowWise | None]
-    """What was said of an earlier node, None if it is not split."""
+    """The verdict on an earlier node; None if the node is not split."""
     join_attention: bool = False
     """Whether attention that would be cut into prefix and suffix is to join."""
     considered: set[fx.Node] = field(default_factory=set)

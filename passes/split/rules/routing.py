@@ -2,10 +2,10 @@
 
     ids [tokens, k] -> view [tokens * k] -> sort -> x[permutation // k] -> grouped GEMMs -> [inverse permutation] -> sum over k
 
-Neither the sorted rows nor the sizes of the groups of a half are slices of those of the whole, but what comes back is: each
-row is computed from its token and its expert alone, wherever it lay. A half routes its own tokens, so the values in between
-are :class:`Local` to it or have an ``order``. The proof needs the permutation to be undone by its own inverse, and the groups
-to be those of the keys that were sorted.
+A half's sorted rows and group sizes are not slices of the whole graph's. But the rows that are put back are such slices: each
+row is computed from its token and its expert alone, wherever the sort has put it. A half routes its own tokens, so the values
+in between are :class:`Local` to the half or have an ``order``. The proof needs the permutation to be undone by its own inverse,
+and the groups to be those of the keys that were sorted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _sort(call: OperatorCall) -> Verdict:
     source = call.args[0]
     found = call.layout(source)
     if isinstance(found, Local):
-        # The places of the sorted entries of a permutation are its inverse.
+        # Sorting a permutation gives, as indices, the inverse of the permutation.
         if found.role != "permutation" or call.argument("descending"):
             return call.join(JoinReason.ROUTING_NOT_UNDONE)
         return RowWise((replace(found, role="sorted_permutation"), replace(found, role="inverse")))

@@ -21,7 +21,7 @@ from tw_compile.passes.split.analysis.layout import HalfCall, HalfSize, Rows, Ro
 from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 
 _NEW = {aten.empty.memory_format, aten.full.default}
-"""They make a tensor of the sizes in their first argument."""
+"""Operators that make a tensor of the sizes in their first argument."""
 
 
 @token_rule(RowWiseOperator, enters=True)
@@ -34,7 +34,7 @@ def _row_wise(call: OperatorCall) -> Verdict:
 
 @token_rule(QuantOperator, enters=True)
 def _quantisation(call: OperatorCall) -> Verdict:
-    """By one number for all tokens, which it is given."""
+    """The operator quantises by one given number for all tokens."""
     form = functionalised(call.node)
     assert form is not None, "a rule of operators that write to arguments"
     operator = declared_as(QuantOperator, form.name)
@@ -45,7 +45,7 @@ def _quantisation(call: OperatorCall) -> Verdict:
 
 @token_rule(MadeQuantOperator, enters=True)
 def _quantisation_by_made_scales(call: OperatorCall) -> Verdict:
-    """By scales that are made of each row, where they are not made by a fused operator."""
+    """The operator quantises by scales that it makes of each row, where no fused operator makes them."""
     form = functionalised(call.node)
     assert form is not None, "a rule of operators that write to arguments"
     operator = declared_as(MadeQuantOperator, form.name)
@@ -69,10 +69,10 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
 
 
 def row_wise(call: OperatorCall, operator: RowWiseOperator) -> Verdict:
-    """The verdict on a call of ``operator``, from where its arguments have their tokens.
+    """The verdict on a call of ``operator``, by where its arguments have their tokens.
 
-    Each half writes to results of its own: halves of one tensor would have to wait for each other. What is cut from a whole
-    tensor must lie row behind row, as kernels read packed columns of scales past the strides that they are given.
+    Each half writes to results of its own: halves of one tensor would have to wait for each other. Rows that are cut from a
+    whole tensor must lie row behind row: kernels read packed columns of scales without regard to the given strides.
     """
     name, given = operator.name, _arguments(call)
     read = {key: operand for key in operator.reads if isinstance(operand := given.get(key), fx.Node)}
@@ -124,7 +124,7 @@ def _several(made: Any) -> tuple[Any, ...]:
 
 
 def _arguments(call: OperatorCall) -> dict[str, Any]:
-    """What the operator is given, by name, but for defaults."""
+    """The arguments that the call gives, by name, without defaults."""
     form = functionalised(call.node)
     if form is not None:
         return dict(form.arguments)
@@ -142,7 +142,7 @@ def _row_behind_row(operand: fx.Node) -> bool:
 
 
 def _made_anew(call: OperatorCall, made: Any, rows: Rows, dim: int) -> HalfCall | None:
-    """A half's own tensor instead of ``made``, which is new and has its rows in ``dim``; None if it is not."""
+    """A half's own tensor instead of ``made``; None if ``made`` is not a new tensor with its rows in ``dim``."""
     if is_call(made, aten.permute.default):
         source, order = cast(tuple[fx.Node, list[int]], made.args)
         inner = _made_anew(call, source, rows, order[dim] % len(order))

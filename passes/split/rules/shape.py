@@ -43,7 +43,7 @@ def _unchanged(call: OperatorCall) -> Verdict:
 
 @token_rule(aten.full_like.default, aten.zeros_like.default, aten.ones_like.default)
 def _like(call: OperatorCall) -> Verdict:
-    """As many rows; but what is like a permutation is none."""
+    """The result has as many rows. A result like a permutation is not a permutation, so such a call joins."""
     rows = call.rows(call.args[0])
     return call.join(JoinReason.ROUTING_NOT_UNDONE) if rows is None else RowWise(rows)
 
@@ -173,7 +173,7 @@ def _dims_acted_on(call: OperatorCall, rank: int) -> set[int | None]:
 
 
 def _split_by_rank(call: OperatorCall, source: Any, gathered: Local) -> Verdict:
-    """What the ranks have sent, taken apart again by rank."""
+    """The verdict on taking gathered values apart again by rank."""
     rows, given = gathered.rows, call.shape(gathered.owner.args[0])
     size = call.argument("split_size") if call.node.target is aten.split.Tensor else None
     size = size.meta["val"] if isinstance(size, fx.Node) else size
@@ -185,7 +185,7 @@ def _split_by_rank(call: OperatorCall, source: Any, gathered: Local) -> Verdict:
 
 @token_rule(_c10d.all_gather_into_tensor.default)
 def _all_gather(call: OperatorCall) -> Verdict:
-    """All ranks' values one after the other along dim 0."""
+    """The operator concatenates all ranks' values along dim 0."""
     rows = call.rows(call.args[0])
     if rows is None or rows.order is not None:
         return call.join(JoinReason.RESHAPES_TOKENS)
@@ -248,8 +248,8 @@ def aligned_slice(
 ) -> Slice | str | None:
     """How a half reads a whole operand that is broadcast against ``rows`` of a result with ``rank`` dims.
 
-    ``sizes`` are those of the result at ``rows.dim`` and ``rows.outer`` (1 without). None: all of it, as it does not vary with
-    the token. A string says why it can't be.
+    ``sizes`` are those of the result at ``rows.dim`` and ``rows.outer`` (1 without ``rows.outer``). None: the half reads all of
+    the operand, which does not vary with the token. A string says why the half can't read the operand.
     """
     shift = rank - len(operand_shape)
     padded = (1,) * shift + operand_shape

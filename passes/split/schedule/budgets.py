@@ -1,7 +1,8 @@
-"""What the plan gives to the windows of a scheduled graph: SMs to the calls, and GEMMs that are planned for the rest.
+"""Apply the plan to the windows of a scheduled graph: give SMs to the calls, and plan GEMMs for the SMs that are left.
 
-A GEMM that begins while a call holds SMs is planned for the others, where that is faster; one that begins after the sum should
-have arrived, where it costs nothing. Only in windows that have a call of the other half beside them.
+A GEMM that begins while a call holds SMs is planned for the other SMs where that is faster. A GEMM that begins after the sum
+should have arrived is also planned for these SMs, where that costs nothing. Both happen only in windows that have a call of the
+other half beside them.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tw_compile.planning import DeviceProfile, Plan, PlannedWindow
 from tw_compile.planning.communication import elementwise_us
 
 Leaving = dict[int, tuple[tuple[str, int], ...]]
-"""For windows by index: GEMMs, by the planner's names, and the SMs that they leave."""
+"""By index of a window: its GEMMs, by the planner's names, each with the SMs that it leaves."""
 
 _LEAVING_SMS = {
     **dict.fromkeys(ops.MM_STARTS, mm_leaving_sms),
@@ -52,17 +53,20 @@ class Budgets:
 
     @property
     def most_sms(self) -> int | None:
-        """Of all calls in flight: what the operators allow."""
+        """The most SMs that all calls in flight may have together: the operators allow half of the device's SMs."""
         return None if self.profile is None else self.profile.sms // 2
 
     def planned(self, window: ScheduledWindow) -> PlannedWindow | None:
-        """The plan's window that a scheduled one is; None for those that its steady state does not have."""
+        """The plan's window for a scheduled window; None if the plan's steady state has no such window."""
         half = 2 if window.kind == "join" else window.computes
         windows = () if self.plan is None else self.plan.windows
         return next((one for one in windows if (one.computes, one.half) == (window.kind, half)), None)
 
     def overlap_sms(self, window: ScheduledWindow) -> int:
-        """SMs of a call that begins to travel in ``window``; where the plan has none, enough for the shortest window of it."""
+        """SMs of a call that begins to travel in ``window``. Where the plan has none, enough for the plan's shortest window.
+
+        At most ``MAX_OVERLAP_SMS``, and ``DEFAULT_OVERLAP_SMS`` where the plan names no CTAs at all.
+        """
         planned = self.planned(window)
         if planned is not None and planned.ctas:
             return min(planned.ctas, MAX_OVERLAP_SMS)
@@ -88,7 +92,7 @@ class Budgets:
 
 
 def joint_mm_of(a: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    """``joint_mm_leaving_sms`` of ``(a, *matrices, *biases, SMs to leave)``, as it is measured."""
+    """``joint_mm_leaving_sms`` with flat arguments ``(a, *matrices, *biases, SMs to leave)``, as measurements call it."""
     *operands, reserved_sms = rest
     matrices, biases = ([one for one in operands if one.dim() == dims] for dims in (2, 1))
     return joint_mm_leaving_sms(a, matrices, biases, reserved_sms)
@@ -99,18 +103,19 @@ _MATMULS: dict[Any, Any] = {
     gated_mm_leaving_sms: gated_mm_leaving_sms,
     joint_mm_leaving_sms: joint_mm_of,
 }
-"""What is measured for an operator."""
+"""The function that is measured for each operator."""
 
 Measure = Callable[[fx.Node, int, float, int], Reserve | None]
-"""``(GEMM, SMs of the call beside it, for how many microseconds, tokens of its half)``; None where nothing is measured."""
+"""``(GEMM, SMs of the call beside it, microseconds that the call has them, tokens of its half)``; None: nothing is measured."""
 
 
 def reserve_sms(graph: fx.Graph, woven: Schedule, budgets: Budgets, measure: Measure | None = None) -> Leaving:
-    """Let GEMMs of a scheduled graph leave SMs to the calls beside them; what was done, by window.
+    """Let GEMMs of a scheduled graph leave SMs to the calls beside them. Returns the SMs that GEMMs leave, by window.
 
-    How many is measured; where that is not possible it is what the call has for GEMMs that begin before the sum has arrived.
-    Those of one input are computed jointly where that is measured to be faster, or planned if it can't be measured. GEMMs that
-    Inductor tunes stay as they are: its own kernels know nothing of a budget. Comes before the lock.
+    Measurements say how many SMs a GEMM leaves. Without a measurement, a GEMM that begins before the sum has arrived leaves the
+    call's SMs. GEMMs of one input are computed jointly where measurements, or the plan if nothing can be measured, say that
+    this is faster. GEMMs that Inductor tunes stay as they are: Inductor's kernels know nothing of a budget. Comes before the
+    lock.
     """
     done: Leaving = {}
     waiting: dict[int, list[fx.Node]] = {}
@@ -147,7 +152,7 @@ class Beside:
         self._left_us = planned.communication_us
 
     def reserve(self, name: str, nodes: list[fx.Node], may_join: bool) -> list[int]:
-        """The SMs, none of them 0, that ``nodes`` now leave: each, or all as one."""
+        """Let ``nodes`` leave SMs, each by itself or all as one GEMM. Returns the numbers of SMs, without zeros."""
         left, found = self._left_us, []
         for node in nodes:
             sms, us = self._find(name, node, left)
@@ -167,7 +172,7 @@ class Beside:
         return [sms for sms, _ in found if sms]
 
     def _find(self, name: str, node: fx.Node, left_us: float) -> tuple[int, float | None]:
-        """SMs to leave and, if measured, the microseconds that it then takes."""
+        """SMs to leave and, if measured, the microseconds that the GEMM then takes."""
         best = self._measure(node, self._sms, left_us, self._tokens(name))
         if best is None:
             return self._sms if left_us and name in self._wants else 0, None
@@ -177,14 +182,14 @@ class Beside:
         return next((gemm.tokens for gemm in self._planned.gemms if gemm.name == name), 0)
 
     def _saved_us(self, name: str, node: fx.Node) -> float:
-        """What ``silu(gate) * up`` takes as a kernel of its own, by the profile, where ``node`` stores it."""
+        """The time of ``silu(gate) * up`` as a kernel of its own, by the profile; 0 if ``node`` does not store this product."""
         if not is_call(node, gated_mm_leaving_sms):
             return 0.0
         assert self._profile is not None  # else nothing is joined
         return elementwise_us(self._profile, 3.0 * self._tokens(name) * node.meta["val"].shape[1])
 
     def joins(self, name: str, joint_us: float | None, each_us: list[float | None], saved_us: float) -> bool:
-        """Whether GEMMs are faster as one: as measured, with ``saved_us`` for those apart, or else as planned."""
+        """Whether GEMMs are faster as one, by measurements (separate GEMMs also take ``saved_us``), or else by the plan."""
         measured = [us for us in each_us if us is not None]
         if joint_us is None or len(measured) < len(each_us):
             return any(gemm.name == name and gemm.joint == len(each_us) for gemm in self._planned.gemms)
@@ -199,7 +204,7 @@ def measure_reserve(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Res
     for tensor in tensors:
         if tensor is None or not all(isinstance(stride, int) for stride in tensor.stride()):
             return None
-        # A size that is not known is the half's tokens, which the plan is made for one number of, or their entries for experts.
+        # A symbolic size is that of the half's tokens, or of their entries for experts. The plan is for one number of tokens.
         shape = tuple(size if isinstance(size, int) else compat.known_factor(size) * tokens for size in tensor.shape)
         if 0 in shape:
             return None
@@ -209,7 +214,7 @@ def measure_reserve(node: fx.Node, sms: int, busy_us: float, tokens: int) -> Res
 
 
 def _can_leave(node: fx.Node) -> bool:
-    """Not where Inductor tunes, nor for an addmm that scales, which the operator does not."""
+    """Whether a GEMM can leave SMs: not where Inductor tunes GEMMs, and not an addmm that scales, as our operator doesn't."""
     if is_call(node, *ops.MM_STARTS, grouped_mm_leaving_sms):
         return True
     return node.target in _LEAVING_SMS and not (compat.tunes_gemms() or node.kwargs)

@@ -1,6 +1,6 @@
-"""What must come before what in a graph: data, writes to what others read, and one call at a time in each slot.
+"""Find which nodes must come before which in a graph: by data, writes to what others read, and one call at a time in a slot.
 
-Every edge goes from an earlier node to a later one, so any order that respects them is right, and the graph's own is one.
+Every edge goes from an earlier node to a later node. Any order that respects all edges is right. The graph's own order does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tw_compile.passes.split.rewrite.duplicate import mutated
 _c10d = torch.ops._c10d_functional
 _STARTS = (*ops.STARTS, *ops.MM_STARTS)
 _WAITS = (ops.wait_, leave_halves, arrive_)
-"""With the same first arguments."""
+"""The nodes with which a call ends in this graph. Their first arguments are the same."""
 
 
 @dataclass(frozen=True)
 class CommunicationCall:
     """A fused operator, or a functional collective, and the node that waits for it.
 
-    One of them may be in another graph (``seams.py``): here is then what enters with the call in flight, or leaves with it.
+    One of them may be in another graph (``seams.py``). In its place is the node that enters or leaves with the call in flight.
     """
 
     start: fx.Node
@@ -44,17 +44,17 @@ class CommunicationCall:
 
     @property
     def enters(self) -> bool:
-        """Whether the graph before has started it."""
+        """Whether the previous graph has started the call."""
         return self.start.target is enter_layers
 
     @property
     def leaves(self) -> bool:
-        """Whether the graph behind waits for it."""
+        """Whether the next graph waits for the call."""
         return self.wait.target is leave_halves
 
     @property
     def slot(self) -> tuple[str, int] | None:
-        """``(group_name, slot)`` of which at most one call is in flight; collectives have none."""
+        """``(group_name, slot)``, in which at most one call is in flight; None for collectives."""
         return (argument(self.wait, "group_name"), argument(self.wait, "slot")) if self.fused else None
 
     @property
@@ -72,7 +72,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def place_of(node: fx.Node, name: str) -> int:
-    """Of the argument ``name`` in an operator's schema."""
+    """The index of the argument ``name`` in an operator's schema."""
     for index, declared in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if declared.name == name:
             return index
@@ -119,7 +119,7 @@ def _successive(calls: list[CommunicationCall]) -> Iterator[tuple[CommunicationC
 
 
 def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Node, list[fx.Node]]:
-    """For every node those that must come before it. Linear in the size of the graph."""
+    """For every node, the nodes that must come before it. Linear in the size of the graph."""
     before = {node: list(node.all_input_nodes) for node in graph.nodes}
     for earlier, later in _successive(calls):
         before[later.start].append(earlier.wait)
@@ -140,8 +140,8 @@ def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Nod
                 last_write[memory] = node
             else:
                 reads[memory].append(node)
-        # wait_tensor counts as a side effect, but what it is for is in its data. Draws stay in order, so that each gives the
-        # numbers that it gives in the unsplit graph.
+        # wait_tensor counts as a side effect, but its data dependences are enough. Random draws stay in order, so that each
+        # gives the numbers that it gives in the unsplit graph.
         effects = draws_random_numbers(node) or (node.is_impure() and not writes)
         if node.op == "call_function" and effects and node not in waits:
             if effect is not None:
@@ -151,7 +151,7 @@ def predecessors(graph: fx.Graph, calls: list[CommunicationCall]) -> dict[fx.Nod
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that a node writes to; all of them where no schema says."""
+    """The operands that a node writes to; all operands if no schema says which."""
     if functionalised(node) is not None:  # it returns what the operator behind it would have written
         return []
     return node.all_input_nodes if compat.is_higher_order(node.target) else mutated(node)

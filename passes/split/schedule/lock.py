@@ -1,18 +1,18 @@
 """Keep Inductor from undoing a schedule.
 
-Inductor orders kernels by the dependences that it sees, and fuses those between which there is no path. So the schedule is made
-of dependences:
+Inductor orders kernels by the dependences that it sees, and fuses kernels between which there is no path. So the lock turns the
+schedule into dependences:
 
     wait_(hidden1, residual1, keep=[..., hidden2])      # comes after start 2, and so does all that reads hidden1
 
-A wait_ takes in what was issued or computed before it, without reading it. As every start depends on its part, and every
-part on its wait_, starts, matmuls and waits of alternating halves are one chain: no reordering for peak memory and no fusion
-of both halves is possible. This needs nothing of Inductor. What begins to compute behind a start without depending on it (a
-half's first part, and what follows a join), and waits of collectives, which have no ``keep``, are ordered by
-:func:`tw_compile.compat.order_after`.
+A wait_ takes what was issued or computed before it as operands, without reading them. Every start depends on its part, and
+every part on its wait_. So starts, matmuls and waits of alternating halves are one chain: Inductor can't reorder them for peak
+memory, and can't fuse operators of both halves. This needs nothing of Inductor. Some nodes need
+:func:`tw_compile.compat.order_after`: those that compute behind a start without depending on it (a half's first part, and what
+follows a join), and waits of collectives, which have no ``keep``.
 
-``keep`` protects the memory that a call reads only if Inductor sees one tensor. A view that needs a copy is copied for each
-reader, so that the wait_ would hold another copy than the start reads: such operands are cloned, once, before both.
+``keep`` protects the memory that a call reads only if Inductor sees one tensor. Inductor copies a view that needs a copy for
+each reader, so the wait_ would hold another copy than the start reads. Such operands are cloned once, before both.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ _OWN_KERNELS = {
 
 @dataclass(frozen=True)
 class Lock:
-    """How an order was made fast.
+    """How the order of a graph was fixed.
 
     ``kept`` counts the waits that got more to keep, ``ordered`` the operators that got a dependence, ``cloned`` the operands
-    that start and wait_ would have been given different copies of. ``loose`` are pointwise operators and reductions that
-    belong behind a start and have nothing that holds them there: Inductor may compute them before it, even in one kernel
-    with the other half's. Results don't depend on it; the start is later by their time.
+    of which start and wait_ would have got different copies. ``loose`` are pointwise operators and reductions that belong
+    behind a start, but that no dependence holds there. Inductor may compute them before the start, even in one kernel with
+    operators of the other half. Results don't depend on this; the start is delayed by the time of these operators.
     """
 
     kept: int
@@ -83,8 +83,8 @@ class Lock:
 def lock_order(graph: fx.Graph, calls: list[CommunicationCall] | SplitRefused | None = None) -> Lock:
     """Add dependences to a scheduled graph so that its starts, matmuls and waits stay in their order.
 
-    Comes last: other passes would not know the operators that it puts into subgraphs. ``calls`` are those of the graph; None:
-    found here.
+    Comes last: other passes would not recognise the operators that it puts into subgraphs. ``calls`` are the graph's calls;
+    None: found here.
 
     Raises:
         ValueError: The graph's calls can't be paired, or it belongs to no module, which the subgraphs of ordered nodes need.
@@ -99,11 +99,11 @@ def lock_order(graph: fx.Graph, calls: list[CommunicationCall] | SplitRefused | 
 
 
 def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
-    """Make sure that a wait_ keeps the memory that its start reads; the number of operands that were cloned for it."""
+    """Let a call's wait_ keep the memory that its start reads. Returns the number of operands that were cloned for this."""
     cloned = 0
     for operand in call.start.all_input_nodes:
         tensor = value(operand)
-        if tensor is None or operand is argument(call.start, "eps_tensor"):  # which the host reads at once
+        if tensor is None or operand is argument(call.start, "eps_tensor"):  # the host reads it at once
             continue
         if is_copied_by_readers(operand):
             with graph.inserting_before(call.start):
@@ -125,10 +125,10 @@ def _hold_operands(graph: fx.Graph, call: CommunicationCall) -> int:
 
 
 def is_copied_by_readers(node: fx.Node) -> bool:
-    """Whether a node is a view only in name: somewhere on the way from memory to it elements must move.
+    """Whether a node is a view only in name: elements must move somewhere between the memory and the node.
 
-    So it is, too, if the way begins at what Inductor computes by itself, as it lays that out by its dims, and the strides that
-    are expected of it are others.
+    They also must if Inductor itself computes the viewed value, and the graph expects other than default strides of it:
+    Inductor lays such a value out by its dims.
     """
     while node.op == "call_function" and makes_view(node):
         base = node.all_input_nodes[0]
@@ -147,9 +147,9 @@ def is_copied_by_readers(node: fx.Node) -> bool:
 
 
 def has_own_kernel(node: fx.Node) -> bool:
-    """Whether the operator is a matmul or an attention, which Inductor does not merge with others.
+    """Whether the operator is a matmul, an attention or a higher-order operator, which Inductor does not merge with others.
 
-    Not what a host's later pass looks for at the top level of the graph: it may not be put into a subgraph.
+    False for operators that a host's later pass looks for at the top level of the graph: they may not go into a subgraph.
     """
     if functionalised(node) is not None:
         return False
@@ -171,12 +171,12 @@ class _Locker:
         self.loose: list[str] = []
 
     def lock(self, cloned: int) -> Lock:
-        """Follows, for each node, the latest start that it is sure to come after."""
+        """Add the dependences, by following for each node the latest start that the node is sure to come after."""
         latest = -1
         sure: defaultdict[fx.Node, int] = defaultdict(lambda: -1)
         pending: dict[
             fx.Node, None
-        ] = {}  # with kernels of their own, since the latest start or wait, that no other reads
+        ] = {}  # nodes with kernels of their own, since the latest start or wait, that no other such node depends on
         reach: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)
         for node in self.graph.nodes:
             if node.op != "call_function":

@@ -3,10 +3,11 @@
     half 1:  attention | start ......... wait  MLP | start ......... wait  attention | start
     half 2:             wait attention | start ......... wait  MLP | start ......... wait  attention
 
-A part is what lies between a wait and the next start of a half. The starts keep their order, in which halves alternate; each is
-preceded by what it needs and nothing else, and within that every wait comes when nothing else is left that could run. So a
-start is as early, and a wait as late, as data allow, and layers, prologue and epilogue need no case of their own. What reads
-both halves just needs both waits. This is the weave of TokenWeave (arXiv 2505.11329), found from dependences alone.
+A part is what lies between a wait and the next start of a half. The starts keep their order, in which halves alternate. Before
+each start comes what it needs and nothing else. Among these operators, each wait comes when nothing else is left that could
+run. So a start is as early, and a wait as late, as data allow. Layers, prologue and epilogue need no cases of their own. An
+operator that reads both halves needs both waits. This is the weave of TokenWeave (arXiv 2505.11329), found from dependences
+alone.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ScheduledWindow:
 
     ``computes`` is the half that they belong to; ``joined`` if they read both halves or belong to both, ``shared`` if they
     depend on no tokens. ``beside`` are the calls in flight, as ``(site, half)``; a site is the index that the fusion pass gave
-    it, None for an unfused collective. ``nodes`` counts what computes: no views, no sizes. ``kind`` is the part of a layer.
+    it, None for an unfused collective. ``nodes`` counts operators that compute, not views or sizes. ``kind`` is the layer part.
     """
 
     index: int
@@ -57,7 +58,7 @@ class ScheduledWindow:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait that the other half hides nothing of."""
+    """A wait for a call beside which nothing of the other half computes."""
 
     node: str
     site: int | None
@@ -67,9 +68,9 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What runs beside what. ``calls`` counts the starts; ``exposed`` are those of them that nothing hides.
+    """What runs beside what. ``calls`` counts the starts; ``exposed`` are the calls that nothing hides.
 
-    ``reserved`` has for each window the SMs of the calls that it hides. ``parts`` knows the graph's operators.
+    ``reserved`` has for each window the SMs of the calls that it hides. ``parts`` are the layer parts of the graph's operators.
     """
 
     windows: tuple[ScheduledWindow, ...]
@@ -97,16 +98,16 @@ def schedule(
 ) -> Schedule | SplitRefused:
     """Reorder a graph that :func:`split_tokens` has split, and annotate its operators with ``window`` and ``stream``.
 
-    The order depends on the graph alone, so all ranks issue their calls in the same one. n log n in the number of nodes.
+    The order depends on the graph alone, so all ranks issue their calls in the same order. The time is n log n for n nodes.
 
     Args:
         overlap_sms: SMs for the communication of each fused call that computation hides, or a function of the first window
-            in which it does. Calls that are exposed get 0: all that they want.
-        most_sms: That all calls in flight may have together; None for what ``overlap_sms`` says.
+            that hides the call. Exposed calls get 0, which means all SMs that they want.
+        most_sms: The most SMs that all calls in flight may have together; None: no limit besides ``overlap_sms``.
         piece: The graph begins behind an attention operator and ends before one, see :class:`Parts`.
-        calls: Those of the graph; None: found here. They are the same ones, in the same order, in the scheduled graph.
-        collective_sms: What a collective that is not fused takes beside the first window that hides it. It can't be told how
-            many, but what computes there can leave them.
+        calls: The graph's calls; None: found here. The scheduled graph has the same calls in the same order.
+        collective_sms: The SMs that an unfused collective takes beside the first window that hides it. The collective can't be
+            told how many to take, but operators that compute there can leave them.
 
     A refusal leaves the graph as it was, in an order that is right.
     """
@@ -121,7 +122,7 @@ def schedule(
     order = weaver.order()
     _reorder(graph, order)
     parts = Parts(order, calls, piece)
-    # Angles of rotary embeddings and the like: of a model they belong to the first layer, of a piece to no window.
+    # Angles of rotary embeddings and the like belong to the first layer of a model. In a piece they belong to no window.
     aside = {node for node in weaver.aside if not has_own_kernel(node)} if piece else set()
     timeline = _Timeline(order, calls, parts, aside)
     for node in order:
@@ -130,7 +131,7 @@ def schedule(
     given: dict[CommunicationCall, int] = {}
     entering = {
         call.slot: call for call in calls if call.enters
-    }  # the graph before has left with it as this one leaves
+    }  # the previous graph has left with this call, as this graph leaves with its own
     for call in calls:
         window = timeline.hidden_by.get(entering.get(call.slot, call) if call.leaves else call)
         if call.fused:
@@ -176,7 +177,7 @@ class _Weaver:
         return self._order
 
     def _divide(self) -> tuple[list[list[fx.Node]], set[fx.Node]]:
-        """For every start what it needs and no earlier one does, and its results; and what no start needs."""
+        """For every start, the nodes that it needs and no earlier start needs, and its results. Also, what no start needs."""
         rest = set(self.operators)
         parts = []
         for call in self.calls:
@@ -193,14 +194,14 @@ class _Weaver:
         return parts, rest
 
     def _late(self, node: fx.Node) -> bool:
-        """The last waits, and writes to inputs of the graph, which Inductor looks for at its end.
+        """Whether a node comes at the end: the last waits, and writes to graph inputs, which Inductor looks for at the end.
 
-        All else that no start needs runs as soon as it can, but behind the start that it would have kept waiting.
+        Other nodes that no start needs run as soon as they can, but behind a start that they would have kept waiting.
         """
         return node in self.waits or any(one.op == "placeholder" for one in written_by(node))
 
     def _emit(self, nodes: list[fx.Node]) -> None:
-        """Operators that need nothing but each other; waits come last, those of older calls first."""
+        """Append ``nodes``, operators that need nothing but each other. Waits come last, those of older calls first."""
         wanted = set(nodes)
         ready = [self._key(node) for node in nodes if not self._missing[node]]
         heapq.heapify(ready)
@@ -213,7 +214,7 @@ class _Weaver:
         assert not wanted, f"{len(wanted)} operators have a predecessor that is missing"
 
     def _append(self, node: fx.Node) -> list[fx.Node]:
-        """The nodes that have become ready."""
+        """Append ``node`` to the order. Returns the nodes that have become ready."""
         self._order.append(node)
         ready = []
         for user in self._after[node]:

@@ -1,1 +1,1 @@
-"""``bench layer`` and ``bench model``: decoder layers, or a model's first ones as a whole, compiled in several ways."""
+"""``bench layer`` and ``bench model``: decoder layers, or a whole model with its first layers, compiled in several ways."""

@@ -1,7 +1,7 @@
-"""The unfused graph whose rows travel in codes, in torch: what fused variants with a wire are held to.
+"""The unfused graph with rows that travel in codes, in torch. Fused variants with a wire are compared with it.
 
-The sites are those that the passes find. The rewrite, the split and our kernels have no part in it, so that what is wrong in
-one of these shows.
+Its sites are those that the passes find. It does not use the rewrite, the split or our kernels, so that an error in one of
+these shows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _library.define("rows_in_codes(Tensor rows, str wire) -> Tensor")
 
 
 def _sum_in_codes(x: torch.Tensor, wire: str, group_name: str) -> torch.Tensor:
-    """The sum over all ranks of ``x [..., hidden]``, in which each owner of rows adds its own part as it is."""
+    """The sum over all ranks of ``x [..., hidden]``. Parts travel in codes; the owner of a row adds its own part as it is."""
     group = compat.resolve_process_group(group_name)
     rows = x.flatten(0, -2)
     own = slice(*row_range(len(rows), group.size(), dist.get_rank(group)))
@@ -36,7 +36,7 @@ def _sum_in_codes(x: torch.Tensor, wire: str, group_name: str) -> torch.Tensor:
 
 
 def _rows_in_codes(rows: torch.Tensor, wire: str) -> torch.Tensor:
-    """What receivers make of normalised ``rows [..., hidden]``."""
+    """The values that receivers decode from normalised ``rows [..., hidden]``."""
     return round_trip(rows.flatten(0, -2), WIRES[wire].results).to(rows.dtype, copy=True).view(rows.shape)
 
 
@@ -56,7 +56,7 @@ def _rows_in_codes_fake(rows: torch.Tensor, wire: str) -> torch.Tensor:
 
 
 class SendInCodes(CountAllReduces):
-    """Rows of each sum with a norm behind it go through the codes of ``wire``, there and back.
+    """Encode in the codes of ``wire``, and decode again, the rows of each sum that has a norm behind it.
 
     Sums that the passes would merge go through codes one by one, which costs as much as one message of both.
     """
@@ -85,7 +85,7 @@ class SendInCodes(CountAllReduces):
 
 
 def outputs_in_codes(wire: str, subject: Subject, inputs: torch.Tensor) -> HiddenAndResidual:
-    """Of the unfused graph, compiled by Inductor, whose rows travel in the codes of ``wire``. Collective.
+    """Outputs of the unfused graph, compiled by Inductor, with rows that travel in the codes of ``wire``. Collective.
 
     Raises:
         RuntimeError: The graph has no sum with a norm behind it.

@@ -1,7 +1,7 @@
 """An FFN on one GPU: whole, in equal halves, in halves as planned, and in a sweep of other halves.
 
-Shows what cutting the tokens costs the GEMMs, where their waves are not full. The halves run one behind the other on all SMs;
-there is no communication. gate and up are one GEMM, as in inference engines, and ``silu(gate) * up`` is compiled.
+Shows what splitting the tokens costs the GEMMs where their waves are not full. The halves run one after the other on all SMs.
+There is no communication. gate and up are one GEMM, as in inference engines, and ``silu(gate) * up`` is compiled.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tw_compile.planning import layer_shape, load_profile, profile_of_device
 from tw_compile.planning.ffn import plan_ffn
 
 OTHERWISE = "H100"
-"""What is planned for on a device that has no profile."""
+"""The profile to plan with on a device that has no profile."""
 
 
 def ways(tokens: int, planned: int) -> dict[str, int]:
-    """Tokens of the first half of every way, by its label; 0: nothing is split."""
+    """Tokens of the first half for every way to split, by label; 0: nothing is split."""
     swept = {f"{SWEPT}{first}": first for first in swept_sizes(tokens)}
     return {WHOLE: 0, EQUAL: tokens // 2, PLANNED: planned, **swept}
 
@@ -63,7 +63,7 @@ class Ffn:
 
 
 def bench(spec: FfnSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
-    """Rows of every number of tokens, kept one number after the other."""
+    """Time every number of tokens. The rows are kept after each number of tokens."""
     device = ranks.ctx.device
     config = load_config(spec.model)
     layer = layer_shape(config, tensor_parallel_plan(config), spec.shards, merged=True)
@@ -84,7 +84,7 @@ def bench(spec: FfnSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[s
 
 
 def _times(spec: FfnSpec, ffn: Ffn, tokens: int, firsts: set[int], ranks: Ranks) -> dict[int, list[float]]:
-    """By tokens of the first half; each is timed once, under however many labels it goes."""
+    """Times by tokens of the first half. Each split is timed once, even if it has several labels."""
     out = torch.empty_like(ffn.x[:tokens])
     timers: dict[str, Timer] = {}
     make = GraphTimer if ffn.x.is_cuda else LoopTimer
@@ -101,7 +101,7 @@ def rank_process(spec: FfnSpec, rank: int, scratch: str, messages: Connection) -
 
 
 def run(spec: FfnSpec, progress: Progress) -> dict[str, Any]:
-    """The whole benchmark, as plain values.
+    """Run the whole benchmark, and return the report as plain values.
 
     Raises:
         RankError: The process failed or did not finish in time, before any number of tokens was done.
@@ -110,6 +110,6 @@ def run(spec: FfnSpec, progress: Progress) -> dict[str, Any]:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """One line a way and number of tokens; ``world_size`` is that of the shards."""
+    """CSV with one line for each way and number of tokens; ``world_size`` is the number of shards."""
     rows: Sequence[dict[str, Any]] = [row | {"world_size": report["shards"]} for row in report["rows"]]
     return csv_of(report, ("command", "machine", "device", "device_name", "model", "repeats", "planned_for"), rows)

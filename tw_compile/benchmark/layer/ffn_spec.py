@@ -15,8 +15,8 @@ class FfnSpec:
 
     Attributes:
         model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
-        shards: Ranks that the weights are shared out to; the GPU has the share of one of them, and nothing is summed.
-        tokens: Of the FFN's input ``[tokens, hidden]``.
+        shards: Ranks among which the weights are divided. The GPU has the share of one rank, and nothing is summed.
+        tokens: Numbers of tokens to time. The FFN's input is ``[tokens, hidden]``.
         repeats: Timed runs of each way.
         calls: FFNs in one CUDA graph, and so in one timed run.
         world_size: Processes; always 1.

@@ -1,10 +1,11 @@
-"""What more than two parts of the tokens would take over a slow link, by the planner's model alone; needs no GPU.
+"""Predict how long a layer takes over a slow link if its tokens are split in more than two parts.
 
     python -m tw_compile.benchmark.layer.parts --model llama-3.3-70b --tp 2 --tokens 512,1024,2048,4096,8192 --transport nccl
 
-A layer's parts go over two lanes, compute and communication, event by event. The planner's windows are two halves, which don't
-depend on each other. With more parts sums may queue, so a long window of one part hides what a short window of another left
-over. Passes split tokens in two; this shows what that leaves.
+This uses the planner's model alone, and needs no GPU. A layer's parts go over two lanes, compute and communication, event by
+event. The planner's windows are of two halves, and don't depend on each other. With more parts, sums may queue. So a long
+window of one part hides what a short window of another part left exposed. The passes split tokens in two; this shows what that
+leaves to gain.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tw_compile.planning.windows import Computation, Costs, Gemms
 PARTS = (2, 3, 4)
 
 _LAYERS, _SKIPPED = 12, 4
-"""Layers that are followed, and those of them that are not yet in the steady state."""
+"""Layers that are simulated, and how many of the first ones are not yet in the steady state."""
 _DONE = 1e-9
 
 
@@ -35,7 +36,7 @@ def parts_us(costs: Costs, sizes: Sequence[int]) -> float:
     """Microseconds of a layer in the middle of a model whose tokens are computed in parts of ``sizes``.
 
     Every layer computes attention of all parts in turn, then their MLPs. Sums travel one at a time, in the order in which they
-    were made; a part goes on when its own has arrived. Each sum has the most CTAs that the call may take.
+    were made; a part goes on when its own sum has arrived. Each sum has the most CTAs that the call may take.
 
     Raises:
         ValueError: ``sizes`` is empty, or has a part without tokens.
@@ -69,13 +70,13 @@ def parts_us(costs: Costs, sizes: Sequence[int]) -> float:
 
 
 class _Lanes:
-    """Compute and communication side by side; each is slower while the other one is busy, sums by ``contention``."""
+    """Compute and communication side by side. Each is slower while the other one is busy; sums by the factor ``contention``."""
 
     def __init__(self, contention: float) -> None:
         self.clock = 0.0
         self._contention = contention
         self._sums: list[tuple[int, float]] = []
-        """The part and what is left of each sum, in microseconds without compute; the first one is travelling."""
+        """For each sum its part, and the microseconds that are left without compute beside it. The first sum is travelling."""
 
     def send(self, part: int, us: float) -> None:
         self._sums.append((part, us))
@@ -97,7 +98,7 @@ class _Lanes:
         return self._sums[0][1] * slower if self._sums else math.inf
 
     def _pass(self, us: float, slower: float) -> None:
-        """Let time pass, no more than until the first sum arrives."""
+        """Let ``us`` microseconds pass. Callers pass at most the time until the first sum arrives."""
         self.clock += us
         if self._sums:
             part, left = self._sums.pop(0)
@@ -107,7 +108,7 @@ class _Lanes:
 
 
 def _stage(costs: Costs, steps: Sequence[Computation]) -> tuple[float, float]:
-    """Microseconds of steps while a sum travels beside all of them, and while none does."""
+    """Microseconds of ``steps`` with a sum that travels beside all of them, and without one."""
     profile = costs.profile
     left = profile.sms_beside(costs.kernel, costs.kernel.ctas[-1])
     beside, alone = 0.0, 0.0

@@ -18,9 +18,9 @@ class LayerRow:
     Attributes:
         kind: "ours", "peer" or "bound".
         nbytes: Bytes of one rank's message.
-        all_reduces: How many the graph has; ``fused`` of them are done by a fused operator.
-        reason: Why there is no time, or what else is to be known about it.
-        numerics: "ok", "failed", or "not checked" when it did not come to that.
+        all_reduces: How many all_reduces the graph has. A fused operator does ``fused`` of them.
+        reason: Why there is no time, or a remark about the row.
+        numerics: "ok", "failed", or "not checked" where the outputs were not compared.
         hidden_error: The relative error of the normalised output against float64, on the worst rank. ``residual_error`` is
             the same of the residual stream.
         peak_bytes: What one run allocates beyond weights and input at its peak; without symmetric memory, which is
@@ -28,12 +28,12 @@ class LayerRow:
         p50_us: Median microseconds a layer, or a run of the model, of the slowest rank; p20 and p80 likewise. None without
             a time.
         speedup: The best peer's median time divided by this one's; ours only.
-        best_peer: Which one that is.
+        best_peer: The label of that peer.
         communication_hidden: The best peer needs longer than the bound without communication. This is the share of the
             difference that ours saves; ours only.
-        wire: How rows of fused sums travel. The budget of those in codes is the error of the same codes in torch.
-        of_exact: The median time of the same variant with exact rows divided by this one's; of those with a wire only.
-        split: What the halves are, or why there are none; None where nobody asked.
+        wire: How rows of fused sums travel. The error budget of rows in codes is the error of the same codes in torch.
+        of_exact: The median time of the same variant with exact rows divided by this row's; only for rows with a wire.
+        split: What the halves are, or why there are none; None where no split was asked for.
     """
 
     label: str
@@ -60,14 +60,14 @@ class LayerRow:
 
     @property
     def is_swept(self) -> bool:
-        """Whether it is there to be compared with the planned split alone."""
+        """Whether the row is there only for comparison with the planned split."""
         return self.label.startswith(SWEPT)
 
 
 def complete(rows: list[LayerRow], device: str) -> list[LayerRow]:
     """The rows of one number of tokens with everything that follows from their times.
 
-    Times of gloo ranks on a CPU say nothing about speed: nothing follows from them.
+    Times of gloo ranks on a CPU say nothing about speed, so nothing is derived from them.
     """
     if device == "cuda":
         _compare_wires(rows)
@@ -92,9 +92,9 @@ def _compare_wires(rows: list[LayerRow]) -> None:
 
 
 def sweeps(rows: list[LayerRow]) -> list[dict[str, Any]]:
-    """For each number of tokens the planned split, which may be none, beside the fastest of all.
+    """For each number of tokens, the planned split beside the fastest of all splits. The plan may be not to split.
 
-    ``excess``: how much longer the planned one takes, as a share.
+    ``excess``: how much longer the planned split takes, as a share.
     """
     swept = []
     for tokens in dict.fromkeys(row.tokens for row in rows):
@@ -124,6 +124,6 @@ def rows_of(report: dict[str, Any]) -> list[LayerRow]:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """One line a variant and number of tokens, each with the machine and the versions it was measured with."""
+    """CSV with one line for each variant and number of tokens, each with the machine and the versions it was measured with."""
     asked = ("model", "world_size", "dtype", "batch", "layers", "repeats", "seed")
     return csv_of(report, ("command", "machine", "device", "device_name", *asked))

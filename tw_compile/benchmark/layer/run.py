@@ -18,10 +18,10 @@ def steps(spec: LayerSpec) -> int:
 
 
 def run(spec: LayerSpec, progress: Progress) -> dict[str, Any]:
-    """The whole benchmark, as plain values.
+    """Run the whole benchmark, and return the report as plain values.
 
     Raises:
-        UsageError: ``spec`` names variants that are not there, or a model that can't be built so.
+        UsageError: ``spec`` names variants that are not there, or a model that can't be built as asked.
         RankError: A rank failed, died or did not finish in time, before any number of tokens was done.
     """
     variants(spec, max(spec.tokens))

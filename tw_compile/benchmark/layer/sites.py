@@ -1,7 +1,8 @@
-"""GEMM sites: a GEMM whose sums are reduced, the norm behind it, and the GEMMs that read the normalised rows.
+"""GEMM sites: a GEMM whose partial sums are all_reduced, the norm behind it, and the GEMMs that read the normalised rows.
 
-They are the MLPs of a model, one behind the other, without attention. So nothing but sites is timed: down, sum, residual, norm,
-gate and up. Peers that keep only their own rows between two sites, as sequence parallelism does, are here, too.
+They are the MLPs of a model, one after the other, without attention. So nothing but sites is timed: down, sum, residual, norm,
+gate and up. This module also has the peers in which each rank keeps only its own rows between two sites, as in sequence
+parallelism.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.models.decoder import Decoder
 
 GatherMatmul = Callable[[torch.Tensor, list[torch.Tensor], str], list[torch.Tensor]]
-"""From this rank's rows ``[tokens / ranks, depth]``, weights ``[depth, columns]`` and the group's name: products of all."""
+"""Takes this rank's rows ``[tokens / ranks, depth]``, weights ``[depth, columns]`` and the group's name. Returns for
+each weight its product with the rows of all ranks."""
 MatmulScatter = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]
-"""From ``[tokens, depth]``, a weight ``[depth, columns]`` and the group's name: this rank's rows of the sum over ranks."""
+"""Takes ``[tokens, depth]``, a weight ``[depth, columns]`` and the group's name. Returns this rank's rows of the product's
+sum over all ranks."""
 
 
 class GemmSites(Subject):
@@ -58,10 +61,10 @@ class GemmSites(Subject):
 
 
 class ScatteredSites(nn.Module):
-    """The same on ranks of which each keeps its own rows of the residual stream, and normalises those alone.
+    """:class:`GemmSites` where each rank keeps only its own rows of the residual stream, and normalises only these.
 
-    ``gather_matmul`` is what reads the rows of all ranks, ``matmul_scatter`` what sums a rank's. The results' rows are gathered
-    at the end. The number of tokens is a multiple of the ranks.
+    ``gather_matmul`` reads the rows of all ranks. ``matmul_scatter`` sums the rows that a rank owns. The rows of the results
+    are gathered at the end. The number of tokens is a multiple of the number of ranks.
     """
 
     def __init__(self, sites: Subject, gather_matmul: GatherMatmul, matmul_scatter: MatmulScatter) -> None:
@@ -102,12 +105,12 @@ def matmul_then_scatter(x: torch.Tensor, weight: torch.Tensor, group_name: str) 
 
 
 def fused_gather_matmul(rows: torch.Tensor, weights: list[torch.Tensor], group_name: str) -> list[torch.Tensor]:
-    """torch's, which computes rows while those of the next rank are copied."""
+    """torch's fused operator, which computes one rank's rows while the rows of the next rank are copied."""
     return torch.ops.symm_mem.fused_all_gather_matmul(rows, weights, 0, group_name, return_A=False)[1]
 
 
 def fused_matmul_scatter(x: torch.Tensor, weight: torch.Tensor, group_name: str) -> torch.Tensor:
-    """torch's, which computes rows for one rank while those for another are copied."""
+    """torch's fused operator, which computes the rows for one rank while the rows for another rank are copied."""
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight, "sum", 0, group_name)
 
 
@@ -123,11 +126,11 @@ def async_tp(sites: Subject) -> nn.Module:
 
 
 class CountScatters(CountAllReduces):
-    """Change nothing. ``seen`` is how many sums over ranks there were, of which each rank gets its rows."""
+    """Change nothing. ``seen`` counts the reduce_scatters: sums over ranks of which each rank gets its rows."""
 
     def __call__(self, graph: fx.Graph) -> None:
         self.seen += sum(str(node.target) in _SUMS for node in graph.nodes)
 
 
 _SUMS = ("_c10d_functional.reduce_scatter_tensor.default", "symm_mem.fused_matmul_reduce_scatter.default")
-"""By name, as those of symmetric memory are there only once they have been loaded."""
+"""By name, because the operators of symmetric memory are there only once they have been loaded."""

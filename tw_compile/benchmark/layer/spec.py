@@ -16,14 +16,14 @@ class LayerSpec:
         scope: What is timed, see :mod:`tw_compile.benchmark.layer.subject`.
         model: A preset, a ``config.json`` or a folder that holds one; the weights are random.
         device: ``cuda`` (NCCL) or ``cpu`` (gloo, a smoke test).
-        tokens: Token counts to time. Each is that of one prefill over all its sequences, and a multiple of ``batch``.
+        tokens: Token counts to time. Each is the total of one prefill over all its sequences, and a multiple of ``batch``.
         batch: Sequences of equal length.
-        layers: How many of the model's; of ``gemm-site`` how many MLPs.
+        layers: How many of the model's layers take part; for ``gemm-site``, how many MLPs.
         repeats: Timed runs of each variant.
-        sweep_split: Time the fused ones split at other places than the planned one, too.
+        sweep_split: Whether to time the fused variant split at other places than the planned one, too.
         only: Labels of the variants that take part; empty means all.
-        wires: Of ours, the fused one and the planned split also run with each of these wires; the exact ones run always.
-        prefetch: The same with each of these values of option ``prefetch``.
+        wires: ``fused`` and ``fused+split`` also run with each of these wires. With exact rows they run always.
+        prefetch: ``fused`` and ``fused+split`` also run with each of these values of option ``prefetch``.
         timeout: Seconds after which the benchmark, or one collective of it, has failed.
     """
 

@@ -4,10 +4,11 @@
         [--layers 4] [--sweep-split] [--json FILE]
 
 Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
-exposed. It measures no group. Nothing is summed, so results are none; nothing moves, so memory and links slow nothing down; and
-a call takes what the planner believes of calls beside other work. The unfused layer's time is the one without communication,
-which is measured, and the planner's all_reduces. A layer that the plan leaves whole is also split in the middle, to show what
-that would have taken. Each variant is compiled with empty caches, and the seconds of that are reported.
+exposed. It does not measure a group. Nothing is summed, so the outputs are not results. Nothing moves, so memory and links slow
+nothing down. A call takes the time that the planner predicts for calls beside other work. The unfused layer's time is the
+measured time without communication, plus the planner's time of the all_reduces. A layer that the plan leaves whole is also
+split in the middle, to show what a split would have taken. Each variant is compiled with empty caches, and the seconds that
+this takes are reported.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     NO_COMMUNICATION: None,
     **{variant.label: variant.config for variant in (FUSED, GEMMS_APART, PLANNED)},
 }
-"""Options of ours; None: torch.compile, with the all_reduces taken out."""
+"""Options of our variants, by label; None: torch.compile, with the all_reduces taken out."""
 _SLOTS = 6
 _ALONE_SMS = 32
 
 
 class StandIn(Transport):
-    """Takes SMs for the time that ``profile`` has for a call; normalised rows are those of ``rows``, which stay as they are."""
+    """Holds SMs for the time that ``profile`` has for a call. The normalised rows are those of ``rows``, which never change."""
 
     name = "p2p"
 
@@ -101,7 +102,7 @@ class StandIn(Transport):
 
 
 def time_layers(spec: LayerSpec, profile: DeviceProfile) -> Iterator[dict[str, Any]]:
-    """For each number of tokens the microseconds a layer of every variant, and what the planner predicts."""
+    """For each number of tokens, the microseconds that every variant takes for a layer, and what the planner predicts."""
     device = torch.device("cuda", torch.cuda.current_device())
     with fake_process_group(spec.world_size), torch.no_grad():
         subject = build_subject(spec, device)
@@ -154,7 +155,7 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
 
 
 def middle_of(tokens: int) -> int:
-    """Half of the tokens, in rows that a half of a plan may have."""
+    """Half of the tokens, rounded down to a size that a half of a plan may have."""
     return max(tokens // 2 // HALF_MULTIPLE * HALF_MULTIPLE, 1)
 
 
@@ -164,7 +165,7 @@ def variants(spec: LayerSpec, tokens: int) -> dict[str, dict[str, Any] | None]:
 
 
 def check_split(label: str, options: dict[str, Any] | None, sizes: Sequence[int | str]) -> None:
-    """RuntimeError where a variant is not split at the place that it is named for."""
+    """Raise RuntimeError if a variant is not split at the place that its options name."""
     first = (options or {}).get("split", "auto")
     if first == "off" and sizes:
         raise RuntimeError(f"{label}: expected no split, got {sizes}")
@@ -189,7 +190,7 @@ def _captured(
 
 
 def _start_compiler(device: torch.device) -> None:
-    """Compile something small, so that no variant's seconds have what only the first compilation of a process does."""
+    """Compile something small, so that no variant's seconds include what only a process's first compilation does."""
     with tempfile.TemporaryDirectory() as caches, compat.cold_compile(caches):
         torch.compile(lambda x: (x @ x).sin() + 1)(torch.zeros(64, 64, device=device, dtype=torch.bfloat16))
     torch.cuda.synchronize()
@@ -214,7 +215,7 @@ def main() -> int:
     )
     if profile is None:
         parser.error(f"--device-profile: expected one for {torch.cuda.get_device_name()}, which has none, got nothing")
-    os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all on this host, as calls over peer to peer memory need it
+    os.environ["LOCAL_WORLD_SIZE"] = str(given.tp)  # all ranks on this host: calls over peer-to-peer memory need it
     tokens = tuple(int(count) for count in given.tokens.split(","))
     asked: dict[str, Any] = {"layers": given.layers, "repeats": 20, "sweep_split": given.sweep_split}
     spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, **asked)

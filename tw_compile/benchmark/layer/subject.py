@@ -1,4 +1,4 @@
-"""What is compiled in several ways: a stack of layers, or a model from its token ids on."""
+"""The subjects that are compiled in several ways: a stack of layers, or a model from its token ids on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HiddenAndResidual = tuple[torch.Tensor, torch.Tensor]
 
 
 class CompiledRun:
-    """One run of what was compiled; ``outputs`` are the last one's, or where the replays of a captured one write."""
+    """One run of a compiled subject. ``outputs`` are those of the last run; replays of a captured run write to them."""
 
     def __init__(self, compiled: Any, inputs: torch.Tensor) -> None:
         self._compiled = compiled
@@ -25,19 +25,19 @@ class CompiledRun:
         self.outputs: HiddenAndResidual | None = None
 
     def __call__(self) -> HiddenAndResidual:
-        self.outputs = None  # before the next ones are allocated
+        self.outputs = None  # freed before the next outputs are allocated
         self.outputs = self._compiled(self._inputs)
         return self.outputs
 
 
 class Subject(nn.Module):
-    """Part of a decoder, sharded over the default process group: normalised output and residual stream out.
+    """Part of a decoder, sharded over the default process group. It returns the normalised output and the residual stream.
 
-    This one is a stack of layers: residual stream in. Without embedding and head, every all_reduce is followed by a residual
-    add and a norm, as in the middle of a model. It is captured as it is in one CUDA graph, and the time of a layer is the
-    stack's by its number of layers. One norm and the table of the rotary embedding come on top once a stack, for all
-    variants alike, and so does what a split exposes at its two ends; the difference of two depths would leave these out,
-    but is as noisy as both together and compiles everything twice.
+    This class is a stack of layers, and takes the residual stream. It has no embedding and no head, so every all_reduce is
+    followed by a residual add and a norm, as in the middle of a model. The whole stack is captured in one CUDA graph, and the
+    time of a layer is the stack's time divided by the number of layers. A stack's time also has one norm, the table of the
+    rotary embedding, and what a split exposes at its two ends, for all variants alike. The difference of two depths would leave
+    these out, but is as noisy as both depths together, and everything would be compiled twice.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -49,11 +49,11 @@ class Subject(nn.Module):
         return self.decoder.config.hidden_size
 
     def in_float64(self) -> Subject:
-        """The same in float64."""
+        """The same subject in float64."""
         return type(self)(to_double(self.decoder))
 
     def inputs(self, spec: LayerSpec, ctx: Context, tokens: int) -> torch.Tensor:
-        """Random ones, the same on every rank."""
+        """Random inputs, the same on every rank."""
         shape = (spec.batch, tokens // spec.batch, self.hidden_size)
         generator = ctx.generator(spec.seed, tokens)
         return torch.randn(shape, generator=generator, device=ctx.device).to(getattr(torch, spec.dtype))
@@ -72,7 +72,7 @@ class Subject(nn.Module):
 
 
 class Model(Subject):
-    """From token ids through the first layers to the final norm; the embedding's all_reduce is in it."""
+    """A model from token ids through the first layers to the final norm, with the embedding's all_reduce."""
 
     def inputs(self, spec: LayerSpec, ctx: Context, tokens: int) -> torch.Tensor:
         shape = (spec.batch, tokens // spec.batch)

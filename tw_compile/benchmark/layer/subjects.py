@@ -1,4 +1,4 @@
-"""What is timed, by the name that a benchmark has for it."""
+"""The subjects that are timed, by the name that a benchmark has for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUBJECTS: dict[Scope, type[Subject]] = {"layer": Subject, "gemm-site": GemmSites
 
 
 def build_subject(spec: LayerSpec, device: torch.device) -> Subject:
-    """With random weights.
+    """Build the subject of ``spec`` with random weights.
 
     Raises:
         UsageError: The model can't be built as asked.

@@ -1,8 +1,8 @@
 """torch's all_reduces over symmetric memory in a compiled graph: what an unfused model could have without our kernels.
 
 Inductor of torch 2.11 lowers to the one-shot kernel alone, and gives the buffers of different graphs the same allocation id.
-So the graph is rewritten here, to operators that do as it would: the matmul writes its partial sums to symmetric memory
-without a copy, and two-shot sums are read where they lie.
+So this module rewrites the graph to operators that do what Inductor would do: the matmul writes its partial sums to symmetric
+memory without a copy, and two-shot sums are read where they lie.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _library.define("mm_all_reduce(Tensor a, Tensor b, str kind, str group_name, int
 class Slots:
     """Symmetric memory of one group: for each all_reduce of a graph a buffer of ``capacity`` bytes, less for one-shot.
 
-    A two-shot sum stays in its buffer, which the graph takes for a tensor of its own until the next run of the graph. So no
-    two all_reduces of a graph share one, and neither do graphs of the two kinds.
+    A two-shot sum stays in its buffer. The graph takes the buffer for a tensor of its own until the next run of the graph. So
+    no two all_reduces of a graph share a buffer, and neither do a one-shot graph and a two-shot graph.
     """
 
     def __init__(self, ranks: Ranks, capacity: int) -> None:
@@ -55,7 +55,7 @@ slots_of_group: dict[str, Slots] = {}
 
 
 def reserve(ranks: Ranks, capacity: int) -> None:
-    """From now on the group of ``ranks`` has slots of ``capacity`` bytes for the operators here."""
+    """Give the group of ``ranks`` slots of ``capacity`` bytes, for the operators of this module."""
     slots_of_group[ranks.ctx.group_name] = Slots(ranks, capacity)
 
 
@@ -95,7 +95,7 @@ mm_all_reduce = torch.ops.tw_compile_bench.mm_all_reduce.default
 
 
 class CountAllReduces(compat.CustomGraphPass):
-    """Change nothing. ``seen`` is how many all_reduces there were in the graphs of one model, in the passes below, too."""
+    """Change nothing. ``seen`` counts the all_reduces in the graphs of one model, also in the passes below."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -106,21 +106,21 @@ class CountAllReduces(compat.CustomGraphPass):
             self.seen += 1
 
     def change(self, graph: fx.Graph, node: fx.Node) -> None:
-        """What becomes of an all_reduce."""
+        """Rewrite one all_reduce. This class leaves it as it is."""
 
     def uuid(self) -> None:
-        """Not cached."""
+        """None: Inductor does not cache graphs that went through this pass."""
 
 
 class DropAllReduces(CountAllReduces):
-    """Take every partial sum for the sum: the graph without communication. What it computes is no result."""
+    """Take every partial sum for the sum, so that the graph has no communication. Its outputs are not results."""
 
     def change(self, graph: fx.Graph, node: fx.Node) -> None:
         replace_sum(graph, node, node.args[0])
 
 
 class UseSymmetricMemory(CountAllReduces):
-    """Replace every all_reduce, and the matmul before it, by the operators here. For graphs of static sizes."""
+    """Replace every all_reduce, and the matmul before it, by the operators of this module. For graphs of static sizes."""
 
     def __init__(self, kind: SymmetricKernel) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class UseSymmetricMemory(CountAllReduces):
 
 
 def _gemm_of(message: fx.Node) -> fx.Node | None:
-    """The ``mm`` that makes the message, when nothing else reads it or what lies between."""
+    """The ``mm`` that makes the message; None if anything else reads its result, or a view between the two."""
     node = message
     while is_view(node) and len(node.users) == 1:
         node = node.args[0]  # type: ignore[assignment]
@@ -151,11 +151,11 @@ def _gemm_of(message: fx.Node) -> fx.Node | None:
 
 
 def replace_sum(graph: fx.Graph, node: fx.Node, by: Any) -> None:
-    """Put ``by`` where an all_reduce, ``node``, was waited for; ValueError where anything else reads it."""
+    """Put ``by`` in the place of the all_reduce ``node`` and its waits. ValueError if anything but waits reads ``node``."""
     for wait in list(node.users):
         if not is_call(wait, _c10d.wait_tensor.default):
             raise ValueError(f"all_reduce: expected to be read by wait_tensor alone, got {wait.format_node()}")
         wait.replace_all_uses_with(by)
         graph.erase_node(wait)
     graph.erase_node(node)
-    graph.eliminate_dead_code()  # a matmul whose place another one has
+    graph.eliminate_dead_code()  # removes the matmul that was replaced

@@ -27,16 +27,17 @@ SWEEP_STEP, MOST_SWEPT = 128, 16
 
 @dataclass(frozen=True)
 class LayerVariant:
-    """One way to compile it.
+    """One way to compile the subject.
 
     Attributes:
-        kind: "ours", "peer" (unfused), or "bound" for what is no way to do it but a limit.
-        make_pass: What Inductor's graph goes through, for those that are not ours.
-        config: What the passes of ours may do.
-        halves: Its tokens are split in the middle, or between the two halves of the batch: nobody plans for it.
+        kind: "ours", "peer" (unfused), or "bound". A bound is a limit on the time, not a way to do the work.
+        make_pass: Makes the pass that Inductor's graph goes through, for variants that are not ours.
+        config: Options of the passes, for variants of ours.
+        halves: Whether its tokens are split in the middle, or between the two halves of the batch, without a plan.
         wire: How rows of its fused calls travel, whatever a message's size.
-        symmetric: It reduces by torch's symmetric memory, if need be messages of up to ``most_bytes``.
-        module: What is compiled in the place of the subject: the same, computed so that each rank keeps its own rows.
+        symmetric: Whether it reduces over torch's symmetric memory.
+        most_bytes: The largest message that it serves; None: no limit.
+        module: Makes what is compiled in place of the subject. It computes the same, but each rank keeps only its own rows.
     """
 
     label: str
@@ -51,7 +52,7 @@ class LayerVariant:
 
     @property
     def prefetches(self) -> bool:
-        """Whether its calls are told to prefetch so many bytes."""
+        """Whether its calls are told how many bytes to prefetch."""
         return self.config.get("prefetch", "auto") not in ("auto", "off")
 
     @property
@@ -66,7 +67,7 @@ class LayerVariant:
         return self.config | {"split": str(first)}
 
     def obstacle(self, tokens: int, nbytes: int, dtype: str, world_size: int) -> str | None:
-        """Why it does not serve messages of ``tokens`` rows and ``nbytes``; None when it does."""
+        """Why the variant does not serve messages of ``tokens`` rows and ``nbytes``; None when it does."""
         if self.symmetric and (obstacle := peer_access_obstacle(range(world_size))):
             return obstacle
         if self.module is not None and tokens % world_size:
@@ -84,7 +85,7 @@ PLANNED = LayerVariant("fused+split", "ours")
 SPLIT = (LayerVariant("split", "ours", config={"fuse": False}, halves=True), PLANNED)
 GEMMS_APART = LayerVariant("fused-gemms-apart", "ours", config={"split": "off", "disable_passes": "join_gemms"})
 FED = LayerVariant("fused-fed", "ours", config={"split": "off", "feed_mm": "auto"})
-"""Only where ``--only`` names it: it was slower than ``fused`` but for long messages."""
+"""``bench layer`` and ``bench model`` have it only where ``--only`` names it: except for long messages it was slower."""
 ALL_SMS = LayerVariant("fused+split-all-sms", "ours", config={"split_gemm_sms": "off"})
 SWEPT = f"{PLANNED.label}@"
 SYMMETRIC = (
@@ -105,7 +106,7 @@ ASYNC_TP = LayerVariant("inductor+async-tp", "peer", CountScatters, symmetric=Tr
 
 
 def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
-    """Fused, and fused and split as planned, with each wire. No message is too small for it, over any transport."""
+    """``fused`` and ``fused+split`` with each wire. Messages of every size have the wire, over any transport."""
     return [
         replace(
             exact, label=f"{exact.label}-{wire}", wire=wire, config=exact.config | {"wire": wire, "wire_min_bytes": 0}
@@ -116,7 +117,7 @@ def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
 
 
 def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
-    """Fused, and fused and split as planned, with each value of option ``prefetch``."""
+    """``fused`` and ``fused+split`` with each value of option ``prefetch``."""
     return [
         replace(plain, label=f"{plain.label}-prefetch-{value}", config=plain.config | {"prefetch": value})
         for value in values
@@ -125,7 +126,7 @@ def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
 
 
 def swept(tokens: int) -> list[LayerVariant]:
-    """Fused and split at every multiple of 128 tokens, or as many of them as there is room for."""
+    """Fused and split at every multiple of 128 tokens, or of a larger step, for fewer than ``MOST_SWEPT`` variants."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
     return [
         LayerVariant(f"{SWEPT}{first}", "ours", config={"split": str(first)}) for first in range(step, tokens, step)
@@ -133,10 +134,10 @@ def swept(tokens: int) -> list[LayerVariant]:
 
 
 def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
-    """Who takes part at ``tokens`` tokens, in the order of the report.
+    """The variants that take part at ``tokens`` tokens, in the order of the report.
 
     Raises:
-        UsageError: ``--only`` names nobody.
+        UsageError: ``--only`` names no variant.
     """
     sites = spec.scope == "gemm-site"
     known = [FUSED, *SPLIT, *([GEMMS_APART, ALL_SMS] if spec.scope == "layer" else [])]

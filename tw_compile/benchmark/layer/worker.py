@@ -45,9 +45,9 @@ def rank_process(spec: LayerSpec, rank: int, scratch: str, messages: Connection)
 
 
 def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> dict[str, Any]:
-    """Everything one rank does; the rows are the same on every rank, and kept token count by token count.
+    """Do everything that one rank does. The rows are the same on every rank, and are kept after each token count.
 
-    Calls ``progress`` ``steps`` times less two.
+    Calls ``progress`` two times less than ``steps`` says.
 
     Raises:
         UsageError: The model can't be built as asked.
@@ -61,7 +61,7 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
     rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"hidden_size": subject.hidden_size, "rows": rows}
     for reference in references:
-        # Reports come from compiling: a graph that comes out of a cache has none.
+        # Compiling makes the reports: a graph that comes from a cache has no report.
         with compat.cold_compile(None), torch._dynamo.config.patch(recompile_limit=MOST_COMPILES):
             done = bench_tokens(spec, ranks, variants(spec, reference.tokens), subject, reference, progress)
         rows += [asdict(row) for row in done]
@@ -72,10 +72,10 @@ def run_rank(spec: LayerSpec, ranks: Ranks, progress: Progress, keep: Keep) -> d
 
 @dataclass
 class TokensReference:
-    """What a run on ``inputs`` must come near to, in float64, and how far the eager unfused one on this rank is from it.
+    """The float64 outputs that a run on ``inputs`` must come near to, and the errors of the eager unfused run on this rank.
 
-    ``coded_errors``: by wire the same of the unfused one whose rows travel in codes, where that was needed. ``obstacle``: why
-    all that is not known.
+    ``coded_errors``: by wire, the errors of the unfused run whose rows travel in codes, where they were needed. ``obstacle``:
+    why there is no reference.
     """
 
     tokens: int
@@ -86,11 +86,11 @@ class TokensReference:
     obstacle: str | None = None
 
     def errors_of(self, wire: str) -> tuple[float, ...]:
-        """What the budget of a variant with this wire is made of."""
+        """The errors that the budget of a variant with this wire is made of."""
         return self.unfused_errors if wire == EXACT else self.coded_errors[wire]
 
     def to(self, device: torch.device) -> TokensReference:
-        """The same with all tensors on ``device``."""
+        """The same reference with all tensors on ``device``."""
         if self.inputs is None or self.want is None:
             return self
         hidden, residual = self.want
@@ -99,7 +99,7 @@ class TokensReference:
 
 @dataclass
 class VariantAtTokens:
-    """A variant at one number of tokens; ``timer`` is there when it is to be timed."""
+    """A variant at one number of tokens; ``timer`` is set if it is to be timed."""
 
     variant: LayerVariant
     row: LayerRow
@@ -119,7 +119,7 @@ def bench_tokens(
     reference: TokensReference,
     progress: Progress,
 ) -> list[LayerRow]:
-    """The rows of the number of tokens that ``reference`` is of."""
+    """Check and time all variants at the number of tokens of ``reference``, and return their rows."""
     tokens = reference.tokens
     nbytes = tokens * subject.hidden_size * ELEMENT_BYTES[spec.dtype]
     entries = [
@@ -140,7 +140,7 @@ def bench_tokens(
     _time(spec, ranks, entries, subject, reference)
     rows = [entry.row for entry in entries]
     if spec.device == "cuda":
-        # Peers are done with what the graphs use before any of it is freed.
+        # Wait until all ranks are done with the memory that the graphs use, before any of it is freed.
         torch.cuda.synchronize()
         ranks.barrier()
         del entry, entries, reference
@@ -154,7 +154,7 @@ def _release_memory() -> None:
 
 
 def references_of(spec: LayerSpec, ranks: Ranks, subject: Subject, progress: Progress) -> list[TokensReference]:
-    """One for each number of tokens, on the CPU: the float64 model is gone before what is timed needs the memory."""
+    """A reference for each number of tokens, on the CPU. The float64 model is freed before the variants need the memory."""
     double = subject.in_float64()
     references = []
     for tokens in spec.tokens:
@@ -180,7 +180,7 @@ def _errors(outputs: HiddenAndResidual, want: HiddenAndResidual) -> tuple[float,
 
 
 def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subject, reference: TokensReference) -> None:
-    """Compile, run, check, capture. What goes wrong on one rank ends it on all, with the reason."""
+    """Compile, run, check and capture a variant. An error on one rank ends it on all ranks, with the reason."""
     inputs = reference.inputs
     assert inputs is not None
     refusal = ranks.agree(entry.variant.obstacle(entry.row.tokens, entry.row.nbytes, spec.dtype, spec.world_size))
@@ -211,7 +211,7 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
 
 
 def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
-    """``subject``, compiled and run once, and how many all_reduces it had; None for ours, whose reports say."""
+    """Compile ``subject`` and run it once. Also returns its number of all_reduces; None for ours, whose reports say it."""
     graph_pass = None if variant.kind == "ours" else variant.make_pass()
     if graph_pass is None:
         batch, seq = inputs.shape[:2]
@@ -232,7 +232,7 @@ def _finished(run: CompiledRun) -> HiddenAndResidual:
 
 
 def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport]) -> str | None:
-    """What ran instead of what the label says; None when nothing did. Counts the all_reduces that are fused."""
+    """What ran instead of what the label says; None when nothing else ran. Also counts the all_reduces that are fused."""
     entry.row.fused = 0
     if entry.variant.kind == "ours":
         sites = [site for report in reports for site in report.sites]
@@ -255,7 +255,7 @@ def deviation_of(ranks: Ranks, entry: VariantAtTokens, reports: list[GraphReport
 
 
 def _exact_sites(sites: list[Site], wire: str) -> str | None:
-    """Why not all fused sums, of which there must be some, have their rows in the codes of ``wire``."""
+    """Why not all fused sums have their rows in the codes of ``wire``, or why nothing is fused; None when all have."""
     fused = [site for site in sites if site.decision == "fused"]
     exact = [site for site in fused if site.wire != wire]
     if fused and not exact:
@@ -271,9 +271,9 @@ def _split(split: Split) -> str:
 
 
 def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) -> bool:
-    """Hold the outputs of the last run to the error budget of ``run``, and fused ones to equal bits on all ranks, too.
+    """Check the last run's outputs against the error budget of ``tw-compile run``, and fused ones for equal bits on all ranks.
 
-    False, and no time for who fails.
+    Returns False for a variant that fails, which then gets no time.
     """
     if not entry.variant.reduces:
         return True
@@ -284,7 +284,7 @@ def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) ->
     failures = []
     worst = []
     for index, name in enumerate(OUTPUT_NAMES):
-        # max() would lose what is not a number.
+        # max() would lose a NaN.
         error, unfused = (sorted((rank[which][index] for rank in errors), key=_badness)[-1] for which in (0, 1))
         worst.append(error)
         if not OutputErrors(error, unfused).passed:
@@ -295,8 +295,8 @@ def _passes(ranks: Ranks, entry: VariantAtTokens, reference: TokensReference) ->
         expect_same_on_all_ranks(checked, name, output)
     unequal = ranks.agree("; ".join(checked.failures) or None)
     row = entry.row
-    # It is the fused operator that promises equal bits. A norm that is not fused is Inductor's, which tunes its reductions on
-    # each rank for itself, so ranks may round otherwise there, in ours that only split as in unfused ones.
+    # Only the fused operator promises equal bits. Inductor makes a norm that is not fused, and tunes its reductions on each
+    # rank separately. So ranks may round differently there, both in unfused variants and in ours that only split.
     if unequal is not None and row.fused == row.all_reduces:
         failures.append(unequal)
     elif unequal is not None:
@@ -320,13 +320,13 @@ def _peak_bytes(run: CompiledRun) -> int:
 def _time(
     spec: LayerSpec, ranks: Ranks, entries: list[VariantAtTokens], subject: Subject, reference: TokensReference
 ) -> None:
-    """Fill in the times, unless what the last timed run computed is not good enough either."""
+    """Fill in the times of the variants whose outputs are still good enough after the timed runs."""
     timers = {entry.variant.label: entry.timer for entry in entries if entry.timer is not None}
     times = interleaved(ranks, timers, spec.repeats)
     for entry in entries:
         if entry.timer is None:
             continue
-        # Once more: the graphs share the slots of our operators, and those after this one have run since.
+        # Run it once more: the graphs share the slots of our operators, and other graphs have run since this one.
         entry.timer.run()
         if _passes(ranks, entry, reference):
             parts = [microseconds / subject.parts(spec) for microseconds in times[entry.variant.label]]

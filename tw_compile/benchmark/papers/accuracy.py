@@ -1,4 +1,4 @@
-"""What wires cost: reports of ``tw-compile run --wire`` that are committed. Imports no torch."""
+"""What wires cost: reads reports of ``tw-compile run --wire``, committed ones and those of ``--from``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMITTED = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a wire costs a model on simulated ranks: nats for each token of a text, with it and with exact rows."""
+    """What a wire costs a model on simulated ranks: nats for each token of a text, with the wire and with exact rows."""
 
     wire: str
     world_size: int
@@ -46,9 +46,9 @@ class CallError:
     """Errors of calls with a wire, relative to float64.
 
     Attributes:
-        feeds: The GEMM whose sums they are, such as ``o_proj``; ``third``: of the layers, such as ``first``.
-        sums: Of sums, whose parts came in codes.
-        results: Of the normalised rows that are made of these sums and sent in codes.
+        feeds: The GEMM whose partial sums are added, such as ``o_proj``; ``third``: the third of the layers, such as ``first``.
+        sums: The error of sums whose parts came in codes.
+        results: The error of the normalised rows that are made of these sums and sent in codes.
     """
 
     wire: str
@@ -80,7 +80,7 @@ def parse(text: str, file: str) -> Accuracy:
     """What one report of ``tw-compile run --wire`` says.
 
     Raises:
-        UsageError: The text is another one; it names ``--from`` and ``file``.
+        UsageError: The text is not such a report. The message names ``--from`` and ``file``.
     """
     try:
         report = json.loads(text)
@@ -123,15 +123,15 @@ def _errors(report: dict[str, Any], file: str) -> tuple[CallError, ...]:
 
 
 def given(files: Iterable[str]) -> Accuracy:
-    """Of the reports of ``--from``.
+    """The accuracy by the reports of ``--from``.
 
     Raises:
-        UsageError: One can't be read, or is no report of ``tw-compile run --wire``.
+        UsageError: A file can't be read, or is no report of ``tw-compile run --wire``.
     """
     return sum((parse(text_of(file), file) for file in files), Accuracy())
 
 
 def committed_accuracy() -> Accuracy:
-    """Of the reports that the checkout has; a wheel has none."""
+    """The accuracy by the reports that the checkout has; a wheel has none."""
     files = [RESULTS / name for name in COMMITTED if (RESULTS / name).exists()]
     return sum((parse(file.read_text(), str(file)) for file in files), Accuracy())

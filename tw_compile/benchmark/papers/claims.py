@@ -13,7 +13,7 @@ Values = Mapping[float, float]
 
 @dataclass(frozen=True)
 class Bound:
-    """``at least`` or ``at most`` so much, of every value, or of one of them (``somewhere``)."""
+    """A limit that every value meets, or at least one value (``somewhere``). ``word`` is ``at least`` or ``at most``."""
 
     word: str
     limit: float
@@ -34,9 +34,9 @@ def times(value: float) -> str:
 def judge(
     says: str, bound: Bound, paper: Values, ours: Values, show: Callable[[float], str] = percent, x: str = "tokens"
 ) -> Claim:
-    """Whether ``says`` holds on the two sides, each with its least and greatest value and where they are.
+    """Judge whether a claim holds on the two sides. Its text has each side's least and greatest value, and where these are.
 
-    ``says`` ends where the bound begins: "fused takes" and then "at least 24% ...".
+    ``says`` is the text before the bound: "fused takes", which "at least 24% ..." follows.
     """
     where = "somewhere" if bound.somewhere else "everywhere"
     in_paper, text_of_paper = _side("paper", bound, paper, show, x)

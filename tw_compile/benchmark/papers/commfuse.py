@@ -9,7 +9,7 @@ from tw_compile.benchmark.papers.hidden import MORE, measured_share, predicted_s
 from tw_compile.benchmark.papers.tokenweave_layers import LLAMA, SMALL, layer_requests
 
 SEQUENCES = {1024: 128, 2048: 64, 4096: 32, 8192: 16, 16384: 8}
-"""How many sequences there are, by their tokens."""
+"""Number of sequences in a batch, by the tokens of a sequence."""
 METHODS = {0.0: "no overlap", 1.0: "slices", 2.0: "CommFuse"}
 
 

@@ -1,4 +1,4 @@
-"""What an exhibit is drawn from. Imports no torch."""
+"""The data that an exhibit is drawn from. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tw_compile.benchmark.papers.timed import OURS, PEER, Timed
 from tw_compile.kernels.collective.wires import EXACT
 
 Times = dict[str, dict[float, Timed]]
-"""By run, which is a file; then by tokens or SMs."""
+"""Rows by run, which is a file; then by tokens or SMs."""
 
 Values = dict[float, tuple[float, Timed]]
 """Values of one line by x, each with a row that says how it was obtained."""
@@ -27,14 +27,15 @@ Host = Literal["no", "too", "only"]
 
 @dataclass(frozen=True)
 class Context:
-    """For one exhibit.
+    """The data that one exhibit is drawn from.
 
     Attributes:
-        rows: What was measured here comes first, then files that were given, then committed ones.
+        rows: Rows that were measured here come first, then rows of given files, then rows of committed files.
         missing: Why nothing was measured here; None where it was, or where nobody asked.
         tp: Ranks that exhibits are measured with.
         accuracy: What wires cost.
-        host: ``too`` where rows go through host memory on this machine.
+        host: Which rows are drawn. ``no``: those over peer memory; ``only``: those through host memory; ``too``: both, because
+            rows went through host memory on this machine or in a given file.
     """
 
     published: Published
@@ -46,21 +47,21 @@ class Context:
 
     @property
     def over_host(self) -> Context:
-        """Of rows that went through host memory alone."""
+        """The same with only the rows that went through host memory."""
         return replace(self, host="only")
 
     @property
     def over_all(self) -> Context:
-        """Of rows over any link."""
+        """The same with the rows over any link."""
         return replace(self, host="too")
 
     @property
     def over_peers(self) -> Context:
-        """Of rows that went over peer access alone."""
+        """The same with only the rows that went over peer access."""
         return replace(self, host="no")
 
     def times(self, bench: str, world_size: int, choose: Callable[[Timed], bool]) -> Times:
-        """By run and tokens, the fastest of the chosen rows."""
+        """The fastest of the chosen rows, by run and tokens."""
         return self.by(bench, world_size, choose, lambda row: row.tokens)
 
     def by(
@@ -80,7 +81,7 @@ class Context:
         return found
 
     def kernel(self, world_size: int, hidden: int, *labels: str) -> Times:
-        """Microseconds of ``bench kernel``."""
+        """Microseconds of ``bench kernel``: of ``labels``, without the rows of ``--sms``."""
         return self.times(
             "bench kernel",
             world_size,
@@ -88,7 +89,7 @@ class Context:
         )
 
     def layer(self, world_size: int, model: str, *labels: str) -> Times:
-        """Microseconds of ``bench layer``: of ``labels``, or of the fastest peer."""
+        """Microseconds of ``bench layer``: of ``labels``, or, without labels, of the fastest peer."""
         return self.times(
             "bench layer",
             world_size,
@@ -96,7 +97,7 @@ class Context:
         )
 
     def fastest_fused(self, world_size: int, hidden: int, wire: str = EXACT) -> Times:
-        """The fastest kernel of ours with the peers' results, whose rows travel by ``wire``."""
+        """Our fastest kernel that gives the peers' results and whose rows travel by ``wire``."""
 
         def choose(row: Timed) -> bool:
             same = row.kind == OURS and row.wire == wire and not row.quantises
@@ -111,8 +112,10 @@ class Context:
     def lines(
         self, name: str, values: Mapping[str, Values], beside: str | None, asked: Iterable[float] = ()
     ) -> list[Series]:
-        """Our lines of measured values, one for each device and link. Where nothing was measured, a line says why there is
-        none of ``asked`` x; without these there is no line then."""
+        """Our lines of measured values, one for each device and link.
+
+        Where nothing was measured, a line says for each x of ``asked`` why it has no value. Without ``asked`` there is no line.
+        """
         if values:
             return [measured(", ".join(filter(None, (name, where))), found, beside) for where, found in values.items()]
         xs = tuple(asked)
@@ -132,12 +135,12 @@ def predicted(name: str, values: Mapping[float, float], beside: str | None, by: 
 
 
 def cannot(name: str, xs: Iterable[float], why: str, beside: str | None = None) -> Series:
-    """A line that there is none of, and why."""
+    """A line without values, which says why there are none."""
     return Series(name, True, tuple(Point(x, None, "cannot", why) for x in xs), beside)
 
 
 def combined(compute: Callable[..., float], leading: Times, *others: Times) -> dict[str, Values]:
-    """``compute`` of values that are of one run, by where they were measured and by x; nan is left out."""
+    """``compute`` of values of the same run, by where they were measured and by x. Results that are nan are left out."""
     found: dict[str, Values] = {}
     for run, rows in leading.items():
         beside = [times.get(run, {}) for times in others]
@@ -160,17 +163,17 @@ def quotients(above: Times, below: Times) -> dict[str, Values]:
 
 
 def first(values: Mapping[str, Values]) -> Values:
-    """Those of the place that comes first; empty where there is none."""
+    """The values of the first place; empty where there is none."""
     return next(iter(values.values()), {})
 
 
 def quotient(above: Times, below: Times) -> Values:
-    """As :func:`quotients`, of the place that comes first."""
+    """As :func:`quotients`, for the first place only."""
     return first(quotients(above, below))
 
 
 def plain(values: Values) -> dict[float, float]:
-    """Without the rows that say how."""
+    """The values without the rows that say how they were obtained."""
     return {x: value for x, (value, _) in values.items()}
 
 

@@ -17,7 +17,7 @@ DEPTHS = {8192.0: "o_proj", 28672.0: "down", MEAN: "mean, or layer"}
 
 
 def hidden(context: Context) -> Drawn:
-    """Of the all_reduce of PyTorch, what DistFuse saves of PyTorch's time; ours is the layer that has both GEMMs."""
+    """The time that DistFuse saves over PyTorch, as a share of PyTorch's all_reduce. Ours is of the layer with both GEMMs."""
     base, sums, fast = (
         context.published.points("t1", name)
         for name in ("PyTorch, GEMM then all_reduce, us", "all_reduce of PyTorch alone, us", "DistFuse, us")
@@ -59,7 +59,7 @@ def hidden(context: Context) -> Drawn:
 
 
 def _at_tokens(found: Mapping[str, Values]) -> dict[str, Values]:
-    """The value at ``TOKENS``, drawn at the mean of the GEMMs, where there is one."""
+    """The value at ``TOKENS``, where there is one, drawn at the x of the GEMMs' mean."""
     return {where: {MEAN: values[TOKENS]} for where, values in found.items() if TOKENS in values}
 
 

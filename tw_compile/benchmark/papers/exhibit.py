@@ -16,7 +16,7 @@ HOW = ("measured here", "measured earlier", "predicted", "cited", "read from the
 
 @dataclass(frozen=True)
 class Point:
-    """One value; None where there is none, and then ``detail`` says why. Else it says by what: a file, a profile, a figure."""
+    """One value. ``detail`` names its source: a file, a profile, a figure. Where ``value`` is None, it says why."""
 
     x: float
     value: float | None
@@ -26,7 +26,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """A line of the plot. ``beside``: the name of the paper's line that one of ours is compared with."""
+    """A line of the plot. ``beside``: the name of the paper's line that a line of ours is compared with."""
 
     name: str
     ours: bool
@@ -34,13 +34,13 @@ class Series:
     beside: str | None = None
 
     def values(self) -> dict[float, float]:
-        """Those that are there, by x."""
+        """The values that are there, by x."""
         return {point.x: point.value for point in self.points if point.value is not None}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim in words, with the numbers of both sides. None: there are no numbers to judge it by."""
+    """A claim in words, with the numbers of both sides. None: there are no numbers to judge the claim by."""
 
     text: str
     holds_in_paper: bool | None
@@ -72,11 +72,11 @@ class Exhibit:
         id: What ``--figures`` calls it: the number of a figure, or of a table with a ``t`` before it.
         title: Its name, and what it is about.
         says: What the paper shows by it.
-        differs: What is not alike on the two sides.
+        differs: In what the two sides differ.
         x: What the values of x are; ``y``: what the values are.
         draw: The lines and claims, from what was measured, predicted and published.
-        requests: What to ask the benchmarks for on so many ranks.
-        ticks: Names of values of x that are no numbers.
+        requests: Returns the requests to the benchmarks for a number of ranks.
+        ticks: Names of the values of x, where these are no numbers.
         y_log, x_log: Whether an axis is logarithmic, x to base 2.
     """
 

@@ -69,7 +69,7 @@ def accuracy_of_tasks(context: Context) -> Drawn:
 
 
 def perplexities(context: Context) -> Drawn:
-    """By that with INT8, as the paper's table has none without codes."""
+    """Perplexities divided by the perplexity with INT8, because the paper's table has none without codes."""
     series: list[Series] = []
     for model in MODELS:
         points = context.published.points("t4", f"{model}, C4 perplexity")
@@ -109,7 +109,7 @@ def nats(value: float) -> str:
 
 
 def _by_model(costs: Iterable[Cost]) -> dict[tuple[str, int], dict[str, Cost]]:
-    """By checkpoint and ranks, the cost of each wire."""
+    """The cost of each wire, by checkpoint and ranks."""
     found: dict[tuple[str, int], dict[str, Cost]] = {}
     for cost in (cost for cost in costs if cost.wire in WIRE_BITS):
         found.setdefault((cost.checkpoint, cost.world_size), {}).setdefault(cost.wire, cost)
@@ -117,7 +117,7 @@ def _by_model(costs: Iterable[Cost]) -> dict[tuple[str, int], dict[str, Cost]]:
 
 
 def _perplexity(name: str, costs: Mapping[str, Cost], beside: str) -> Series:
-    """Of one model, by that with int8."""
+    """The line of one model: perplexities divided by the perplexity with int8."""
     base = costs["int8"]
     found = {WIRE_BITS[wire]: (cost.nats, cost) for wire, cost in costs.items()}
     found[WIRE_BITS["exact"]] = (base.exact_nats, base)

@@ -38,13 +38,13 @@ from tw_compile.kernels.collective.wires import EXACT
 
 MIB = 2**20
 SMALL_HIDDEN = 4096
-"""Of the paper's LLaMA-3-8B, and of Llama-3.1-8B."""
+"""The hidden size of the paper's LLaMA-3-8B, and of Llama-3.1-8B."""
 LARGE = 64.0
 """MiB from which on the paper sees its kernel clearly ahead."""
 PREFILLS = (1024, 4096)
 SIZES = (64, 256, 1024, 4096, 16384)
 LAYER_WIRES = {EXACT: "fused+split", "int8": "fused+split-int8"}
-"""Layers that are measured, as benchmarks call them."""
+"""By wire, the benchmarks' label of the layers that are measured."""
 JUDGED = (EXACT, "int6")
 """The widest and the narrowest wire."""
 NOT_BY_ENGINE = {
@@ -56,7 +56,7 @@ NOT_BY_ENGINE = {
 
 
 def wire_requests(tp: int) -> tuple[Request, ...]:
-    """Calls with every wire, over peer access and through host memory; what a machine does not serve has no time."""
+    """Calls with every wire, over peer access and through host memory. Calls that a machine does not serve have no time."""
     wires = tuple(WIRE_BITS)
     kernels = [f"tw-{transport}-two-shot" for transport in ("push", "host")]
     only = ("nccl+norm", *(_with(wire, label) for label in kernels for wire in wires))
@@ -78,7 +78,7 @@ def coded_layer_requests(tp: int) -> tuple[Request, ...]:
 
 
 def _with(wire: str, label: str) -> str:
-    """As benchmarks call a variant with the wire."""
+    """The benchmarks' label of a variant with the wire."""
     return label if wire == EXACT else f"{label}-{wire}"
 
 
@@ -129,17 +129,17 @@ def first_token(context: Context) -> Drawn:
 
 
 def layer_gains(context: Context, tp: int, model: str, wire: str) -> dict[str, Values]:
-    """The best unfused layer's time by that of ours whose rows travel by ``wire``, by tokens."""
+    """The best unfused layer's time divided by the time of our layer whose rows travel by ``wire``; by tokens."""
     return quotients(context.layer(tp, model), context.layer(tp, model, LAYER_WIRES[wire]))
 
 
 def _most(found: Mapping[str, Values], ranks: int) -> dict[str, Values]:
-    """The greatest value of each place, drawn at its ranks."""
+    """The greatest value of each place, drawn at its number of ranks."""
     return {where: {float(ranks): max(values.values(), key=lambda pair: pair[0])} for where, values in found.items()}
 
 
 def by_bits(context: Context) -> Drawn:
-    """Layers wherever rows travelled in codes, and an engine through host memory."""
+    """Layers from every place where rows travelled in codes, and an engine through host memory."""
     tp = context.tp
     gains = {WIRE_BITS[wire]: layer_gains(context.over_all, tp, SMALL, wire) for wire in LAYER_WIRES}
     series: list[Series] = []
@@ -181,12 +181,12 @@ def by_size(context: Context) -> Drawn:
 
 
 def _large(values: Values) -> dict[float, float]:
-    """Of messages as large as those that the paper's claim is about."""
+    """The values of messages as large as those that the paper's claim is about."""
     return {size: value for size, value in plain(values).items() if size >= LARGE}
 
 
 def _over_nccl(context: Context, hidden: int, wire: str) -> dict[str, Values]:
-    """NCCL's time with a norm by that of our fastest kernel whose rows travel by ``wire``, by MiB of a message."""
+    """NCCL's time with a norm divided by the time of our fastest kernel with ``wire``; by MiB of a message."""
     found = quotients(context.kernel(context.tp, hidden, "nccl+norm"), context.fastest_fused(context.tp, hidden, wire))
     return {
         where: {2 * hidden * tokens / MIB: pair for tokens, pair in values.items()} for where, values in found.items()

@@ -1,4 +1,4 @@
-"""The share of communication that is hidden, of ours: as measured of layers, and as predicted."""
+"""The share of communication that our layers hide, as measured and as predicted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MORE = "more than all is hidden where norms are saved, too: each rank norms its 
 
 
 def measured_share(context: Context, tp: int, model: str, label: str) -> dict[str, Values]:
-    """Of the best unfused layer's time beyond that without communication, what ``label`` saves."""
+    """The share that ``label`` saves of the best unfused layer's time in excess of the time without communication."""
     unfused, silent = context.layer(tp, model), context.layer(tp, model, "no-communication")
     return combined(_share, context.layer(tp, model, label), unfused, silent)
 
@@ -27,7 +27,10 @@ def _share(ours: float, unfused: float, silent: float) -> float:
 def predicted_share(
     tp: int, model: str, tokens: Sequence[int], name: str, beside: str | None, sequences: dict[int, int] | None = None
 ) -> Series:
-    """``sequences``: how many equal ones share the tokens, by their tokens; then x is the length of one."""
+    """The predicted share of communication that is hidden.
+
+    ``sequences``: the number of equal sequences in a batch, by their length. Then ``tokens`` and x are the length of one.
+    """
     many = sequences or {}
     values = {}
     for count in tokens:

@@ -25,15 +25,15 @@ BENCHES = {
 }
 """The module that has ``run``, and the one that has ``as_csv``."""
 LEAST_SECONDS = 30.0
-"""Less than that is not enough to start ranks and measure anything."""
+"""Less time is not enough to start ranks and measure anything."""
 HERE = "measured here"
 INTERRUPTED = "interrupted"
-"""What the report of a benchmark that Ctrl-C or SIGTERM has ended calls incomplete."""
+"""The value of ``incomplete`` in the report of a benchmark that Ctrl-C or SIGTERM has ended."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one benchmark is asked for: one of ``BENCHES`` and its own spec; about so many minutes."""
+    """A request to one of ``BENCHES``, with its own spec. The benchmark takes about ``minutes`` minutes."""
 
     bench: str
     spec: Any
@@ -41,7 +41,7 @@ class Request:
     minutes: float
 
     def digest(self, made_with: str) -> str:
-        """The same for another part of the same request, made with the same machine and sources."""
+        """A hash that is the same for all parts of a request that are measured with the same machine and sources."""
         values = asdict(self.spec)
         for part in ("tokens", "timeout"):
             del values[part]
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Measured:
-    """Rows that were measured here, and by request why there are none, or not all."""
+    """Rows that were measured here, and by request why some or all rows are missing."""
 
     rows: list[Timed]
     missing: dict[Request, str]
@@ -77,12 +77,12 @@ def made_with() -> str:
 
 
 def files_of(request: Request, folder: Path, key: str) -> list[Path]:
-    """What earlier calls have kept of the request, in order."""
+    """The files that earlier calls have kept for the request, in order."""
     return sorted(folder.glob(f"{request.bench.replace(' ', '-')}-{request.digest(key)}-*.csv"))
 
 
 def left_of(request: Request, files: Iterable[Path]) -> Any:
-    """The spec of the tokens that no file has rows of; None where all are there."""
+    """The request's spec with only the tokens that no file has rows of; None where the files have all."""
     done = {int(row["tokens"]) for file in files for row in csv.DictReader(io.StringIO(read_text(file, "--out")))}
     tokens = tuple(count for count in request.spec.tokens if count not in done)
     return replace(request.spec, tokens=tokens) if tokens else None
@@ -99,7 +99,7 @@ def measure(
     clock: Callable[[], float] = time.monotonic,
     host: bool = False,
 ) -> Measured:
-    """Everything that is not in ``folder`` yet, short requests first; what is done is kept there, benchmark by benchmark.
+    """Measure what is not in ``folder`` yet, short requests first. Rows are kept there after each benchmark.
 
     ``resume``: whether rows of earlier calls count; if not, they are deleted. ``host``: see :func:`through_host`.
     """
@@ -131,7 +131,7 @@ def measure(
 def _measure(
     request: Request, spec: Any, folder: Path, key: str, progress: Callable[[str], None]
 ) -> dict[Request, str]:
-    """Run one benchmark and keep its rows; what is missing then."""
+    """Run one benchmark and keep its rows. Returns why rows are missing, if some are."""
     run, results = (import_module(module) for module in BENCHES[request.bench])
     try:
         report = run.run(spec, lambda what: progress(f"{request.bench}: {what}"))

@@ -25,15 +25,17 @@ def layer_of(model: str, world_size: int) -> LayerShape:
 
 @cache
 def plan(profile: str, model: str, world_size: int, tokens: int, multicast: bool = False, sequences: int = 1) -> Plan:
-    """The plan of a layer whose ``tokens`` are ``sequences`` equal ones."""
+    """The plan of a layer whose ``tokens`` are those of ``sequences`` equal sequences."""
     lengths = (tokens // sequences,) * sequences
     kernel = MULTICAST if multicast else None
     return plan_layer(load_profile(profile), layer_of(model, world_size), tokens, kernel=kernel, sequences=lengths)
 
 
 def hidden_share(found: Plan, us: float | None = None) -> float:
-    """Which share of the unfused layer's communication is gone in ``us``, or in the layer as planned; more than 1 where the
-    norms, which fusing shares out between ranks, are saved on top."""
+    """The share of the unfused layer's communication that a layer of ``us`` saves, or the layer as planned.
+
+    It is more than 1 where time of the norms is saved, too, because fusing shares the norms out between ranks.
+    """
     predicted = found.predicted
     return (predicted.unfused_us - (found.us if us is None else us)) / (
         predicted.unfused_us - predicted.no_communication_us
@@ -41,12 +43,12 @@ def hidden_share(found: Plan, us: float | None = None) -> float:
 
 
 def communication_share(found: Plan) -> float:
-    """Of the unfused layer's time."""
+    """The share of the unfused layer's time that communication takes."""
     return 1.0 - found.predicted.no_communication_us / found.predicted.unfused_us
 
 
 def fused_of_unfused(profile: str, world_size: int, tokens: int, hidden_size: int) -> float:
-    """Time of the fused kernel by that of all_reduce + norm, both with multicast."""
+    """Time of the fused kernel divided by the time of all_reduce + norm, both with multicast."""
     device = load_profile(profile)
     kernel = device.fused[MULTICAST]
     fused = min(fused_us(kernel, tokens, hidden_size, world_size, ctas) for ctas in kernel.ctas)
@@ -55,7 +57,7 @@ def fused_of_unfused(profile: str, world_size: int, tokens: int, hidden_size: in
 
 
 def by_ctas(profile: str, world_size: int, tokens: int, hidden_size: int, ctas: tuple[int, ...]) -> dict[float, float]:
-    """Time of the fused kernel with multicast by its best, for each number of CTAs."""
+    """Time of the fused kernel with multicast divided by its best time, for each number of CTAs."""
     kernel = load_profile(profile).fused[MULTICAST]
     times = {float(count): fused_us(kernel, tokens, hidden_size, world_size, count) for count in ctas}
     return {count: us / min(times.values()) for count, us in times.items()}

@@ -49,7 +49,7 @@ class Published:
         raise KeyError(f"{self.source}: no series {series!r} of exhibit {exhibit}")
 
     def series(self, exhibit: str, series: str, name: str, values: Mapping[float, float] | None = None) -> Series:
-        """A line of the paper, cited; ``values`` where they follow from its numbers by arithmetic."""
+        """A line of the paper, cited. ``values`` are shown instead, where they follow from its numbers by arithmetic."""
         row = next(row for row in self.rows if (row.exhibit, row.series) == (exhibit, series))
         how = "read from the plot" if row.read_from_plot else "cited"
         shown = self.points(exhibit, series) if values is None else values
@@ -60,7 +60,7 @@ def read_published(name: str) -> Published:
     """The numbers of the paper ``name``.
 
     Raises:
-        ValueError: The file lacks something, or has what is not known.
+        ValueError: The file lacks something, or has something that is not known.
     """
     file = resources.files("tw_compile.configs") / "papers" / f"{name}.toml"
     return parse(file.read_text(), f"configs/papers/{name}.toml")

@@ -18,7 +18,7 @@ PAPERS = {
 
 
 def exhibits(name: str, figures: str | None = None) -> tuple[Exhibit, ...]:
-    """Those of the paper ``name``, in its order; of ``figures``, ids with commas, where there are any.
+    """The exhibits of the paper ``name``, in its order; only those of ``figures`` (ids with commas), if it is given.
 
     Raises:
         UsageError: There is no such paper, or it has no such exhibit.

@@ -30,8 +30,11 @@ def report_of(
     seconds: float,
     costs: Accuracy | None = None,
 ) -> dict[str, Any]:
-    """``given`` are rows of files that the user named, and ``costs`` what such files say of wires. Those of ``measured``,
-    which is None for a dry run, come before them, and committed ones after."""
+    """The report of the paper ``name``, as plain values.
+
+    ``given`` are rows of files that the user named, and ``costs`` is what such files say of wires. Rows of ``measured`` come
+    before the given rows, committed rows after them. ``measured`` is None for a dry run.
+    """
     from tw_compile.harness.versions import versions
 
     asked = requests_of(exhibits, tp)
@@ -72,7 +75,7 @@ def _missing(asked: Sequence[Any], measured: Measured | None) -> str | None:
 
 
 def _not_here(series: Sequence[Series], why: str) -> Series:
-    """That the exhibit was to be measured here, and why it was not, or not all of it."""
+    """A line that says why the exhibit was not measured here, or not all of it, though that was asked for."""
     first = next((point.x for line in series for point in line.points), 0.0)
     return cannot("measured here", (first,), why)
 
@@ -106,7 +109,7 @@ def _series(line: Series, source: str) -> dict[str, Any]:
 
 
 def comparison(series: Sequence[Series]) -> list[dict[str, Any]]:
-    """One line a value of ours: the paper's at the same x, where there is one, ours, and ours by the paper's."""
+    """One line for each value of ours: the paper's value at the same x, if any, our value, and ours divided by the paper's."""
     papers: Mapping[str, Series] = {line.name: line for line in series if not line.ours}
     lines = []
     for line in series:

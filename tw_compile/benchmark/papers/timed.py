@@ -14,7 +14,7 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import EXACT
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""Of a checkout; a wheel has none."""
+"""The results of a checkout; a wheel has none."""
 COMMITTED = (
     "2026-11-21-2xh200-kernel-tp2.csv",
     "2026-11-22-4xh200-kernel-tp4.csv",
@@ -40,8 +40,8 @@ COMMITTED = (
     "2026-11-24-2xh100-layer-host-llama-3.1-8b-1024-tp2.csv",
     "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",
 )
-"""The files that exhibits are drawn from. Of two on the same device that have the same value, the first one's counts. All their
-machines have NVLink; some runs left it unused."""
+"""The files that exhibits are drawn from. If two files of the same device have the same value, the first
+file's value counts. All their machines have NVLink; some runs left it unused."""
 SCHEMAS = {
     "bench vllm": {"label", "trace", "chunk", "requests", "speedup", "world_size", "model"},
     "bench ffn": {"label", "tokens", "p50_us", "world_size", "model", "first"},
@@ -60,17 +60,17 @@ class Timed:
 
     Attributes:
         bench: One of ``SCHEMAS``.
-        world_size: Ranks; of ``bench ffn``, those that the weights are shared out to.
-        hidden: Of ``bench kernel``, else 0; ``model``: of the others, else empty.
-        tokens: Of ``bench vllm``, those of a step.
-        value: Microseconds; of ``bench vllm``, the speed-up.
-        trace, requests: Of ``bench vllm``.
-        first: Of ``bench ffn``, tokens of the first half, 0 where nothing is split.
-        quantises: Its results are float8, which no peer gives.
+        world_size: Ranks; for ``bench ffn``, those among which the weights are divided.
+        hidden: The hidden size for ``bench kernel``, else 0; ``model``: the model for the other benchmarks, else empty.
+        tokens: Tokens; for ``bench vllm``, those of a step.
+        value: Microseconds; for ``bench vllm``, the speed-up.
+        trace, requests: For ``bench vllm`` only.
+        first: For ``bench ffn``, tokens of the first half; 0 where nothing is split.
+        quantises: Whether its results are float8, which no peer gives.
         wire: How its rows travel.
-        how: As a :class:`Point` has it.
-        file, folder, device: Where it is from, and what it was measured on; a file need not say the latter.
-        through_host: Rows went through host memory, as the run did not use the GPUs' peer access, or had none.
+        how: How the value was obtained, see :class:`Point`.
+        file, folder, device: Where the row is from, and the device that it was measured on. A file need not name the device.
+        through_host: Whether rows went through host memory, because the run did not use the GPUs' peer access, or had none.
     """
 
     bench: str
@@ -94,7 +94,7 @@ class Timed:
 
     @property
     def run(self) -> str:
-        """Rows of one run have the same; files of one name in two folders are two runs."""
+        """Folder and file, which all rows of one run share. Files of the same name in two folders are two runs."""
         return str(Path(self.folder, self.file))
 
     @property
@@ -122,10 +122,10 @@ class Timed:
 
 
 def parse(text: str, file: str, how: str, option: str = "--from") -> list[Timed]:
-    """Rows that have a value, the peers' norm and, where results were checked, good ones.
+    """The rows that have a value and the peers' norm and, where results were checked, good results.
 
     Raises:
-        UsageError: The text is no CSV of a benchmark that exhibits are drawn from; it names ``option`` and ``file``.
+        UsageError: The text is no CSV of a benchmark that exhibits are drawn from. The message names ``option`` and ``file``.
     """
     reader = csv.DictReader(io.StringIO(text))
     columns = set(reader.fieldnames or ())
@@ -174,7 +174,7 @@ def given(files: Iterable[str]) -> list[Timed]:
     """Rows of the files of ``--from``.
 
     Raises:
-        UsageError: One can't be read, or is no CSV of a benchmark.
+        UsageError: A file can't be read, or is no CSV of a benchmark.
     """
     return [row for file in files for row in parse(text_of(file), file, "measured earlier")]
 

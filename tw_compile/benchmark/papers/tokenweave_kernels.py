@@ -117,7 +117,7 @@ def rates(context: Context) -> Drawn:
 
 
 def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) -> Drawn:
-    """The paper's lines ``PREFIX N tokens``, each by its own best, and ours by theirs."""
+    """The paper's lines ``PREFIX N tokens``, and our lines, each divided by its own best value."""
     series: list[Series] = []
     best = context.published.points("7", "all_reduce, best, us") if exhibit == "7" else {}
     two: dict[float, float] = {}
@@ -165,7 +165,7 @@ def by_sms(context: Context, exhibit: str, prefix: str, shown: tuple[int, ...]) 
 
 
 def fastest(found: Times) -> Times:
-    """Of each run its fastest row, at every x of the run."""
+    """The fastest row of each run, at every x of the run."""
     return {run: dict.fromkeys(rows, min(rows.values(), key=lambda row: row.value)) for run, rows in found.items()}
 
 

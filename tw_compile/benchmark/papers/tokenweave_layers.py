@@ -121,7 +121,7 @@ def shares(context: Context) -> Drawn:
 
 
 def communication_shares(context: Context, tp: int, model: str) -> dict[str, Values]:
-    """Of the best unfused layer's time."""
+    """The share of the best unfused layer's time that communication takes."""
     return saved(context.layer(tp, model, "no-communication"), context.layer(tp, model))
 
 

@@ -12,7 +12,7 @@ from tw_compile.benchmark.spec import BenchSpec
 
 HIDDEN = 2048
 CUSTOM_BYTES = 256 * 1024
-"""Below that vLLM's own all_reduce serves a message there, from it on multimem."""
+"""In the issue, vLLM's own all_reduce serves messages below this size, and multimem serves the others."""
 
 
 def requests(tp: int) -> tuple[Request, ...]:
@@ -21,7 +21,7 @@ def requests(tp: int) -> tuple[Request, ...]:
 
 
 def decisions(context: Context) -> Drawn:
-    """What each cap runs, by the faster of the two ways: the times are the issue's own."""
+    """The time of what the cap and the gate run, divided by the time of the faster way. Both are of the issue's own times."""
     fused, unfused = (context.published.points("t1", f"{name}, us") for name in ("fused one-shot", "unfused"))
     best = {x: min(fused[x], unfused[x]) for x in fused}
     line = context.published.series("t1", "fused one-shot, us", "fused up to 0.5 MB, TP8", divided(fused, best))

@@ -1,7 +1,7 @@
 """The process of one engine: starts vLLM, runs the traces, writes their times and tokens. Imports vLLM.
 
 Started by :mod:`tw_compile.benchmark.vllm.turns` as ``python -m tw_compile.benchmark.vllm.engine JOB.json RESULT.json TURNS
-LINE SCRATCH``. TURNS is the number of a socket that says when it's this engine's turn, LINE and SCRATCH are for
+LINE SCRATCH``. TURNS is the number of a socket that says when it is this engine's turn. LINE and SCRATCH are for
 ``child.live_with``.
 """
 
@@ -20,16 +20,17 @@ from tw_compile.benchmark.vllm.traces import ACCURACY, TURN, Trace, prompt_token
 
 
 class ParentGoneError(RuntimeError):
-    """Nobody is there to say whose turn it is."""
+    """The benchmark that says whose turn it is has ended."""
 
 
 def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
-    """The engine's facts, and for each trace its tokens and the rounds' times in seconds, or its log-probabilities.
+    """Return the engine's facts, and for each trace its tokens and the rounds' times in seconds, or its log-probabilities.
 
-    Before each timed trace the engine serves a short request that nobody looks at, so that all begin alike. How long an engine
-    that takes turns has had nothing to do depends on its place: the first and the last wait for the others' turns at the trace
-    before in one round and at this one in the next, those in the middle for some of both in all. vLLM's workers stop polling
-    after one second, and what it takes to wake them would be in the time to the first token.
+    Before each timed trace the engine serves a short request that is not timed, so that all engines begin alike. Engines take
+    turns, and how long an engine has been idle depends on its place. In one round the first and the last engine wait for the
+    others' turns at the trace before, and in the next round for those at this trace. The engines in the middle wait for some
+    turns of both in every round. vLLM's workers stop polling after one second. The time to wake them would be in the time to
+    the first token.
     """
     begin = time.monotonic()
     from vllm import LLM
@@ -54,7 +55,7 @@ def run(job: dict[str, Any], driver: socket.socket) -> dict[str, Any]:
         else:
             results[trace]["tokens"] = [list(output.outputs[0].token_ids) for output in outputs]
     else:
-        await_turn(driver)  # an engine that ends would be in the times of those that still run
+        await_turn(driver)  # an engine that ends would disturb the times of those that still run
     facts = llm.collective_rpc("tw_compile_facts")
     return {
         "startup_seconds": startup,
@@ -78,7 +79,7 @@ def logprobs(outputs: list[Any], prompts: list[list[int]]) -> list[float]:
 
 
 def await_turn(driver: socket.socket) -> bool:
-    """Say that this engine is ready, or that its turn is over, and wait for the next; whether there is one."""
+    """Say that this engine is ready, or that its turn is over, and wait for the next turn. Returns whether there is one."""
     answer = b""
     with contextlib.suppress(ConnectionError):
         driver.sendall(TURN)
@@ -89,15 +90,15 @@ def await_turn(driver: socket.socket) -> bool:
 
 
 def _once(llm: Any, trace: Trace, prompts: list[list[int]]) -> tuple[list[Any], dict[str, Any]]:
-    """All requests are queued before the clock starts, so that steps hold the same requests in every run.
+    """Run a trace. All requests are queued before the clock starts, so that steps hold the same requests in every run.
 
-    Times are the engine's: the first token from the start of the clock, and the mean of those between later ones.
+    Times of tokens are the engine's: from the start of the clock to the first token, and the mean time between later tokens.
     """
     from vllm import SamplingParams
 
-    # Log-probabilities of prompts leave steps as they are, and vLLM makes logits of one request or 1024 tokens at a time.
+    # Asking for log-probabilities of prompts does not change steps. vLLM makes logits of one request or 1024 tokens at a time.
     more = {"prompt_logprobs": 0} if trace.kind == ACCURACY else {}
-    # Each its own object: vLLM writes to them.
+    # Each request has its own object, because vLLM writes to it.
     asked = [
         SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False, **more)
         for count in trace.outputs

@@ -21,7 +21,7 @@ def plot(report: dict[str, Any], path: str) -> None:
         upper.set_title(kind, loc="left", fontsize=10)
         draw_lines(lower, own, "speedup")
         lower.set_ylabel("speed-up over off")
-        lower.update_datalim([(own[0].tokens, 1.0)])  # the line at 1 comes after the labels, and moves them no more
+        lower.update_datalim([(own[0].tokens, 1.0)])  # the line at 1 is drawn after the labels, and must not move them
         lower.autoscale_view()
         for panel in (upper, lower):
             tokens_axis(panel, sorted({row.tokens for row in own}))
@@ -32,7 +32,7 @@ def plot(report: dict[str, Any], path: str) -> None:
     for panel in axes.flat:
         label_ends(panel)
     for panel in axes[1]:
-        panel.axhline(1.0, color="#777777", linewidth=1.0)  # after the labels, which every line gets
+        panel.axhline(1.0, color="#777777", linewidth=1.0)  # drawn after the labels, because every line gets a label
     title = (
         f"vLLM {report['versions']['vllm']}, {report['model']}, {report['layers']} layers, {report['dtype']}, "
         f"{report['world_size']} x {report['device_name']}"

@@ -18,9 +18,9 @@ from tw_compile.kernels.collective.wires import EXACT
 NOISE = 3.0
 """Standard errors by which an agreement may be lower than the control's."""
 BUDGET = 1.1
-"""Our error may be so many times that of "off": the budget of :mod:`tw_compile.testing.error_budget`."""
+"""Our error may be at most this many times the error of "off": the budget of :mod:`tw_compile.testing.error_budget`."""
 WIRE_BUDGET = 1.05
-"""The same for ours with a wire, which changes numbers on purpose."""
+"""The budget of ours with a wire, which changes numbers on purpose."""
 UNRELATED = 0.5
 """A reference that differs from off by more than this share of its own standard deviation has other weights."""
 NO_BASELINE = "no baseline ran"
@@ -36,7 +36,7 @@ class VllmRow:
         kind: "baseline", "control", "ours" or "reference".
         trace: "prefill", "mixed", "decode", or "accuracy", which has no times.
         chunk: ``max_num_batched_tokens``.
-        requests: How many the trace has; those of a decode trace run side by side.
+        requests: How many requests the trace has. Those of a decode trace run side by side.
         reason: Why there are no times.
         tokens_per_s: Median over the rounds: prompts' tokens (prefill), all tokens (mixed), or the requests by the median time
             between tokens (decode); ``slowest`` and ``fastest`` are those of single rounds.
@@ -44,7 +44,7 @@ class VllmRow:
         tpot_p50_ms: Milliseconds between the later tokens of a request.
         startup_s: Seconds of vLLM's constructor with empty caches. ``compile_s`` is the part that torch.compile takes.
         peak_bytes: Peak of torch's allocator, on the GPU where it is highest.
-        compared: Greedy tokens that follow the same tokens as the baseline's; ``differing`` of them are others.
+        compared: Greedy tokens that follow the same tokens as the baseline's. ``differing`` of them differ from the baseline's.
         logprob_error: Root mean square of the differences between the prompts' log-probabilities and the reference's; only
             "accuracy" has it. ``of_off`` is this error divided by the baseline's.
         speedup: Tokens/s divided by the baseline's; ours only, and only where :func:`judge` finds ours as good as vLLM alone.
@@ -82,7 +82,7 @@ class VllmRow:
 
     @property
     def tokens(self) -> int:
-        """What the plots are against: the chunk size, or a decode trace's batch."""
+        """The x of the plots: the chunk size, or a decode trace's batch."""
         return self.requests if self.trace == "decode" else self.chunk
 
 
@@ -109,9 +109,9 @@ def _percentiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def compare(tokens: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """How many tokens of the requests follow equal tokens, and how many of these differ, which is one a request at most.
+    """Count the tokens that follow equal tokens, and how many of these differ: at most one for each request.
 
-    After the first difference the two answer different questions, so nothing more is compared.
+    After the first difference, the two requests continue different texts, so nothing more is compared.
     """
     compared = differing = 0
     for own, other in zip(tokens, others, strict=True):
@@ -134,7 +134,7 @@ def logprob_error(logprobs: Sequence[float], reference: Sequence[float]) -> floa
 
 
 def unrelated(logprobs: Sequence[float], reference: Sequence[float]) -> str | None:
-    """Why ``reference`` is none for the baseline's ``logprobs``."""
+    """Why ``reference`` can't be a reference for the baseline's ``logprobs``; None if it can."""
     error, deviation = logprob_error(logprobs, reference), float(np.std(reference))
     if error <= UNRELATED * deviation:
         return None
@@ -142,11 +142,12 @@ def unrelated(logprobs: Sequence[float], reference: Sequence[float]) -> str | No
 
 
 def judge(rows: Sequence[VllmRow], world_size: int) -> None:
-    """Fill in agreements and errors, and speed-ups where they may be said.
+    """Fill in agreements and errors, and the speed-ups of variants that are good enough.
 
-    A variant's log-probabilities must be as near to the reference's as off's are, within ``BUDGET``, or ``WIRE_BUDGET``. With a
-    wire that is all, as codes change tokens more often than another order of a sum does. Without one and with more than two
-    ranks its tokens must agree with off's as often as a control's, within noise, for each trace and for all together.
+    A variant's log-probabilities must be as near to the reference's as off's are, within ``BUDGET``, or ``WIRE_BUDGET`` with a
+    wire. With a wire nothing else is checked, because codes change tokens more often than another order of a sum does. Without
+    a wire and with more than two ranks, the variant's tokens must agree with off's as often as a control's do, within noise,
+    for each trace and for all traces together.
     """
     errors = {row.label: row.logprob_error for row in rows if row.trace == ACCURACY and row.reason is None}
     off = next((errors.get(row.label) for row in rows if row.kind == "baseline"), None)
@@ -168,8 +169,8 @@ def judge(rows: Sequence[VllmRow], world_size: int) -> None:
         if baseline is None:
             row.refused = NO_BASELINE
             continue
-        # A sum of two numbers has one order: with two ranks every all_reduce gives the same bits, and controls say nothing of
-        # rounding, so that all depends on the reference.
+        # A sum of two numbers has one order. So with two ranks every all_reduce gives the same bits, controls say nothing
+        # about rounding, and all depends on the reference.
         row.refused = None
         if referred or world_size == 2 or row.wire != EXACT:
             budget = BUDGET if row.wire == EXACT else WIRE_BUDGET
@@ -225,7 +226,7 @@ def _counts(rows: Sequence[VllmRow]) -> tuple[int, int]:
 
 
 def failures(rows: Iterable[VllmRow]) -> list[VllmRow]:
-    """Those without times, and those of ours that are not good enough; leaving out a variant is no failure."""
+    """The rows without times, and rows of ours that are not good enough. To leave out a variant is no failure."""
     fine = (None, NO_BASELINE, NO_CONTROL, NO_REFERENCE)
     return [row for row in rows if row.reason is not None or row.refused not in fine]
 
@@ -235,5 +236,5 @@ def rows_of(report: dict[str, Any]) -> list[VllmRow]:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """One line a variant and trace, each with the machine and the versions it was measured with."""
+    """CSV with one line for each variant and trace, each with the machine and the versions it was measured with."""
     return csv_of(report, ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed"))

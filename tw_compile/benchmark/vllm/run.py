@@ -21,13 +21,13 @@ from tw_compile.harness.versions import installed_version, machine, nccl_version
 
 
 def require_vllm() -> None:
-    """UsageError where there is none."""
+    """Raise UsageError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise UsageError("bench vllm: expected vLLM to be installed beside tw_compile, got an environment without it")
 
 
 def write_model(spec: VllmSpec, folder: Path) -> Any:
-    """``config.json`` in ``folder``, cut to so many layers; returns transformers' configuration.
+    """Write ``config.json`` to ``folder``, cut to ``spec.layers`` layers. Returns transformers' configuration.
 
     Raises:
         UsageError: There is no such model, or it has too few layers or positions.
@@ -55,10 +55,10 @@ def steps(spec: VllmSpec) -> int:
 
 
 def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None) -> dict[str, Any]:
-    """The whole benchmark, as plain values; an engine that fails is a row with the reason.
+    """Run the whole benchmark, and return the report as plain values. An engine that fails is a row with the reason.
 
-    Ctrl-C or SIGTERM end it with the rounds that are done, where one that was timed is. ``logs``: a folder to keep the
-    engines' output in.
+    Once a timed round is done, Ctrl-C or SIGTERM end the benchmark with the rounds that are done. ``logs``: a folder to keep
+    the engines' output in.
 
     Raises:
         UsageError: ``spec`` names a model or variants that are not there.
@@ -103,7 +103,7 @@ def run(spec: VllmSpec, progress: Callable[[str], None], logs: str | None = None
 
 
 def rows(plan: list[EngineStart], findings: list[dict[str, Any]], world_size: int) -> list[VllmRow]:
-    """A row for every engine and trace; ``found`` is what the engines of ``plan`` found, or their ``error``."""
+    """A row for every engine and trace; ``findings`` is what the engines of ``plan`` found, or their ``error``."""
     result = []
     of_kind = {
         (engine.variant.kind, engine.chunk, trace): own
@@ -150,7 +150,7 @@ def _measure_accuracy(
 
 
 def described(engine: EngineStart) -> dict[str, Any]:
-    """What would be started."""
+    """The start of ``engine``, as plain values."""
     return {
         "variant": engine.variant.label,
         "kind": engine.variant.kind,

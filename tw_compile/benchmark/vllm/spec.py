@@ -22,14 +22,14 @@ GPU_MEMORY_PERCENT = 90
 EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
-"""Messages from this size on have the wire of a variant, over any transport; a decode step's are smaller, and stay exact."""
+"""Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
 OTHER_ALL_REDUCE = "off-nccl"
-"""Where peer access is left unused this is what all have."""
+"""This control is left out where peer access is left unused: all variants then have its all_reduce."""
 
 _OFF = {"TW_COMPILE": "0"}
 _FLOAT32 = _OFF | {"VLLM_FLOAT32_MATMUL_PRECISION": "highest", "TRITON_F32_DEFAULT": "ieee"}
 _ON = {"TW_COMPILE": "1", "TW_COMPILE_STRICT": "1"}
-# For all where peer access is left unused: these all_reduces would use it.
+# For all variants where peer access is left unused: these all_reduces would use it.
 _NO_PEERS_ENVIRONMENT = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 _NO_PEERS_ARGUMENTS = {
     "disable_custom_all_reduce": True,
@@ -69,13 +69,13 @@ VARIANTS = (
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
-    # Large messages are NCCL's anyway: only another order of its sums makes those another all_reduce.
+    # NCCL sums large messages anyway. For these, only another order of NCCL's sums is another all_reduce.
     EngineVariant(
         "off-nccl-tree", "control", _OFF | {"NCCL_ALGO": "allreduce:tree"}, {"disable_custom_all_reduce": True}
     ),
-    # float32 errs by 2^-16 of what bfloat16 does, and stands in for float64, which vLLM has not. Nothing may be tf32: Triton's
-    # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default, which the environment
-    # makes IEEE's, as it does torch's of matmuls; the rest is plain torch operators.
+    # float32 has 2^-16 of bfloat16's error. It stands in for float64, which vLLM does not have. Nothing may be tf32. Triton's
+    # attention (FlashAttention has no float32) leaves the precision of its dots to Triton's default. The environment makes that
+    # default IEEE's, and does the same for torch's matmuls. The rest is plain torch operators.
     EngineVariant(
         "reference",
         "reference",
@@ -105,11 +105,11 @@ class VllmSpec:
         decode_tokens: How many tokens each request of a decode trace generates.
         repeats: Timed rounds over an engine's traces, after one that warms up.
         split: How the variants that split do it: ``auto``, or the number of tokens of half 1.
-        wires: Those that fuse, and that fuse and split, also run with each of these wires; the exact ones run always.
-        prefetch: The same with each of these values of option ``prefetch``.
+        wires: ``fuse`` and ``fuse+split`` also run with each of these wires. With exact rows they run always.
+        prefetch: ``fuse`` and ``fuse+split`` also run with each of these values of option ``prefetch``.
         only: Labels of the variants that take part; empty means all.
         kv_cache_bytes: Size of the KV cache on each GPU, the same for all engines.
-        engine: Further arguments of ``vllm.LLM``, for all.
+        engine: Further arguments of ``vllm.LLM``, for all engines.
         peer_access: Whether GPUs may use each other's memory, as TW_COMPILE_PEER_ACCESS says.
         together: Whether the engines of a chunk size are started at once and take turns.
         timeout: Seconds after which an engine has failed. Turns of other engines do not count.
@@ -150,10 +150,10 @@ class EngineStart:
 
 
 def variants(spec: VllmSpec) -> list[EngineVariant]:
-    """Who takes part, in the order of the runs.
+    """The variants that take part, in the order of the runs.
 
     Raises:
-        UsageError: ``--only`` names nobody.
+        UsageError: ``--only`` names no variant.
     """
     everyone = (
         *VARIANTS[:-1],
@@ -172,7 +172,7 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
 
 
 def with_wires(wires: Iterable[str]) -> list[EngineVariant]:
-    """Fusing, and fusing and splitting, with each wire from ``WIRE_MIN_BYTES`` on."""
+    """``fuse`` and ``fuse+split`` with each wire, for messages from ``WIRE_MIN_BYTES`` on."""
     return [
         replace(
             exact,
@@ -187,7 +187,7 @@ def with_wires(wires: Iterable[str]) -> list[EngineVariant]:
 
 
 def with_prefetch(values: Iterable[str]) -> list[EngineVariant]:
-    """Fusing, and fusing and splitting, with each value of option ``prefetch``."""
+    """``fuse`` and ``fuse+split`` with each value of option ``prefetch``."""
     return [
         replace(
             plain,
@@ -227,7 +227,7 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
     """Every start of vLLM, in order; ``folder`` has the model's ``config.json``.
 
     Raises:
-        UsageError: ``--only`` names nobody, no trace is left, or a batch is more than a step has tokens.
+        UsageError: ``--only`` names no variant, no trace is left, or a batch is more than a step has tokens.
     """
     if "decode" in spec.kinds and max(spec.batches) > max(spec.chunks):
         raise UsageError(
@@ -258,7 +258,7 @@ def engines(spec: VllmSpec, folder: str) -> list[EngineStart]:
         common["gpu_memory_utilization"] = GPU_MEMORY_PERCENT // len(everyone) / 100
 
     def arguments(chunk: int, variant: EngineVariant) -> dict[str, Any]:
-        sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # more than a step has tokens, vLLM refuses
+        sequences = min(chunk, max(MIN_SEQUENCES, *spec.batches))  # vLLM refuses more sequences than a step has tokens
         own = common | {"max_num_batched_tokens": chunk, "max_num_seqs": sequences}
         return _merged(own, spec.engine, variant.arguments)
 
@@ -298,7 +298,7 @@ def job(engine: EngineStart, spec: VllmSpec, vocabulary: int) -> dict[str, Any]:
 
 
 def _merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Later ones win; tables inside of them are merged, too."""
+    """Merge tables. Later values win; tables inside of tables are merged, too."""
     result: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():

@@ -18,7 +18,7 @@ _STYLES = {"ours": "bold", "control": "dim"}
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
-    """Header, one table a trace, one of accuracy, one of starts, and who failed."""
+    """Print a header, one table for each trace, one of accuracy, one of starts, and what failed."""
     versions = report["versions"]
     subject = f"{report['model']}, layers: {report['layers']}"
     print_header(console, report, subject, f"vLLM {versions['vllm']}, torch {versions['torch']}")
@@ -68,7 +68,7 @@ def _print_trace(console: Console, trace: str, tokens: int, rows: list[VllmRow])
 
 def _print_accuracy(console: Console, rows: list[VllmRow]) -> None:
     console.print(f"log-probabilities against the same weights in float32, one step of {rows[0].chunk} tokens")
-    table = plain_table(("", "rms error", "of off's"), no_wrap=True)  # narrower than its title, which it would wrap
+    table = plain_table(("", "rms error", "of off's"), no_wrap=True)  # no title: a table this narrow would wrap it
     for row in rows:
         error, ratio = number(row.logprob_error, ".3g"), number(row.of_off, ".3f")
         table.add_row(escape(row.label), error, ratio, style=_STYLES.get(row.kind))

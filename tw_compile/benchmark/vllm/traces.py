@@ -15,7 +15,7 @@ ACCURACY = "accuracy"
 _ACCURACY_PROMPT, _ACCURACY_PROMPTS = 256, 32
 _WARM_PROMPT, _WARM_OUTPUT = 128, 16
 TURN, STOP = b".", b"!"
-"""What a benchmark sends to an engine: run the next trace, or end with what there is. An engine answers a turn with one."""
+"""What a benchmark sends to an engine: run the next trace, or end with the results so far. An engine answers TURN with TURN."""
 MIXED = (
     f"prompts log-normal with median {PROMPT_MEDIAN:.0f} and sigma {PROMPT_SIGMA}, outputs with median {OUTPUT_MEDIAN:.0f} "
     f"and sigma {OUTPUT_SIGMA}, both {SHORTEST} to {LONGEST} tokens"
@@ -42,7 +42,7 @@ class Trace:
 def mixed_lengths(requests: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Lengths of prompts and of outputs like those of chats: ``MIXED``, drawn independently of each other.
 
-    The means are 202 and 205 tokens, about what benchmarks report of ShareGPT; its lengths themselves need its data.
+    The means are 202 and 205 tokens, about what benchmarks report of ShareGPT. The lengths of ShareGPT itself need its data.
     """
     drawn = random.Random(seed)
 
@@ -54,16 +54,16 @@ def mixed_lengths(requests: int, seed: int) -> tuple[tuple[int, ...], tuple[int,
 
 
 def accuracy_trace(step: int) -> Trace:
-    """Prompts that together are one step of so many tokens, as pieces are split by how many there are."""
+    """Prompts that together are one step of ``step`` tokens, because the number of tokens decides how pieces are split."""
     count = min(-(-step // _ACCURACY_PROMPT), _ACCURACY_PROMPTS)
     return Trace(ACCURACY, tuple(step // count + (index < step % count) for index in range(count)), (1,) * count)
 
 
 def warm_trace(traces: Sequence[Trace], step: int) -> Trace:
-    """One request, its prompt within one step of so many tokens, then steps of decode; it wakes an engine that runs ``traces``.
+    """One request that wakes an engine that runs ``traces``: a prompt within one step of ``step`` tokens, then steps of decode.
 
-    It is no longer than their longest one, which is all that vLLM takes (``max_model_len``); if that has 3 tokens or fewer, no
-    decode is left.
+    It is no longer than the longest request of ``traces``, because vLLM takes no longer one (``max_model_len``). If that has 3
+    tokens or fewer, no step of decode is left.
     """
     longest = max(trace.longest for trace in traces)
     output = min(_WARM_OUTPUT, longest // 2)
@@ -71,7 +71,7 @@ def warm_trace(traces: Sequence[Trace], step: int) -> Trace:
 
 
 def turns(traces: Sequence[Trace], repeats: int) -> list[tuple[int, Trace]]:
-    """Rounds and traces in the order of the runs: round 0 warms up, and only there is one of accuracy."""
+    """Rounds and traces in the order of the runs: round 0 warms up, and only round 0 has traces of accuracy."""
     rounds = range(1 + repeats)
     return [(number, trace) for number in rounds for trace in traces if number == 0 or trace.kind != ACCURACY]
 

@@ -1,7 +1,8 @@
 """Engines that are started at once, each in processes of its own, and take turns at the traces. Imports no vLLM.
 
-An engine's process has a socket to this one. It sends a byte when it is ready and after each of its turns, and waits for one
-before each turn and before it ends, so that one engine at a time does anything. Another byte ends it with what it has.
+An engine's process has a socket to this process. The engine sends a byte when it is ready and after each of its turns. It waits
+for a byte before each turn and before it ends. So only one engine at a time does anything. Another byte ends an engine with the
+results that it has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TW
 """Empty for every engine, so that starts can be compared."""
 _ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _LOOK = 1.0
-"""Seconds after which a process that is waited for is looked at: children of one that has ended may hold its socket open."""
+"""Seconds after which a process that is waited for is checked: if it has ended, its children may hold its socket open."""
 
 
 def take_turns(
@@ -40,12 +41,12 @@ def take_turns(
     logs: Path | None,
     progress: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], bool]:
-    """What the engines of ``group`` have found or their ``error``, with the ``lines`` that are ours; whether all rounds ran.
+    """Run ``group``. Returns each engine's results or ``error``, with our ``lines`` of its output, and whether all rounds ran.
 
-    Every trace is run by all that have it before the next, in odd rounds in reverse order, so that nobody always follows the
-    same one. An engine that fails is ended, and the others go on. A KeyboardInterrupt after a round that was timed ends them
-    with what they have by then; before, or once more, it is raised. ``logs``: a folder to keep their output in, else it's in
-    ``scratch``.
+    All engines that have a trace run it before the next trace begins. In odd rounds they do so in reverse order, so that no
+    engine always follows the same one. An engine that fails is ended, and the others go on. A KeyboardInterrupt after a timed
+    round ends the engines with the results that they have by then. An earlier or a second one is raised. ``logs``: a folder to
+    keep the engines' output in; without it the output is in ``scratch``.
     """
     running: list[_Process] = []
 
@@ -75,7 +76,7 @@ def _rounds(
     spec: VllmSpec,
     say: Callable[[Sequence[_Process], str], None],
 ) -> bool:
-    """All turns of all rounds; False where an interrupt ended them, after a round that was timed."""
+    """Run all turns of all rounds. Returns False if an interrupt after a timed round ended them."""
     number = 0
     try:
         for number, trace in turns(traces_of(group), spec.repeats):
@@ -97,8 +98,8 @@ class _Process:
 
     Attributes:
         socket: Our end.
-        left: Seconds that it may still be waited for; those in which others have their turns are not counted.
-        failure: Why it has ended without a result.
+        left: Seconds that the engine may still be waited for. Turns of other engines are not counted.
+        failure: Why the engine has ended without a result.
     """
 
     def __init__(self, engine: EngineStart, spec: VllmSpec, vocabulary: int, scratch: Path, logs: Path | None) -> None:
@@ -127,12 +128,12 @@ class _Process:
             )
 
     def send(self, word: bytes) -> None:
-        """TURN for the next turn, or after the last the end; STOP for the end."""
-        with contextlib.suppress(ConnectionError):  # of one that has ended, which is found out when it's waited for
+        """Send TURN for the next turn, or, after the last turn, for the end. Send STOP for an early end."""
+        with contextlib.suppress(ConnectionError):  # the engine has ended, which waiting for it finds out
             self.socket.sendall(word)
 
     def look(self, readable: bool, seconds: float) -> bool:
-        """Whether it has answered, after waiting for it for ``seconds`` more; where not, it may have failed."""
+        """Whether the engine has answered, after ``seconds`` more of waiting. If not, it may have failed."""
         self.left -= seconds
         if readable:
             with contextlib.suppress(ConnectionError):
@@ -146,7 +147,7 @@ class _Process:
         return False
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait for the engine's end."""
         try:
             code = self._process.wait(max(self.left, 0))
         except subprocess.TimeoutExpired:
@@ -160,8 +161,8 @@ class _Process:
         self.end()
 
     def end(self) -> None:
-        """Also of what the engine has left behind, which would hold GPUs' memory."""
-        if self.socket.fileno() < 0:  # closed: has been ended, and its number may be another's
+        """End the engine, and the processes that it has left behind, which would hold GPUs' memory."""
+        if self.socket.fileno() < 0:  # closed: it was ended, and its process id may be another's
             return
         child.kill_group(self._process.pid)
         self._process.wait()
@@ -169,7 +170,7 @@ class _Process:
         self._line.close()
 
     def result(self) -> dict[str, Any]:
-        """Its result, or an ``error`` with the lines of its output that name one."""
+        """The engine's result, or an ``error`` with the lines of its output that name an error."""
         lines = self._log.read_text(errors="replace").splitlines()
         ours = {"lines": list(dict.fromkeys(_own(line) for line in lines if "tw_compile: " in line))}
         if self.failure is not None:
@@ -192,7 +193,7 @@ def _alive(running: Sequence[_Process]) -> list[_Process]:
 
 
 def _wait(waiting: Sequence[_Process]) -> None:
-    """Until each has answered or failed."""
+    """Wait until each engine has answered or failed."""
     while waiting:
         begin = time.monotonic()
         readable, _, _ = select.select([process.socket for process in waiting], [], [], _LOOK)
@@ -202,7 +203,7 @@ def _wait(waiting: Sequence[_Process]) -> None:
 
 
 def _errors(lines: list[str]) -> list[str]:
-    """The first line that names an error, which is its cause, and the last; without any the last line."""
+    """The first line that names an error, which is the cause, and the last such line. If none does, the last line."""
     named = [line.strip() for line in lines if re.search(r"\w(Error|Exception): ", line)] or lines[-1:]
     return list(dict.fromkeys((*named[:1], *named[-1:])))
 

@@ -1,4 +1,4 @@
-"""What vLLM's workers can do besides (``worker_extension_cls``): random weights that matter, and facts. Imports vLLM."""
+"""An extension of vLLM's workers (``worker_extension_cls``): random weights that matter, and facts. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _collecting = ExitStack()
 _reports = _collecting.enter_context(collect_reports())
-"""Of all graphs of this process: vLLM imports this before it compiles. Who collects is kept, as it ends when it is not."""
+"""Reports of all graphs of this process: vLLM imports this module before it compiles. ``_collecting`` keeps the collector in a
+variable: it stops collecting when it is deleted."""
 
 
 class WorkerExtension:
@@ -41,13 +42,13 @@ class WorkerExtension:
         }
 
 
-@torch.inference_mode()  # whichever mode they were made in
+@torch.inference_mode()  # in whichever mode the parameters were made
 def randomise(model: nn.Module, rank: int, seed: int, dtype: torch.dtype) -> None:
-    """Normal weights of deviation 0.02, other ones on every rank where they are sharded; norms are 1, biases 0.
+    """Set normal weights of deviation 0.02, different on every rank where they are sharded; norms are 1, biases 0.
 
-    vLLM's dummy weights are the same on all ranks, so that a sum over two ranks is exact in any order, and so small, norms'
-    too, that no layer changes a bit of the residual: with them wrong sums would give the same tokens. Weights that are
-    quantised stay as they are. The values are those of ``dtype``, whichever the model has: the same in one of float32.
+    vLLM's dummy weights are the same on all ranks, so a sum over two ranks is exact in any order. They are also so small, those
+    of norms too, that no layer changes a bit of the residual. With them wrong sums would give the same tokens. Quantised
+    weights stay as they are. The values are rounded to ``dtype``, whatever the model's dtype is: a float32 model has the same.
     """
     number = 0
     for module in model.modules():

@@ -1,1 +1,1 @@
-"""Plain PyTorch: ``torch.compile`` with the backend ``tw_compile``, or whatever else has a post-grad slot of Inductor's."""
+"""Plain PyTorch: ``torch.compile`` with the backend ``tw_compile``, or anything else that has Inductor's post-grad slot."""

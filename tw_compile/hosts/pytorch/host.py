@@ -11,7 +11,7 @@ from tw_compile.passes.operators import AllReduceOperator
 
 
 def read_settings(host: str, environment: Mapping[str, str], facts: HostFacts) -> Settings:
-    """No environment variable counts."""
+    """The settings of plain PyTorch. They depend on no environment variable."""
     return Settings(host, facts.backend, facts.one_shot_max_bytes)
 
 

@@ -1,7 +1,8 @@
 """Long steps in vLLM's one artifact of a model (``VLLM_USE_MEGA_AOT_ARTIFACT``, which is on by default from torch 2.12 on).
 
-With it vLLM's compiler manager keeps nothing. Torch's ahead-of-time compilation saves what the backend returned, and asks its
-class how. So that is a class of ours: it saves vLLM's function as vLLM does, and the compiled parts of long steps beside it.
+With such an artifact vLLM's compiler manager saves nothing. Torch's ahead-of-time compilation saves the object that the backend
+returned, by methods of the object's class. So the backend returns an object of our class. It saves vLLM's function as vLLM
+does, and the compiled parts of long steps beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
 
 
 class WithLongSteps(SerializableCallable):
-    """``function``, which runs ``steps`` with ``parts``, to be saved with all of them; what is loaded is vLLM's again."""
+    """``function``, which runs ``steps`` with ``parts``, in a form that saves all three. Loading gives a function of vLLM's."""
 
     def __init__(self, function: VllmSerializableFunction, steps: Steps, parts: Parts) -> None:
         self._function = function
@@ -60,11 +61,14 @@ def _key(ends: tuple[int, int]) -> str:
 
 
 def _bytes_of(part: Callable[..., Any]) -> bytes:
-    """As vLLM's backend for pieces makes them, which reads nothing of itself but what is here."""
+    """The bytes of ``part``, as vLLM's backend for pieces makes them. The backend's method reads only attributes set here."""
     entry = SimpleNamespace(compiled=True, runnable=part)
     return PiecewiseBackend.to_bytes(SimpleNamespace(range_entries={"part": entry}))["part"]
 
 
 def _loaded(part: Callable[..., Any], bare: bool) -> Callable[..., Any]:
-    """What was compiled returns a tuple when it is loaded, also where it did not (``bare``)."""
+    """A loaded part, which returns what it returned before it was saved.
+
+    A part returns a tuple once it is loaded, even if it did not before (``bare``).
+    """
     return (lambda *arguments: part(*arguments)[0]) if bare else part

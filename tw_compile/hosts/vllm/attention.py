@@ -3,9 +3,10 @@
     half 1:  write k1, v1 to the cache; attend with q1, each request's keys ending where the half does
     half 2:  write k2, v2 to the cache; attend with q2, to all of each request's keys
 
-The runner makes one set of metadata a step. For FlashAttention that of a half follows from it by arithmetic on the GPU: its
-kernels take requests without queries, count keys per request, and align causal masks to the last key. It is computed once a
-step for all layers. Other backends plan on the host, with what only the runner has, so their attention stays whole.
+The runner makes one set of metadata for each step. For FlashAttention, a half's metadata follows from the step's by arithmetic
+on the GPU: its kernels take requests without queries, count keys per request, and align causal masks to the last key. The
+halves' metadata are computed once a step for all layers. Other backends plan on the host, with data that only the runner has,
+so their attention stays whole.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _PLANNED_FOR_ALL = {
     "scheduler_metadata": None,
     "prefix_scheduler_metadata": None,
 }
-"""What vLLM has worked out for all tokens, and the kernel then works out itself. A shared prefix is read by each request."""
+"""Fields that vLLM has planned for all tokens, and the values that they get for a half. The kernel then plans by itself, and
+each request reads a shared prefix by itself."""
 _SAME_FOR_HALVES = {"block_table", "max_seq_len", "causal", "max_num_splits"}
 _OF_A_HALF = {"num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "slot_mapping"}
 _ATTENTION_TYPE = AttentionType.DECODER
@@ -51,12 +53,12 @@ _UNUSED: dict[str, tuple[Any, ...]] = {
     "rswa_window": (None,),
     "rswa_window_tensor": (None,),
 }
-"""What must have one of these values: contexts over several ranks, prefixes that see later tokens, windows behind a prefix.
-Versions of vLLM have some of these, and not all of what is planned for all tokens."""
+"""Fields that must have one of these values: contexts over several ranks, prefixes that see later tokens, windows behind a
+prefix. A version of vLLM has only some of these fields, and only some of those in ``_PLANNED_FOR_ALL``."""
 
 
 def whole_attention(layers: Iterable[Any]) -> tuple[WholeAttention, str] | None:
-    """Why attention of these layers is not split, whatever the engine, by name and in words."""
+    """Why attention of these layers is not split, whatever the engine's configuration, by name and in words; else None."""
     unknown = {one.name for one in fields(FlashAttentionMetadata)} - known_fields()
     if unknown:
         detail = f"FlashAttention's has fields that are not known: {', '.join(sorted(unknown))}"
@@ -71,17 +73,19 @@ def whole_attention(layers: Iterable[Any]) -> tuple[WholeAttention, str] | None:
 
 
 def known_fields() -> set[str]:
-    """Of ``FlashAttentionMetadata``."""
+    """The fields of ``FlashAttentionMetadata`` that this module knows."""
     return {*_PLANNED_FOR_ALL, *_SAME_FOR_HALVES, *_OF_A_HALF, *_UNUSED}
 
 
 def half_of(metadata: FlashAttentionMetadata, begin: int, tokens: int) -> FlashAttentionMetadata:
-    """The metadata of tokens ``begin`` to ``begin + tokens`` of a step, all of whose requests it keeps.
+    """The metadata of tokens ``begin`` to ``begin + tokens`` of a step. They keep all requests of the step.
 
-    A request that lies elsewhere has no queries; one that is cut has, in half 1, as many keys as its last query there sees.
+    A request with no tokens in this half has no queries. A request that is cut has, in half 1, as many keys as its last query
+    there sees.
 
     Raises:
-        RuntimeError: The step is not causal, or not of one rank's keys alone.
+        RuntimeError: The metadata is not FlashAttention's, the step is not causal, or a field of ``_UNUSED`` is in use, as for
+            keys on several ranks.
     """
     _check(metadata)
     end = min(begin + tokens, metadata.num_actual_tokens)
@@ -111,7 +115,7 @@ def _check(metadata: FlashAttentionMetadata) -> None:
 
 
 class _Step:
-    """The halves' metadata of the step that is running, by what they are of; layers of one kind share them."""
+    """The halves' metadata of the running step, by the step's metadata and the half's tokens. Layers of one kind share them."""
 
     def __init__(self) -> None:
         self._context: weakref.ref[ForwardContext] | None = None
@@ -141,11 +145,13 @@ def attend_half(
     write: bool,
     after: list[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of tokens from ``begin`` on, ``[tokens, heads, head_dim]``, and what says that they are in the cache.
+    """Attention of tokens from ``begin`` on, ``[tokens, heads, head_dim]``, and an empty tensor.
+
+    The empty tensor says that these tokens are in the cache.
 
     Args:
-        write: Whether the layer has a cache of its own, for ``key`` and ``value``.
-        after: What the calls of earlier tokens have said.
+        write: Whether the layer has a cache of its own, into which ``key`` and ``value`` are written.
+        after: The empty tensors that the calls for earlier tokens returned.
     """
     metadata, layer, cache, slots = get_attention_context(_resolve_layer_name(layer_name))
     tokens, heads, _ = query.shape

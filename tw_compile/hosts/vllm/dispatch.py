@@ -1,4 +1,4 @@
-"""What vLLM does with an all_reduce that is not fused: its order of backends and the sizes at which each steps aside.
+"""What vLLM does with an all_reduce that is not fused: its order of backends, and the sizes that each backend declines.
 
 The facts are those of vLLM 0.20, 0.24 and 0.33: ``distributed/device_communicators/{cuda_communicator, all_reduce_utils,
 custom_all_reduce, symm_mem, flashinfer_all_reduce}.py`` and ``compilation/passes/fusion/allreduce_rms_fusion.py``. 0.20 and
@@ -16,7 +16,7 @@ Capability = tuple[int, int]
 
 CUSTOM_LIMIT = 8 * _MIB
 CUSTOM_WORLD_SIZES = (2, 4, 6, 8)
-# Below these the custom kernels go first; they hold only where torch's symmetric memory would take the larger ones.
+# Below these sizes the custom kernels go first. The limits hold only where torch's symmetric memory would take larger messages.
 CUSTOM_LIMITS: dict[Capability, dict[int, int]] = {
     (9, 0): {2: 64 * _MIB, 4: 32 * _MIB, 6: 512 * _KIB, 8: 256 * _KIB},
     (10, 0): {2: 2 * _MIB, 4: 2 * _MIB, 6: _MIB, 8: _MIB},
@@ -30,7 +30,7 @@ SYMM_MEM_LIMITS: dict[Capability, dict[int, int]] = {
 MULTIMEM_WORLD_SIZES: dict[Capability, tuple[int, ...]] = {(9, 0): (4, 6, 8), (10, 0): (6, 8), (10, 3): (6, 8)}
 NCCL_SYMMETRIC_MIN_WORLD_SIZE = 4
 NCCL_SYMMETRIC_ALWAYS_ABOVE_WORLD_SIZE = 8
-# Strictly between these, NCCL's symmetric kernels leave the message to the custom ones.
+# For sizes strictly between these two, NCCL's symmetric kernels leave the message to the custom kernels.
 NCCL_SYMMETRIC_SKIPS = {4: (16 * _KIB, 512 * _KIB), 8: (16 * _KIB, 128 * _KIB)}
 FLASHINFER_LIMITS: dict[Capability, dict[int, int]] = {
     (9, 0): {2: 64 * _MIB, 4: 2 * _MIB, 8: 512 * _KIB},
@@ -82,7 +82,7 @@ def bounds(settings: VllmSettings) -> set[int]:
 
 
 def _capability(node: Node, settings: VllmSettings) -> Capability | None:
-    """The row of the size tables; from 0.33 sm107 has those of sm103."""
+    """The row of the size tables. From 0.33 on, sm107 uses the row of sm103."""
     return (10, 3) if node.capability == (10, 7) and settings.host == NEWEST else node.capability
 
 
@@ -141,7 +141,7 @@ def _flashinfer(node: Node, settings: VllmSettings, world_size: int, nbytes: int
     kernels = settings.flashinfer_backend
     if kernels == "auto":
         kernels = "mnnvl" if new or hosts > 1 else "trtllm"
-    # From 0.33 "auto" turns to the kernels without multicast on one host; insisting on mnnvl does not.
+    # From 0.33 on, "auto" falls back to the kernels without multicast on one host. The setting "mnnvl" does not fall back.
     falls_back = new and settings.flashinfer_backend == "auto" and hosts == 1
     if (kernels == "trtllm" and hosts > 1) or (kernels == "mnnvl" and not node.multicast and not falls_back):
         return None

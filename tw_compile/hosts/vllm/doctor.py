@@ -20,7 +20,7 @@ Report = dict[str, Any]
 
 PLUGIN = "tw_compile"
 WORLD_SIZES = (2, 4, 8)
-# Of the example that ranges are shown for: Llama-70B's, and vLLM's default number of tokens.
+# The example for which ranges are shown: Llama-70B's sizes, and vLLM's default number of tokens.
 MODEL, HIDDEN_SIZE, MAX_TOKENS = "llama-3.3-70b", 8192, 8192
 _TESTED = "0.24.0"
 
@@ -54,7 +54,7 @@ def examine(
 
 
 def sections(report: Report) -> list[tuple[str, str, dict[str, Any] | list[str]]]:
-    """The report to be read: each section has a title, what stands beside it, and values by name or lines."""
+    """The report for people. Each section has a title, a text beside the title, and values by name or lines."""
     vllm = {
         "installed": report["installed"] or "no; this is what it would do if it were installed",
         "dispatch": report["dispatch"],
@@ -97,7 +97,7 @@ def _lines(group: Report) -> list[str]:
 
 
 def installed_version() -> str | None:
-    """That of vLLM, without importing it."""
+    """The installed version of vLLM, found without importing it; None where vLLM is not installed."""
     try:
         return metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -159,6 +159,9 @@ def _layer(world_size: int) -> LayerShape:
 
 
 def _groups_of_layers(engine: plan.Engine, config: Any, flashinfer_bytes: int | None) -> Report:
-    """For the example's engine without CUDA graphs; FlashInfer may be taken to be there or not."""
+    """From which token count the example's engine, without CUDA graphs, runs steps by groups of layers; or why it does not.
+
+    ``flashinfer_bytes``: up to how many bytes FlashInfer fuses; None: as if FlashInfer were not there.
+    """
     first = engine.long_from(config, flashinfer_bytes)
     return {"from_tokens": first} if isinstance(first, int) else {"reason": first[0], "detail": first[1]}

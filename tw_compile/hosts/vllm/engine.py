@@ -18,7 +18,7 @@ logger = logging.getLogger("tw_compile")
 
 
 def engine_of(config: Any) -> Engine:
-    """What matters of a ``VllmConfig`` with a model."""
+    """The facts that matter in a ``VllmConfig`` with a model."""
     model, compilation, parallel = config.model_config, config.compilation_config, config.parallel_config
     inductor = compilation.backend in ("", "inductor") and not model.enforce_eager
     graphs = compilation.cudagraph_mode is not None and compilation.cudagraph_mode.name != "NONE"
@@ -44,7 +44,7 @@ def engine_of(config: Any) -> Engine:
 
 
 def layer_of(engine: Any) -> LayerShape | None:
-    """The layer of the model on one rank; None where the planner does not describe such layers."""
+    """The shape of the model's layers on one rank; None where the planner can't describe such layers."""
     try:
         model = engine.model_config.hf_text_config
         return layer_shape(model, tensor_parallel_plan(model), engine.parallel_config.tensor_parallel_size, merged=True)
@@ -54,7 +54,7 @@ def layer_of(engine: Any) -> LayerShape | None:
 
 
 def profile_of(config: Config) -> DeviceProfile | None:
-    """Of the device, as the workers will have it; vLLM asks for the device's name without a CUDA context."""
+    """The device profile that the workers will have. vLLM finds the device's name without a CUDA context."""
     if config.device_profile != "auto":
         return load_profile(config.device_profile)
     return profile_of_device(current_platform.get_device_name()) if current_platform.is_cuda() else None

@@ -1,9 +1,9 @@
-"""What vLLM's layers of experts do beside computing each token's row: with other ranks' tokens, or for the whole step.
+"""Where vLLM's expert layers do more than compute each token's row: something with other ranks' tokens, or for the whole step.
 
     router scores [tokens, experts] -> the token's own top k (by groups of experts, with a bias) -> weighted sum of its experts
 
-No token is dropped and no expert is full: without data parallelism each expert takes all rows that chose it. So a half has the
-rows that the step has, but for the rounding of GEMMs of another size.
+No token is dropped and no expert is full: without data parallelism each expert takes all rows that chose it. So the rows of a
+half equal those of the whole step, except for the rounding of GEMMs of another size.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 
 
 def whole_experts(layers: Iterable[Any]) -> str:
-    """Why the experts of these layers see all tokens of a step at once; empty where no layer needs to.
+    """Why the experts of these layers must see all tokens of a step at once; empty where no layer must.
 
-    ``layers`` are those of a forward context; others than experts don't count.
+    ``layers`` are the layers of a forward context. Layers without experts are ignored. If none has experts, the reason is that
+    the layers of experts are not known.
     """
     experts = [layer for layer in layers if hasattr(layer, "moe_config")]
     if not experts:
@@ -40,7 +41,7 @@ def _objection(layer: Any) -> str:
 
 
 def _one_scale(experts: Any) -> str:
-    """Why a token's codes depend on other tokens; empty where they don't."""
+    """Why the quantised activations of a token depend on other tokens; empty where they don't."""
     method = getattr(experts, "quant_method", None)
     if method is None or "Unquantized" in type(method).__name__:
         return ""

@@ -3,10 +3,10 @@
     head:   ids -> embedding, norm            -> hidden, residual
     group:  hidden, residual -> layers, norm  -> hidden, residual      as often as there are groups
 
-A layer begins behind the norm (RMSNorm or LayerNorm) that its first matmul reads, so every sum over the ranks is in one group
-with its norm. Groups of as many layers are the same graph, but for first ones that are of another kind (dense ones before those
-with experts), which are put to the head. If all others are, that graph is compiled once, and what goes from one to the next
-stays as it is (``kernels/collective/seam.py``).
+A layer begins behind the norm (RMSNorm or LayerNorm) that its first matmul reads, so every all_reduce is in one group with its
+norm. Groups with the same number of layers are the same graph. The exception are first layers of another kind (dense layers
+before those with experts); they become part of the head. If all other groups are the same graph, it is compiled once, and what
+one group hands to the next stays as it is (``kernels/collective/seam.py``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _MOST_NODES_OF_A_NORM = 24
 
 @dataclass(frozen=True)
 class Cut:
-    """Calls of the parts of a graph; ``seamed``: all but the first are the same, and leave what they make by a seam."""
+    """A graph in parts: ``module`` calls them. ``seamed``: all parts but the first are the same graph, and seams join them."""
 
     module: fx.GraphModule
     seamed: bool
 
 
 def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
-    """``graph``, which is not changed, in groups of up to ``most_layers`` layers; None where no layers are found."""
+    """A copy of ``graph``, cut into groups of up to ``most_layers`` layers; None where no layers are found."""
     norms = _borders(graph.graph)
     if len(norms) < 3:
         return None
@@ -62,7 +62,7 @@ def cut(graph: fx.GraphModule, most_layers: int) -> Cut | None:
 
 
 def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphModule | None:
-    """Behind each of ``norms``; None where there can't be seams."""
+    """A copy of ``graph``, cut behind each of ``norms``; None where ``seams`` are wanted but one can't be made."""
     renamed: dict[fx.Node, fx.Node] = {}
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph.graph, renamed))
@@ -79,18 +79,18 @@ def _cut(graph: fx.GraphModule, norms: list[fx.Node], seams: bool) -> fx.GraphMo
         number += node in ends
     options = inspect.signature(split_module).parameters
     tuples: dict[str, Any] = {"tuple_return": True} if "tuple_return" in options else {}
-    root: Any = None  # of no use to it, and given as None by vLLM
+    root: Any = None  # split_module doesn't use it, and vLLM gives None, too
     return split_module(fx.GraphModule(graph, copied), root, part.__getitem__, keep_original_order=True, **tuples)
 
 
 def group_size(layers: int, most: int) -> int:
-    """As many layers as allowed, or at least half as many where all groups are then alike."""
+    """Layers in a group: as many as allowed, or fewer, but at least half as many, if all groups are then equally long."""
     alike = next(size for size in range(min(most, layers), 0, -1) if layers % size == 0)
     return alike if 2 * alike >= min(most, layers) else most
 
 
 def _borders(graph: fx.Graph) -> list[fx.Node]:
-    """The last norm before the first layer, then that at the end of each layer."""
+    """The last norm before the first layer, then the last norm of each layer."""
     borders: list[fx.Node] = []
     norm: fx.Node | None = None
     summed: torch.Tensor | None = None
@@ -107,9 +107,12 @@ def _borders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
-    """Leave what ``norm`` makes, and enter with it right behind; the node that leaves, None where that isn't all there is.
+    """Insert a ``leave_layers`` node behind ``norm``, and an ``enter_layers`` node right behind that.
 
-    At the end of the graph that is what it returns.
+    At the end of the graph there is no enter node: the graph returns the leave node.
+
+    Returns the leave node. Returns None where a seam can't carry hidden states and residual, or where the graph returns
+    something other than the hidden states.
     """
     hidden, residual = _results(graph, norm)
     like, other = (node.meta.get("example_value") for node in (hidden, residual))
@@ -119,7 +122,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
     if like.dtype != other.dtype or not same_shape(like, other):
         return None
     last = max(norm, hidden, residual)
-    while compat.leaves_autocast(last.next):  # a region must not go on in the next group
+    while compat.leaves_autocast(last.next):  # an autocast region must not continue in the next group
         last = last.next
     after = [node for node in graph.nodes if node > last and not {hidden, residual}.isdisjoint(node.all_input_nodes)]
     at_the_end = [node for node in after if node.op == "output"]
@@ -147,7 +150,7 @@ def _sew(graph: fx.Graph, norm: fx.Node) -> fx.Node | None:
 
 
 def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The hidden states that ``norm`` makes, and the residual that stays beside them."""
+    """The nodes of the hidden states that ``norm`` computes, and of the residual beside them."""
     if _name(norm) != ADD_NORM.name:
         residual = _normalised(norm)
         assert residual is not None, "a norm, as it is a border"
@@ -161,7 +164,7 @@ def _results(graph: fx.Graph, norm: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _identity(part: fx.Graph) -> str:
-    """The same for parts that compute the same of their arguments."""
+    """A text that is equal for graph parts that compute the same results from their arguments."""
     places = {node: f"%{place}" for place, node in enumerate(part.nodes)}
     lines = []
     for node in part.nodes:
@@ -177,14 +180,17 @@ def _group_name(all_reduce: fx.Node) -> Any:
 
 
 def _normalised(node: fx.Node) -> fx.Node | None:
-    """What ``node`` normalises: as an operator of vLLM's, as torch's LayerNorm, or as the end of a norm that is written out."""
+    """The input of the norm that ends at ``node``; None if ``node`` is no norm.
+
+    A norm is an operator of vLLM's, torch's LayerNorm, or written out in single operators.
+    """
     if _name(node) in _NORMS or node.target is torch.nn.functional.layer_norm:
         return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     return _normalised_in_float32(node) if node.target == "to" else None
 
 
 def _normalised_in_float32(cast: fx.Node) -> fx.Node | None:
-    """``x`` of ``(weight * (x.to(float32) - mean) * rsqrt(variance + eps)).to(dtype)``, as Cohere's models have it."""
+    """``x`` of ``(weight * (x.to(float32) - mean) * rsqrt(variance + eps)).to(dtype)``, which Cohere's models write out."""
     sources, seen, pending = set[fx.Node](), set[fx.Node](), cast.all_input_nodes
     while pending and len(seen) < _MOST_NODES_OF_A_NORM:
         node = pending.pop()
@@ -198,19 +204,22 @@ def _normalised_in_float32(cast: fx.Node) -> fx.Node | None:
 
 
 def _tensor(node: fx.Node) -> torch.Tensor | None:
-    """The value, or the first of several."""
+    """The node's example value, or the first one of a tuple; None if it is no tensor."""
     value = node.meta.get("example_value")
     first = value[0] if isinstance(value, tuple) else value
     return first if isinstance(first, torch.Tensor) else None
 
 
 def _same_shape(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether that is known of all steps. To compare sizes of the step at hand would make the graph one for that step alone."""
+    """Whether both are known to have the same shape in all steps.
+
+    Comparing the sizes of the current step would specialise the graph to that step.
+    """
     return one is not None and other is not None and same_shape(one, other)
 
 
 def _name(node: fx.Node) -> str:
-    """``library::operator`` of a call, as Dynamo has it: of all overloads, or of one."""
+    """``library::operator`` of a call. In Dynamo's graphs the target is an operator with all its overloads, or one overload."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name

@@ -1,6 +1,7 @@
 """The pass for vLLM's compiler. It imports vLLM, and registers what compiled code needs: the operators, and vLLM's group names.
 
-Processes that load compiled code without compiling get here all the same, by unpickling the pass in the engine's configuration.
+Processes that load compiled code, and compile nothing, import this module too: they unpickle the pass in the engine's
+configuration.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ _STATE_SPACE = ("mamba", "gdn", "linear_attention", "short_conv", "kda", "plamo2
 class VllmPass(InductorPass):
     """The passes in the slot ``post_grad_custom_post_pass`` of vLLM's ``inductor_compile_config``.
 
-    vLLM compiles each distinct piece of the model once per range of token counts, and this is a function of the piece, the
-    range, the configuration and the gate, nothing else. The state is plain: it is copied, pickled and sent to workers.
+    vLLM compiles each distinct piece of the model once per range of token counts. The pass is a function of the piece, the
+    range, the configuration and the gate, and of nothing else. Its state is plain data: it is copied, pickled and sent to
+    workers.
 
     Args:
         config: What the passes may do.
-        before: What the user had put into the slot; it runs first, for the ranges that it wants.
-        engine: What it is for. vLLM tells nobody while it compiles; None, without the plugin, is any that may have the passes.
-        long_ranges: Of token counts, for which groups of layers are compiled and not only pieces.
+        before: What the user had put into the slot. It runs first, for the ranges that it wants.
+        engine: The engine that compiles, because vLLM doesn't tell it to passes. None, without the plugin: any engine that may
+            have the passes.
+        long_ranges: Ranges of token counts for which groups of layers are compiled, and not only pieces.
     """
 
     def __init__(
@@ -88,7 +91,10 @@ class VllmPass(InductorPass):
             _log(result)
 
     def uuid(self) -> str:
-        """As that of :class:`TWCompilePass`, as text: vLLM hashes JSON. It is part of the engine's and of vLLM's AOT keys."""
+        """A digest of what the result depends on, like that of :class:`TWCompilePass`, but as text, because vLLM hashes JSON.
+
+        It is part of the engine's key and of vLLM's AOT keys.
+        """
         parts = [
             TWCompilePass(self.config).identity(self._gate()),
             vllm_version,
@@ -100,7 +106,7 @@ class VllmPass(InductorPass):
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _attention(self, graph: fx.Graph, least_tokens: int) -> HostAttention:
-        """Where attention is; if it is in the graph and wanted in halves, why it can't be is logged."""
+        """Where attention is. If it is in the graph and wanted in halves, but can't be, the reason is logged."""
         calls = [call for node in graph.nodes if (call := host_call(node, AttentionOperator)) is not None]
         if not calls:
             return HostAttention.ELSEWHERE
@@ -119,7 +125,7 @@ class VllmPass(InductorPass):
         return HostAttention.ONCE
 
     def behind_split(self, backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any) -> Any:
-        """``function``, which vLLM made of ``graph``, with another way for long steps."""
+        """``function``, which vLLM made of ``graph``, with another way to run long steps added."""
         if not self.long_ranges or backend.is_encoder:
             return function
         layers = self.config.vllm_layer_groups
@@ -136,7 +142,7 @@ class VllmPass(InductorPass):
 
 
 def default_pass() -> VllmPass:
-    """The pass with default options; one object, so that copies and pickles of it are it."""
+    """The pass with default options; always the same object, so that copies and pickles of the named pass are this object."""
     global _default
     if _default is None:
         _default = VllmPass(vllm_config({}, vllm_version, disable_custom_all_reduce=False))
@@ -189,7 +195,7 @@ def _halves(split: report.Split) -> str:
 
 
 def _resolve_group(name: str) -> dist.ProcessGroup | None:
-    """The device group of vLLM's coordinator ``name``, as ``tp:0``: its number among torch's groups may change."""
+    """The device group of vLLM's coordinator ``name``, such as ``tp:0``. The group's number among torch's groups may change."""
     found = parallel_state._groups.get(name)
     coordinator = None if found is None else found()
     return None if coordinator is None else coordinator.device_group

@@ -1,8 +1,9 @@
 """Steps of more tokens than vLLM captures in CUDA graphs: run by groups of layers, and not by pieces that end at attention.
 
-vLLM cuts a model at its attention so that the rest can be captured. Where nothing is captured that only keeps sums over the
-ranks from what they could hide behind. So its graph is cut a second time (``groups.py``) and compiled for long steps, by
-vLLM's own compiler manager, with its caches, passes and settings; all other steps run what vLLM made.
+vLLM cuts a model at its attention so that the rest can be captured. Where nothing is captured, the cut only separates
+all_reduces from the compute that could hide them. So the model's graph is cut a second time (``groups.py``) and compiled for
+long steps. vLLM's own compiler manager compiles it, with vLLM's caches, passes and settings. All other steps run what vLLM
+made.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from tw_compile.hosts.vllm.steps import Parts, Steps, dispatch
 logger = logging.getLogger("vllm.tw_compile")
 
 Ranges = tuple[tuple[int, int], ...]
-"""First and last token count of each."""
+"""The first and the last token count of each range."""
 
 
 def add_long_steps(
     backend: Any, graph: fx.GraphModule, example_inputs: Sequence[Any], function: Any, ranges: Ranges, layers: int
 ) -> Any:
-    """``function``, which ``backend`` made of ``graph``, running steps of ``ranges`` in groups of up to ``layers`` layers.
+    """Make ``function``, which ``backend`` made of ``graph``, run steps of ``ranges`` in groups of up to ``layers`` layers.
 
-    Where vLLM saves all that it has compiled with ``function``, that is another object, which saves these groups, too.
+    Returns ``function``. Where vLLM saves everything it compiled with ``function``, the result is another object, which saves
+    these groups, too.
     """
-    from vllm import envs  # not at the top: without vLLM there are no groups, but all else works
+    from vllm import envs  # not at the top: without vLLM there are no groups of layers, but everything else works
     from vllm.compilation.codegen import generate_execution_code
 
     counts = [number for number, one in enumerate(example_inputs) if isinstance(one, torch.SymInt)]
@@ -47,13 +49,13 @@ def add_long_steps(
     compiled_head = compile_part(head, first, last)
     parts: Parts = {}
     for low, high in ranges:
-        distinct = rest[:1] if cut.seamed else rest  # seams join what was compiled to the same
+        distinct = rest[:1] if cut.seamed else rest  # parts between seams are the same graph: compile it once
         compiled = [compile_part(name, low, high) for name in distinct]
         parts[low, high] = dict(zip(rest, itertools.cycle(compiled) if cut.seamed else compiled, strict=False))
         parts[low, high][head] = compiled_head
     backend.compiler_manager.save_to_file()
     whole = fx.GraphModule(cut.module, cut.module.graph)
-    whole.__dict__.update(parts[ranges[0]])  # graphs would become part of the code
+    whole.__dict__.update(parts[ranges[0]])  # compiled parts, because graphs would become part of the code
     bare = frozenset(name for name, part in cut.module.named_children() if not _returns_tuple(part))
     code, names, constants = generate_execution_code(whole)
     steps = Steps(code, names, constants, bare, counts[0], cut.seamed)
@@ -75,7 +77,7 @@ def _returns_tuple(part: Any) -> bool:
 
 
 class _Compiler:
-    """vLLM's compiler for the parts of a graph, by their ``names``; it finds what it has compiled at an earlier start."""
+    """vLLM's compiler for the parts of a graph, by their ``names``. It finds what it compiled at an earlier start of vLLM."""
 
     def __init__(self, backend: Any, cut: fx.GraphModule) -> None:
         self._backend = backend
@@ -83,7 +85,7 @@ class _Compiler:
         self.names = list(self._parts)
 
     def __call__(self, name: str, low: int, high: int) -> Callable[..., tuple[Any, ...]]:
-        """The part ``name`` for ``low`` to ``high`` tokens."""
+        """The part ``name``, compiled for ``low`` to ``high`` tokens."""
         from vllm.config.utils import Range
 
         part = self._parts[name]
@@ -93,6 +95,6 @@ class _Compiler:
             self._backend.inductor_config,
             self._backend.compilation_config,
             compile_range=Range(start=low, end=high),
-            graph_index=len(self._backend.piecewise_graphs) + self.names.index(name),  # behind those of the pieces
-            num_graphs=0,  # none is the last one, at which it would log a time
+            graph_index=len(self._backend.piecewise_graphs) + self.names.index(name),  # after the indices of the pieces
+            num_graphs=0,  # so no part counts as the last one, after which the manager would log a time
         )

@@ -7,11 +7,11 @@ from typing import Any
 
 
 class _NamedPass:
-    """Stands for the :class:`tw_compile.hosts.vllm.inductor_pass.VllmPass` with default options; a copy of it is that.
+    """Stands for the :class:`tw_compile.hosts.vllm.inductor_pass.VllmPass` with default options. Copying it gives that pass.
 
-    vLLM's ``inductor_passes`` takes an InductorPass by name out of the ``__dict__`` of ``tw_compile``, where the module's
-    ``__getattr__`` is not asked, and does so before it loads plugins. The real object can't be there yet: its class is derived
-    from vLLM's.
+    For ``inductor_passes`` vLLM takes an InductorPass by name out of the ``__dict__`` of ``tw_compile``. That does not call the
+    module's ``__getattr__``, and happens before vLLM loads plugins. The real pass can't be in the ``__dict__`` yet, because its
+    class is derived from vLLM's.
     """
 
     @staticmethod

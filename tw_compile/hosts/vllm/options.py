@@ -10,23 +10,23 @@ from tw_compile.environment import enabled
 from tw_compile.hosts.vllm.settings import NAMES
 
 KEY = "tw_compile"
-"""Of vLLM's ``additional_config``."""
+"""The key of the passes' options in vLLM's ``additional_config``."""
 
 _GIVEN_BY_VLLM = ("host", "disable_custom_all_reduce")
 
 
 def switched_off(environment: Mapping[str, str]) -> bool:
-    """Whether ``TW_COMPILE=0`` says no, whatever else says yes; ValueError for other values than 0 and 1."""
+    """Whether ``TW_COMPILE=0`` switches the passes off, whatever else asks for them; ValueError for values but 0 and 1."""
     return enabled(environment) is False
 
 
 def asked_options(additional_config: object, environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The options that the user gave; None where nobody asked for the passes.
 
-    ``additional_config`` is vLLM's: under ``tw_compile`` a table of :class:`tw_compile.Config`'s fields, or true or false.
+    ``additional_config`` is vLLM's. Its entry ``tw_compile`` is a table of :class:`tw_compile.Config`'s fields, true or false.
 
     Raises:
-        ValueError: The table, or ``TW_COMPILE``, is none.
+        ValueError: The entry is no table, true or false; or ``TW_COMPILE`` has a bad value.
     """
     if switched_off(environment):
         return None
@@ -42,7 +42,7 @@ def vllm_config(options: Mapping[str, Any], version: str, disable_custom_all_red
     """The passes' configuration in vLLM ``version``.
 
     Raises:
-        ValueError, TypeError: An option is unknown, has a bad value, or is vLLM's to say.
+        ValueError, TypeError: An option is unknown, has a bad value, or follows vLLM and so can't be given.
     """
     for key in _GIVEN_BY_VLLM:
         if key in options:
@@ -54,14 +54,14 @@ def vllm_config(options: Mapping[str, Any], version: str, disable_custom_all_red
 
 
 def host_of(version: str) -> str:
-    """The newest of the dispatches we know that is not newer than vLLM ``version``; the oldest for older ones."""
+    """The newest known dispatch that is not newer than vLLM ``version``; the oldest dispatch for still older versions."""
     minor = _minor(version)
     fitting = [host for host in NAMES if minor is None or _minor(host.removeprefix("vllm-")) <= minor]  # type: ignore[operator]
     return fitting[-1] if fitting else NAMES[0]
 
 
 def _minor(version: str) -> tuple[int, int] | None:
-    """``(0, 24)`` of ``0.24.0``; None for what a build from source may be called, which is taken to be new."""
+    """``(0, 24)`` of ``0.24.0``; None for versions that a build from source may have. Such builds are taken to be new."""
     parts = version.split(".")
     if len(parts) < 2 or not (parts[0].isdecimal() and parts[1].isdecimal()) or ".dev" in version:
         return None

@@ -10,14 +10,14 @@ from tw_compile import environment
 logger = logging.getLogger("tw_compile")
 
 _READ, _WRITE = 0, 1
-"""``nvmlGpuP2PCapsIndex_t``; the module that vLLM ships has the first one as a tuple."""
+"""Values of ``nvmlGpuP2PCapsIndex_t``. They are defined here because vLLM's copy of the module has the first one as a tuple."""
 
 
 def gpus_reach_each_other(ranks: int) -> bool:
-    """As the driver's library says of the first ``ranks`` GPUs; False where peer access is switched off.
+    """Whether the first ``ranks`` GPUs reach each other, as the driver's library says; False where peer access is switched off.
 
-    CUDA isn't asked: vLLM forks its workers from this process, which must not have made it ready. GPUs that can't be asked
-    about, as those of other nodes, are taken to be reached. Workers find out what is so.
+    CUDA isn't asked, because vLLM forks its workers from this process, so the process must not initialise CUDA. GPUs that the
+    library can't be asked about, such as those of other nodes, count as reachable. The workers find out whether they are.
     """
     if not environment.peer_access():
         return False

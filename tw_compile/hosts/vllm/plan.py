@@ -1,7 +1,7 @@
 """What the passes will do in a vLLM engine, as far as its configuration says: refusals, compile ranges, FlashInfer's share.
 
-Evaluated where the engine is configured, which is before any process has a GPU: whether there is NVLink multicast is not known
-there. The workers know, and decide for each range by the gate of their own.
+This is evaluated where the engine is configured, before any process has a GPU. So it is not known yet whether there is NVLink
+multicast. The workers know, and decide for each range by their own gate.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from tw_compile.planning.links import link_of_node
 from tw_compile.planning.ranges import Part, Ranges
 
 SPLIT_HOST_US = 1800.0
-"""What it takes the host to launch a split layer by groups of layers, on the slower rank of a slow machine: 57 ms a step of 32.
+"""Host time to launch one split layer in groups of layers, on the slower rank of a slow machine: 57 ms for a step of 32 layers.
 
 Elsewhere it is less, down to half; ``benchmarks/results/2026-11-22-2xh200-vllm-power-and-host-llama-3.1-8b-tp2.txt``, 507d97b.
 """
 
 MOST_SHORT_TOKENS = 512
-"""Steps of up to so many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
+"""Steps of at most this many tokens are run by pieces: their messages are for one-shot kernels, or nearly so."""
 
 
 @dataclass(frozen=True)
 class Engine:
     """What matters of a vLLM configuration.
 
-    ``max_tokens`` is ``max_num_batched_tokens``; ``dtype`` that of the model, as ``bfloat16``; up to ``captured_tokens`` tokens
-    there may be CUDA graphs. ``quantised``: weights are. ``lora``: there may be adapters. ``returns_experts``: a step's choices
-    of experts are recorded, by the numbers of its tokens.
+    ``max_tokens`` is ``max_num_batched_tokens``. ``dtype`` is that of the model, such as ``bfloat16``. Steps of up to
+    ``captured_tokens`` tokens may have CUDA graphs. ``quantised``: the weights are quantised. ``lora``: there may be adapters.
+    ``returns_experts``: a step's choices of experts are recorded, by the numbers of its tokens.
     """
 
     tensor_parallel_size: int
@@ -85,8 +85,8 @@ class Engine:
     def long_from(self, config: Config, flashinfer_bytes: int | None) -> int | tuple[GroupRefusal, str]:
         """From how many tokens on steps run by groups of layers; or why none do, by name and in words.
 
-        Smaller steps are one-shot's, which computes all rows anyway, and those with CUDA graphs. Up to ``flashinfer_bytes``
-        vLLM fuses by itself.
+        Smaller steps use the one-shot form, which computes all rows anyway, or have CUDA graphs. Messages of up to
+        ``flashinfer_bytes`` bytes are fused by vLLM itself.
         """
         at_most = max(self.captured_tokens, (flashinfer_bytes or 0) // row_bytes_of(self), MOST_SHORT_TOKENS)
         asked = config.fuse and config.vllm_layer_groups > 0
@@ -101,7 +101,10 @@ class Engine:
         return refused or at_most + 1
 
     def whole_attention(self, least_tokens: int | None = None) -> tuple[WholeAttention, str] | None:
-        """Why attention is not split in steps of ``least_tokens`` tokens or more, None: in any, by name and in words."""
+        """Why attention is not split in steps of ``least_tokens`` tokens or more, by name and in words.
+
+        ``least_tokens`` None: whatever the number of tokens. The result is None where nothing speaks against it.
+        """
         graphs = least_tokens is not None and least_tokens <= self.captured_tokens
         reasons = (
             (self.context_parallel, WholeAttention.CONTEXT_PARALLEL, "each rank has a part of the keys"),
@@ -114,9 +117,9 @@ class Engine:
 
 
 def gates(config: Config, capability: tuple[int, int] | None, peer_access: bool = True) -> tuple[Gate, ...]:
-    """The gate of each kind of node that the workers may find: with NVLink multicast and without.
+    """The gates for the kinds of node that the workers may find: with NVLink multicast, and without.
 
-    Where it is known that there is no peer access there is no multicast either.
+    Where there is known to be no peer access, there is no multicast either, so there is one gate.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
@@ -129,7 +132,7 @@ def gates(config: Config, capability: tuple[int, int] | None, peer_access: bool 
 
 
 def settings_of(gate: Gate) -> VllmSettings:
-    """Those of a gate for vLLM, which :func:`tw_compile.hosts.vllm.options.vllm_config` asks for."""
+    """The settings of a gate for vLLM; configurations of :func:`tw_compile.hosts.vllm.options.vllm_config` have such gates."""
     assert isinstance(gate.settings, VllmSettings), gate.settings
     return gate.settings
 
@@ -139,8 +142,8 @@ def split_planner(
 ) -> Ranges:
     """Plans for ranges of token counts, as the passes make them when they compile a range.
 
-    ``inside``: whether attention is in the graphs, and not between them. A graph is split if something in it is fused, which is
-    so if any of ``choices`` says so. Where none of them has peer access messages go through host memory.
+    ``inside``: whether attention is in the graphs, and not between them. A graph may be split if something in it is fused; it
+    counts as fused if any gate of ``choices`` fuses it. Where no gate has peer access, messages go through host memory.
     """
     layer = replace(layer, attention=replace(layer.attention, kernel=ATTENTION.kernel))
     peers = any(gate.node.peer_access for gate in choices)
@@ -182,7 +185,7 @@ def split_planner(
 
 
 def _wires_of_range(engine: Engine, config: Config, gate: Gate, low: int) -> Wires:
-    """How rows of the graph for ``low`` tokens and more travel, where they are fused."""
+    """The wires of a graph for ``low`` tokens and more, where its all_reduces are fused."""
     if config.wire == EXACT:
         return ALL_EXACT
     dtype = getattr(torch, engine.dtype)
@@ -203,7 +206,7 @@ def _transport(config: Config, gate: Gate) -> str:
 
 
 def _is_fused(engine: Engine, config: Config, gate: Gate, low: int, high: int) -> bool:
-    """Whether sums of the graph for ``low`` to ``high`` tokens are fused."""
+    """Whether all_reduces of the graph for ``low`` to ``high`` tokens are fused."""
     row_bytes, world_size = row_bytes_of(engine), engine.tensor_parallel_size
     if not config.fuse or high * row_bytes < config.fuse_min_bytes:
         return False
@@ -223,9 +226,10 @@ def planned_ranges(
     split_for: tuple[DeviceProfile | None, LayerShape | None],
     inside: bool,
 ) -> tuple[tuple[tuple[int, int], ...], str]:
-    """Ranges of steps of ``first`` tokens and more, and in words which of these steps are split, or why none is.
+    """Ranges of steps of ``first`` tokens and more, and a text that says which of these steps are split, or why none is.
 
-    They end at ``ends`` and, for the split, at two more at most. ``split_for``: None for what the planner doesn't know.
+    The ranges end at ``ends`` and, for the split, at up to two more token counts. ``split_for``: the device's profile and the
+    model's layer; None for what the planner doesn't know.
     """
     ranges = ranges_from(first, ends, engine.max_tokens) if first < engine.max_tokens else ()
     profile, layer = split_for
@@ -271,8 +275,8 @@ def _split_steps(planner: Ranges, parts: tuple[Part, ...]) -> str:
 def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -> list[int]:
     """The last token count of every stretch of sizes that are fused alike, below ``max_tokens``.
 
-    An option that names the first half has a range from where the second is half as long. For what is split otherwise see
-    :func:`ranges_of_split`. None of these holds one size alone, whose GEMMs vLLM would have tuned.
+    If an option gives the size of half 1, a range begins where half 2 is half as long. For what is split otherwise see
+    :func:`planned_ranges`.
     """
     row_bytes = row_bytes_of(engine)
     ends: set[int] = set()
@@ -296,13 +300,16 @@ def range_endpoints(engine: Engine, config: Config, choices: tuple[Gate, ...]) -
 
 
 def _last_exact(engine: Engine, config: Config, gate: Gate) -> int:
-    """The last token count whose messages are too small for the wire; 0 where none is, or no size has the wire."""
+    """The last token count whose messages are too small for the wire; 0 where none is too small, or no size has the wire."""
     nbytes = wire_threshold(config, gate, engine.tensor_parallel_size, _transport(config, gate)).nbytes
     return 0 if nbytes is None else max(nbytes - 1, 0) // row_bytes_of(engine)
 
 
 def ranges_from(first: int, ends: list[int], max_tokens: int) -> tuple[tuple[int, int], ...]:
-    """First and last token count of each stretch from ``first`` on; none has one size alone."""
+    """First and last token count of each range from ``first`` on.
+
+    The first range and the last one have more than one size, because vLLM tunes the GEMMs of a range with one size.
+    """
     within = [end for end in ends if first < end < max_tokens - 1]
     return tuple(zip([first, *(end + 1 for end in within)], [*within, max_tokens], strict=True))
 
@@ -314,10 +321,10 @@ def row_bytes_of(engine: Engine) -> int:
 def flashinfer_fusion_limit(
     capability: tuple[int, int] | None, world_size: int, settings: VllmSettings, limit: int | None
 ) -> int | None:
-    """Up to how many bytes vLLM's own fusion, by FlashInfer, is the faster one; ``limit`` is what vLLM has, None: unfused.
+    """Up to how many bytes vLLM's own fusion, by FlashInfer, is faster than an unfused all_reduce.
 
-    Above the size from which an unfused all_reduce is multimem or NCCL's symmetric kernels, those are faster: vLLM issue 44079
-    and the rule of its pull request 44080.
+    ``limit`` is vLLM's own limit; None: it does not fuse. Where the unfused all_reduce would use multimem or NCCL's symmetric
+    kernels, these are faster. See vLLM issue 44079, and the rule of its pull request 44080.
     """
     if limit is None or capability is None:
         return limit
@@ -332,7 +339,7 @@ def flashinfer_fusion_limit(
 
 
 def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
-    """One entry per stretch of sizes: from which token count, unfused backend, decision, source."""
+    """One entry per stretch of sizes that are decided alike: first token count, unfused backend, decision, source."""
     row_bytes = row_bytes_of(engine)
     return [
         {
@@ -348,7 +355,7 @@ def thresholds_of(engine: Engine, gate: Gate) -> list[dict[str, Any]]:
 
 
 def observed(settings: Settings, communicator: Any) -> Settings:
-    """``settings`` as vLLM's communicator of the group really is: what could not be set up is not what would run."""
+    """``settings``, but with only those backends on that vLLM's communicator of the group has set up: no others would run."""
     if not isinstance(settings, VllmSettings) or not hasattr(communicator, "ca_comm"):  # it is not vLLM's for CUDA
         return settings
 

@@ -1,8 +1,8 @@
 """The entry point of ``vllm.general_plugins``: puts the pass and its compile ranges into every engine configuration.
 
-vLLM has no hook for that, so ``VllmConfig.__post_init__`` is wrapped. Where nobody asked for the passes the wrapper does
-nothing, but tells a pass that the user has named which engine it is in. What it changes are fields that users may set
-themselves, and that are part of vLLM's cache keys. ``VllmBackend.__call__`` is wrapped, too, to see graphs before they are cut.
+vLLM has no hook for that, so the plugin wraps ``VllmConfig.__post_init__``. Where nobody asked for the passes, the wrapper only
+tells the engine to a pass that the user has named. The wrapper changes only fields that users may set themselves, and that are
+part of vLLM's cache keys. The plugin also wraps ``VllmBackend.__call__``, to see graphs before they are cut.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MIB = 2**20
 
 
 def register() -> None:
-    """vLLM calls this once in every process."""
+    """Wrap vLLM's configuration and backend. vLLM calls this once in every process."""
     if switched_off(os.environ):
         return
     from vllm.config import VllmConfig
@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _wrap_backend() -> None:
-    """Let the pass see the graph that vLLM has split into pieces, and give what came of it another way."""
+    """Give the pass the graph that vLLM has split into pieces, so that it can add another way to run it."""
     from vllm.compilation.backends import VllmBackend
 
     original = VllmBackend.__call__
@@ -83,7 +83,10 @@ def _wrap_backend() -> None:
 
 
 def _config_of(engine: Any, options: dict[str, Any]) -> Config:
-    """What is wrong with options, or with files that they name, is the user's to know: it raises, and vLLM does not start."""
+    """The passes' configuration in ``engine``.
+
+    An error in the options, or in files that they name, is raised, so vLLM does not start: the user must know about it.
+    """
     from vllm import __version__
 
     config = vllm_config(options, __version__, engine.parallel_config.disable_custom_all_reduce)
@@ -92,7 +95,7 @@ def _config_of(engine: Any, options: dict[str, Any]) -> Config:
 
 
 def _limit_flashinfer(engine: Any, config: Config) -> None:
-    """Leave FlashInfer's fusion the sizes at which it is faster; before vLLM computes its ranges from them."""
+    """Limit FlashInfer's fusion to the sizes at which it is faster, before vLLM computes its ranges from the limit."""
     limits = engine.compilation_config.pass_config
     if engine.model_config is None or limits.fi_allreduce_fusion_max_size_mb is not None:
         return
@@ -109,7 +112,7 @@ def _limit_flashinfer(engine: Any, config: Config) -> None:
 
 
 def _tell(engine: Any) -> None:
-    """Let a pass that is in the slot without the plugin's doing know the engine, for its refusals."""
+    """Tell the engine to a pass that the plugin did not put into the slot. Its refusals depend on the engine."""
     from vllm.platforms import current_platform
 
     slot = engine.compilation_config.inductor_compile_config
@@ -124,7 +127,7 @@ def _tell(engine: Any) -> None:
 
 
 def _install(engine: Any, config: Config) -> None:
-    """Put the pass into its slot and the ends of its ranges beside vLLM's; on an exception everything is as it was."""
+    """Put the pass into its slot, and add the ends of its ranges to vLLM's. After an exception everything is as it was."""
     compilation = engine.compilation_config
     slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
     had = dict(slot)
@@ -140,7 +143,7 @@ def _install(engine: Any, config: Config) -> None:
 
 
 def _put(engine: Any, config: Config) -> str:
-    """Do it, and say in one line what was done, or why not."""
+    """Change ``engine`` as :func:`_install` says. Returns one line: what was done, or why nothing was."""
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
@@ -159,7 +162,7 @@ def _put(engine: Any, config: Config) -> str:
     if users is not None and not isinstance(users, InductorPass):
         holds = f"{current_platform.pass_key} holds {type(users).__name__}, which is no InductorPass"
         return f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
-    if isinstance(users, VllmPass):  # named in inductor_passes, or this configuration has been here before
+    if isinstance(users, VllmPass):  # the user named it in inductor_passes, or this configuration was here before
         users = users.before
     choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
     limits = compilation.pass_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tw_compile.gating.facts import HostFacts, Settings
 
 NAMES = ("vllm-0.20", "vllm-0.24", "vllm-0.33")
-"""What the host is called, by the first version that dispatches so; the oldest first."""
+"""The names of the host. Each name has the first vLLM version that dispatches all_reduces in its way; the oldest is first."""
 OLDEST, NEWEST = NAMES[0], NAMES[-1]
 FLASHINFER_BACKENDS = ("auto", "mnnvl", "trtllm")
 
@@ -20,7 +20,7 @@ _FLASHINFER_BACKEND = "VLLM_FLASHINFER_ALLREDUCE_BACKEND"
 
 @dataclass(frozen=True)
 class VllmSettings(Settings):
-    """Beside what all hosts have:
+    """vLLM's settings, besides those that all hosts have.
 
     Attributes:
         disable_custom_all_reduce, use_symm_mem, use_nccl_symm_mem, use_flashinfer, flashinfer_backend: vLLM's settings.

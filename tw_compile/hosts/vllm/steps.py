@@ -1,4 +1,4 @@
-"""Steps of some ranges of token counts, run with parts that were compiled for them."""
+"""Runs steps of some ranges of token counts with parts that were compiled for these ranges."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tw_compile.kernels.collective.seam import leave_off
 class Steps:
     """How to run steps of some ranges of token counts, without the compiled parts.
 
-    ``code``, with its ``constants``, calls ``names`` of them, of which those in ``bare`` return no tuple; its ``argument`` is
-    the number of tokens; ``seamed`` as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
+    ``code``, with its ``constants``, calls the parts by ``names``. Parts in ``bare`` return no tuple. The argument with the
+    number ``argument`` is the number of tokens. ``seamed`` is as in :class:`~tw_compile.hosts.vllm.groups.Cut`.
     """
 
     code: str
@@ -26,7 +26,7 @@ class Steps:
 
 
 Parts = dict[tuple[int, int], dict[str, Callable[..., Any]]]
-"""For each range what was compiled, by name."""
+"""For each range, the compiled parts by name."""
 
 
 def dispatch(steps: Steps, parts: Parts, otherwise: Callable[..., Any]) -> Callable[..., Any]:

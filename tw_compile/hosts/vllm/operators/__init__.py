@@ -1,6 +1,6 @@
-"""vLLM's operators that passes must know, by name: those of 0.24, and of 0.20 and 0.33 where they have the same.
+"""vLLM's operators that passes must know, by name: those of 0.24, and of 0.20 and 0.33 where these have the same ones.
 
-Each family of them has a file. What a name says is data, so vLLM need not be there.
+Each family of operators has a file. Operators are declared as data, so vLLM need not be installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tw_compile.hosts.vllm.operators.scaled_matmuls import SCALED_MATMULS
 from tw_compile.hosts.vllm.operators.weight_only_matmuls import WEIGHT_ONLY_MATMULS
 from tw_compile.passes.operators import AllGatherOperator, AllReduceOperator, Operator
 
-# all_reduce(tensor, group_name): out of place, ready when it returns; the group has a name of vLLM's, as ``tp:0``.
+# all_reduce(tensor, group_name): out of place, ready when it returns. The group's name is one of vLLM's, such as ``tp:0``.
 ALL_REDUCE = AllReduceOperator("vllm::all_reduce")
 # all_gather(tensor, dim, world_size, group_name)
 ALL_GATHER = AllGatherOperator("vllm::all_gather")

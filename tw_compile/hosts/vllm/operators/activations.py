@@ -29,6 +29,6 @@ ACTIVATIONS = (
             "gelu_quick",
         ),
     ),
-    _gated("silu_and_mul_quant"),  # by one number that it is given
+    _gated("silu_and_mul_quant"),  # quantises by one scale, which it is given
     RowWiseOperator("_C::silu_and_mul_per_block_quant", reads=("input",), results=("out", "scales")),
 )

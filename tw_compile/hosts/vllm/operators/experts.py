@@ -1,7 +1,7 @@
-"""Experts: each token goes to the experts that its own scores choose, and its result is the weighted sum of theirs.
+"""Experts: each token goes to the experts that its own scores choose. Its result is the weighted sum of their results.
 
-``moe_forward`` does all of it for the layer of a name; what else that layer does is in :mod:`tw_compile.hosts.vllm.experts`.
-The others are steps of it, which vLLM's models call by themselves.
+``moe_forward`` does all of this for a layer, which it finds by its name. :mod:`tw_compile.hosts.vllm.experts` says what else
+such a layer does. The other operators are steps of this, which vLLM's models call by themselves.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _QUANTISING_ADD_NORM = NormOperator(
     scale="scale",
     writes=True,
 )
-# Scales by token, or by token and block of columns; `scale_ub` is one number.
+# These two have a scale for each token, or for each token and block of columns; `scale_ub` is one number.
 # rms_norm_dynamic_per_token_quant(result!, input, weight, scale!, epsilon, scale_ub, residual!)
 _PER_TOKEN_NORM = NormOperator(
     "_C::rms_norm_dynamic_per_token_quant",

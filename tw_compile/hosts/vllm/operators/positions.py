@@ -1,4 +1,4 @@
-"""What depends on a token's place, or on its number in the vocabulary: rotary embeddings and lookups."""
+"""Operators that depend on a token's position, or on its number in the vocabulary: rotary embeddings and lookups."""
 
 from __future__ import annotations
 

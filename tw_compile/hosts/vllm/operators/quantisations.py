@@ -1,4 +1,4 @@
-"""Quantisations of hidden states: by scales that are given, by scales for each row, or by one that is made of all rows.
+"""Quantisations of hidden states: by given scales, by a scale for each row, or by one scale that is computed from all rows.
 
 The last kind is not row-wise. Half of the tokens would have another scale, and so other codes.
 """
@@ -14,7 +14,7 @@ from tw_compile.passes.operators import (
 )
 
 LEAST_SCALE = 1 / (448 * 512)
-"""Of each token, and of each group of a norm's result."""
+"""The least scale of a token, and of a group of columns in a norm's result."""
 
 QUANTISATIONS = (
     # static_scaled_fp8_quant(result!, input, scale, group_shape)

@@ -1,7 +1,8 @@
-"""Matmuls of quantised rows by quantised weights. A row's scale is its own, or one for all rows.
+"""Matmuls of quantised rows by quantised weights. Each row has a scale of its own, or all rows share one.
 
-Each computes a row of the result from that row and the weights. How the depth is split over CTAs may depend on the number of
-rows, as with cuBLAS, so a half has the result to within rounding. (``aten._scaled_mm`` has a rule of its own.)
+Each matmul computes a row of the result from the input's same row and the weights. As with cuBLAS, the number of rows may
+decide how the depth is split over CTAs. So a half has the same result to within rounding. (``aten._scaled_mm`` has a rule of
+its own.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ SCALED_MATMULS = (
     RowWiseOperator("vllm::w8a8_triton_block_scaled_mm_func", reads=("qx", "x_scale"), writes=False),
     # fp8_gemm_nt_op(q_input, input_scale, weight, weight_scale, output!, ...) is DeepGEMM's.
     RowWiseOperator("vllm::fp8_gemm_nt_op", reads=("q_input", "input_scale"), results=("output",)),
-    # These two quantise their rows themselves, by token and group of columns; the second takes one of two kernels for so many.
+    # These two quantise their rows themselves, by token and group of columns. The second chooses one of two kernels by the
+    # number of rows.
     RowWiseOperator("vllm::flashinfer_fp8_blockscale_gemm", reads=("input",), writes=False),
     RowWiseOperator("vllm::dynamic_flashinfer_deepgemm_blockscale_gemm", reads=("input",), writes=False),
 )

@@ -1,6 +1,7 @@
-"""Matmuls of unquantised rows by weights of 4 or 8 bits: Marlin, Machete, AWQ, GPTQ, and small ones of their own kernel.
+"""Matmuls of unquantised rows by weights of 4 or 8 bits: Marlin, Machete, AWQ, GPTQ; and small matmuls with their own kernels.
 
-Each computes a row of the result from that row and the weights, to within the rounding of another split of the depth.
+Each matmul computes a row of the result from the input's same row and the weights. A half may split the depth otherwise, so its
+result is equal to within the rounding of that.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 from tw_compile.passes.operators import RowWiseOperator
 
 WEIGHT_ONLY_MATMULS = (
-    # marlin_gemm(a, c_or_none, b_q_weight, ..., a_scales, ..., workspace, ..., size_m, ...): the workspace has locks, which a
-    # call leaves as it found them; calls of one stream don't meet in it.
+    # marlin_gemm(a, c_or_none, b_q_weight, ..., a_scales, ..., workspace, ..., size_m, ...): the workspace holds locks. A call
+    # leaves them as it found them, and calls on one stream never use the workspace at the same time.
     RowWiseOperator(
         "_C::marlin_gemm", reads=("a",), scales=("a_scales",), counts=("size_m",), absent=("c_or_none",), writes=False
     ),
@@ -19,7 +20,7 @@ WEIGHT_ONLY_MATMULS = (
     RowWiseOperator("_C::gptq_gemm", reads=("a",), writes=False),
     RowWiseOperator("_C::allspark_w8a16_gemm", reads=("a",), writes=False),
     RowWiseOperator("vllm::apply_bnb_4bit", reads=("x",), results=("out",)),
-    # Unquantised, for widths of DeepSeek's: routers and the latent projection.
+    # Unquantised matmuls for DeepSeek's widths: routers and the latent projection.
     RowWiseOperator("_C::dsv3_fused_a_gemm", reads=("mat_a",), results=("output",)),
     RowWiseOperator("_moe_C::dsv3_router_gemm", reads=("mat_a",), results=("output",)),
     RowWiseOperator("_C::fp32_router_gemm", reads=("mat_a",), results=("output",)),

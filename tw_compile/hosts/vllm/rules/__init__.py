@@ -1,4 +1,4 @@
-"""Token rules of vLLM's operators of which a name does not say enough. Importing the package registers those of all modules."""
+"""Token rules of vLLM's operators whose declaration by name is not enough. Importing the package registers all of its rules."""
 
 from tw_compile.hosts.vllm.rules import attention, experts, lora
 

@@ -4,8 +4,8 @@
     half 1:   out1, written1 = vllm_attention_half(q1, k1, v1, layer, begin=0)
     half 2:   out2, written2 = vllm_attention_half(q2, k2, v2, layer, begin=first, after=[written1])
 
-Each half writes its own keys and values, then attends to what is in the cache: half 2's come behind those of half 1, which
-``after`` says. The operator is that of ``attention.py``, and there only if the host says that halves are possible.
+Each half writes its own keys and values, then attends to what is in the cache. Half 2 writes after half 1 has written;
+``after`` says so. The operator is defined in ``attention.py``. It is used only if the host says that halves are possible.
 
 Attention of latent keys and values runs once for all tokens.
 """
@@ -31,7 +31,7 @@ _UPDATED = "vllm_kv_cache"
 
 @token_rule(_UPDATE)
 def _update(call: OperatorCall) -> Verdict:
-    """What it returns says that it ran, to the attention that follows: each half updates with its attention."""
+    """The update's result only tells the attention behind it that the update ran. Each half updates with its attention."""
     rows, values = (call.rows(operand) for operand in call.args[:2])
     if call.join_attention:
         return call.join(JoinReason.ATTENTION_PLANNED, "once for all tokens")
@@ -42,7 +42,7 @@ def _update(call: OperatorCall) -> Verdict:
 
 @token_rule(ATTENTION.name)
 def _attend(call: OperatorCall) -> Verdict:
-    """``[tokens, heads, head_dim]``, requests one behind the other."""
+    """Operands are ``[tokens, heads, head_dim]``; requests follow one another."""
     attention = host_call(call.node, AttentionOperator)
     assert attention is not None, "a rule of a declared operator"
     given = attention.arguments
@@ -90,7 +90,7 @@ def _by_token(rows: Rows) -> bool:
 
 
 def _updates(call: OperatorCall, update: fx.Node, operands: tuple[fx.Node, ...]) -> bool:
-    """Whether ``update`` writes these keys and values of this layer, and tells nobody else."""
+    """Whether ``update`` writes these keys and values of this layer, and no other node reads its result."""
     layout = call.layout(update)
     known = isinstance(layout, Local) and layout.role == _UPDATED and operator_name(update) == _UPDATE
     return known and update.args[:3] == operands and list(update.users) == [call.node]

@@ -1,7 +1,7 @@
-"""The token rule of vLLM's experts, which are found by their layer's name: once for each half, where the layer allows that.
+"""The token rule of vLLM's experts, which are found by their layer's name. They run once for each half, if the layer allows it.
 
-Experts are not row-wise to the last bit: which block of rows an expert's GEMM takes depends on how many rows there are, as with
-any GEMM. To within that a row depends on its token alone (:mod:`tw_compile.hosts.vllm.experts` says when).
+Experts are not row-wise to the last bit. As with any GEMM, the number of rows decides which block of rows an expert's GEMM
+takes. Apart from that, a row depends on its token alone (:mod:`tw_compile.hosts.vllm.experts` says when).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tw_compile.passes.split.rules.registry import OperatorCall, token_rule
 from tw_compile.passes.split.rules.row_wise import row_wise
 
 _BY_COUNT = "from_forward_context"
-"""The layer's name where each call takes the next layer of the step (``VLLM_USE_LAYERNAME=0``, or torch before 2.11)."""
+"""The layer's name in calls that take the next layer of the step (``VLLM_USE_LAYERNAME=0``, or torch before 2.11)."""
 
 
 @token_rule(MOE_FORWARD.name, enters=True)
@@ -42,7 +42,7 @@ def _objection(layer_name: Any) -> str:
 
 
 def _layers() -> list[Any]:
-    """The model's, of which vLLM's forward context knows while it compiles."""
+    """The model's layers. vLLM's forward context has them while vLLM compiles."""
     context = sys.modules.get("vllm.forward_context")
     if context is None or not context.is_forward_context_available():
         return []

@@ -1,10 +1,10 @@
-"""The token rule of adapters' kernels: once for all tokens.
+"""The token rule of adapters' kernels: they run once for all tokens.
 
     buffer = lora_shrink(x, A, token_indices_sorted_by_lora_ids, num_tokens_per_lora, ...)
     y = lora_expand(buffer, B, y, token_indices_sorted_by_lora_ids, num_tokens_per_lora, ...)
 
-A row depends on its token alone. But the runner sorts the tokens of a whole step by their adapter, and the kernels read that
-order: half of the rows beside it would be other tokens' rows.
+A row depends on its token alone. But the runner sorts the tokens of a whole step by their adapter, and the kernels read this
+order. With half of the rows, the order would point to rows of other tokens.
 """
 
 from __future__ import annotations
