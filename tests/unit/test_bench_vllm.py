@@ -233,6 +233,8 @@ def test_engines_are_put_beside_each_other(vllm: Path, tmp_path: Path, together:
     read = list(csv.DictReader(io.StringIO(as_csv(report))))
     assert len(read) == 13 and {line["model"] for line in read} == {"tiny-llama"}
     assert [line["of_off"][:4] for line in read if line["trace"] == ACCURACY] == ["1.0", "1.05", "1.0", ""]
+    (line,) = [line for line in read if (line["label"], line["trace"]) == ("fuse", "decode")]
+    assert len(decode.rounds) == report["repeats"] and line["rounds"].split()[0] == f"{decode.rounds[0]:.0f}"
     text = printed(report)
     assert "rms error" in text and "0.0105" in text and "1.050" in text and "nothing of rounding with 2 ranks" in text
     assert "2.000x" in text and "PASSED" in text and "log-normal" in text and "fuse, 64: on, fusing" in text

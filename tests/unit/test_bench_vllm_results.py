@@ -59,6 +59,8 @@ def test_rates_and_percentiles() -> None:
         row = VllmRow("off", "baseline", kind, 64, 2)
         measure(row, Trace(kind, (30, 10), (5, 5)), rounds)
         rates[kind] = (row.tokens_per_s, row.slowest, row.fastest)
+        assert row.rounds[1] == row.fastest or kind == "decode"
+        assert (len(row.rounds), min(row.rounds)) == (3, row.slowest)
         assert (row.ttft_p50_ms, row.tpot_p50_ms) == pytest.approx((200, 10))
         assert row.tpot_p99_ms == pytest.approx(49)
     assert rates["prefill"] == (20, 10, 40)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class VllmRow:
         reason: Why there are no times.
         tokens_per_s: Median over the rounds: prompts' tokens (prefill), all tokens (mixed), or the requests by the median time
             between tokens (decode); ``slowest`` and ``fastest`` are those of single rounds.
+        rounds: The same of each timed round, in order.
         ttft_p50_ms: Milliseconds from the start, when all requests are there, to a request's first token.
         tpot_p50_ms: Milliseconds between the later tokens of a request.
         startup_s: Seconds of vLLM's constructor with empty caches. ``compile_s`` is the part that torch.compile takes.
@@ -62,6 +63,7 @@ class VllmRow:
     tokens_per_s: float | None = None
     slowest: float | None = None
     fastest: float | None = None
+    rounds: list[float] = field(default_factory=list)
     ttft_p50_ms: float | None = None
     ttft_p99_ms: float | None = None
     tpot_p50_ms: float | None = None
@@ -90,6 +92,7 @@ def measure(row: VllmRow, trace: Trace, rounds: Sequence[dict[str, Any]]) -> Non
     """Fill in what follows from the times of ``rounds``, see :mod:`tw_compile.benchmark.vllm.engine`."""
     rates = [_rate(trace, times) for times in rounds]
     row.tokens_per_s, row.slowest, row.fastest = statistics.median(rates), min(rates), max(rates)
+    row.rounds = rates
     row.ttft_p50_ms, row.ttft_p99_ms = _percentiles([time for times in rounds for time in times["first"]])
     between = [time for times in rounds for time in times["between"]]
     if between:
@@ -236,5 +239,10 @@ def rows_of(report: dict[str, Any]) -> list[VllmRow]:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """CSV with one line for each variant and trace, each with the machine and the versions it was measured with."""
-    return csv_of(report, ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed"))
+    """CSV with one line for each variant and trace, each with the machine and the versions it was measured with.
+
+    Rates of rounds are in one column, with spaces between them.
+    """
+    rows = [row | {"rounds": " ".join(f"{rate:.0f}" for rate in row["rounds"])} for row in report["rows"]]
+    names = ("machine", "device_name", "model", "world_size", "dtype", "layers", "repeats", "seed")
+    return csv_of(report, names, rows)
