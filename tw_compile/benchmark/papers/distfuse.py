@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from tw_compile.benchmark.papers import predict
 from tw_compile.benchmark.papers.claims import Bound, judge
@@ -96,8 +97,8 @@ EXHIBITS = (
         "GEMM",
         "share that is hidden",
         hidden,
-        Needs(2, 5),
-        layer_requests,
+        Needs(2, 2),
+        partial(layer_requests, tokens=(TOKENS,), also=("fused",)),
         ticks=DEPTHS,
         x_log=False,
     ),

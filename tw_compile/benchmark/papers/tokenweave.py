@@ -20,7 +20,7 @@ EXHIBITS = (
         "tokens",
         "share of the time",
         layers.shares,
-        Needs(2, 8),
+        Needs(2, 5),
         layers.layer_requests,
     ),
     Exhibit(
@@ -104,7 +104,7 @@ EXHIBITS = (
         "tokens",
         "speed-up",
         layers.speedups,
-        Needs(2, 10),
+        Needs(2, 9),
         partial(layers.layer_requests, models=(layers.SMALL, layers.LLAMA)),
     ),
     Exhibit(

@@ -27,17 +27,21 @@ from tw_compile.benchmark.papers.timed import Timed
 from tw_compile.benchmark.papers.tokenweave_kernels import MEASURED_RANKS, PAPER_PROFILE
 
 LLAMA, SMALL, MIXTRAL = "llama-3.3-70b", "llama-3.1-8b", "mixtral-8x22b"
-VARIANTS = ("fused", "fused+split", "inductor+nccl", "inductor+symm-two-shot", "no-communication")
+VARIANTS = ("fused+split", "inductor+nccl", "inductor+symm-two-shot", "no-communication")
 PREFILLS = (1024, 2048, 4096, 8192, 16384)
 
 
-def layer_requests(tp: int, models: tuple[str, ...] = (LLAMA,)) -> tuple[Request, ...]:
+def layer_requests(
+    tp: int, models: tuple[str, ...] = (LLAMA,), tokens: tuple[int, ...] = PREFILLS, also: tuple[str, ...] = ()
+) -> tuple[Request, ...]:
+    """``also``: labels of further variants. Each variant takes some 10 s at each number of tokens, most of it to compile."""
+    only, minutes = (*also, *VARIANTS), 1.0 + len((*also, *VARIANTS)) * len(tokens) / 6
     return tuple(
         Request(
             "bench layer",
-            LayerSpec("layer", model, tp, "cuda", "bfloat16", PREFILLS, layers=2, repeats=20, only=VARIANTS),
+            LayerSpec("layer", model, tp, "cuda", "bfloat16", tokens, layers=2, repeats=20, only=only),
             tp,
-            5.0,
+            minutes,
         )
         for model in models
     )
