@@ -82,7 +82,7 @@ class Config:
         wire_sites: The sums that ``wire`` applies to: ``all``, those behind ``attention`` (o_proj), or those of the ``mlp``
             (down_proj).
         wire_min_bytes: Smaller messages travel as they are. None: the tables decide; where they have no entry, the transport
-            decides (1 MiB over NCCL, gloo and host memory, never over NVLink), but ``wire`` = ``auto`` is then exact.
+            decides (1 MiB over NCCL, gloo and host memory, never over ``p2p``), but ``wire`` = ``auto`` is then exact.
         wire_accuracy: The file in which ``tw-compile tune --wire int8 --checkpoint NAME`` has kept what wires cost this
             checkpoint; None: nothing was measured. ``wire`` = ``auto`` takes a wire only where its cost is within the budget.
         prefetch: How many bytes of the next matmul's weights a fused call of up to 128 tokens brings into the L2 cache while

@@ -18,7 +18,7 @@ from tw_compile.passes.split.analysis.layout import (
 )
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis, analyse, find_token_axis
 from tw_compile.passes.split.rewrite.duplicate import SplitReport, split_tokens
-from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, token_rule
+from tw_compile.passes.split.rules.registry import OperatorCall, declare_attention, restored_rules, token_rule
 from tw_compile.passes.split.rules.registry import identity as rules_identity
 from tw_compile.passes.split.schedule.lock import Lock, lock_order
 from tw_compile.passes.split.schedule.windows import Exposed, Exposure, Schedule, ScheduledWindow, schedule
@@ -59,6 +59,7 @@ __all__ = [
     "layer_of_graph",
     "layer_of_piece",
     "lock_order",
+    "restored_rules",
     "rules_identity",
     "schedule",
     "split_tokens",

@@ -16,7 +16,20 @@ from torch.library import Library
 
 from tw_compile.kernels.collective import ops
 from tw_compile.passes.reasons import JoinReason
-from tw_compile.passes.split import Join, Rows, SplitReport, analyse, find_token_axis, split_tokens
+from tw_compile.passes.split import (
+    Join,
+    OperatorCall,
+    Rows,
+    SplitReport,
+    Verdict,
+    analyse,
+    declare_attention,
+    find_token_axis,
+    restored_rules,
+    rules_identity,
+    split_tokens,
+    token_rule,
+)
 from tw_compile.passes.split.analysis.token_axis import Analysis, TokenAxis
 from tw_compile.passes.split.schedule.dependences import argument
 from tw_compile.testing.graphs import find_ops
@@ -318,3 +331,17 @@ def test_each_half_has_the_scales_of_its_own_rows(b: Tokens) -> None:
 def test_scales_of_columns_that_are_made_of_tokens_join(b: Tokens) -> None:
     columns = b.call(aten.permute.default, b.looked_up(1), [1, 0])
     assert b.reason(scaled(b, b.looked_up(1), columns)) is JoinReason.OPERANDS_DISAGREE
+
+
+def test_rules_of_a_test_are_taken_out_again_also_behind_an_error() -> None:
+    before = rules_identity()
+
+    def rule(call: OperatorCall) -> Verdict:
+        return call.row_wise_over(0, dim=0)
+
+    with pytest.raises(KeyError), restored_rules():
+        token_rule("mylib::of_a_test")(rule)
+        declare_attention("mylib::of_a_test")
+        assert rules_identity() != before
+        raise KeyError
+    assert rules_identity() == before

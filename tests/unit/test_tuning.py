@@ -248,7 +248,7 @@ def test_doctor_prints_where_kernels_and_profile_come_from(tmp_path: Path, monke
         assert report[key]["layers"][0]["layer"] == "shipped"
         own = report[key]["layers"][1]
         assert own["layer"] == "user file" and "not used: it is about NVIDIA H200" in own["state"]
-    assert "shipped < user file < environment < options" in result.stderr
+    assert "shipped < calibration < user file < environment < options" in " ".join(result.stderr.split())
 
 
 def test_a_plot_and_a_strip_show_the_crossover(tmp_path: Path) -> None:

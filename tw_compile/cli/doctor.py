@@ -119,7 +119,9 @@ def _print(console: Console, report: Report) -> None:
         print_links(console, report["measured_links"])
     _pairs(console, "symmetric memory", report["symmetric_memory"])
     thresholds = report["thresholds"]
-    console.print("\n[bold]configuration[/bold], a later layer wins: shipped < user file < environment < options")
+    console.print(
+        "\n[bold]configuration[/bold], a later layer wins: shipped < calibration < user file < environment < options"
+    )
     for title, layers in (
         (f"thresholds for {thresholds['device_class']}", thresholds["layers"]),
         ("kernels", report["kernel_tables"]["layers"]),

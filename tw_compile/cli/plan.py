@@ -262,6 +262,7 @@ def _print(console: Console, report: dict[str, Any], plans: Sequence[Plan]) -> N
     console.print(str(report["evidence"]["text"]), style="dim", markup=False)
     _print_summary(console, plans)
     split = [plan for plan in plans if plan.mode is not Mode.OFF]
+    console.print("gain: the unfused time by that of the plan, which is split or fused", style="dim", markup=False)
     if any(plan.cuts_sequence for plan in split):
         console.print("*: half 2 begins within a sequence", style="dim", markup=False)
     if any(plan.us < plan.predicted.no_communication_us for plan in split):
@@ -297,7 +298,7 @@ def _print_summary(console: Console, plans: Sequence[Plan]) -> None:
     console.print(table)
 
 
-_WINDOW_COLUMNS = ("window", "GEMMs: waves on SMs", "compute", "travels", "CTAs", "takes", "in all")
+_WINDOW_COLUMNS = ("window", "GEMMs: waves on SMs", "compute", "beside a sum of", "on SMs", "sum", "both")
 
 
 def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
@@ -309,7 +310,7 @@ def _print_windows(console: Console, plans: Sequence[Plan]) -> None:
         parts = [[column for column in everything if column != gemms], [0, gemms]]
     for number, part in enumerate(parts):
         columns = ("tokens", *(_WINDOW_COLUMNS[column] for column in part))
-        table = plain_table(columns, ("window", "GEMMs: waves on SMs", "travels"), no_wrap=True)
+        table = plain_table(columns, ("window", "GEMMs: waves on SMs", "beside a sum of"), no_wrap=True)
         if gemms in part:
             table.columns[1 + list(part).index(gemms)].no_wrap = False
         for plan in plans:

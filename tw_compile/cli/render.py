@@ -107,8 +107,8 @@ def traced_line(report: dict[str, Any]) -> str | None:
     if traced is None:
         return None
     return (
-        f"traced: layers {ranges(traced)} of {report['layers']}; every other layer is like one of these, and the counts are "
-        "for all layers (--all-layers traces every one)"
+        f"traced: layers {ranges(traced)}, of {report['layers']} layers; each other layer is like one of these, and the counts "
+        "are for all layers (--all-layers traces every one)"
     )
 
 

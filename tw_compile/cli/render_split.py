@@ -93,7 +93,7 @@ def _overlap_line(overlap: dict[str, Any]) -> str:
     if overlap["refused"]:
         return f"halves one after the other, nothing overlaps, {overlap['refused']}"
     exposed = sum(overlap["exposed"].values())
-    reasons = "".join(f", {count} {reason}" for reason, count in overlap["exposed"].items())
+    reasons = "".join(f", {count} exposed ({reason})" for reason, count in overlap["exposed"].items())
     return (
         f"{overlap['calls'] - exposed} of {overlap['calls']} calls travel while the other half computes{reasons}, "
         f"{overlap['in_slot']} leave their results in the slot; {len(overlap['windows'])} windows"

@@ -31,8 +31,8 @@ CPU_TOKENS = "64,63,1"
 CUDA_TOKENS = "4096,1023,1"
 CPU_RANKS = 2
 DEFAULT_MODEL = "tiny-llama"
-START_SECONDS = 40.0
-COMPILE_SECONDS = 35.0
+START_SECONDS = 20.0
+COMPILE_SECONDS = 10.0
 """How long a cold compile of tiny-llama takes on a CPU of its own: Dynamo, Inductor and the C++ compiler."""
 CUDA_RANKS = (8, 4, 2)
 
@@ -138,7 +138,7 @@ def _estimate(spec: RunSpec) -> str:
     seconds = (START_SECONDS + COMPILE_SECONDS * spec.compiles) * max(1.0, spec.world_size / (os.cpu_count() or 1))
     return (
         f"{spec.compiles} models are compiled on each of {spec.world_size} ranks, on {os.cpu_count()} CPUs: for "
-        f"{DEFAULT_MODEL} about {seconds / 60:.0f} minutes, fewer models with --tokens of one length"
+        f"{DEFAULT_MODEL} about {round(seconds, -1):.0f} seconds, fewer models with --tokens of one length"
     )
 
 

@@ -127,11 +127,11 @@ class Evidence:
         if not self.counted:
             what = "of the device little but calls, a GEMM and a norm was" if self.estimated else "no layer was"
             return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"
-        what = "groups" if self.counted[0].layer.group else "single ranks with stand-ins for calls"
+        what = "groups of GPUs" if self.counted[0].layer.group else "single GPUs, with stand-ins for calls,"
         return (
-            f"{rule}. On {len(self.counted)} measured layers of {what} the prediction was off by {self.margin:.1%} on average. "
-            f"The mean of the errors with their signs is {self.mean:+.1%}, the worst is {self.worst:+.1%}; above 0 is too "
-            "optimistic."
+            f"{rule}. On {len(self.counted)} layers that were measured on {what} the prediction was off by "
+            f"{self.margin:.1%} on average. The mean of the errors with their signs is {self.mean:+.1%}, the worst is "
+            f"{self.worst:+.1%}; above 0 is too optimistic."
         )
 
 

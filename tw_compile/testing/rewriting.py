@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from tw_compile import compat
 from tw_compile.config import Config
+from tw_compile.current import current_gate
 from tw_compile.gating.gate import Gate
+from tw_compile.passes.split import HostGraph
 from tw_compile.pipeline import TWCompilePass
 from tw_compile.report import GraphReport, collect_reports
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
@@ -39,6 +41,7 @@ def rewrite(
     config: Config | None = None,
     dynamic: bool | None = None,
     gate: Gate | None = None,
+    host_graph: HostGraph | None = None,
 ) -> Rewritten:
     """Compile ``module`` for ``args`` up to the passes and return the graph before and after them.
 
@@ -51,14 +54,15 @@ def rewrite(
             none of its nodes has metadata, all nodes get it from a run of the copy on fake ``args``.
         dynamic: As torch.compile's.
         gate: What decides which messages are fused; default: that of this process.
+        host_graph: What a host such as vLLM says about the graph that it compiles; default: it is a graph of torch.compile's.
     """
     passes = TWCompilePass(Config() if config is None else config)
     with process_group(world_size), collect_reports() as reports:
         if isinstance(module, fx.GraphModule):
-            recorder = _Recorder(passes, gate)
+            recorder = _Recorder(passes, gate, host_graph)
             recorder(_with_metadata(module, args).graph)
         else:
-            recorder = _Recorder(passes, gate)
+            recorder = _Recorder(passes, gate, host_graph)
             with contextlib.ExitStack() as stack:
                 if device == "cuda" and not compat.fake_mode_active():
                     stack.enter_context(fake_cuda())
@@ -104,17 +108,19 @@ def on_fake_cuda(module: Callable[..., Any], args: Sequence[Any]) -> tuple[Calla
 class _Recorder:
     """Runs the passes and keeps a copy of each graph from before and after."""
 
-    def __init__(self, passes: TWCompilePass, gate: Gate | None) -> None:
+    def __init__(self, passes: TWCompilePass, gate: Gate | None, host_graph: HostGraph | None) -> None:
         self.passes = passes
         self.gate = gate
+        self.host_graph = host_graph
         self.seen: list[tuple[fx.GraphModule, fx.GraphModule]] = []
 
     def __call__(self, graph: fx.Graph) -> None:
         before = _copy(graph)
-        if self.gate is None:
+        if self.gate is None and self.host_graph is None:
             self.passes(graph)
         else:
-            self.passes.rewrite(graph, self.gate)
+            gate = current_gate(self.passes.config) if self.gate is None else self.gate
+            self.passes.rewrite(graph, gate, self.host_graph)
         graph.lint()
         self.seen.append((before, _copy(graph)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
 
     If an operator writes to arguments, the graph calls it through an ``auto_functionalized`` node, and its rule gets that node.
 
+    Of two rules for one target the later one is used. Tests take rules out again with :func:`restored_rules`.
+
     Args:
         targets: Operator overloads, or names as ``"library::operator"``. A name covers all overloads, and its library need
             not be there; the library of higher-order operators is ``higher_order``. A class of
@@ -75,6 +78,19 @@ def token_rule(*targets: Any, enters: bool = False) -> Callable[[Rule], Rule]:
         return rule
 
     return register
+
+
+@contextmanager
+def restored_rules() -> Iterator[None]:
+    """For tests: take out again what ``token_rule`` and ``declare_attention`` declare in the ``with`` block."""
+    kept_rules, kept_attention = dict(rules), set(attention_operators)
+    try:
+        yield
+    finally:
+        rules.clear()
+        rules.update(kept_rules)
+        attention_operators.clear()
+        attention_operators.update(kept_attention)
 
 
 def _check(targets: tuple[Any, ...]) -> None:

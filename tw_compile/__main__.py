@@ -1,0 +1,3 @@
+from tw_compile.cli import main
+
+main()
