@@ -96,8 +96,9 @@ def test_a_tuned_profile_is_believed_as_much_as_the_shipped_one() -> None:
 def test_the_words_name_mean_sign_and_worst() -> None:
     text = str(Evidence((error(0.01), error(-0.03))))
     assert text == (
-        "a split must be predicted to save more than 2.0%. On 2 layers that were measured on groups of GPUs the prediction was "
-        "off by 2.0% on average. The mean of the errors with their signs is -1.0%, the worst is -3.0%; above 0 is too optimistic."
+        "a split must be predicted to save more than 2.0%. On 2 layers that were measured on groups of GPUs the prediction "
+        "was off by 2.0% on average. The mean of the errors with their signs is -1.0%, the worst is -3.0%; above 0 is too "
+        "optimistic."
     )
     assert "layers that were measured on single GPUs, with stand-ins" in str(Evidence((error(0.01, group=False),)))
 

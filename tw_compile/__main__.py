@@ -1,3 +1,0 @@
-from tw_compile.cli import main
-
-main()
