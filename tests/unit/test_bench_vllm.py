@@ -60,6 +60,8 @@ def test_variants_differ_in_what_they_say_and_ours_are_options_that_there_are() 
         assert one.environment["TW_COMPILE"] == str(int(one.kind == "ours"))
         assert (one.kind == "control") == ("disable_custom_all_reduce" in one.arguments)
         Config(**one.arguments.get("additional_config", {}).get("tw_compile", {}))
+    (apart,) = variants(dataclasses.replace(SPEC, only=("fuse-gemms-apart",)))
+    assert apart.arguments["additional_config"]["tw_compile"] == {"split": "off", "disable_passes": "join_gemms"}
     with pytest.raises(UsageError, match=r"--only: expected some of off, .*, got 'on'"):
         variants(dataclasses.replace(SPEC, only=("on",)))
 
@@ -104,7 +106,7 @@ def test_an_engine_whose_rows_stay_exact_is_not_one_with_a_wire(vllm: Path) -> N
 def test_no_engine_uses_peers_where_they_are_switched_off() -> None:
     spec = dataclasses.replace(SPEC, peer_access=False)
     plan = engines(spec, "folder")
-    assert {one.variant.label for one in plan} == {one.label for one in VARIANTS} - {"off-nccl"}
+    assert {one.variant.label for one in plan} == {one.label for one in variants(SPEC)} - {"off-nccl"}
     for one in plan:
         assert one.arguments["disable_custom_all_reduce"] is True
         assert one.arguments["compilation_config"]["pass_config"] == {"fuse_allreduce_rms": False}
@@ -542,7 +544,7 @@ def test_a_dry_run_shows_every_start_and_starts_nothing(tmp_path: Path) -> None:
     )
     assert "decode-64: 64 requests" in result.stdout
     assert len(result.stdout.splitlines()) <= 14 and "about 16 minutes of starts" in result.stdout
-    assert all(f"\n{one.label}: " in result.stdout for one in VARIANTS)
+    assert all(f"\n{one.label}: " in result.stdout for one in variants(SPEC))
     assert [one["variant"] for one in json.loads(file.read_text())["engines"]] == [one.label for one in VARIANTS]
     together = invoke("--model", "tiny-llama", "--chunks", "256", "--together", "--dry-run").stdout
     assert "those of a chunk size at once, taking turns" in together and "gpu_memory_utilization=0.11" in together

@@ -23,6 +23,8 @@ EXTENSION = "tw_compile.benchmark.vllm.worker.WorkerExtension"
 FUSE, SPLIT = "fuse", "fuse+split"
 WIRE_MIN_BYTES = 2**20
 """Messages from this size on have the wire of a variant, over any transport. A decode step's are smaller, and stay exact."""
+GEMMS_APART = "fuse-gemms-apart"
+"""This variant takes part only where ``--only`` names it. Beside ``fuse`` it shows what joined GEMMs gain."""
 OTHER_ALL_REDUCE = "off-nccl"
 """This control is left out where peer access is left unused: all variants then have its all_reduce."""
 
@@ -66,6 +68,7 @@ VARIANTS = (
     EngineVariant("off", "baseline"),
     EngineVariant(FUSE, "ours", _ON, _options(split="off")),
     EngineVariant("fuse-pieces", "ours", _ON, _options(split="off", vllm_layer_groups=0)),
+    EngineVariant(GEMMS_APART, "ours", _ON, _options(split="off", disable_passes="join_gemms")),
     EngineVariant(SPLIT, "ours", _ON, _options(split="auto")),
     EngineVariant(f"{SPLIT}-pieces", "ours", _ON, _options(split="auto", vllm_layer_groups=0)),
     EngineVariant(OTHER_ALL_REDUCE, "control", arguments={"disable_custom_all_reduce": True}),
@@ -166,7 +169,7 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
     chosen = [
         replace(variant, arguments=_merged(variant.arguments, splits)) if variant.label.startswith(SPLIT) else variant
-        for variant in with_labels(known, spec.only)
+        for variant in with_labels(known, spec.only or [one.label for one in known if one.label != GEMMS_APART])
     ]
     return chosen if spec.peer_access else [_without_peers(variant) for variant in chosen]
 
