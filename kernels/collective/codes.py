@@ -48,7 +48,7 @@ def encode(rows: torch.Tensor, codes: Codes) -> torch.Tensor:
     words = _bits(scale).masked_fill(lost, _NAN) << 16 | _bits(offset)
     if codes.bits == 4:
         stored = (stored[:, 0::2] & 15) | ((stored[:, 1::2] & 15) << 4)
-    tail = words.to(torch.int32).view(torch.uint8).reshape(tokens, -1)
+    tail = words.to(torch.int32).view(torch.uint8).reshape(tokens, 4 * (hidden_size // codes.group))
     return torch.cat((stored.to(torch.uint8), tail), 1)
 
 
@@ -65,7 +65,7 @@ def decode(packed: torch.Tensor, codes: Codes, hidden_size: int) -> torch.Tensor
     scale = (words & -0x10000).view(torch.float32).unsqueeze(-1)
     offset = (words << 16).view(torch.float32).unsqueeze(-1)
     # A product of two numbers of 8 bits is exact in float32, so the sum is the only rounding.
-    values = offset + q.reshape(tokens, -1, codes.group) * scale
+    values = offset + q.reshape(tokens, hidden_size // codes.group, codes.group) * scale
     return values.reshape(tokens, hidden_size)
 
 

@@ -318,8 +318,13 @@ def is_in_flight(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
 
 
 def is_complete(hidden: torch.Tensor, group_name: str, slot: int) -> bool:
-    """Whether the call with this output was completed by the slot's next start, before its ``wait_``."""
-    return (group_name, slot, hidden.data_ptr()) in completed_early
+    """Whether the call with this output was completed by the slot's next start, before its ``wait_``.
+
+    A call in flight may have its output where an abandoned one had it, whose ``wait_`` never came.
+    """
+    started = in_flight.get((group_name, slot))
+    now = started is not None and started.hidden.data_ptr() == hidden.data_ptr()
+    return not now and (group_name, slot, hidden.data_ptr()) in completed_early
 
 
 def _wait_fake(

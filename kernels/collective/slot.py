@@ -206,24 +206,26 @@ def grow(state: GroupState, index: int, lacking: dict[str, int]) -> Slot | None:
     try:
         try:
             tensors = memory.allocate(sizes, state.device)
+            for name, tensor in tensors.items():
+                tensor.view(torch.int32).fill_(NOT_ARRIVED if name == INBOX else 0)
         except RuntimeError as error:
             obstacle = str(error)
         obstacle = common_obstacle(state.group, obstacle, sizes)
         if obstacle is None:
-            for name, tensor in tensors.items():
-                tensor.view(torch.int32).fill_(NOT_ARRIVED if name == INBOX else 0)
             try:
                 shared = memory.share(tensors, state)
+                # Device memory may be full on this rank alone. The others would wait for ever in the agreement below.
+                for name, parts in shared.items():
+                    table = torch.tensor([*parts.addresses, parts.multicast], dtype=torch.int64, device=state.device)
+                    words = torch.zeros(state_words(name), dtype=torch.int32, device=state.device)
+                    made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
+                epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
+                status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
+                # Peers may write here after the agreement below, which acts as a barrier. The fills above must be in memory
+                # before.
+                torch.cuda.synchronize(state.device)
             except RuntimeError as error:
                 obstacle = str(error)
-            for name, parts in shared.items():
-                table = torch.tensor([*parts.addresses, parts.multicast], dtype=torch.int64, device=state.device)
-                words = torch.zeros(state_words(name), dtype=torch.int32, device=state.device)
-                made[name] = SymmetricBuffer(tensors[name], parts.handle, table, sizes[name], words)
-            epochs = torch.zeros(MAX_CTAS, dtype=torch.int32, device=state.device)
-            status = torch.zeros((REPORT_ROWS, MAX_WORLD_SIZE), dtype=torch.int32, device=state.device)
-            # Peers may write here after the agreement below, which acts as a barrier. The fills above must be in memory before.
-            torch.cuda.synchronize(state.device)
             obstacle = common_obstacle(state.group, obstacle, {name: parts.offset for name, parts in shared.items()})
     finally:
         memory.settle(tensors)

@@ -202,12 +202,13 @@ def steps_of(text: str, source: str) -> tuple[str, tuple[Step, ...]]:
     if not isinstance(entries, list):
         raise ValueError(f"{source}: steps: expected [[steps]] tables, got {entries!r}")
     steps = tuple(_step(entry, f"{source}: steps[{index}]") for index, entry in enumerate(entries))
-    for before, after in itertools.pairwise(steps):
-        if _place(after) <= _place(before) and transport_of(after.algorithm) == transport_of(before.algorithm):
-            raise ValueError(
-                f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
-                f"{_place(after)} after {_place(before)}"
-            )
+    for transport in dict.fromkeys(transport_of(step.algorithm) for step in steps):
+        for before, after in itertools.pairwise(steps_over(steps, transport)):
+            if _place(after) <= _place(before):
+                raise ValueError(
+                    f"{source}: steps: expected to go up in world_size and then up_to_bytes, got "
+                    f"{_place(after)} after {_place(before)}"
+                )
     return device, steps
 
 

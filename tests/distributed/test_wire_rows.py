@@ -169,3 +169,18 @@ def test_what_a_wire_costs_is_bounded() -> None:
         hidden, _ = all_reduce_with_wire(partials, None, None, None, norm_spec(torch.bfloat16, torch.bfloat16), wire)
         error = ((hidden.double() - exact).pow(2).mean() / exact.pow(2).mean()).sqrt()
         assert least < error < most, (wire, float(error))
+
+
+def call_without_tokens(rank: int, wire: str, residual_out: ResidualOut) -> list[tuple[int, ...]]:
+    x, weight = torch.empty(0, HIDDEN), torch.ones(HIDDEN)
+    norm = (1e-5, 0.0, None, x.dtype, x.dtype)
+    group_name = dist.group.WORLD.group_name
+    outputs = ops.start(x, None, None, weight, *norm, False, residual_out, group_name, "gloo", 0, wire=wire)
+    ops.wait_(*outputs, [], group_name, 0)
+    return [tuple(output.shape) for output in outputs]
+
+
+@pytest.mark.parametrize("wire", ["exact", "int8", "int6"])
+@pytest.mark.parametrize("residual_out", ["none", "sharded", "replicated"])
+def test_a_message_may_have_no_tokens(ranks: GlooRanks, wire: str, residual_out: ResidualOut) -> None:
+    assert ranks.run(call_without_tokens, wire, residual_out) == [[(0, HIDDEN)] * 2] * WORLD_SIZE

@@ -21,7 +21,7 @@ from tw_compile.kernels.collective import fed_mm, ops
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer, state_words
 from tw_compile.kernels.collective.spec import FP8, NormSpec, Request, row_range
-from tw_compile.kernels.collective.transport import instances
+from tw_compile.kernels.collective.transport import Started, Transport, instances
 from tw_compile.kernels.gemm import fed, joint_mm
 from tw_compile.kernels.gemm.joint_mm import Form, fed_mm_program
 from tw_compile.kernels.runtime.program import FULL_SHARED_BYTES
@@ -282,3 +282,27 @@ def test_the_main_loops_wait_for_no_memory(tmp_path: Path, width: int, form: For
     for columns in (width, width // 2):
         loop = smallest_loop_with(code, f"HGMMA.64x{columns}x16.F32.BF16", 4)
         assert not [text for text in loop if MEMORY_BARRIERS.search(text) or MEMORY_ACCESSES.search(text)]
+
+
+class SameAddress(Transport):
+    """Its outputs are where those of the call before were, as an allocator gives freed memory away again."""
+
+    memory = torch.empty(TOKENS, HIDDEN)
+
+    def start(self, request: Request) -> Started:
+        hidden = self.memory.view(TOKENS, HIDDEN).fill_(torch.nan)
+        return Started(hidden, hidden[:0], lambda: hidden.copy_(request.x))
+
+
+def test_a_gemm_waits_for_its_call_though_an_abandoned_one_had_that_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "in_flight", {})
+    monkeypatch.setattr(ops, "completed_early", set())
+    monkeypatch.setitem(instances, "gloo", SameAddress())
+    x, matrix = torch.randn(TOKENS, HIDDEN), torch.randn(HIDDEN, 8)
+    rest = (None, None, None, 1e-5, 0.0, None, x.dtype, x.dtype, False, "none", "0", "gloo", 0)
+    with fake_process_group(RANKS):
+        ops.start(x, *rest, feed_from=FROM)  # the step fails here, before fed_joint_mm and wait_
+        hidden, residual = ops.start(x, *rest, feed_from=FROM)  # the next step
+        (product,) = fed_joint_mm(hidden, [matrix], [], [], "0", 0)
+        ops.wait_(hidden, residual, [], "0", 0)
+    assert torch.equal(product, x @ matrix)

@@ -254,3 +254,11 @@ def test_two_ranks_that_both_want_all_rows_of_the_residual_have_one_shot(
     assert selector.choose(replace(request, overlap_sms=8), state).name.endswith(("two_shot", "stream"))
     shard = torch.empty(1, 256, dtype=torch.float32, device="meta")
     assert selector.choose(replace(request, residual=shard, residual_sharded=True), state).name.endswith("two_shot")
+
+
+def test_steps_that_go_down_are_refused_also_with_another_transports_between() -> None:
+    entry = '[[steps]]\nworld_size = 2\nup_to_bytes = {}\nalgorithm = "{}"\nsms = 8\n'
+    steps = [(1000, "push_one_shot"), (500, "host_words"), (10, "push_two_shot")]
+    text = 'device = "GPU"\n' + "".join(entry.format(*step) for step in steps)
+    with pytest.raises(ValueError, match=r"steps: expected to go up .* got \(2, 10\) after \(2, 1000\)"):
+        steps_of(text, "kernels.toml")
