@@ -33,13 +33,15 @@ def current_gate(config: Config, observe: Callable[[Settings], Settings] = lambd
     """The gate for graphs that this process compiles with ``config``; the same on all ranks of the process group.
 
     ``observe`` gets what environment and options say about the host's all_reduces, and returns what the host has set up.
-    Until CUDA is in use there is nothing to decide, so ranks do not agree on a gate.
+    Until CUDA is in use there is nothing to decide but what wires cost, so ranks agree on a gate only where a file says that.
 
     Raises:
         ValueError: A thresholds file, or an environment variable, is wrong.
     """
     if not torch.cuda.is_initialized():
-        return own_gate(config, Node(None, False))
+        if config.wire_accuracy is None:
+            return own_gate(config, Node(None, False))
+        return agreed(f"gate/cpu/{config.digest()}", lambda: own_gate(config, Node(None, False)), agreed_gate)
     calibrated, key = _calibrated(config)
     return agreed(f"gate/{config.digest()}{key}", lambda: _observed_gate(config, observe, calibrated), agreed_gate)
 
@@ -130,10 +132,8 @@ def own_prefetch_bytes(config: Config) -> int:
     """
     if config.prefetch != "auto":
         return config.prefetch_bytes
-    if config.device_profile != "auto":
-        profile: DeviceProfile | None = load_profile(config.device_profile)
-    else:
-        profile = profile_of_device(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
+    known = config.device_profile != "auto" or torch.cuda.is_initialized()
+    profile = own_profile(config) if known else None
     return 0 if profile is None or profile.prefetch_bytes is None else profile.prefetch_bytes
 
 

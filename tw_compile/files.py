@@ -22,11 +22,12 @@ def read_text(path: Path, what: str) -> str:
     """
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
-        if kind != stat.S_IFREG:
-            raise ValueError(f"{what}: expected a regular file, got {str(path)!r}, {_KINDS.get(kind, 'a device')}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8") if kind == stat.S_IFREG else ""
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a name that no file can have
         raise ValueError(f"{what}: expected a file that can be read, got {str(path)!r} ({error})") from error
+    if kind != stat.S_IFREG:
+        raise ValueError(f"{what}: expected a regular file, got {str(path)!r}, {_KINDS.get(kind, 'a device')}")
+    return text
 
 
 def read_if_there(path: Path | None, what: str) -> str | None:
@@ -34,7 +35,7 @@ def read_if_there(path: Path | None, what: str) -> str | None:
     try:
         if path is None or not _is_there(path):
             return None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{what}: expected a file that can be read, got {str(path)!r} ({error})") from error
     return read_text(path, what)
 

@@ -36,8 +36,8 @@ def register(address: int, nbytes: int) -> int:
         # This uses the runtime API because the runtime gives the thread a context.
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED)))
     except RuntimeError as error:
-        # The CUDA runtime remembers the error, and the check behind this thread's next launch would raise it. A launch here takes
-        # it away.
+        # The CUDA runtime remembers the error, and the check behind this thread's next launch would raise it. A launch here
+        # takes it away.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         raise RuntimeError(f"host memory: cannot be registered with CUDA: {error}") from error

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from tw_compile.kernels.transports.slot_transport import SlotTransport
 from tw_compile.testing import fake_process_group
 from tw_compile.tuning import calibrate, short
 from tw_compile.tuning.candidates import SPIN_LIMIT, candidates, for_planner
+from tw_compile.tuning.short import SECONDS, ShortRun, short_spec
 
 
 @pytest.fixture(autouse=True)
@@ -411,3 +413,26 @@ def test_agreement_goes_on_where_a_store_has_been_told_already() -> None:
     store = dist.HashStore()
     agree.first_value(True, store, "a/all")
     assert all_come(store, "a", 5, 20.0)
+
+
+def test_a_first_size_without_room_does_not_make_the_measurement_longer() -> None:
+    now = [0.0]
+
+    class Run(ShortRun):
+        def _has_room(self, size: Any) -> bool:
+            return size.tokens != 64
+
+        def _check(self, *of: Any, **named: Any) -> list[Any]:
+            return []
+
+        def _time(self, *of: Any) -> list[Any]:
+            now[0] += 1.0
+            return []
+
+        def _release(self) -> None:
+            pass
+
+    ranks = SimpleNamespace(gather=lambda value: [value], ctx=SimpleNamespace(rank=0))
+    run = Run(ranks, short_spec(2, "cpu"), [], lambda: now[0])  # type: ignore[arg-type]
+    run.run()
+    assert sum(run.took) <= SECONDS

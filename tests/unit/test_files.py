@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tw_compile import Config
 from tw_compile.cli.app import app
-from tw_compile.gating import threshold_layers
+from tw_compile.gating import Node, threshold_layers
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.transports.selection import user_table
+from tw_compile.own_gate import own_gate
 from tw_compile.planning.device import user_profile
 from tw_compile.tuning.run import PARTIAL, earlier_stages
 from tw_compile.tuning.tables import check_folder
@@ -78,3 +80,10 @@ def test_a_device_profile_is_a_regular_file(kind: str, tmp_path: Path) -> None:
 def test_no_folder_for_files_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", "/dev/null")
     assert user_table() == {} and user_profile() is None
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800"])
+@pytest.mark.parametrize("option", ["thresholds", "wire_accuracy"])
+def test_a_name_that_no_file_can_have_is_refused_by_the_options_name(option: str, name: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        own_gate(Config(**{option: name}), Node(None, False))  # type: ignore[arg-type]

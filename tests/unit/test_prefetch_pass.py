@@ -273,3 +273,8 @@ def test_generated_code_hands_over_the_weights_as_they_are_and_keeps_them_for_th
     # Nothing else is different: no kernel more, and nothing is freed elsewhere.
     names = re.compile(r"# AOT ID: .*")
     assert names.sub("", with_it.replace(f", {found[0][:-1]}", "")) == names.sub("", without)
+
+
+def test_a_wrong_profile_is_refused_by_the_options_name_where_nothing_is_split() -> None:
+    with pytest.raises(ValueError, match=r"tw_compile\.device_profile"):
+        own_prefetch_bytes(Config(split="off", device_profile="nope"))

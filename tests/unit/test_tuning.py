@@ -18,7 +18,19 @@ from tw_compile.benchmark.results import Row
 from tw_compile.cli import common
 from tw_compile.cli import tune as command
 from tw_compile.cli.app import app
-from tw_compile.gating import Gate, Node, Settings, read_table, tables_of, threshold_layers
+from tw_compile.gating import (
+    Entry,
+    Gate,
+    Node,
+    Settings,
+    Source,
+    Table,
+    read_table,
+    table_text,
+    tables_of,
+    threshold_layers,
+)
+from tw_compile.gating.table import WireEntry
 from tw_compile.harness import start
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.transports.selection import shipped_steps, steps_for, steps_of
@@ -30,7 +42,7 @@ from tw_compile.tuning.busy import Usage, obstacles
 from tw_compile.tuning.pairs import contentions, pair_costs
 from tw_compile.tuning.run import key_of
 from tw_compile.tuning.spec import TuneSpec
-from tw_compile.tuning.tables import changes, derive, write
+from tw_compile.tuning.tables import changes, derive, merged_table, write
 
 H200 = "NVIDIA H200"
 SPEC = TuneSpec((2,))
@@ -410,3 +422,12 @@ def test_a_node_whose_gpus_cannot_reach_each_other_has_tables_too(
     assert derived.steps == () and derived.pairs == ()
     for file in write(tmp_path, derived, "a comment"):
         assert file.read_text().startswith("#")
+
+
+def test_a_wires_source_does_not_replace_the_source_of_new_entries(tmp_path: Path) -> None:
+    old, new = (Source("measured_tp2", "measured", ("2x", "torch", date, "c")) for date in ("2026-01-01", "2026-02-02"))
+    file = tmp_path / "thresholds.toml"
+    file.write_text(table_text(Table("", "sm90", (), (WireEntry("int8", 2, "host", 0, old),))))
+    own = Table("", "sm90", (Entry(2, "nccl", 0, None, "fused", "p2p", new),))
+    read = read_table(table_text(merged_table(file, own)), "read")
+    assert (read.entries[0].source.values[2], read.wires[0].source.values[2]) == ("2026-02-02", "2026-01-01")

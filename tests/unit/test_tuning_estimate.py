@@ -28,6 +28,7 @@ from tw_compile.planning.plan import Mode
 from tw_compile.runner import machine
 from tw_compile.tuning.estimate import GEMM, estimated_profile, measured_link
 from tw_compile.tuning.measured import KernelRun
+from tw_compile.tuning.profile import latency_and_rate
 from tw_compile.tuning.short import HIDDEN, TOKENS
 
 NAME, RANKS, SMS = "NVIDIA A100-SXM4-80GB", 2, 108
@@ -174,3 +175,8 @@ def test_commands_name_the_calibration() -> None:
     assert output(*explain)["device_profile"] == estimated().name
     shown = CliRunner().invoke(app, explain)
     assert f"planned for {estimated().name}" in " ".join(shown.output.split())
+
+
+def test_a_fit_that_rounds_to_zero_is_discarded() -> None:
+    fit = latency_and_rate([(traffic, 0.003 + traffic / 1e5) for traffic in (1e3, 1e4, 1e5, 1e6)])
+    assert fit is None or fit[0] > 0  # with 0 the file can't be read back

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_wire_cost import tiny, words_tokenizer
 from typer.testing import CliRunner
 
-from tw_compile import Config
+from tw_compile import Config, agree
 from tw_compile.cli.app import app
+from tw_compile.current import current_gate
 from tw_compile.gating.facts import Node
 from tw_compile.gating.gate import Gate
 from tw_compile.gating.table import Source, Table, WireEntry
@@ -228,3 +230,19 @@ def test_text_and_checkpoint_go_together() -> None:
         done = CliRunner().invoke(app, ["tune", "--wire", "int8", option, "x"])
         assert done.exit_code == 2 and "--text: expected it and --checkpoint together" in done.output
     assert read_accuracy(accuracy_text(KEPT), "x") == KEPT
+
+
+def test_ranks_without_gpus_agree_on_what_a_wire_costs(tmp_path: Path) -> None:
+    file, decided = tmp_path / "costs.toml", []
+    config = Config(wire="auto", wire_min_bytes=0, wire_accuracy=str(file))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for nats in (0.005, 0.5):  # the file of one host, and of another one
+            cost = AccuracyCost("int8", 2, "all", nats, 0.001, 100, "prose.txt", "2026-11-24")
+            file.write_text(accuracy_text(CheckpointAccuracy("llama", "3f5a", (cost,))))
+            agree.forget()  # another rank
+            gate = current_gate(config)
+            decided.append(message_refusal(config, gate, 2, "gloo", 4096, torch.bfloat16, (1024, 1024)))
+    finally:
+        dist.destroy_process_group()
+    assert type(decided[0]) is type(decided[1])

@@ -29,6 +29,7 @@ from functools import cache, partial
 import torch
 
 from tw_compile import compat
+from tw_compile.agree import agreed
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.kernels.collective.side_stream import cluster_size, side_stream
 from tw_compile.kernels.runtime.program import FULL_SHARED_MAJORS
@@ -101,7 +102,9 @@ def measured_reserve(
     if torch.cuda.get_device_capability(device)[0] not in FULL_SHARED_MAJORS:
         return None
     busy = max(_BUSY_STEP_US, round(busy_us / _BUSY_STEP_US) * _BUSY_STEP_US) if busy_us > 0 else 0
-    return measured_once(matmul, operands, device, ctas, busy)
+    # A GEMM that is planned for fewer SMs may add up in another order, and ranks may compute the same GEMM.
+    key = f"reserve/{getattr(matmul, '__name__', matmul)}/{operands}/{ctas}/{busy}"
+    return agreed(key, lambda: measured_once(matmul, operands, device, ctas, busy))
 
 
 @cache

@@ -7,6 +7,9 @@ steps. A result also holds for fewer rows, down to the next smaller number, beca
 In a model the weights come from the device's memory, because other layers have used the L2 cache since. So each trial finds the
 cache filled with something else. As in ``measured_reserve.py``, trials of both kernels take turns, and the shortest trial
 counts if a second one was as short. Where there is no such trial, the library keeps those rows.
+
+The two kernels may differ in the last bit, and ranks may compute the same GEMM, as that of a router whose choices must be equal
+on all ranks. So all ranks take the result of the rank that came first.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from functools import cache, partial
 import torch
 
 from tw_compile import compat
+from tw_compile.agree import agreed
 from tw_compile.autotune.hold_sms import hold_sms
 from tw_compile.autotune.measured_reserve import shortest
 from tw_compile.kernels.gemm import by_rows
@@ -66,7 +70,10 @@ def measured_turns(gemms: Gemms, rows: Sequence[int], device: torch.device) -> T
         return None
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    return _measured_once(gemms, tuple(rows), device) if has_instructions(device) else None
+    if not has_instructions(device):
+        return None
+    key = tuple(rows)
+    return agreed(f"turns/{gemms}/{key}", lambda: _measured_once(gemms, key, device))
 
 
 def turns_of(rows: Sequence[int], ours: Sequence[bool]) -> Turns:

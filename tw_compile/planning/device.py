@@ -187,11 +187,12 @@ class DeviceProfile:
         """SMs that ``ctas`` CTAs of ``kernel`` leave to kernels of clusters of two, as cuBLAS's are.
 
         CTAs without clusters are dealt out to the groups in turn. A group with an odd number of free SMs has one SM of no use.
+        Where nothing is left the result is 1: a number, but not a real speed.
         """
         if kernel.cluster > 1:
-            return self.sms - ctas
+            return max(self.sms - ctas, 1)
         rounds, rest = divmod(ctas, 2 * self.gpcs)
-        return self.sms - 2 * self.gpcs * rounds - 2 * min(rest, self.gpcs)
+        return max(self.sms - 2 * self.gpcs * rounds - 2 * min(rest, self.gpcs), 1)
 
     def attention_rates(self, kernel: str) -> AttentionRates:
         """The rates of the kernel with this name, or of the slowest kernel where the profile does not know the name."""

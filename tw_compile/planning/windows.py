@@ -316,7 +316,7 @@ class Costs:
                 gemms += chosen
             else:
                 begun = ctas if clock < SLACK * communication_us else 0
-                clock = self._after(clock, step(profile.sms - begun), communication_us)
+                clock = self._after(clock, step(max(profile.sms - begun, 1)), communication_us)
         communication_us = communication.overlapped_us(calls.kernel, communication_us, clock)
         return PlannedWindow(
             computes=computes,

@@ -137,7 +137,8 @@ def latency_and_rate(points: Sequence[tuple[float, float]]) -> tuple[float, floa
     latency, per_byte = np.linalg.lstsq(left / scale, np.ones(len(points)), rcond=None)[0] / scale
     if latency <= 0 or per_byte <= 0:
         return None
-    return round(float(latency), 2), round(float(1 / per_byte) / 1e3, 1)
+    fit = round(float(latency), 2), round(float(1 / per_byte) / 1e3, 1)
+    return fit if min(fit) > 0 else None  # a file with a zero could not be read back
 
 
 def profile_text(

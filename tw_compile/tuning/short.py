@@ -120,20 +120,21 @@ class ShortRun:
 
     def run(self) -> None:
         begin = loaded = self.clock()
+        loading = True
         deadline = Deadline(self.ranks, LOADING_SECONDS, self.clock)
         sizes = list(self.spec.sizes())
         unmeasured: list[MessageSize] = []
-        for number, size in enumerate(sizes):
+        for size in sizes:
             if not deadline.allows() or not self._has_room(size):
                 unmeasured.append(size)
                 continue
             try:
-                entries = self._check(size, deadline, loading=number == 0)
+                entries = self._check(size, deadline, loading)
             except UnavailableError as error:
                 self._remark(f"no times at {bytes_text(size.nbytes)}: {error}")
                 continue
-            if number == 0:
-                loaded = self.clock()
+            if loading:
+                loading, loaded = False, self.clock()
                 deadline = Deadline(self.ranks, self.seconds, self.clock)
             rows = self._time(size, entries, deadline)
             if rows is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -251,12 +251,16 @@ def merged_table(file: Path, own: Table) -> Table:
         )
     keys = {entry.key for entry in own.entries}
     entries = [*own.entries, *(entry for entry in there.entries if entry.key not in keys)]
-    return Table(own.file, own.device_class, tuple(_distinct_sources(entries)), there.wires)
+    taken = {wire.source.name: wire.source for wire in there.wires}
+    return Table(own.file, own.device_class, tuple(_distinct_sources(entries, taken)), there.wires)
 
 
-def _distinct_sources(entries: Iterable[Entry]) -> list[Entry]:
-    """``entries``, in which different sources with the same name, as from two tunings, get different names."""
-    names: dict[str, Source] = {}
+def _distinct_sources(entries: Iterable[Entry], taken: Mapping[str, Source]) -> list[Entry]:
+    """``entries``, in which different sources with the same name, as from two tunings, get different names.
+
+    ``taken``: the sources of the table's wires, which keep their names.
+    """
+    names = dict(taken)
     distinct: list[Entry] = []
     for entry in entries:
         name, number = entry.source.name, 1
