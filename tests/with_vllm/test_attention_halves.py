@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import paged
@@ -74,3 +75,27 @@ def test_a_step_that_halves_would_compute_wrongly_is_an_error(change: dict[str, 
     metadata = replace(paged.metadata_of([paged.Request(0, 4)]), **change)
     with pytest.raises(RuntimeError, match=named):
         half_of(metadata, 0, 2)
+
+
+def test_half_of_a_step_of_fast_prefill(groups: Any) -> None:
+    """Layers that share keys, with --kv-sharing-fast-prefill, have metadata of a class whose constructor takes no fields."""
+    from vllm.v1.attention.backend import AttentionBackend
+    from vllm.v1.attention.backends import utils
+
+    from tw_compile.hosts.vllm.attention import half_of
+
+    made = paged.metadata_of([paged.Request(3, 1), paged.Request(2, 3)])
+
+    class Builder:
+        def build(self, *args: Any) -> Any:
+            return made
+
+    class Backend(AttentionBackend):
+        get_builder_cls = staticmethod(lambda: Builder)
+        get_name = get_impl_cls = get_kv_cache_shape = staticmethod(lambda *args: None)
+
+    common = SimpleNamespace(max_query_len=1, logits_indices_padded=None, num_logits_indices=None)
+    metadata = utils.create_fast_prefill_custom_backend("Fast", Backend).get_builder_cls()().build(0, common)
+    half, expected = half_of(metadata, 1, 2), half_of(made, 1, 2)
+    assert half.query_start_loc.tolist() == expected.query_start_loc.tolist() == [0, 0, 2]
+    assert half.seq_lens.tolist() == expected.seq_lens.tolist() and metadata.num_actual_tokens == 4

@@ -285,3 +285,17 @@ found = pickle.loads(bytes.fromhex({pickled!r}))
 print(found.uuid(), torch.ops.tw_compile.all_reduce_rms_norm_start.default)
 """
     assert child(tmp_path / "worker", worker) == [uuid, "tw_compile.all_reduce_rms_norm_start.default"]
+
+
+def test_zero_switches_a_named_pass_off(groups: Any, host_operators: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    on = tw_compile.vllm_pass.uuid()
+    monkeypatch.setenv("TW_COMPILE", "0")
+    graph = piece(host_operators.flashinfer_trtllm_fused_allreduce_norm.default, functionalized=True)
+    text = str(graph)
+    with pass_context(Range(1, 8)), tw_compile.collect_reports() as reports:
+        tw_compile.vllm_pass(graph)
+    assert not reports and str(graph) == text
+    assert tw_compile.vllm_pass.uuid() != on  # else vLLM's caches give code that the pass has rewritten

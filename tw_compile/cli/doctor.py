@@ -48,7 +48,7 @@ def doctor(json_file: JsonOption = None, vllm: VllmOption = False, measure: Meas
         if vllm:
             from tw_compile.hosts.vllm import doctor as of_vllm
 
-            reachable = all(map(all, report["peer_access"]))
+            reachable = report["peer_access_used"] and all(map(all, report["peer_access"]))
             report["vllm"] = of_vllm.examine(os.environ, *_first_gpu(report), peer_access=reachable)
     except ValueError as error:  # a thresholds file that is wrong
         raise UsageError(str(error)) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import os
 import pickle
@@ -67,9 +68,10 @@ class GlooRanks:
         if not self._workers:
             self._start()
         call = pickle.dumps((function, args))
-        for _, connection in self._workers:
-            connection.send_bytes(call)
         try:
+            for _, connection in self._workers:
+                with contextlib.suppress(ConnectionError):  # it has died, which collecting answers finds out
+                    connection.send_bytes(call)
             return self._collect()
         except BaseException:
             self._stop(polite=False)
@@ -216,7 +218,8 @@ def compare_on_gloo(
             )
     parts = ranks.run(_compare, module_factory, args_factory, calls, dict(options or {}), dynamic, factor)
     errors = [
-        max(same, key=lambda error: error.error / error.budget) for same in zip(*(p[0] for p in parts), strict=True)
+        max(same, key=lambda error: (not error.passed, error.error / error.budget if error.budget else 0.0))
+        for same in zip(*(p[0] for p in parts), strict=True)
     ]
     bits = [part[1] for part in parts]
     return Comparison(errors, all(one == bits[0] for one in bits), parts[0][2], parts[0][3])
@@ -232,14 +235,17 @@ def _compare(
     factor: float,
 ) -> tuple[list[OutputError], list[bytes], dict[str, int], int]:
     module = module_factory(rank)
+    # Each way has a module and arguments of its own, as it may write to them.
     arguments = [args_factory(rank, call) for call in range(calls)]
+    of_unfused, of_reference = copy.deepcopy(arguments), _doubled(arguments)
     torch._dynamo.reset()
     with torch.no_grad(), collect_reports() as reports:
         compiled = torch.compile(module, backend="tw_compile", options=options, dynamic=dynamic)
         actual = [_tensors(compiled(*args)) for args in arguments]
-        unfused = [_tensors(module(*args)) for args in arguments]
+        eager = module_factory(rank)
+        unfused = [_tensors(eager(*args)) for args in of_unfused]
         module64 = module_factory(rank).double()
-        reference = [_tensors(module64(*tree_map_only(torch.Tensor, _double, args))) for args in arguments]
+        reference = [_tensors(module64(*args)) for args in of_reference]
     errors = [
         OutputError(call, output, relative_error(a, r), relative_error(u, r), budget(u, r, factor))
         for call in range(calls)
@@ -253,8 +259,16 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
 
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
+def _doubled(arguments: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A copy in float64. A tensor that several calls get, as a cache, is also one tensor in the copy."""
+    copies: dict[int, torch.Tensor] = {}
+
+    def double(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.to(torch.float64 if tensor.is_floating_point() else tensor.dtype, copy=True)
+        return copies[id(tensor)]
+
+    return [tree_map_only(torch.Tensor, double, args) for args in arguments]
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

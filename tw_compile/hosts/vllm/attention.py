@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -92,8 +93,8 @@ def half_of(metadata: FlashAttentionMetadata, begin: int, tokens: int) -> FlashA
     begin = min(begin, end)
     bounds = metadata.query_start_loc
     later = (bounds[1:] - bounds[:-1].clamp(min=end)).clamp(min=0)
-    return replace(
-        metadata,
+    half = copy(metadata)  # not replaced: some of vLLM's subclasses have another constructor
+    vars(half).update(
         num_actual_tokens=end - begin,
         max_query_len=min(metadata.max_query_len, end - begin),
         query_start_loc=bounds.clamp(begin, end) - begin,
@@ -101,6 +102,7 @@ def half_of(metadata: FlashAttentionMetadata, begin: int, tokens: int) -> FlashA
         slot_mapping=metadata.slot_mapping[begin:end],
         **{name: value for name, value in _PLANNED_FOR_ALL.items() if hasattr(metadata, name)},
     )
+    return half
 
 
 def _check(metadata: FlashAttentionMetadata) -> None:

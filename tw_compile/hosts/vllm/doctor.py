@@ -135,9 +135,10 @@ def _group(
     reachable = choices[0].node.peer_access
     default = limits.get(capability, {}).get(world_size) if capability and reachable else None
     ends = plan.range_endpoints(engine, config, choices)
-    groups = _groups_of_layers(engine, config, default)
+    limit = plan.flashinfer_fusion_limit(capability, world_size, settings, default)
+    groups = _groups_of_layers(engine, config, limit)
     inside = "from_tokens" in groups
-    first = groups["from_tokens"] if inside else 1 + (default or 0) // plan.row_bytes_of(engine)
+    first = groups["from_tokens"] if inside else 1 + (limit or 0) // plan.row_bytes_of(engine)
     split_for = (profile, _layer(world_size)) if config.split == "auto" else (None, None)
     ranges, split = plan.planned_ranges(engine, config, choices, first, ends, split_for, inside)
     return {
@@ -145,7 +146,7 @@ def _group(
         "ranges_end_at": sorted({*ends, *(end for _, end in ranges[:-1])}),
         "groups_of_layers": groups,
         "split": split,
-        "flashinfer_fusion_bytes": plan.flashinfer_fusion_limit(capability, world_size, settings, default),
+        "flashinfer_fusion_bytes": limit,
         "flashinfer_fusion_bytes_of_vllm": default,
         "thresholds": {gate.node.device_class: plan.thresholds_of(engine, gate) for gate in choices},
     }

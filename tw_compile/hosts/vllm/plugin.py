@@ -46,14 +46,20 @@ def register() -> None:
             return
         config = _config_of(self, options)
         compilation = self.compilation_config
-        before = compilation.pass_config.fi_allreduce_fusion_max_size_mb
+        limits = compilation.pass_config
+        before, ends = limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints
         try:
             _limit_flashinfer(self, config)
         except Exception as error:
-            compilation.pass_config.fi_allreduce_fusion_max_size_mb = before
+            limits.fi_allreduce_fusion_max_size_mb = before
             _failed(error)
         original(self)
-        _install(self, config)
+        if not _install(self, config) and limits.fi_allreduce_fusion_max_size_mb != before:
+            limits.fi_allreduce_fusion_max_size_mb, compilation.compile_ranges_endpoints = before, ends
+            try:
+                self._set_compile_ranges()  # without the lower limit
+            except Exception as error:
+                _failed(error)
 
     VllmConfig.__post_init__ = post_init
     _wrap_backend()
@@ -126,8 +132,11 @@ def _tell(engine: Any) -> None:
         slot[current_platform.pass_key] = VllmPass(named.config, named.before, engine_of(engine))
 
 
-def _install(engine: Any, config: Config) -> None:
-    """Put the pass into its slot, and add the ends of its ranges to vLLM's. After an exception everything is as it was."""
+def _install(engine: Any, config: Config) -> bool:
+    """Put the pass into its slot, and add the ends of its ranges to vLLM's. Returns whether the passes are on.
+
+    After an exception everything is as it was, except that a pass of ours that the user has named is taken out.
+    """
     compilation = engine.compilation_config
     slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
     had = dict(slot)
@@ -136,10 +145,25 @@ def _install(engine: Any, config: Config) -> None:
     except Exception as error:
         slot.clear()
         slot.update(had)
+        _take_out_named(slot)
         compilation.compile_ranges_endpoints = ends
         _failed(error)
-    else:
-        logger.info("tw_compile: %s", line)
+        return False
+    logger.info("tw_compile: %s", line)
+    return line.startswith("on")
+
+
+def _take_out_named(slot: dict[str, Any]) -> None:
+    """Leave only the user's own pass where the slot holds one of ours: it does not know of what speaks against it."""
+    from vllm.platforms import current_platform
+
+    from tw_compile.hosts.vllm.inductor_pass import VllmPass
+
+    named = slot.get(current_platform.pass_key)
+    if isinstance(named, VllmPass):
+        del slot[current_platform.pass_key]
+        if named.before is not None:
+            slot[current_platform.pass_key] = named.before
 
 
 def _put(engine: Any, config: Config) -> str:
@@ -155,6 +179,7 @@ def _put(engine: Any, config: Config) -> str:
     facts = engine_of(engine)
     refused = facts.refusal()
     if refused is not None:
+        _take_out_named(engine.compilation_config.inductor_compile_config)
         return f"off, {refused[0]}: {refused[1]}"
     compilation = engine.compilation_config
     slot = compilation.inductor_compile_config
