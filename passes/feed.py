@@ -20,7 +20,7 @@ import torch.fx as fx
 
 from tw_compile import compat
 from tw_compile.autotune.turns import Turns, measured_turns
-from tw_compile.graph.predicates import aten, is_call, value
+from tw_compile.graph.predicates import aten, is_call, same_shape, value
 from tw_compile.kernels.collective.fed_mm import fed_gated_mm, fed_joint_mm
 from tw_compile.kernels.collective.transports import TRANSPORTS
 from tw_compile.kernels.collective.wires import EXACT
@@ -95,6 +95,10 @@ def fed_by(
     if joint.beside(gemms[0], gemms[1:]) != gemms:
         names = ", ".join(node.name for node in gemms)
         return FeedRefused(FeedRefusal.GEMM_NOT_OURS, f"one launch of our kernel can't compute {names}")
+    multiplied = value(joint.rows_of(gemms[0]))
+    # The view between may be a slice of the rows, or have other rows of the same values.
+    if multiplied is None or not same_shape(multiplied, result):
+        return FeedRefused(FeedRefusal.GEMM_NOT_OURS, f"{gemms[0].name} does not multiply the rows of {hidden.name}")
     rows = rows_served(gemms[0], tokens)
     if rows is None or rows[-1] < FED_FROM_TOKENS:
         most = 0 if rows is None else rows[-1]

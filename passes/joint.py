@@ -17,6 +17,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile.graph.predicates import (
+    adds_once,
     aten,
     is_call,
     is_cast,
@@ -198,6 +199,8 @@ def _halves(node: fx.Node) -> list[fx.Node]:
         arguments: Any = user.args
         if not is_call(user, aten.slice.Tensor) or len(arguments) != 4 or arguments[1] != 1:
             return []
+        if not all(isinstance(size, int) for size in (columns, *arguments[2:])):
+            return []
         ends.append((arguments[2], min(arguments[3], columns)))
     middle = columns // 2
     return found if sorted(ends) == [(0, middle), (middle, 2 * middle)] and columns % 16 == 0 else []
@@ -216,7 +219,8 @@ def _product(gate: fx.Node, up: fx.Node) -> fx.Node | None:
     if division is None or division.args[0] is not x or len(x.users) != 2:
         return None
     plus_one: Any = division.args[1]
-    exponential: Any = plus_one.args[0] if is_call(plus_one, aten.add.Tensor) and plus_one.args[1:] == (1,) else None
+    adds_one = is_call(plus_one, aten.add.Tensor) and adds_once(plus_one) and plus_one.args[1:] == (1,)
+    exponential: Any = plus_one.args[0] if adds_one else None
     negated: Any = exponential.args[0] if is_call(exponential, aten.exp.default) else None
     if not (is_call(negated, aten.neg.default) and negated.args[0] is x):
         return None

@@ -208,7 +208,11 @@ def _left_out(current: Pass, off: dict[str, str], result: Run) -> tuple[PassOutc
 
 def _note_failure(result: Run, failed: Pass, error: Exception, seconds: float, passes: Sequence[Pass]) -> None:
     result.failed, result.error = failed, error
-    undone = {each.name for each in passes if _same_transaction(failed, each)}
+    undone = set()
+    for each in reversed(passes[: passes.index(failed)]):
+        if not _same_transaction(failed, each):
+            break  # passes of a transaction elsewhere in the order are undone by themselves, or stay
+        undone.add(each.name)
     result.reports = [
         replace(each, outcome="undone") if each.name in undone and each.outcome == "changed" else each
         for each in result.reports

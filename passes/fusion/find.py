@@ -466,6 +466,17 @@ def _check_site(site: FusionSite, position: dict[fx.Node, int]) -> FusionSite | 
         site.norm.weight is None and hidden.dtype.itemsize > h.dtype.itemsize and not site.quantised
     ):
         return Refused(Refusal.NORM_INTERMEDIATE_USED, f"{site.norm.output.name} is used in {hidden.dtype}")
+    if hidden.dtype == torch.float32 and not site.quantised:
+        for node in site.norm.interior:
+            computed = value(node)
+            # Computed in float32 it would lose more than the budget allows.
+            if computed is not None and computed.dtype == torch.float64:
+                return Refused(Refusal.DTYPE_NOT_SUPPORTED, f"{node.name} computes a float32 result in float64")
+    for vector in site.norm.vectors():
+        given = value(vector)
+        if given is None or given.dtype not in SUPPORTED_DTYPES:
+            dtype = None if given is None else given.dtype
+            return Refused(Refusal.WEIGHT_NOT_PROVABLE, f"{vector.name} has dtype {dtype}")
     late = _computed_after(site.norm.vectors(), site.h, position)
     if late is None:
         names = " or ".join(node.name for node in site.norm.vectors())

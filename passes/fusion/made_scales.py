@@ -83,7 +83,7 @@ def read_made_scales(
     if rows is None or scales is None or factors is None or laid is None:
         return QuantRefused(QuantRefusal.SCALE_FORM, f"{node.name} has no tensor metadata")
     columns = rows.shape[-1]
-    if not isinstance(columns, int) or (columns != hidden_size and columns not in SCALE_GROUPS):
+    if not isinstance(columns, int) or not _is_group(columns, hidden_size):
         return QuantRefused(QuantRefusal.SCALE_GROUP, f"the scales {node.name} are made of {columns} columns each")
     fits = laid.dim() == factors.dim() and same_size(laid.shape[-1], columns) and _goes_over(factors, laid)
     if not fits:
@@ -93,6 +93,13 @@ def read_made_scales(
         return QuantRefused(QuantRefusal.SCALE_DTYPE, f"the scales {node.name} have dtype {scales.dtype}, not float32")
     made = MadeScale(columns, walk.min_scale, divides=not multiplied)
     return MadeScales(made, node, (*reversed(walk.interior), *reversed(towards)))
+
+
+def _is_group(columns: int, hidden_size: int | torch.SymInt) -> bool:
+    """Whether a row has whole groups of so many columns: a view may also have groups of several rows' columns."""
+    if not isinstance(hidden_size, int):
+        return False
+    return columns == hidden_size or (columns in SCALE_GROUPS and not hidden_size % columns)
 
 
 def _goes_over(factors: torch.Tensor, values: torch.Tensor) -> bool:

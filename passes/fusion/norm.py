@@ -30,6 +30,7 @@ from tw_compile.graph.predicates import (
     is_float8,
     is_lossless_cast,
     other_operand,
+    same_shape,
     same_size,
     value,
     views_and_casts_of,
@@ -252,7 +253,13 @@ def _match_layer_norm(node: fx.Node, same_values: set[fx.Node]) -> NormMatch | R
 
 
 def _takes_off(node: fx.Node, mean: fx.Node, same_values: set[fx.Node]) -> bool:
-    return is_call(node, aten.sub.Tensor) and adds_once(node) and node.args[0] in same_values and node.args[1] is mean
+    if not (is_call(node, aten.sub.Tensor) and adds_once(node)):
+        return False
+    if node.args[0] not in same_values or node.args[1] is not mean:
+        return False
+    # Broadcast, each row less the mean of every row would be another shape.
+    rows, centred = value(node.args[0]), value(node)  # type: ignore[arg-type]
+    return rows is not None and centred is not None and same_shape(rows, centred)
 
 
 def _check_row_mean(node: fx.Node, mean: fx.Node) -> Refused | None:

@@ -14,8 +14,11 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 def restore(graph: fx.Graph, before: fx.Graph) -> None:
     """Replace all nodes of ``graph`` by copies of those of ``before``, an earlier :func:`copy_of` it. Names may change."""
+    for node in graph.nodes:
+        node.args, node.kwargs = (), {}  # a pass that failed may have left a node behind nodes that read it
     for node in reversed(graph.nodes):
         graph.erase_node(node)
+    graph.inserting_after()  # at the end: a pass that failed may have left the place at a node that is gone now
     _add(graph, before)
 
 
