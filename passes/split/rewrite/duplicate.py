@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.fx as fx
 import torch.utils._pytree as pytree
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, has_default_strides, is_call, same_size, value
+from tw_compile.graph.predicates import aten, has_default_strides, is_call, makes_view, same_size, value
 from tw_compile.passes.nodes import Annotation, Inserter, Part, annotate, annotation
 from tw_compile.passes.reasons import SplitRefusal, SplitRefused
 from tw_compile.passes.split.analysis.layout import (
@@ -146,11 +146,22 @@ def _refusal(graph: fx.Graph, analysis: Analysis) -> SplitRefused | None:
             detail = f"{node.name} makes sizes that depend on the tokens' values"
             return SplitRefused(SplitRefusal.NEEDS_ALL_TOKENS, detail)
         for operand in mutated(node):
-            if analysis.layouts.get(operand) is not None:
-                return SplitRefused(
-                    SplitRefusal.TOKENS_MUTATED, f"{node.name} writes to {operand.name}, which is split"
-                )
+            for base in _viewed(operand):  # a view may be joined where its base is split
+                if analysis.layouts.get(base) is not None:
+                    return SplitRefused(
+                        SplitRefusal.TOKENS_MUTATED, f"{node.name} writes to {base.name}, which is split"
+                    )
     return None
+
+
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """``node`` and all whose memory it may share because it is a view of them."""
+    pending = [node]
+    while pending:
+        one = pending.pop()
+        yield one
+        if makes_view(one) or (one.target is operator.getitem and makes_view(one.all_input_nodes[0])):
+            pending += one.all_input_nodes
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
@@ -201,6 +212,7 @@ class Duplicator:
                     self.duplicate(node, verdict)
                 else:
                     self._run_once(node, verdict)
+                    self._forget(mutated(node))
 
     def commit(self) -> None:
         output = next(iter(reversed(self.graph.nodes)))
@@ -256,7 +268,7 @@ class Duplicator:
         self.report.duplicated += len({node, *results})
 
     def _run_once(self, node: fx.Node, verdict: Any) -> None:
-        if is_call(node, aten.sym_size.int) and node.all_input_nodes[0].op != "placeholder":
+        if is_call(node, aten.sym_size.int) and self._whole.get(measured := node.all_input_nodes[0]) is not measured:
             self._whole[node] = self.sizes.argument(node.meta["val"])
             return
         depends = node in self.analysis.token_dependent
@@ -278,6 +290,19 @@ class Duplicator:
         if isinstance(target, compat.OpOverload) or target is operator.getitem:
             copied.meta["val"] = self.inserter.fake(target, args, kwargs)
         self._whole[node] = copied
+
+    def _forget(self, written: list[fx.Node]) -> None:
+        """Take rows out again that were taken out of ``written``: they may be copies of what was there before."""
+        tensors = [value(each) for one in written for each in (one, self._whole.get(one)) if isinstance(each, fx.Node)]
+        memories = {compat.storage_key(tensor) for tensor in tensors if tensor is not None}
+
+        def kept(key: Any) -> bool:
+            found = [value(one) for one in key if isinstance(one, fx.Node)]
+            return not any(tensor is not None and compat.storage_key(tensor) in memories for tensor in found)
+
+        if memories:
+            self._sliced = {key: made for key, made in self._sliced.items() if kept(key)}
+            self._made_once = {key: made for key, made in self._made_once.items() if kept(key)}
 
     def _check(self, node: fx.Node, half_node: fx.Node, out: Layout | tuple[Layout, ...], half: int) -> None:
         """Raise an AssertionError if a half has another shape than its layout says: then a rule is wrong.
@@ -418,7 +443,9 @@ class Duplicator:
         """Joined halves, viewed as a value with all tokens: the compiler does not know that the halves add up to these."""
         shape: list[Size] = list(node.meta["val"].shape)
         shape[rows.dim] = rows.per_unit * self.analysis.axis.size
-        assert has_default_strides(node.meta["val"]), f"{node.name} is not contiguous: {node.meta['val'].stride()}"
+        if not has_default_strides(node.meta["val"]):  # as where the halves are "channels last"
+            contiguous = {"memory_format": torch.contiguous_format}
+            node = self._call(aten.clone.default, (node,), contiguous, part, role="cat")
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         return self._call(
             aten.as_strided.default, (node, self._arguments(shape), self._arguments(strides), 0), {}, part, role="cat"

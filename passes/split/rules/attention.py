@@ -116,7 +116,7 @@ def _whole_requests(call: OperatorCall, rows: Rows) -> Verdict:
 def _has_batch(call: OperatorCall, mask: fx.Node, rows: Rows) -> bool:
     """Whether a mask differs between requests: it has a batch dim, which is not only there to be broadcast."""
     shape = call.shape(mask)
-    return len(shape) == 4 and not same_size(shape[rows.dim], 1)
+    return len(shape) == len(call.shape(call.args[0])) and not same_size(shape[rows.dim], 1)
 
 
 def _mask(call: OperatorCall) -> Any:
@@ -173,6 +173,8 @@ def _prefix_and_suffix(call: OperatorCall, rows: Rows) -> Verdict:
 def _objection_to(call: OperatorCall, mask: fx.Node) -> str | None:
     if call.argument("is_causal"):
         return "is given beside is_causal"
+    if not same_size(call.shape(mask)[-1], call.shape(call.args[0])[-2]):
+        return "is not of the queries' tokens"
     # A mask that was split along its keys, as padding is, is put together again; it needs nothing of the halves' tokens.
     layout = call.layout(mask)
     if layout is not None and (not isinstance(layout, Rows) or layout.order is not None):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from tw_compile.graph.predicates import aten
+from tw_compile.graph.predicates import aten, value
 from tw_compile.kernels.gemm.mm_leaving_sms import addmm_leaving_sms, mm_leaving_sms
 from tw_compile.passes.reasons import JoinReason
-from tw_compile.passes.split.analysis.layout import Rows, RowWise, Slice, Verdict
+from tw_compile.passes.split.analysis.layout import Local, Rows, RowWise, Slice, Verdict
 from tw_compile.passes.split.rules.registry import OperatorCall, pointwise_rule, token_rule
 from tw_compile.passes.split.rules.shape import aligned_slice
 
@@ -39,7 +39,10 @@ def pointwise(call: OperatorCall) -> Verdict:
     slices: dict[fx.Node, Slice] = {}
     sizes = (out.shape[found.dim], 1 if found.outer is None else out.shape[found.outer])
     for one in operands:
-        if call.layout(one) is not None:
+        layout = call.layout(one)
+        if isinstance(layout, Local):
+            return call.join(JoinReason.OPERANDS_DISAGREE, f"{one.name} means something only within its half")
+        if layout is not None:
             continue
         part = aligned_slice(found, rank, call.shape(one), sizes)
         if isinstance(part, str):
@@ -237,13 +240,15 @@ def _gather(call: OperatorCall) -> Verdict:
 )
 def _scatter(call: OperatorCall) -> Verdict:
     target, dim, index, source = call.args[:4]
-    return _along_dim_of_all(call, dim, [target, index, *([source] if isinstance(source, fx.Node) else [])])
+    is_tensor = isinstance(source, fx.Node) and value(source) is not None
+    return _along_dim_of_all(call, dim, [target, index, *([source] if is_tensor else [])])
 
 
 def _along_dim_of_all(call: OperatorCall, dim: Any, operands: list[Any]) -> Verdict:
     """Each half may run the operator if all operands have equally many tokens, in the same dim, which is not ``dim``."""
-    found = [rows for one in operands if (rows := call.rows(one)) is not None]
-    if not found or not all(rows.same_as(found[0]) for rows in found):
+    layouts = [layout for one in operands if (layout := call.layout(one)) is not None]
+    found = [layout for layout in layouts if isinstance(layout, Rows)]
+    if not found or len(found) < len(layouts) or not all(rows.same_as(found[0]) for rows in found):
         return call.join(JoinReason.OPERANDS_DISAGREE)
     rows = found[0]
     if dim % len(call.shape(operands[0])) in (rows.dim, rows.outer):

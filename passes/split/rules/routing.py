@@ -34,7 +34,9 @@ def _sort(call: OperatorCall) -> Verdict:
         if found.role != "permutation" or call.argument("descending"):
             return call.join(JoinReason.ROUTING_NOT_UNDONE)
         return RowWise((replace(found, role="sorted_permutation"), replace(found, role="inverse")))
-    if found is not None and len(call.shape(source)) == 1 and found.order is None:
+    # In descending order, rows would not lie in the groups of their keys, which count up: see _histc.
+    ascending = not call.argument("descending")
+    if found is not None and len(call.shape(source)) == 1 and found.order is None and ascending:
         return RowWise((replace(found, order=call.node), Local("permutation", call.node, found)))
     return along_one_dim(call)
 

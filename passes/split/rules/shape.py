@@ -234,8 +234,9 @@ def _stack(call: OperatorCall) -> Verdict:
 
 def alike(call: OperatorCall, operands: Sequence[fx.Node]) -> tuple[Rows, dict[fx.Node, Slice]] | None:
     """The rows that operands of equal shape (but for a dim without tokens) share, and which of them are to be sliced."""
-    found = [rows for one in operands if (rows := call.rows(one)) is not None]
-    if not found or not all(rows.same_as(found[0]) for rows in found):
+    layouts = [layout for one in operands if (layout := call.layout(one)) is not None]
+    found = [layout for layout in layouts if isinstance(layout, Rows)]
+    if not found or len(found) < len(layouts) or not all(rows.same_as(found[0]) for rows in found):
         return None
     whole = [one for one in operands if call.layout(one) is None]
     if not all(call.fits(one, found[0]) for one in whole):

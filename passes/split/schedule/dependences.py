@@ -82,6 +82,7 @@ def place_of(node: fx.Node, name: str) -> int:
 def find_calls(graph: fx.Graph) -> list[CommunicationCall] | SplitRefused:
     """The calls of a graph, in the order of their starts; a refusal if two would be in flight in one slot."""
     calls: list[CommunicationCall] = []
+    collectives: set[fx.Node] = set()
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         if is_call(node, *_WAITS):
@@ -94,7 +95,8 @@ def find_calls(graph: fx.Graph) -> list[CommunicationCall] | SplitRefused:
             calls.append(CommunicationCall(start, node))
         elif is_call(node, _c10d.wait_tensor.default):
             (start,) = node.all_input_nodes
-            if getattr(start.target, "namespace", None) == "_c10d_functional":
+            if getattr(start.target, "namespace", None) == "_c10d_functional" and start not in collectives:
+                collectives.add(start)  # a later wait for the same collective finds it done
                 calls.append(CommunicationCall(start, node))
     waited = {call.start for call in calls}
     for node in graph.nodes:
