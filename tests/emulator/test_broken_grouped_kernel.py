@@ -18,7 +18,7 @@ TO_BOTH_B = (
 )
 TO_BOTH_A = "load_tile_to(BOTH, a + rank * HALF_A, params.a, k, tile.row + (int32_t)rank * (TILE_ROWS / 2), full);"
 BARRIERS = "mbarrier_init(&shared.empty[stage], 2 * 4 * CONSUMERS);"
-LAST_SYNC = "  cluster_sync();  // a CTA that has ended takes in no copies and no arrivals\n"
+LAST_SYNC = "  cluster_sync();  // CTAs end together: a CTA that has ended takes in no copies and no arrivals\n"
 FIRST_SYNC = "  cluster_sync();\n  Tiles tiles"
 
 RING: dict[str, Changes] = {

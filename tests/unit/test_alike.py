@@ -95,4 +95,7 @@ def test_what_is_said_of_the_model_is_what_all_layers_give(
     assert few["counts"] == full["counts"] and few["counts"]["all_reduce"] > 2 * len(traced)
     assert few["layers"] == full["layers"] == values["num_hidden_layers"]
     assert render.group_sites(few["sites"]) == render.group_sites(full["sites"])
-    assert f"of {few['layers']}; every other layer is like one of these" in outputs[0] and "traced:" not in outputs[1]
+    assert (
+        f", of {few['layers']} layers; each other layer is like one of these" in outputs[0]
+        and "traced:" not in outputs[1]
+    )
