@@ -141,7 +141,7 @@ def _install(engine: Any, config: Config) -> bool:
     slot, ends = compilation.inductor_compile_config, compilation.compile_ranges_endpoints
     had = dict(slot)
     try:
-        line = _put(engine, config)
+        is_on, line = _put(engine, config)
     except Exception as error:
         slot.clear()
         slot.update(had)
@@ -150,7 +150,7 @@ def _install(engine: Any, config: Config) -> bool:
         _failed(error)
         return False
     logger.info("tw_compile: %s", line)
-    return line.startswith("on")
+    return is_on
 
 
 def _take_out_named(slot: dict[str, Any]) -> None:
@@ -166,8 +166,11 @@ def _take_out_named(slot: dict[str, Any]) -> None:
             slot[current_platform.pass_key] = named.before
 
 
-def _put(engine: Any, config: Config) -> str:
-    """Change ``engine`` as :func:`_install` says. Returns one line: what was done, or why nothing was."""
+def _put(engine: Any, config: Config) -> tuple[bool, str]:
+    """Change ``engine`` as :func:`_install` says.
+
+    Returns whether the passes are on, and one line: what was done, or why nothing was.
+    """
     from vllm.compilation.passes.inductor_pass import InductorPass
     from vllm.platforms import current_platform
 
@@ -175,18 +178,18 @@ def _put(engine: Any, config: Config) -> str:
     from tw_compile.hosts.vllm.inductor_pass import VllmPass
 
     if engine.model_config is None:
-        return "off, there is no model"
+        return False, "off, there is no model"
     facts = engine_of(engine)
     refused = facts.refusal()
     if refused is not None:
         _take_out_named(engine.compilation_config.inductor_compile_config)
-        return f"off, {refused[0]}: {refused[1]}"
+        return False, f"off, {refused[0]}: {refused[1]}"
     compilation = engine.compilation_config
     slot = compilation.inductor_compile_config
     users = slot.get(current_platform.pass_key)
     if users is not None and not isinstance(users, InductorPass):
         holds = f"{current_platform.pass_key} holds {type(users).__name__}, which is no InductorPass"
-        return f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
+        return False, f"off, {HostRefusal.SLOT_TAKEN}: {holds}"
     if isinstance(users, VllmPass):  # the user named it in inductor_passes, or this configuration was here before
         users = users.before
     choices = plan.gates(config, _capability(), gpus_reach_each_other(facts.tensor_parallel_size))
@@ -217,10 +220,11 @@ def _put(engine: Any, config: Config) -> str:
     ranges = ", ".join(map(str, compilation.compile_ranges_endpoints))
     sites = "" if config.wire_sites == "all" else f" of {config.wire_sites}"
     wire = "" if config.wire == EXACT else f"; wire {config.wire}{sites}"
-    return (
+    line = (
         f"on{chained}, {facts.tensor_parallel_size} ranks, {config.host}; fusing all_reduce + RMSNorm, "
         f"thresholds for {tables}{wire}; token ranges end at {ranges}; {groups}; {split}"
     )
+    return True, line
 
 
 def _capability() -> tuple[int, int] | None:
