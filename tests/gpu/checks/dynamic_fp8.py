@@ -106,7 +106,8 @@ def dynamic_fp8_captured(ctx: Context, kernel: str) -> None:
 def dynamic_fp8_beside(ctx: Context, kernel: str) -> None:
     """Through the operators, and beside matmuls on the current stream: the same bits as alone."""
     used, gemms, wrong = subject(kernel), make_gemms(ctx), new_counter(ctx)
-    for form in (FORMS[name] for name in ("token", "group", "token_sharded", "group_sharded")):
+    bf16 = ("token", "group", "token_sharded", "group_sharded")
+    for form in (FORMS[name] for name in forms_of(kernel) if name in bf16):
         for tokens in (1, 33, 1025):
             problem = make_problem(ctx, tokens, 4096, form, 3)
             request = problem.request(ctx)
