@@ -154,8 +154,8 @@ def two_slots_on_two_streams(ctx: Context, transport: str) -> None:
 
 @cache
 def _half_group(rank: int, world_size: int) -> dist.ProcessGroup:
-    """This rank's group of half the ranks; of two ranks, a second group of both. Collective when it is made."""
-    half = max(world_size // 2, 2)
+    """This rank's group of half the ranks; of two ranks, or of an odd number, a second group of all. Collective when made."""
+    half = world_size // 2 if world_size >= 4 and world_size % 2 == 0 else world_size
     groups = [dist.new_group(range(begin, begin + half)) for begin in range(0, world_size, half)]
     return groups[rank // half]
 
