@@ -6,9 +6,9 @@
 Shows what a schedule does to compute where there are no other GPUs: what halves cost, whether matmuls find SMs, what is
 exposed. It does not measure a group. Nothing is summed, so the outputs are not results. Nothing moves, so memory and links slow
 nothing down. A call takes the time that the planner predicts for calls beside other work. The unfused layer's time is the
-measured time without communication, plus the planner's time of the all_reduces. A layer that the plan leaves whole is also
-split in the middle, to show what a split would have taken. Each variant is compiled with empty caches, and the seconds that
-this takes are reported.
+measured time without communication, plus the planner's time of the all_reduces. A layer that the plan leaves whole, or splits
+elsewhere, is also split in the middle, to show what that would have taken. Each variant is compiled with empty caches, and the
+seconds that this takes are reported. The file is written after each number of tokens.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _time(spec: LayerSpec, profile: DeviceProfile, subject: Subject, tokens: int
         sizes = () if found_split is None else found_split.sizes
         check_split(label, options, sizes)
         splits[label] = found_split
-        if label == PLANNED.label and not sizes:
-            middle = middle_of(tokens)
+        middle = middle_of(tokens)
+        if label == PLANNED.label and sizes[:1] != (middle,):
             waiting.append((f"{SWEPT}{middle}", {"split": str(middle)}))
     times: dict[str, list[float]] = {label: [] for label in graphs}
     for number in range(WARM_UP_ROUNDS + spec.repeats):
@@ -219,17 +219,14 @@ def main() -> int:
     tokens = tuple(int(count) for count in given.tokens.split(","))
     asked: dict[str, Any] = {"layers": given.layers, "repeats": 20, "sweep_split": given.sweep_split}
     spec = LayerSpec("layer", given.model, given.tp, "cuda", "bfloat16", tokens, **asked)
-    rows = []
+    device = {"device_name": torch.cuda.get_device_name()}
+    result: dict[str, Any] = {"command": "stand_in", "machine": machine(), **device, "versions": all_versions("cuda")}
+    result["rows"] = []
     for row in time_layers(spec, profile):
-        rows.append(row)
+        result["rows"].append(row)
         print(json.dumps(row), flush=True)
-    if given.json:
-        made_with = {
-            "machine": machine(),
-            "device_name": torch.cuda.get_device_name(),
-            "versions": all_versions("cuda"),
-        }
-        given.json.write_text(json.dumps({"command": "stand_in", **made_with, "rows": rows}, indent=1))
+        if given.json:
+            given.json.write_text(json.dumps(result, indent=1))
     return 0
 
 
