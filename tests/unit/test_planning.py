@@ -112,8 +112,9 @@ def test_full_waves_next_to_the_middle_of_300_ctas_are_132_and_264() -> None:
     assert full_wave_tokens(ONE_COLUMN, TILE, 132, 150 * 128) == (132 * 128, 264 * 128)
 
 
-def test_a_gemm_of_300_ctas_is_split_as_132_and_168() -> None:
-    """132 SMs in pairs are left of 140 by the only CTA count that the kernel has."""
+def test_a_gemm_of_300_ctas_is_split_as_132_and_168(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By waves alone. 132 SMs in pairs are left of 140 by the only CTA count that the kernel has."""
+    monkeypatch.setattr(plan_module, "UNEVEN", 0.0)
     only = dataclasses.replace(H200.fused["two_shot"], ctas=(4,), cta_gb_per_s=124.0, row_us=1e-3)
     profile = dataclasses.replace(
         H200,
@@ -351,7 +352,7 @@ def check(plan: Plan, tokens: int, multiple: int) -> None:
     assert predicted.split_us is not None and plan.us == predicted.split_us
     assert plan.us <= predicted.fused_us and plan.us <= predicted.unfused_us
     assert plan.sizes[0] % multiple == 0
-    assert plan.us == pytest.approx(sum(window.us for window in plan.windows))
+    assert sum(window.us for window in plan.windows) <= plan.us * (1.0 + 1e-9)
     for window in plan.windows:
         assert window.us >= max(window.compute_us, window.communication_us)
         beside = {H200.sms_beside(kernel, window.ctas) for kernel in H200.fused.values()}
@@ -449,8 +450,8 @@ def test_predictions_that_are_nearly_equal_are_decided_by_equal_halves(monkeypat
 
 @pytest.mark.parametrize("attention", ["split", "join"])
 def test_each_window_carries_the_other_half_s_message(attention: str) -> None:
-    plan = plan_layer(H200, LLAMA, 4096, sequences=(1024, 3072), cut_sequences=False, attention=attention, min_gain=0.0)
-    assert plan.sizes == (1024, 3072)
+    plan = plan_layer(H200, LLAMA, 4096, sequences=(1792, 2304), cut_sequences=False, attention=attention, min_gain=0.0)
+    assert plan.sizes == (1792, 2304)
     for window in plan.windows:
         expected = 0 if window.travels is None else LLAMA.message_bytes(plan.sizes[window.travels - 1])
         assert window.travels in (None, 3 - window.half) and window.message_bytes == expected

@@ -7,8 +7,10 @@ from statistics import fmean
 
 import pytest
 
-from tw_compile.planning import Evidence, Mode, Off, evidence, load_profile, plan_layer
+from tw_compile.planning import Evidence, Mode, Off, Plan, evidence, load_profile, plan_layer
 from tw_compile.planning.evidence import UNMEASURED_MARGIN, LayerError, MeasuredLayer, measured_layers
+from tw_compile.planning.plan import UNEVEN
+from tw_compile.planning.presets import preset_layer
 
 H200 = load_profile("H200")
 LAYERS = list(measured_layers("NVIDIA H200", "stream"))
@@ -25,15 +27,15 @@ def test_a_layer_that_was_measured_faster_split_is_split_by_default(layer: Measu
     """All of these were left whole by a margin of 5%, or gained less than they could."""
     plan = plan_layer(H200, layer.shape, layer.tokens, joins_gemms=False)  # none was joined then
     assert layer.ratio < 1.0
-    assert (plan.mode, plan.sizes[0]) == (Mode.SPLIT, layer.first)
+    assert (plan.mode, plan.sizes[0]) == (Mode.SPLIT, layer.tokens // 2)
 
 
 def test_a_layer_of_few_tokens_that_gains_nothing_is_left_whole() -> None:
     assert plan_layer(H200, LAYER.shape, 512).off is Off.NOT_FASTER
 
 
-@pytest.mark.parametrize("name", ["H100", "H200"])
-def test_the_margin_is_the_mean_error_of_the_share_that_a_split_saves(name: str) -> None:
+@pytest.mark.parametrize(("name", "least", "most"), [("H100", 0.012, 0.02), ("H200", 0.0, 0.005)])
+def test_the_margin_is_how_much_too_optimistic_predicted_gains_are(name: str, least: float, most: float) -> None:
     profile = load_profile(name)
     known = evidence(profile)
     by_hand = []
@@ -48,9 +50,9 @@ def test_the_margin_is_the_mean_error_of_the_share_that_a_split_saves(name: str)
         )
         assert plan.predicted.split_us is not None
         predicted = plan.predicted.split_us / plan.predicted.fused_us
-        by_hand.append(abs(one.layer.split_us / one.layer.fused_us / predicted - 1.0))
+        by_hand.append(max(one.layer.split_us / one.layer.fused_us / predicted - 1.0, 0.0))
     assert known.margin == pytest.approx(fmean(by_hand))
-    assert 0.005 < known.margin < 0.025
+    assert least < known.margin < most
     assert plan_layer(profile, LAYER.shape, 2048).margin == known.margin
 
 
@@ -69,7 +71,7 @@ def test_predicted_times_are_within_thirteen_percent_for_groups_of_two() -> None
 
 def test_single_ranks_count_only_where_no_group_was_measured() -> None:
     both = Evidence((error(0.01), error(-0.03), error(0.2, group=False)))
-    assert (both.margin, both.mean, both.worst) == (pytest.approx(0.02), pytest.approx(-0.01), -0.03)
+    assert (both.margin, both.mean, both.worst) == (pytest.approx(0.005), pytest.approx(-0.01), -0.03)
     assert Evidence((error(0.2, group=False),)).margin == 0.2
 
 
@@ -96,9 +98,9 @@ def test_a_tuned_profile_is_believed_as_much_as_the_shipped_one() -> None:
 def test_the_words_name_mean_sign_and_worst() -> None:
     text = str(Evidence((error(0.01), error(-0.03))))
     assert text == (
-        "a split must be predicted to save more than 2.0%. On 2 layers that were measured on groups of GPUs the prediction "
-        "was off by 2.0% on average. The mean of the errors with their signs is -1.0%, the worst is -3.0%; above 0 is too "
-        "optimistic."
+        "a split must be predicted to save more than 0.5%. On 2 layers that were measured on groups of GPUs the prediction "
+        "was too optimistic by that much on average; where it was too pessimistic, that counts as 0. The mean of the errors "
+        "with their signs is -1.0%, the worst is -3.0%; above 0 is too optimistic."
     )
     assert "layers that were measured on single GPUs, with stand-ins" in str(Evidence((error(0.01, group=False),)))
 
@@ -113,4 +115,41 @@ def test_sources_of_the_figures_are_named() -> None:
 )
 def test_layers_of_h100s_are_split_where_that_was_measured_to_be_faster(layer: MeasuredLayer) -> None:
     plan = plan_layer(load_profile("H100"), layer.shape, layer.tokens, joins_gemms=layer.joined)
-    assert (plan.mode is Mode.OFF) == (layer.ratio > 1.0)
+    if 2 * layer.first == layer.tokens:
+        assert (plan.mode is Mode.OFF) == (layer.ratio > 1.0)
+    else:
+        assert layer.ratio > 0.99 and 2 * plan.sizes[0] == layer.tokens
+
+
+def windows_us(plan: Plan) -> float:
+    return sum(window.us for window in plan.windows)
+
+
+def test_halves_of_different_sizes_take_longer_than_their_windows() -> None:
+    """By as much as measured layers did on average, but for one whose GEMMs are too short for the power limit."""
+    slopes, short = [], []
+    for name in ("H100", "H200"):
+        profile = load_profile(name)
+        for layer in measured_layers(profile.device_names[0], "stream"):
+            difference = abs(2 * layer.first - layer.tokens) / layer.tokens
+            if difference < 0.1 or not layer.shape.has_dense_mlp:
+                continue
+            asked = {"first": layer.first, "joins_gemms": layer.joined, "min_gain": 0.0}
+            plan = plan_layer(profile, layer.shape, layer.tokens, **asked)
+            slope = (layer.ratio * vars(plan.predicted)[layer.unsplit] / windows_us(plan) - 1.0) / difference
+            if layer.tokens < 1024:
+                short.append(slope)
+                assert plan.predicted.split_us == pytest.approx(windows_us(plan))
+            else:
+                slopes.append(slope)
+                assert plan.predicted.split_us == pytest.approx(windows_us(plan) * (1.0 + UNEVEN * difference))
+    assert len(slopes) == 5 and fmean(slopes) == pytest.approx(UNEVEN, abs=0.005)
+    assert len(short) == 1 and short[0] < 0.0
+
+
+def test_halves_of_equal_size_and_layers_with_experts_take_what_their_windows_say() -> None:
+    experts = preset_layer("mixtral-8x7b", 2)
+    assert experts is not None
+    for layer, first in ((LAYER.shape, 1024), (experts[0], 768)):
+        plan = plan_layer(H200, layer, 2048, first=first, min_gain=0.0)
+        assert plan.predicted.split_us == pytest.approx(windows_us(plan))

@@ -1,8 +1,9 @@
 """How far the planner is off on layers that were measured, and which margin follows for its gains.
 
 The planner compares a split layer with the same layer unsplit, so an error that both predictions share changes nothing. What
-counts is the error of their ratio. A split is taken if its predicted gain is above the margin, and the margin is the mean
-size of that error on the device. A larger margin would keep the slower way for no reason that was measured.
+counts is the error of their ratio. A split is taken if its predicted gain is above the margin. The margin is how much too
+optimistic that ratio is on the device, on average. A layer whose prediction was too pessimistic counts as 0, because such an
+error never makes a split slower than predicted. A larger margin would keep the slower way for no reason that was measured.
 
 ``configs/layers`` has the measured layers, one file for a kind of device. A device without any keeps ``UNMEASURED_MARGIN``.
 """
@@ -109,7 +110,7 @@ class Evidence:
     def margin(self) -> float:
         """The gain, as a share of the unsplit layer's time, from which on a split is taken."""
         if self.counted:
-            return fmean(abs(error.ratio) for error in self.counted)
+            return fmean(max(error.ratio, 0.0) for error in self.counted)
         return ESTIMATED_MARGIN if self.estimated else UNMEASURED_MARGIN
 
     @property
@@ -129,9 +130,9 @@ class Evidence:
             return f"{rule}, because {what} measured{'' if self.estimated else ' with this kernel on this device'}"
         what = "groups of GPUs" if self.counted[0].layer.group else "single GPUs, with stand-ins for calls,"
         return (
-            f"{rule}. On {len(self.counted)} layers that were measured on {what} the prediction was off by "
-            f"{self.margin:.1%} on average. The mean of the errors with their signs is {self.mean:+.1%}, the worst is "
-            f"{self.worst:+.1%}; above 0 is too optimistic."
+            f"{rule}. On {len(self.counted)} layers that were measured on {what} the prediction was too optimistic by "
+            f"that much on average; where it was too pessimistic, that counts as 0. The mean of the errors with their "
+            f"signs is {self.mean:+.1%}, the worst is {self.worst:+.1%}; above 0 is too optimistic."
         )
 
 

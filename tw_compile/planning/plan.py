@@ -21,6 +21,14 @@ MAX_CANDIDATES = 32
 # joined attention, and more equal halves before others.
 RESOLUTION = 0.01
 
+UNEVEN = 0.14
+"""What halves of different sizes cost beyond the time of their windows: this share of it, times the difference of the sizes as
+a share of all tokens. So 3 and 5 eighths of the tokens take 3.5% longer, as five measured layers did on average
+(``configs/layers``). Halves of equal size took what their windows say. Windows count waves, and other sizes are chosen because
+they fill waves. But a GPU at its power limit runs full waves at a lower clock, so that gains less
+(``benchmarks/halves-notes.md``). It does not count for layers with experts, nor where every GEMM is too short for the limit
+(``GemmRates.long_us``): there no such cost was seen."""
+
 
 class Mode(StrEnum):
     """``split``: each half has its own attention; ``join``: attention of all tokens between split projections."""
@@ -50,7 +58,7 @@ class Predicted:
         unfused_us: The fastest all_reduce, then residual add and RMSNorm.
         no_communication_us: Without the all_reduces, norms kept.
         fused_us: all_reduce + residual + RMSNorm fused, nothing split.
-        split_us: The weave, or the time that the host needs to launch it, if that is longer.
+        split_us: The weave's windows, with what :data:`UNEVEN` adds. If the host needs longer to launch the layer, its time.
     """
 
     unfused_us: float
@@ -201,7 +209,7 @@ def plan_layer(
         if not candidates:
             off = Off.TOO_FEW_TOKENS if cut_sequences else Off.ONE_SEQUENCE
     weaves = [
-        (sum(window.us for window in windows), first, windows)
+        (sum(window.us for window in windows) * _uneven(costs, windows, first, tokens), first, windows)
         for mode in ((Mode.SPLIT, Mode.JOIN) if attention == "auto" else (Mode(attention),))
         for first in candidates
         if (windows := _weave(costs, first, tokens, mode, attention == "auto" and first in starts))
@@ -310,6 +318,13 @@ def _unsplit(costs: Costs, tokens: int) -> tuple[float, float, float, int]:
     calls = [costs.call_alone(tokens, part) for part in parts]
     ctas, us = max(ctas for ctas, _ in calls), sum(us for _, us in calls)
     return silent + sums * costs.all_reduce_us(layer.message_bytes(tokens)), silent, joined + us, ctas
+
+
+def _uneven(costs: Costs, windows: Sequence[PlannedWindow], first: int, tokens: int) -> float:
+    """The factor by which a split layer takes longer than its windows."""
+    long_us = costs.profile.gemm.long_us
+    limited = costs.layer.has_dense_mlp and any(gemm.us > long_us for window in windows for gemm in window.gemms)
+    return 1.0 + UNEVEN * abs(2 * first - tokens) / tokens if limited else 1.0
 
 
 def _starts(sequences: Sequence[int]) -> frozenset[int]:
