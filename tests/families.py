@@ -2,8 +2,8 @@
 
 The word embeddings are tied because transformers 5.17 shards only tied ones, later versions all.
 
-Left out: stablelm and hunyuan_v1_dense have no tensor-parallel plan (gpt_oss has none either, ours shards its attention);
-jamba and qwen3_next compile, but their scans unroll to thousands of nodes.
+Left out: stablelm and hunyuan_v1_dense have no tensor-parallel plan of their layers (gpt_oss has none either, ours shards its
+attention); jamba and qwen3_next compile, but their scans unroll to thousands of nodes.
 """
 
 from __future__ import annotations

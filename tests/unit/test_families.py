@@ -56,8 +56,8 @@ EXPECTED: dict[str, Expected] = {
     "glm": Expected(5, fused=5, absorbed=4),
     "glm4": Expected(5, fused=5, absorbed=4),
     "glm4_moe": Expected(6, fused=6, absorbed=3),
-    "gpt_neox": Expected(4, fused=4),
-    "gpt_oss": Expected(2, fused=2, absorbed=2),
+    "gpt_neox": Expected(5, fused=5),
+    "gpt_oss": Expected(3, fused=3, absorbed=2),
     "granite": Expected(5, fused=5, absorbed=4),
     "helium": Expected(5, fused=5, absorbed=4),
     "llama": Expected(5, fused=5, absorbed=4),
@@ -85,9 +85,12 @@ EXPECTED: dict[str, Expected] = {
     "vaultgemma": Expected(5, fused=5, absorbed=4),
 }
 
-# Families of which an older transformers shards less.
-EXPECTED_BEFORE_5_23: dict[str, Expected] = {
-    "qwen2_moe": Expected(3, fused=3, absorbed=2),
+# Families of which an older transformers shards less, with the first version that shards as above. Before 5.24 it leaves the
+# embeddings of gpt_neox whole. It has no plan of gpt_oss at all there, and ours does not shard the embeddings.
+EXPECTED_BEFORE: dict[str, tuple[tuple[int, int], Expected]] = {
+    "gpt_neox": ((5, 24), Expected(4, fused=4)),
+    "gpt_oss": ((5, 24), Expected(2, fused=2, absorbed=2)),
+    "qwen2_moe": ((5, 23), Expected(3, fused=3, absorbed=2)),
 }
 
 
@@ -101,8 +104,10 @@ NEEDS_5_23 = {
 
 
 def expected(family: str) -> Expected:
-    if TRANSFORMERS_VERSION < (5, 23) and family in EXPECTED_BEFORE_5_23:
-        return EXPECTED_BEFORE_5_23[family]
+    if family in EXPECTED_BEFORE:
+        first_version, before = EXPECTED_BEFORE[family]
+        if first_version > TRANSFORMERS_VERSION:
+            return before
     return EXPECTED[family]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,16 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tw_compile.model_file import preset_names
 from tw_compile.models.attention import attention_implementation
-from tw_compile.models.config import config_from_dict, load_config, tensor_parallel_plan, truncate_layers
+from tw_compile.models.config import ADDED_PLANS, config_from_dict, load_config, tensor_parallel_plan, truncate_layers
 from tw_compile.models.decoder import Decoder, build_decoder
 from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.planning import layer_shape
 from tw_compile.planning.presets import preset_layer
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
+
+EMBEDDINGS_ALONE = {"embed_tokens": "embedding_rowwise"}
+"""The plan that transformers 5.24 has of gpt_oss and of some families more."""
 
 
 def tiny(family: str) -> PretrainedConfig:
@@ -109,9 +113,18 @@ def test_width_that_does_not_divide_is_refused() -> None:
         build(config, world_size=4)
 
 
-def test_family_without_a_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="'stablelm' has no tensor-parallel plan"):
-        build(config_from_dict(FAMILIES["llama"] | {"model_type": "stablelm"}), world_size=2)
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "stablelm"])
+def test_family_without_a_plan_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=f"'{family}' has no tensor-parallel plan of its layers"):
+        build(config_from_dict(FAMILIES["llama"] | {"model_type": family, "head_dim": 16}), world_size=2)
+
+
+def test_family_with_a_plan_of_the_embeddings_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_from_dict(FAMILIES["llama"] | {"model_type": "stablelm"})
+    monkeypatch.setattr(type(config), "base_model_tp_plan", EMBEDDINGS_ALONE)
+    for read in (tensor_parallel_plan, partial(build, world_size=2)):
+        with pytest.raises(ValueError, match="'stablelm' has no tensor-parallel plan of its layers"):
+            read(config)
 
 
 def test_decoder_without_final_norm_is_refused() -> None:
@@ -120,6 +133,20 @@ def test_decoder_without_final_norm_is_refused() -> None:
     del model.norm
     with pytest.raises(ValueError, match="LlamaModel has no final norm"):
         Decoder(model, set())
+
+
+def test_our_plan_of_the_layers_completes_one_of_the_embeddings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny("gpt_oss")
+    monkeypatch.setattr(type(config), "base_model_tp_plan", EMBEDDINGS_ALONE)
+    assert tensor_parallel_plan(config) == EMBEDDINGS_ALONE | ADDED_PLANS["gpt_oss"]
+    assert {"embed_tokens.weight", "layers.0.self_attn.q_proj.weight"} <= build(config, world_size=2).sharded
+
+
+def test_a_plan_that_transformers_has_of_the_layers_is_taken_instead_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, plan = tiny("gpt_oss"), {"layers.*.self_attn.o_proj": "rowwise"}
+    monkeypatch.setattr(type(config), "base_model_tp_plan", plan)
+    assert tensor_parallel_plan(config) == plan
+    assert "layers.0.self_attn.q_proj.weight" not in build(config, world_size=2).sharded
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen2"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tw_compile.model_file import check_sizes, read_model_file
 
-# Plans that transformers lacks. gpt_oss: attention only, experts replicated (its experts' output bias is not shardable).
+# Plans of layers that transformers lacks. gpt_oss: attention only, experts replicated (their output bias is not shardable).
 ADDED_PLANS = {
     "gpt_oss": {
         "layers.*.self_attn.q_proj": "colwise",
@@ -82,10 +82,29 @@ def check_activation(config: PretrainedConfig) -> None:
 
 def tensor_parallel_plan(config: PretrainedConfig) -> dict[str, str]:
     """The style by which each parameter is sharded, by name; ValueError if neither transformers nor we have a plan."""
-    plan = getattr(config, "base_model_tp_plan", None) or ADDED_PLANS.get(config.model_type)
-    if not plan:
-        raise ValueError(f"config: {config.model_type!r} has no tensor-parallel plan in transformers")
-    return dict(plan)
+    return plan_of_layers(config.model_type, getattr(config, "base_model_tp_plan", None))
+
+
+def plan_of_layers(model_type: str, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """The plan that transformers has of a model, completed by ours if it shards no layer.
+
+    From 5.24 on transformers shards the word embeddings of families that have no other plan, gpt_oss among them. Such a plan
+    alone would leave whole layers on all ranks, without a word.
+
+    Raises:
+        ValueError: Neither transformers nor we have a plan of the layers.
+    """
+    found = dict(plan or {})
+    if not _shards_layers(found):
+        found |= ADDED_PLANS.get(model_type, {})
+    if not _shards_layers(found):
+        raise ValueError(f"config: {model_type!r} has no tensor-parallel plan of its layers in transformers")
+    return found
+
+
+def _shards_layers(plan: Mapping[str, str]) -> bool:
+    """Whether a plan names parameters of layers. It has ``*`` for the number of a layer, and for nothing else."""
+    return any("*" in name for name in plan)
 
 
 def truncate_layers(config: PretrainedConfig, num_layers: int) -> PretrainedConfig:

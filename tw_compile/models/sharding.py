@@ -5,8 +5,8 @@ is dropped again right after it has told which slice this rank owns, so a compil
 forwards take a local path for plain tensors under ``no_grad``; the few styles that insist on DTensors, or that do
 something for gradients only, are replaced by the local equivalents below.
 
-``ALL_PARALLEL_STYLES`` and its ``shard_param`` / ``install_forward`` protocol are the same in transformers 5.17 and
-5.23; the function that applies a plan (``apply_tensor_parallelism``) is not, so its loop is written out here.
+``ALL_PARALLEL_STYLES`` and its ``shard_param`` / ``install_forward`` protocol are the same in transformers 5.17,
+5.23 and 5.24; the function that applies a plan (``apply_tensor_parallelism``) is not, so its loop is written out here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from tw_compile.models.config import ADDED_PLANS
+from tw_compile.models.config import plan_of_layers
 
 # Styles whose forward is the identity at inference; they only reduce gradients.
 _GRADIENT_ONLY = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "replicate", "local_params"}
@@ -45,15 +45,13 @@ _HEAD_FIELDS = {
 def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: str) -> set[str]:
     """Shard ``model`` (on the meta device) over ``group`` and make its forward issue the collectives.
 
-    Returns the names of the parameters that differ between ranks. Raises ValueError when the model has no plan or a
-    dimension does not divide by the group size.
+    Returns the names of the parameters that differ between ranks. Raises ValueError when the model's layers have no plan or
+    a dimension does not divide by the group size.
     """
     world_size = group.size()
     if world_size == 1:
         return set()
-    plan = dict(model.tp_plan or {}) or ADDED_PLANS.get(model.config.model_type, {})
-    if not plan:
-        raise ValueError(f"config: {model.config.model_type!r} has no tensor-parallel plan in transformers")
+    plan = plan_of_layers(model.config.model_type, model.tp_plan)
     _check_heads(model.config, plan, world_size)
     mesh = DeviceMesh.from_group(group, device_type)
     sharded: set[str] = set()
