@@ -28,6 +28,7 @@ BF16 = torch.bfloat16
 H = 64
 BUDGET = 1 << 20
 ASKED = Config(strict=True, prefetch=str(BUDGET), split="off")
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Block(nn.Module):
@@ -256,8 +257,10 @@ def test_auto_goes_by_the_profile(tmp_path: Any) -> None:
 @pytest.mark.full
 def test_generated_code_hands_over_the_weights_as_they_are_and_keeps_them_for_the_matmul() -> None:
     x = torch.empty(5, H, dtype=BF16)
+    # From 2.12 on an input's size is checked in front of its first reader, which is another call with prefetch than without.
+    options = {} if TORCH_VERSION < (2, 12) else {"size_asserts": False}
     with_it, without = (
-        generated_code(Block().bfloat16(), (x, x), device="cuda", config=config)
+        generated_code(Block().bfloat16(), (x, x), device="cuda", config=config, options=options)
         for config in (ASKED, Config(strict=True, split="off"))
     )
     (line,) = (line for line in with_it.splitlines() if "all_reduce_rms_norm_start.default.direct(" in line)
