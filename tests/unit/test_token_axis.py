@@ -58,6 +58,16 @@ def test_a_view_may_flatten_batch_and_sequence_and_part_them_again() -> None:
     assert found[first] == Rows(2, 1, 0)
 
 
+def test_the_tokens_of_requests_of_one_token_are_in_the_dim_of_the_requests() -> None:
+    """A dim of one token is broadcast against others, so it can't hold all tokens of a half."""
+    b = GraphBuilder()
+    ids = b.input(TOKENS, 1, dtype=torch.int64)
+    wide = b.call(aten.mul.Tensor, ids, b.input(TOKENS, 5))
+    expanded = b.call(aten.expand.default, ids, [TOKENS, 5])
+    found = analysed(b, wide, expanded).layouts
+    assert found[ids] == found[wide] == found[expanded] == Rows(0)
+
+
 def test_entries_of_a_token_are_counted() -> None:
     b = GraphBuilder()
     rows = ids_to_rows(b, 1, TOKENS)

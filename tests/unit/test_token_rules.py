@@ -242,6 +242,41 @@ def test_a_product_over_tokens_joins_though_others_are_its_batch(b: Tokens) -> N
     assert b.reason(b.call(aten.bmm.default, b.looked_up(4, TOKENS), turned)) is JoinReason.CONTRACTS_TOKENS
 
 
+def batched(b: Tokens, rows: fx.Node, scores: fx.Node) -> tuple[fx.Node, ...]:
+    weights = b.input(1, TOKENS, TOKENS)
+    return weights, b.view(rows, 1, TOKENS, TOKENS), weights
+
+
+@pytest.mark.parametrize(
+    ("target", "operands"),
+    [
+        (aten.mm.default, lambda b, rows, scores: (scores, scores)),
+        (aten.addmm.default, lambda b, rows, scores: (scores, rows, scores)),
+        (aten.addmm.default, lambda b, rows, scores: (scores, scores, b.call(aten.permute.default, rows, [1, 0]))),
+        (aten.baddbmm.default, batched),
+    ],
+    ids=["both factors", "addend and second factor", "addend and first factor", "addend and batch of factors"],
+)
+def test_a_product_joins_if_a_half_would_read_one_operand_as_rows_and_as_a_whole(
+    b: Tokens, target: Any, operands: Callable[[Tokens, fx.Node, fx.Node], tuple[fx.Node, ...]]
+) -> None:
+    """There are as many columns as tokens."""
+    rows = b.looked_up(TOKENS)
+    out = b.call(target, *operands(b, rows, b.call(aten.cumsum.default, rows, 0)))
+    analysis = b.analysed(out)
+    assert analysis.layouts.get(out) is None
+    assert isinstance(split_tokens(b.graph, 2, axis=analysis.axis, analysis=analysis), SplitReport)
+
+
+def test_a_fused_product_joins_if_its_matrix_is_also_the_residual(b: Tokens) -> None:
+    """There are as many columns as tokens."""
+    x = b.looked_up(TOKENS)
+    whole = b.call(aten.tril.default, x)
+    dtype = x.meta["val"].dtype
+    norm = (None, b.input(TOKENS), 1e-5, 0.0, None, dtype, dtype, False, "sharded", "0", "gloo", 0)
+    assert b.reason(b.call(ops.mm_start, x, whole, whole, *norm)) is JoinReason.OPERANDS_DISAGREE
+
+
 def started(b: Tokens, x: fx.Node, residual: fx.Node | None, weight: fx.Node) -> fx.Node:
     dtype = x.meta["val"].dtype
     return b.call(ops.start, x, residual, None, weight, 1e-5, 0.0, None, dtype, dtype, False, "sharded", "0", "gloo", 0)

@@ -46,7 +46,8 @@ class TokenAxis:
     def rows_of_shape(self, shape: tuple[Size, ...]) -> Rows | None:
         """How the tokens lie in a value that has one entry, or one row, for each of them; None if it doesn't."""
         if len(shape) >= 2 and same_size(shape[0], self.batch) and same_size(shape[1], self.tokens // self.batch):
-            if self.unit == "request":
+            # A dim of one token each is broadcast by operators, so it can't hold all of a half's tokens.
+            if self.unit == "request" or same_size(self.tokens, self.batch):
                 return Rows(0)
             return Rows(1) if same_size(self.batch, 1) else Rows(1, 1, 0)
         if len(shape) >= 1 and same_size(shape[0], self.tokens):

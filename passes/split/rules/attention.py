@@ -96,7 +96,8 @@ def _whole_requests(call: OperatorCall, rows: Rows) -> Verdict:
     mask = _mask(call)
     for one in (key, value, *(() if mask is None else (mask,))):
         given = call.rows(one)
-        if given is not None and not given.same_as(rows):
+        # A mask with fewer dims than the queries has no batch dim: its rows are those of heads, queries or keys.
+        if given is not None and not (given.same_as(rows) and len(call.shape(one)) == len(call.shape(query))):
             return call.join(JoinReason.ATTENTION)
         if given is None and (one is not mask or _has_batch(call, mask, rows)):
             if not call.fits(one, rows):

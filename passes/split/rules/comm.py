@@ -83,6 +83,9 @@ def _fused(call: OperatorCall, message: str, whole: tuple[str, ...]) -> Verdict:
             slices[residual] = Slice(rows)
         elif not there.same_as(rows):
             return call.join(JoinReason.OPERANDS_DISAGREE, "residual")
+    for name in whole:
+        if call.argument(name) in slices:
+            return call.join(JoinReason.OPERANDS_DISAGREE, f"{name} is also the message or the residual")
     args, kwargs = call.with_arguments(slot=HalfIndex(call.argument("slot")))
     whole_residual = call.argument("residual_out") == "replicated"
     out: tuple[Rows | Local, ...] = (rows, rows if whole_residual else Local("shard", call.node, rows))

@@ -131,7 +131,7 @@ def _addmm(call: OperatorCall) -> Verdict:
     out = _product(call, a, b, entering=True)
     if out is None:
         return call.join(JoinReason.CONTRACTS_TOKENS)
-    return _with_addend(call, bias, out[0], out[1])
+    return _with_addend(call, bias, out[0], out[1], (a, b))
 
 
 @token_rule(aten._scaled_mm.default, enters=True)
@@ -156,7 +156,9 @@ def _scaled_mm(call: OperatorCall) -> Verdict:
     return RowWise(rows, slices)
 
 
-def _with_addend(call: OperatorCall, addend: Any, rows: Rows, slices: dict[fx.Node, Slice]) -> Verdict:
+def _with_addend(
+    call: OperatorCall, addend: Any, rows: Rows, slices: dict[fx.Node, Slice], factors: tuple[Any, Any]
+) -> Verdict:
     out = call.shape(call.node)
     given = call.rows(addend)
     if given is not None:
@@ -166,7 +168,11 @@ def _with_addend(call: OperatorCall, addend: Any, rows: Rows, slices: dict[fx.No
     part = aligned_slice(rows, len(out), call.shape(addend), (out[rows.dim], 1))
     if isinstance(part, str):
         return call.join(JoinReason.OPERANDS_DISAGREE, part)
-    return RowWise(rows, slices if part is None else {**slices, addend: part})
+    if part is None:
+        return RowWise(rows, slices)
+    if addend in factors and slices.get(addend) != part:
+        return call.join(JoinReason.OPERANDS_DISAGREE, f"{addend.name} is the addend and a factor")
+    return RowWise(rows, {**slices, addend: part})
 
 
 def _product(call: OperatorCall, a: Any, b: Any, *, entering: bool) -> tuple[Rows, dict[fx.Node, Slice]] | None:
@@ -174,7 +180,7 @@ def _product(call: OperatorCall, a: Any, b: Any, *, entering: bool) -> tuple[Row
     left, right = call.rows(a), call.rows(b)
     if left is None and right is None and entering:
         left = call.entered(a)
-        if left is not None and left.outer is None and left.dim == 0 and call.layout(b) is None:
+        if left is not None and left.outer is None and left.dim == 0 and call.layout(b) is None and a is not b:
             return left, {a: Slice(left)}
         return None
     if left is not None and right is None and left.dim == 0 and left.outer is None and call.layout(b) is None:
@@ -197,7 +203,7 @@ def _baddbmm(call: OperatorCall) -> Verdict:
     out = _batched_product(call, a, b)
     if out is None:
         return call.join(JoinReason.CONTRACTS_TOKENS)
-    return _with_addend(call, addend, out[0], out[1])
+    return _with_addend(call, addend, out[0], out[1], (a, b))
 
 
 def _batched_product(call: OperatorCall, a: Any, b: Any) -> tuple[Rows, dict[fx.Node, Slice]] | None:
