@@ -304,6 +304,25 @@ def test_strides_of_a_token_dependent_value_are_not_relied_upon() -> None:
     assert isinstance(refused, SplitRefused) and refused.reason is SplitRefusal.STRIDES_READ
 
 
+def test_outputs_that_share_memory_share_it_still() -> None:
+    """A caller that writes to one of them changes the others."""
+    b = GraphBuilder()
+    x = b.input(6, 4)
+    rows = b.call(aten.relu.default, x)
+    turned = b.call(aten.permute.default, rows, [1, 0])
+    left, right = (b.call(operator.getitem, b.call(aten.split.Tensor, rows, 2, 1), index) for index in (0, 1))
+    others = b.view(b.call(aten.neg.default, rows), 6, 2, 2), b.view(x, 3, 2, 4)
+    outputs = rows, turned, left, b.call(aten.unsqueeze.default, right, 0), *others
+    whole = copy_of_finished(b, *outputs)
+    assert isinstance(split_by_hand(b, 2, *outputs), SplitReport)
+    values = torch.randn(6, 4)
+    for graph in (whole, b.graph):
+        *found, _, given = run_graph(graph, [values])
+        assert len({one.untyped_storage().data_ptr() for one in found}) == 1
+        assert given.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    torch.testing.assert_close(run_graph(b.graph, [values]), run_graph(whole, [values]))
+
+
 def test_after_a_join_the_next_matmul_is_split_again() -> None:
     b = GraphBuilder()
     x, w = b.input(6, 4), b.input(4, 4)

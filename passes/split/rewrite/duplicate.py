@@ -11,8 +11,10 @@ leaves the graph as it was.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -164,6 +166,13 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
             pending += one.all_input_nodes
 
 
+def _base(node: fx.Node) -> fx.Node:
+    """What ``node`` is a view of, through any number of views; ``node`` itself if it is none."""
+    while makes_view(node) or (node.target is operator.getitem and makes_view(node.args[0])):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def mutated(node: fx.Node) -> list[fx.Node]:
     """The operands that an operator writes to."""
     if not isinstance(node.target, compat.OpOverload):
@@ -201,7 +210,8 @@ class Duplicator:
             with self.graph.inserting_before(node):
                 if node.op == "output":
                     self._reason = "graph_output"
-                    self._outputs = fx.map_arg(node.args[0], self.joined)
+                    shared = Counter(_base(one) for one in node.all_input_nodes)
+                    self._outputs = fx.map_arg(node.args[0], functools.partial(self._returned, shared))
                 elif node.op != "call_function":
                     self._whole[node] = node
                 elif node in self._halves:
@@ -354,6 +364,21 @@ class Duplicator:
         if node not in self._whole:
             self._whole[node] = self._join(node, part)
         return self._whole[node]
+
+    def _returned(self, shared: Mapping[fx.Node, int], node: fx.Node) -> Any:
+        """All of an output. If it shares memory with an input or with another output, it is viewed again, to share it still.
+
+        Else a caller that writes to one of them would no longer change the other.
+        """
+        base = _base(node)
+        return self._viewed_again(node) if base.op == "placeholder" or shared[base] > 1 else self.joined(node)
+
+    def _viewed_again(self, node: fx.Node) -> Any:
+        if node not in self._halves or _base(node) is node:
+            return self.joined(node)
+        args = (self._viewed_again(node.args[0]), *fx.map_arg(node.args[1:], self.joined))  # type: ignore[arg-type]
+        kwargs = fx.map_arg(node.kwargs, self.joined)
+        return self._shape_call(_FREE_STRIDES.get(node.target, node.target), args, **kwargs)
 
     # What rules may use to build a half
 
