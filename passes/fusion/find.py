@@ -266,7 +266,7 @@ def _follow(
                 return role
             if role == "bias" and biases:
                 return Refused(Refusal.RESIDUAL_NOT_PROVABLE, f"{user.name} adds a second bias")
-            further = _mergeable(other, all_reduce) if role == "residual" and scale == 1.0 else None
+            further = _mergeable(other, all_reduce, user) if role == "residual" and scale == 1.0 else None
             if further is not None:
                 merged.append(further)
                 path += further.path
@@ -339,8 +339,11 @@ class Summand:
     path: tuple[fx.Node, ...]
 
 
-def _mergeable(other: fx.Node, all_reduce: AllReduce) -> Summand | None:
-    """``other`` as a summand; None if it is none, or if its message can't be added to the message of ``all_reduce``."""
+def _mergeable(other: fx.Node, all_reduce: AllReduce, add: fx.Node) -> Summand | None:
+    """``other``, which ``add`` adds, as a summand; None if it is none, or if its message can't join that of ``all_reduce``.
+
+    Messages that are added first are rounded to their dtype once more. In the graph, ``add`` must round as much.
+    """
     summand = _summand(other)
     second = None if summand is None else summand.all_reduce
     if (
@@ -363,9 +366,16 @@ def _mergeable(other: fx.Node, all_reduce: AllReduce) -> Summand | None:
         or not b.dim()
         or a.shape[-1] != b.shape[-1]
         or not same_size(a.numel(), b.numel())
+        or any(_is_wider(node, a.dtype) for node in (add, *summand.path))
     ):
         return None
     return summand
+
+
+def _is_wider(node: fx.Node, message: torch.dtype) -> bool:
+    """Whether a node's result may have more digits than the messages have."""
+    result = value(node)
+    return result is None or result.dtype.itemsize > message.itemsize
 
 
 def _summand(end: fx.Node) -> Summand | None:

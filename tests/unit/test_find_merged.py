@@ -95,6 +95,43 @@ def test_all_reduces_whose_messages_are_no_summands_do_not_travel_together(
     assert isinstance(second, RefusedSite)
 
 
+def float32_residual_first(b: GraphBuilder, one: fx.Node, other: fx.Node) -> fx.Node:
+    return b.add(b.add(b.input(T, H), one), other)
+
+
+def float32_bias_of_the_first(b: GraphBuilder, one: fx.Node, other: fx.Node) -> fx.Node:
+    return b.add(b.add(one, b.input(H)), other)
+
+
+def float32_bias_of_the_second(b: GraphBuilder, one: fx.Node, other: fx.Node) -> fx.Node:
+    return b.add(one, b.add(other, b.input(H)))
+
+
+def float32_sum(b: GraphBuilder, one: fx.Node, other: fx.Node) -> fx.Node:
+    return b.add(b.cast(one, torch.float32), other)
+
+
+@pytest.mark.parametrize(
+    "add", [float32_residual_first, float32_bias_of_the_first, float32_bias_of_the_second, float32_sum]
+)
+def test_bfloat16_sums_that_are_added_in_float32_do_not_travel_together(
+    add: Callable[[GraphBuilder, fx.Node, fx.Node], fx.Node],
+) -> None:
+    """Their messages would be added in bfloat16, which is one rounding more than the graph has."""
+    b = GraphBuilder()
+    one, other = (b.all_reduce(b.input(T, H, dtype=torch.bfloat16)) for _ in range(2))
+    first, second = find(b, b.rms_norm(add(b, one, other), b.input(H)))
+    assert isinstance(first, FusionSite) and first.merged == ()
+    assert isinstance(second, RefusedSite) and second.refused.reason == Refusal.NORM_ALREADY_FUSED
+
+
+def test_bfloat16_sums_that_are_added_in_bfloat16_travel_together_with_a_float32_residual() -> None:
+    b = GraphBuilder()
+    both = b.add(*(b.all_reduce(b.input(T, H, dtype=torch.bfloat16)) for _ in range(2)))
+    first, second = find(b, b.rms_norm(b.add(both, b.input(T, H)), b.input(H)))
+    assert isinstance(first, FusionSite) and isinstance(second, MergedSite)
+
+
 def test_a_message_that_has_no_norm_to_itself_travels_with_a_later_one() -> None:
     b = GraphBuilder()
     row = b.call(aten.unsqueeze.default, b.all_reduce(b.input(H)), 0)
