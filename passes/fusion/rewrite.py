@@ -27,7 +27,7 @@ import torch
 import torch.fx as fx
 
 from tw_compile import compat
-from tw_compile.graph.predicates import aten, is_call, peel_views, same_size, value
+from tw_compile.graph.predicates import aten, is_call, is_view, makes_view, peel_views, same_size, value
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.seam import enter_layers, leave_layers
 from tw_compile.kernels.collective.spec import FP8
@@ -132,10 +132,10 @@ class Rewriter:
         scales = [] if made is None else [self._call(operator.getitem, (start, 2), "scales")]
         self._call(ops.wait_, (hidden_rows, residual_rows, keep, group_name, _FUSE_ONLY_SLOT, *scales), "wait")
         replaced = (norm.output,) if site.quantised is None else site.quantised.outputs
-        replacing = {node: self.shaped_like(hidden_rows, node, site) for node in replaced}
+        replacing = self._in_place_of(replaced, hidden_rows, site)
         for of_rows in scales:
             assert site.quantised is not None
-            replacing |= {node: self.shaped_like(of_rows, node, site) for node in site.quantised.scales}
+            replacing |= self._in_place_of(site.quantised.scales, of_rows, site)
         self._done[id(site)] = _Inserted(
             site,
             replacing,
@@ -233,6 +233,21 @@ class Rewriter:
             return self._call(aten.full.default, ([1], scale.source), "scale", dtype=torch.float32, device=device)
         return self._call(aten.reciprocal.default, (scale.source,), "scale") if scale.inverse else scale.source
 
+    def _in_place_of(self, nodes: tuple[fx.Node, ...], rows: fx.Node, site: FusionSite) -> dict[fx.Node, fx.Node]:
+        """What takes the place of each of ``nodes``, which all have the values of ``rows``.
+
+        Of those that the graph returns, each keeps memory of its own, as the caller may write to it.
+        """
+        replacing: dict[fx.Node, fx.Node] = {}
+        returned = False
+        for node in nodes:
+            shaped = self.shaped_like(rows, node, site)
+            if _is_returned(node):
+                shaped = self._call(aten.clone.default, (shaped,), "clone") if returned else shaped
+                returned = True
+            replacing[node] = shaped
+        return replacing
+
     def shaped_like(self, rows: fx.Node, original: fx.Node, site: FusionSite) -> fx.Node:
         tensor, flat = value(original), value(rows)
         assert tensor is not None and flat is not None
@@ -254,6 +269,18 @@ class Rewriter:
         source = size_source(self._sizes_known, tensors, size, site.h)
         assert source is not None, f"{site.h.name}: a site whose size {size} is nowhere is refused"
         return source if isinstance(source, fx.Node) else self._call(aten.sym_size.int, source, "size")
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Whether the graph returns the node or a view of it."""
+    seen = [node]
+    for current in seen:
+        for user in current.users:
+            if user.op == "output":
+                return True
+            if user not in seen and (is_view(user) or makes_view(user)):
+                seen.append(user)
+    return False
 
 
 def _change_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:

@@ -366,6 +366,36 @@ def test_equal_quantisations_of_several_readers_become_one() -> None:
     assert_close(before, graph)
 
 
+def _as_they_are(b: Rows, node: fx.Node) -> fx.Node:
+    return node
+
+
+def _as_slices(b: Rows, node: fx.Node) -> fx.Node:
+    return b.call(aten.slice.Tensor, node, 0, 0, 2)
+
+
+@pytest.mark.parametrize("returned", [_as_they_are, _as_slices])
+def test_equal_quantisations_that_the_graph_returns_have_memory_of_their_own(
+    returned: Callable[[Rows, fx.Node], fx.Node],
+) -> None:
+    """A caller who writes to one of them must not change the other."""
+    b = Rows()
+    y = b.site()
+    graph = b.finish(*(returned(b, node) for _ in range(2) for node in _vllm_native_per_token(b, y)))
+    assert fuse(graph)[0].quantisation == "float8_e4m3fn_per_token"
+    results = run_graph(graph, values(graph))
+    assert len({result.data_ptr() for result in results}) == len(results) == 4
+
+
+def test_equal_quantisations_are_not_copied_where_the_graph_returns_one() -> None:
+    b = Rows()
+    y = b.site()
+    codes, scales = _vllm_native_per_token(b, y)
+    others = [b.cast(node, BF16) for node in _vllm_native_per_token(b, y)]
+    graph = b.finish(codes, scales, *others)
+    assert fuse(graph)[0].quantisation == "float8_e4m3fn_per_token" and not find_ops(graph, "clone")
+
+
 def test_different_scales_of_several_readers_are_left() -> None:
     b = Rows()
     y = b.site()
