@@ -142,7 +142,32 @@ def test_long_steps_of_models_are_split_from_some_count_on(name: str, ranks: int
     layer = layer_shape(model, tensor_parallel_plan(model), ranks, merged=True)
     layer = replace(layer, attention=replace(layer.attention, kernel="flash3"))
     plan = functools.cache(lambda tokens, first: plan_layer(H200, layer, tokens, first=first))
-    parts = Ranges(lambda tokens, first, least: plan(tokens, first), ranks).cut(65, 8192)
+    found = Ranges(lambda tokens, first, least: plan(tokens, first), ranks)
+    parts = found.cut(65, 8192)
     assert [part.split is not None for part in parts] == [False, True] and parts[1].low < 2048
-    assert plan(parts[1].low - GRAIN, None).mode is Mode.OFF
     assert parts[1].split is not None and str(parts[1].split.first).startswith("s*8//16//")
+    earlier = found.split(parts[1].low - GRAIN, 8192)
+    assert earlier is None or earlier.saved < 1.01 * parts[1].split.saved
+
+
+def test_a_range_begins_later_where_its_first_counts_would_decide_about_the_halves_of_all_others() -> None:
+    """Of 1024 and 1025 tokens only halves of different sizes are harmless, and these save little of longer steps."""
+
+    def plan(tokens: int, first: int | None, least: int) -> Plan:
+        half = tokens // 2 if first is None else first
+        even = abs(2 * half - tokens) <= tokens // 8
+        if tokens < 1024:
+            share = LOST
+        elif tokens < 1026:
+            share = LOST if even and first is not None else SAVED
+        else:
+            share = SAVED if even else SAVED / 5
+        return plan_of(tokens, first, share)
+
+    ranges = Ranges(plan, 2)
+    parts = ranges.cut(513, 8192)
+    assert [part.split is not None for part in parts] == [False, True]
+    assert 1024 < parts[1].low <= 2048 and parts[0].high == parts[1].low - 1
+    assert parts[1].split is not None and parts[1].split.first.numerator == 8  # type: ignore[union-attr]
+    kept = ranges.cut(513, 8192, ends=(1023,))
+    assert kept[0].high == 1023 and kept[-1].split == parts[1].split and len(kept) == 3

@@ -118,7 +118,29 @@ class Ranges:
             tried.append((saved, parts))
             if all(part.split is not None or not self._hoped_for(part.low, part.high) for part in parts):
                 break
-        return max(tried, key=lambda attempt: attempt[0])[1]
+        return self._begin_later(max(tried, key=lambda attempt: attempt[0])[1], given, most)
+
+    def _begin_later(self, parts: tuple[Part, ...], given: list[int], most: int) -> tuple[Part, ...]:
+        """The parts, where those that are split begin at a later count if that saves more.
+
+        A split has to be harmless at all counts of its range. So a few counts at the begin of a range, where only some halves
+        are, can decide about the halves of all others. The counts before the new begin stay whole.
+        """
+        cuts = len(parts) - 1 - len(given)
+        result: list[Part] = []
+        for part in parts:
+            whole = result[-1] if result and result[-1].split is None and result[-1].high not in given else None
+            if part.split is not None and (whole is not None or cuts < most):
+                later = [count for count in self.counts(part.low, part.high) if part.low < count <= 2 * part.low]
+                found = [Part(count, part.high, self.split(count, part.high)) for count in later]
+                best = max(found, key=_saved, default=part)
+                if _saved(best) > _saved(part) * (1.0 + RESOLUTION):
+                    cuts += whole is None
+                    begin = part.low if whole is None else result.pop().low
+                    result.append(Part(begin, best.low - self._requests))
+                    part = best
+            result.append(part)
+        return tuple(result)
 
     def _between(self, low: int, high: int, ends: list[int]) -> list[tuple[int, int]]:
         return list(zip([low, *(end + self._requests for end in ends)], [*ends, high], strict=True))
@@ -203,6 +225,10 @@ class Ranges:
 
 def _pays(plan: Plan) -> bool:
     return plan.mode is not Mode.OFF
+
+
+def _saved(part: Part) -> float:
+    return 0.0 if part.split is None else part.split.saved
 
 
 def _split_us(plan: Plan) -> float:
