@@ -171,3 +171,17 @@ def test_a_range_begins_later_where_its_first_counts_would_decide_about_the_halv
     assert parts[1].split is not None and parts[1].split.first.numerator == 8  # type: ignore[union-attr]
     kept = ranges.cut(513, 8192, ends=(1023,))
     assert kept[0].high == 1023 and kept[-1].split == parts[1].split and len(kept) == 3
+
+
+def test_a_range_that_begins_later_leaves_no_size_alone() -> None:
+    """Of 1279 tokens only a larger first half is harmless. The next count that plans are made for is 1280."""
+
+    def plan(tokens: int, first: int | None, least: int) -> Plan:
+        if first is None or (first > tokens // 2) == (tokens == 1279):
+            return plan_of(tokens, first, SAVED)
+        return plan_of(tokens, first, LOST if tokens == 1279 else SAVED / 5)
+
+    ranges = Ranges(plan, 2)
+    (whole, split) = ranges.cut(1279, 8192)
+    assert (whole.low, whole.high, whole.split) == (1279, 1535, None)
+    assert (split.low, split.split) == (1536, ranges.split(1536, 8192))

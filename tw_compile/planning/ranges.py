@@ -124,14 +124,16 @@ class Ranges:
         """The parts, where those that are split begin at a later count if that saves more.
 
         A split has to be harmless at all counts of its range. So a few counts at the begin of a range, where only some halves
-        are, can decide about the halves of all others. The counts before the new begin stay whole.
+        are, can decide about the halves of all others. The counts before the new begin stay whole. Here, too, no range is left
+        with one size alone.
         """
         cuts = len(parts) - 1 - len(given)
         result: list[Part] = []
         for part in parts:
             whole = result[-1] if result and result[-1].split is None and result[-1].high not in given else None
             if part.split is not None and (whole is not None or cuts < most):
-                later = [count for count in self.counts(part.low, part.high) if part.low < count <= 2 * part.low]
+                least, most_late = part.low + self._requests, min(2 * part.low, part.high - 1)
+                later = [count for count in self.counts(part.low, part.high) if least < count <= most_late]
                 found = [Part(count, part.high, self.split(count, part.high)) for count in later]
                 best = max(found, key=_saved, default=part)
                 if _saved(best) > _saved(part) * (1.0 + RESOLUTION):
