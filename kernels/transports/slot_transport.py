@@ -23,7 +23,7 @@ from tw_compile import compat
 from tw_compile.agree import common_obstacle
 from tw_compile.environment import spin_limit
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.cuda_variant import variant_of
+from tw_compile.kernels.collective.cuda_variant import link_bytes, variant_of
 from tw_compile.kernels.collective.known import MOST_FORMS, Known
 from tw_compile.kernels.collective.p2p_group import outside_pools
 from tw_compile.kernels.collective.side_stream import start_beside
@@ -48,8 +48,8 @@ class SlotTransport(Transport):
         kernels_of: The transport under which the registry of algorithms lists the kernels.
         memory: The kind of memory that slots have.
         instead: The transport for groups that can't use this one.
-        in_turn_from: From this message size in bytes on, calls beside other work follow each other, because their messages
-            share one link (:mod:`side_stream`); None: they never do.
+        in_turn_from: From so many bytes on the link each way, calls beside other work follow each other, because their
+            messages share one link (:mod:`side_stream`); None: they never do.
         states: What is known of each group and device that has been used.
         spin_limit: A barrier gives up after this many polls; 0: it never gives up. See :meth:`limit_spins`.
     """
@@ -146,7 +146,7 @@ class SlotTransport(Transport):
         )
 
     def _in_turn(self, request: Request) -> bool:
-        return self.in_turn_from is not None and request.x.nbytes >= self.in_turn_from
+        return self.in_turn_from is not None and link_bytes(request) >= self.in_turn_from
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`.

@@ -203,6 +203,22 @@ def test_sweep_tries_multiples_of_128(tokens: int, step: int, count: int) -> Non
     assert [one.config["split"] for one in swept] == [str(step * (number + 1)) for number in range(count)]
 
 
+def test_only_may_name_places_of_the_split() -> None:
+    spec = dataclasses.replace(SPEC, tokens=(512, 1024), only=("fused", "fused+split@768", "fused+split@128"))
+    assert [one.label for one in variants(spec, 1024)] == ["fused", "fused+split@768", "fused+split@128"]
+    assert [one.label for one in variants(spec, 512)] == ["fused", "fused+split@128"]
+    swept = variants(dataclasses.replace(spec, sweep_split=True), 1024)
+    assert [one.label for one in swept].count("fused+split@768") == 1 and len(swept) == 1 + 7
+    assert swept[1].options(1024, 1) == {"split": "768"}
+
+
+@pytest.mark.parametrize("place", ["", "x", "0", "-1", "1024"])
+def test_a_place_that_no_prefill_has_is_refused(place: str) -> None:
+    label = f"fused+split@{place}"
+    with pytest.raises(UsageError, match=f"got '{label}'".replace("+", "[+]")):
+        variants(dataclasses.replace(SPEC, tokens=(512, 1024), only=(label,)), 1024)
+
+
 def test_sweep_holds_the_planned_split_against_the_fastest() -> None:
     rows = [
         row("fused+split", "ours", 102.0),

@@ -128,13 +128,24 @@ def with_prefetch(values: Iterable[str]) -> list[LayerVariant]:
 def swept(tokens: int) -> list[LayerVariant]:
     """Fused and split at every multiple of 128 tokens, or of a larger step, for fewer than ``MOST_SWEPT`` variants."""
     step = SWEEP_STEP * -(-tokens // (SWEEP_STEP * MOST_SWEPT))
-    return [
-        LayerVariant(f"{SWEPT}{first}", "ours", config={"split": str(first)}) for first in range(step, tokens, step)
-    ]
+    return [_split_at(first) for first in range(step, tokens, step)]
+
+
+def _split_at(first: int) -> LayerVariant:
+    """Fused and split, with ``first`` tokens in half 1."""
+    return LayerVariant(f"{SWEPT}{first}", "ours", config={"split": str(first)})
+
+
+def _named_places(spec: LayerSpec) -> list[int]:
+    """The places of the split that ``--only`` names, as in ``fused+split@768``."""
+    named = [label.removeprefix(SWEPT) for label in spec.only if label.startswith(SWEPT)]
+    return [int(place) for place in named if place.isdecimal() and 0 < int(place) < max(spec.tokens)]
 
 
 def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
     """The variants that take part at ``tokens`` tokens, in the order of the report.
+
+    ``--only`` may name splits at a place, as in ``fused+split@768``. They take part where there are more tokens than that.
 
     Raises:
         UsageError: ``--only`` names no variant.
@@ -149,5 +160,7 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
         known += [LayerVariant("inductor+gloo", "peer"), *([SCATTERED_ON_CPU] if sites else [])]
     known += [LayerVariant(NO_COMMUNICATION, "bound", DropAllReduces)]
     known += [FED] if not sites and FED.label in spec.only else []
-    check_labels(known, spec.only)
-    return [*with_labels(known, spec.only), *(swept(tokens) if spec.sweep_split else ())]
+    places = _named_places(spec)
+    check_labels([*known, *map(_split_at, places)], spec.only)
+    taken = with_labels(known, spec.only) + [_split_at(first) for first in places if first < tokens]
+    return taken + [one for one in (swept(tokens) if spec.sweep_split else ()) if one not in taken]
