@@ -64,9 +64,9 @@ def decode(packed: torch.Tensor, codes: Codes, hidden_size: int) -> torch.Tensor
     words = packed[:, code_bytes:].contiguous().view(torch.int32)
     scale = (words & -0x10000).view(torch.float32).unsqueeze(-1)
     offset = (words << 16).view(torch.float32).unsqueeze(-1)
-    # A product of two numbers of 8 bits is exact in float32, so the sum is the only rounding.
-    values = offset + q.reshape(tokens, hidden_size // codes.group, codes.group) * scale
-    return values.reshape(tokens, hidden_size)
+    # A product of two numbers of 8 bits is exact, but may lie outside of float32 where its sum with the offset does not.
+    products = q.reshape(tokens, hidden_size // codes.group, codes.group).double() * scale
+    return (offset + products).float().reshape(tokens, hidden_size)
 
 
 def round_trip(rows: torch.Tensor, codes: Codes | None) -> torch.Tensor:

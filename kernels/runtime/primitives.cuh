@@ -311,11 +311,57 @@ DEVICE uint16_t pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(high), "f"(low));
   return bits;
 }
+// The larger or smaller numbers of two pairs; NaN where either number is NaN. -0.0 is less than 0.0.
+#if __CUDA_ARCH__ >= 800
+DEVICE uint32_t greatest_bf16(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+DEVICE uint32_t least_bf16(uint32_t a, uint32_t b) {
+  uint32_t smaller;
+  asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+DEVICE uint32_t greatest_fp16(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+DEVICE uint32_t least_fp16(uint32_t a, uint32_t b) {
+  uint32_t smaller;
+  asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(smaller) : "r"(a), "r"(b));
+  return smaller;
+}
+#else
+DEVICE float greatest_or_nan(float a, float b) { return a != a ? a : b != b ? b : fmaxf(a, b); }
+DEVICE uint32_t greatest_bf16(uint32_t a, uint32_t b) {
+  return pack_bf16(greatest_or_nan(as_float(a << 16), as_float(b << 16)),
+                   greatest_or_nan(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u)));
+}
+DEVICE uint32_t greatest_fp16(uint32_t a, uint32_t b) {
+  return pack_fp16(greatest_or_nan(unpack_fp16((uint16_t)a), unpack_fp16((uint16_t)b)),
+                   greatest_or_nan(unpack_fp16((uint16_t)(a >> 16)), unpack_fp16((uint16_t)(b >> 16))));
+}
+DEVICE uint32_t least_bf16(uint32_t a, uint32_t b) { return greatest_bf16(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+DEVICE uint32_t least_fp16(uint32_t a, uint32_t b) { return greatest_fp16(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+#endif
+// Four of the eight bytes of b (upper) and a (lower), by the four numbers in the lower half of `which`.
+DEVICE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t which) { return __byte_perm(a, b, which); }
 // Where one argument is NaN, the result is the other one.
 DEVICE float least(float a, float b) { return fminf(a, b); }
 DEVICE float greatest(float a, float b) { return fmaxf(a, b); }
 // A product that is rounded before anything is added to it.
 DEVICE float multiply_rounded(float a, float b) { return __fmul_rn(a, b); }
+// a * b + c, rounded once.
+DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+// 1 / value, rounded to nearest, for bf16 values from 2^-126 to 2^126. That is one step of Newton's method from the machine's
+// reciprocal. A division has code for all other values, too.
+DEVICE float reciprocal_of_bf16(float value) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(value));
+  return __fmaf_rn(near, __fmaf_rn(-value, near, 1.0f), near);
+}
 DEVICE float reciprocal_sqrt(float value) { return rsqrtf(value); }
 // This function and the next one are right within 2 units in the last place. Numbers below the normal ones become 0.
 DEVICE float exp2_near(float value) {

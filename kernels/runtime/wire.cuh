@@ -48,9 +48,12 @@ DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
   using In = InCodes<BITS>;
   const float scale = as_float(piece.word[0] & 0xffff0000u), offset = as_float(piece.word[0] << 16);
   for (int i = 0; i < 8; ++i) {
-    const uint32_t above = (piece.codes[i / In::COUNT] ^ In::HIGHEST) >> i % In::COUNT * BITS & In::MASK;  // q + 1
-    const float q = as_float(0x4b000000u | above) - 8388609.0f;  // 2^23 + q + 1, less 2^23 + 1
-    values[i] = offset + multiply_rounded(q, scale);
+    const uint32_t word = piece.codes[i / In::COUNT] ^ In::HIGHEST;  // of codes q + 1
+    const int place = i % In::COUNT;
+    // The bits of 2^23 + q + 1.
+    const uint32_t above = BITS == 8 ? bytes_of(word, 0x4b000000u, 0x7440u | place)
+                                     : 0x4b000000u | (word >> place * BITS & In::MASK);
+    values[i] = multiply_add(as_float(above) - 8388609.0f, scale, offset);
   }
 }
 
@@ -75,6 +78,12 @@ DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<
                               RankOf rank_of) {
   float exact[8];
   unpack(own, exact);
+  if constexpr (PEERS == 1) {  // the order of two makes no difference, and 0.0f has the last word on a zero's sign
+    float values[8];
+    decode(values, got[0]);
+    for (int i = 0; i < 8; ++i) h[i] = exact[i] + values[i] + 0.0f;
+    return;
+  }
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
   for (int source = 0; source <= PEERS; ++source) {
@@ -97,6 +106,61 @@ struct InRow {
   bool first_of_group;
 };
 
+struct Extremes {
+  float low, high;
+};
+
+// The smallest and the largest value of a group, whose columns are in LANES neighbouring lanes. Either is NaN or infinite if
+// the group has such a value. A smallest value of -0.0 may be returned as 0.0 or -0.0.
+template <int LANES>
+DEVICE Extremes extremes(const Eight<fp32>& eight) {
+  const float infinite = as_float(0x7f800000u);
+  float x[8];
+  unpack(eight, x);
+  float low = x[0], high = x[0];
+  bool has_nan = false;
+  for (float value : x) {
+    low = least(low, value);
+    high = greatest(high, value);
+    has_nan = has_nan || value != value;
+  }
+  if (has_nan) high = infinite;
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) {
+    low = least(low, shuffle_xor(low, mask));
+    high = greatest(high, shuffle_xor(high, mask));
+  }
+  return {low, high};
+}
+// Pairs are compared as pairs. Then -low and high are one pair, so that lanes exchange one word.
+template <int LANES, typename T>
+DEVICE Extremes extremes(const Eight<T>& eight) {
+  const auto larger = [](uint32_t a, uint32_t b) { return same<T, bf16> ? greatest_bf16(a, b) : greatest_fp16(a, b); };
+  const auto smaller = [](uint32_t a, uint32_t b) { return same<T, bf16> ? least_bf16(a, b) : least_fp16(a, b); };
+  uint32_t low = eight.words[0], high = low;
+  for (int i = 1; i < 4; ++i) {
+    low = smaller(low, eight.words[i]);
+    high = larger(high, eight.words[i]);
+  }
+  low ^= 0x80008000u;
+  uint32_t both = larger(bytes_of(low, high, 0x5410u), bytes_of(low, high, 0x7632u));
+#pragma unroll
+  for (int mask = LANES / 2; mask > 0; mask /= 2) both = larger(both, shuffle_xor(both, mask));
+  Eight<T> pair{{both ^ 0x8000u}};
+  float values[8];
+  unpack(pair, values);
+  return {values[0], values[1]};
+}
+
+// value / DIVISOR, rounded to nearest, if that is at least 2^-126: P. Markstein, Computation of elementary functions on the IBM
+// RISC System/6000 processor, 1990. A division has code for all other values, too.
+template <int DIVISOR>
+DEVICE float divided(float value) {
+  constexpr float inverse = 1.0f / DIVISOR;
+  const float near = multiply_rounded(value, inverse);
+  return multiply_add(multiply_add(-(float)DIVISOR, near, value), inverse, near);
+}
+
 // Codes of BITS bits with a scale and an offset for each COLUMNS columns.
 template <int BITS_, int COLUMNS>
 struct Codes {
@@ -114,40 +178,30 @@ struct Codes {
   // All lanes of a warp call this. Lanes beyond the row may have any values, because they form whole groups of their own.
   template <typename T>
   static DEVICE Piece encoded(const Eight<T>& eight) {
-    const float infinite = as_float(0x7f800000u);
-    float x[8];
-    unpack(eight, x);
-    float low = x[0], high = x[0];
-    bool has_nan = false;
-    for (float value : x) {
-      low = least(low, value);
-      high = greatest(high, value);
-      has_nan = has_nan || value != value;
-    }
-    if (has_nan) high = infinite;  // so that the group's range is infinite, too
-#pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) {
-      low = least(low, shuffle_xor(low, mask));
-      high = greatest(high, shuffle_xor(high, mask));
-    }
+    const auto [low, high] = extremes<LANES>(eight);
     // The offset is rounded down, which is away from zero if it is negative. Adding 0.0f makes a negative zero positive.
     const uint32_t low_bits = as_bits(low + 0.0f);
     const uint32_t offset_bits = ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;
     const float offset = as_float(offset_bits), width = high - offset;
-    const bool lost = !(width < infinite);
+    const bool lost = !(width < as_float(0x7f800000u));
     // The scale is rounded upwards, away from zero.
-    const uint32_t scale_bits = (as_bits(width / LEVELS) + 0xffffu) & 0xffff0000u;
-    const float scale = greatest(as_float(scale_bits), as_float(0x00800000u)), inverse = 1.0f / scale;
+    const uint32_t scale_bits = (as_bits(divided<LEVELS>(width)) + 0xffffu) & 0xffff0000u;
+    const float scale = greatest(as_float(scale_bits), as_float(0x00800000u)), inverse = reciprocal_of_bf16(scale);
     // Every step rounds monotonically, so a quotient is at least 0 and less than LEVELS + 1/2: no clamp is needed. Adding
     // `integers` to a quotient rounds it to the nearest integer, ties to even. The last bits of the sum are this integer.
     const float integers = 12582912.0f;
-    Piece piece{};
-    for (int i = 0; i < 8; ++i) {
-      const uint32_t q = as_bits(multiply_rounded(x[i] - offset, inverse) + integers) & Piece::MASK;
-      piece.codes[i / Piece::COUNT] |= q << i % Piece::COUNT * BITS;
+    float x[8];
+    unpack(eight, x);
+    uint32_t q[8], bytes[BITS];  // the last byte counts
+    for (int i = 0; i < 8; ++i) q[i] = as_bits(multiply_rounded(x[i] - offset, inverse) + integers);
+    for (int i = 0; i < BITS; ++i) bytes[i] = BITS == 8 ? q[i] : q[2 * i] + (q[2 * i + 1] << 4);
+    Piece piece;
+    for (int i = 0; i < BITS / 4; ++i) {
+      const uint32_t *const four = bytes + 4 * i;
+      const uint32_t word = bytes_of(bytes_of(four[0], four[1], 0x0040u), bytes_of(four[2], four[3], 0x0040u), 0x5410u);
+      // q - LEVELS / 2 is q + 1 with the highest bit flipped. q + 1 has no carry.
+      piece.codes[i] = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
     }
-    // q - LEVELS / 2 is q + 1 with the highest bit flipped. q + 1 has no carry.
-    for (uint32_t& word : piece.codes) word = ((lost ? 0 : word) + Piece::ONES) ^ Piece::HIGHEST;
     piece.word[0] = lost ? 0x7fc00000u : as_bits(scale) | offset_bits >> 16;
     return piece;
   }

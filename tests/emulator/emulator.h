@@ -161,9 +161,28 @@ DEVICE uint32_t multiply_fp16(uint32_t a, uint32_t b) {
   return pack_fp16(unpack_fp16(uint16_t(a)) * unpack_fp16(uint16_t(b)),
                    unpack_fp16(uint16_t(a >> 16)) * unpack_fp16(uint16_t(b >> 16)));
 }
+DEVICE float greatest_or_nan(float a, float b) { return a != a ? a : b != b ? b : __builtin_fmaxf(a, b); }
+DEVICE uint32_t greatest_bf16(uint32_t a, uint32_t b) {
+  return pack_bf16(greatest_or_nan(as_float(a << 16), as_float(b << 16)),
+                   greatest_or_nan(as_float(a & 0xffff0000u), as_float(b & 0xffff0000u)));
+}
+DEVICE uint32_t greatest_fp16(uint32_t a, uint32_t b) {
+  return pack_fp16(greatest_or_nan(unpack_fp16(uint16_t(a)), unpack_fp16(uint16_t(b))),
+                   greatest_or_nan(unpack_fp16(uint16_t(a >> 16)), unpack_fp16(uint16_t(b >> 16))));
+}
+DEVICE uint32_t least_bf16(uint32_t a, uint32_t b) { return greatest_bf16(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+DEVICE uint32_t least_fp16(uint32_t a, uint32_t b) { return greatest_fp16(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+DEVICE uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t both = uint64_t(b) << 32 | a;
+  uint32_t word = 0;
+  for (int i = 0; i < 4; ++i) word |= uint32_t(both >> (which >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return word;
+}
 DEVICE float least(float a, float b) { return __builtin_fminf(a, b); }
 DEVICE float greatest(float a, float b) { return __builtin_fmaxf(a, b); }
 DEVICE float multiply_rounded(float a, float b) { return a * b; }
+DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+DEVICE float reciprocal_of_bf16(float value) { return 1.0f / value; }
 DEVICE float reciprocal_sqrt(float value) { return 1.0f / __builtin_sqrtf(value); }
 DEVICE float exp2_near(float value) { return __builtin_exp2f(value); }
 DEVICE float reciprocal_near(float value) { return 1.0f / value; }

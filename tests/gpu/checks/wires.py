@@ -106,6 +106,22 @@ def wire_not_finite(ctx: Context, kernel: str, wire: str) -> None:
     _expect_right(ctx, after, request, subject(kernel).call(ctx, request), "after them")
 
 
+def wire_of_every_width(ctx: Context, kernel: str, wire: str) -> None:
+    """Groups of all widths that bfloat16 has from 2^-20 to 2^20: the kernel divides in its own way, and gives the same codes."""
+    width = torch.arange(107 << 7, 147 << 7, device=ctx.device, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    group = max(codes.group for codes in (WIRES[wire].sums, WIRES[wire].results) if codes is not None)
+    rows = width.numel() * group // 4096
+    problem = make_problem(ctx, rows, 4096, Form(residual="none", out="sharded", residual_dtype=torch.float32), 6)
+    shares = torch.rand(width.numel(), group, device=ctx.device, generator=ctx.generator(6, ctx.rank))
+    shares[:, 0], shares[:, 1] = 0.0, 1.0
+    problem.x.copy_((shares * width.float().unsqueeze(1)).reshape(rows, 4096))
+    request = replace(problem.request(ctx), wire=wire)
+    _, residual = subject(kernel).call(ctx, request)
+    got = problem.written(ctx, residual)
+    wrong = int((got != sum_of_owners(ctx, problem, request)[problem.rows(ctx)]).sum())
+    ctx.expect(wrong == 0, f"{wrong} elements of the sum are others")
+
+
 def wire_lost_peer(ctx: Context, kernel: str, wire: str) -> None:
     """With TW_COMPILE_SPIN_LIMIT, a rank that does not launch is named by the others instead of hanging them."""
     algorithm = Counting(ALGORITHMS[kernel]())
@@ -140,6 +156,7 @@ OF_EVERY_WIRE: tuple[Callable[..., None], ...] = (
     wire_captured,
     wire_beside,
     wire_not_finite,
+    wire_of_every_width,
     wire_lost_peer,
 )
 
