@@ -226,9 +226,11 @@ def run_codes(source: Path, seed: int) -> None:
         check_codes(dtype, codes, 640, source)
 
 
-def run_kernel(source: Path, seed: int, *, make: Make, wire: str = "int6", hidden_size: int = 640) -> None:
+def run_kernel(
+    source: Path, seed: int, *, make: Make, wire: str = "int6", hidden_size: int = 640, world_size: int = 3
+) -> None:
     options = {"sources": source.parent, "resident": 2 + seed % 5, "stall_limit": 20_000}
-    machine = make(3, hidden_size, FORMS["whole"].on(wire), seed, **options)
+    machine = make(world_size, hidden_size, FORMS["whole"].on(wire), seed, **options)
     for tokens in (3, 1, 7, 2, 5):
         machine.call(tokens, 2)
     machine.run()
@@ -243,8 +245,8 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         run_codes,
         CODES,
         "wire.cuh",
-        "(as_bits(width / LEVELS) + 0xffffu)",
-        "as_bits(width / LEVELS)",
+        "(as_bits(divided<LEVELS>(width)) + 0xffffu)",
+        "as_bits(divided<LEVELS>(width))",
     ),
     "offset rounded towards zero": (run_codes, CODES, "wire.cuh", "(low_bits >> 31) * 0xffffu + low_bits", "low_bits"),
     "scale may be zero": (run_codes, CODES, "wire.cuh", "as_float(0x00800000u))", "as_float(scale_bits))"),
@@ -253,14 +255,29 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         run_codes,
         CODES,
         "wire.cuh",
-        "const bool lost = !(width < infinite);",
+        "const bool lost = !(width < as_float(0x7f800000u));",
         "const bool lost = false;",
     ),
     "a group is as wide as a warp": (run_codes, CODES, "wire.cuh", "int mask = LANES / 2", "int mask = 16"),
     "a group is half as wide": (run_codes, CODES, "wire.cuh", "int mask = LANES / 2", "int mask = LANES / 4"),
     "groups share a word": (run_codes, CODES, "wire.cuh", "column / COLUMNS * 4,", "column / (2 * COLUMNS) * 4,"),
     "codes are cut, not rounded": (run_codes, CODES, "wire.cuh", "inverse) + integers", "inverse) - 0.5f + integers"),
-    "codes in another order": (run_codes, CODES, "wire.cuh", "q << i % Piece", "q << (i ^ 1) % Piece"),
+    "codes in another order": (run_codes, CODES, "wire.cuh", "0x0040u), 0x5410u)", "0x0040u), 0x1054u)"),
+    "every other column is left out": (run_codes, CODES, "wire.cuh", "high, 0x7632u)", "high, 0x5410u)"),
+    "a division is a product": (
+        run_codes,
+        CODES,
+        "wire.cuh",
+        "return multiply_add(multiply_add(-(float)DIVISOR, near, value), inverse, near);",
+        "return near;",
+    ),
+    "of two parts one": (
+        partial(RUN_PUSH, world_size=2),
+        PUSH,
+        "wire.cuh",
+        "exact[i] + values[i] + 0.0f",
+        "values[i] + 0.0f",
+    ),
     "a word speaks for its codes": (
         partial(RUN_PUSH, wire="int8"),
         PUSH,
