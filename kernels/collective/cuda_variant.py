@@ -91,16 +91,6 @@ def result_bytes(request: Request) -> int:
     return -(-made // CODED_ROW_ALIGNMENT) * CODED_ROW_ALIGNMENT
 
 
-def link_bytes(request: Request) -> int:
-    """Bytes of all rows on the link each way: the mean of partial sums and of normalised rows.
-
-    For exact rows of one dtype these are the bytes of the message.
-    """
-    tokens, hidden_size = request.x.shape
-    sums = travelling_bytes(hidden_size, request.x.dtype, WIRES[request.wire].sums)
-    return tokens * (sums + result_bytes(request)) // 2
-
-
 def result_vector_bytes(request: Request) -> int:
     """Bytes of a thread's part of a normalised row in shared memory."""
     norm = request.norm

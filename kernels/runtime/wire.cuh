@@ -43,6 +43,7 @@ DEVICE bool arrived(const InCodes<BITS>& piece) {
   for (uint32_t word : piece.codes) all = all && word != NOT_ARRIVED;
   return all;
 }
+// No value is -0.0: the offset never is, and a sum is -0.0 only if both of its parts are.
 template <int BITS>
 DEVICE void decode(float (&values)[8], const InCodes<BITS>& piece) {
   using In = InCodes<BITS>;
@@ -78,10 +79,10 @@ DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<
                               RankOf rank_of) {
   float exact[8];
   unpack(own, exact);
-  if constexpr (PEERS == 1) {  // the order of two makes no difference, and 0.0f has the last word on a zero's sign
+  if constexpr (PEERS == 1) {  // the order of two makes no difference, and no sum with what decode gives is -0.0
     float values[8];
     decode(values, got[0]);
-    for (int i = 0; i < 8; ++i) h[i] = exact[i] + values[i] + 0.0f;
+    for (int i = 0; i < 8; ++i) h[i] = exact[i] + values[i];
     return;
   }
   for (int i = 0; i < 8; ++i) h[i] = 0.0f;

@@ -23,7 +23,7 @@ from tw_compile import compat
 from tw_compile.agree import common_obstacle
 from tw_compile.environment import spin_limit
 from tw_compile.kernels.collective.algorithm import Algorithm
-from tw_compile.kernels.collective.cuda_variant import link_bytes, variant_of
+from tw_compile.kernels.collective.cuda_variant import variant_of
 from tw_compile.kernels.collective.known import MOST_FORMS, Known
 from tw_compile.kernels.collective.p2p_group import outside_pools
 from tw_compile.kernels.collective.side_stream import start_beside
@@ -31,6 +31,7 @@ from tw_compile.kernels.collective.slot import GroupState, Slot, SlotMemory, gro
 from tw_compile.kernels.collective.spec import FP8, SUPPORTED_DTYPES, Request
 from tw_compile.kernels.collective.transport import Started, Transport, get_transport
 from tw_compile.kernels.collective.transports import P2P_MAX_HIDDEN, P2P_ROW_ALIGNMENT_BYTES, P2P_WORLD_SIZES
+from tw_compile.kernels.collective.wires import EXACT
 from tw_compile.kernels.runtime.barrier import raise_if_peer_missing
 from tw_compile.kernels.transports.selection import Insist, Selector, Step, default_steps, steps_for
 
@@ -48,8 +49,8 @@ class SlotTransport(Transport):
         kernels_of: The transport under which the registry of algorithms lists the kernels.
         memory: The kind of memory that slots have.
         instead: The transport for groups that can't use this one.
-        in_turn_from: From so many bytes on the link each way, calls beside other work follow each other, because their
-            messages share one link (:mod:`side_stream`); None: they never do.
+        in_turn_from: From this message size in bytes on, calls beside other work with exact rows follow each other, because
+            their messages share one link (:mod:`side_stream`); None: they never do.
         states: What is known of each group and device that has been used.
         spin_limit: A barrier gives up after this many polls; 0: it never gives up. See :meth:`limit_spins`.
     """
@@ -146,7 +147,9 @@ class SlotTransport(Transport):
         )
 
     def _in_turn(self, request: Request) -> bool:
-        return self.in_turn_from is not None and link_bytes(request) >= self.in_turn_from
+        if self.in_turn_from is None or request.wire != EXACT:
+            return False
+        return request.x.nbytes >= self.in_turn_from
 
     def message_buffer(self, request: Request) -> torch.Tensor | None:
         """See :class:`Transport`.

@@ -18,7 +18,7 @@ from tw_compile.kernels.algorithms.two_shot.two_shot import TwoShot
 from tw_compile.kernels.collective import ops
 from tw_compile.kernels.collective.side_stream import cluster_size, events_of, side_stream, start_beside
 from tw_compile.kernels.collective.slot import GroupState, Slot, SymmetricBuffer
-from tw_compile.kernels.collective.spec import FP8, NormSpec, Request
+from tw_compile.kernels.collective.spec import NormSpec, Request
 from tw_compile.kernels.collective.transport import Started, instances
 from tw_compile.kernels.transports import p2p, slot_transport
 from tw_compile.kernels.transports.selection import Insist
@@ -323,18 +323,12 @@ def test_without_overlap_no_stream_is_made_and_no_event_recorded(machine: Machin
 
 
 @pytest.mark.parametrize("algorithm", [SMALL], indirect=True)
-def test_rows_in_codes_take_fewer_bytes_of_the_link_so_longer_messages_go_at_once(algorithm: Fake) -> None:
+def test_calls_with_rows_in_codes_never_go_in_turn(algorithm: Fake) -> None:
     transport = instances["p2p"]
     assert isinstance(transport, p2p.P2PTransport)
-    hidden_size = 4096
-    transport.in_turn_from = T * hidden_size * 2
-    norm = NormSpec(1e-5, 0.0, None, torch.bfloat16, torch.bfloat16)
-    x = torch.ones(T, hidden_size, dtype=torch.bfloat16)
-    exact = Request(x, None, None, None, norm, False, "none", "0", 0)
-    assert transport._in_turn(exact)
-    assert not transport._in_turn(replace(exact, wire="int8"))
-    assert transport._in_turn(replace(exact, x=torch.cat([x, x]), wire="int8"))
-    assert not transport._in_turn(replace(exact, norm=replace(norm, hidden_dtype=FP8)))  # results take half
+    norm = NormSpec(1e-5, 0.0, None, torch.float32, torch.float32)
+    exact = Request(torch.ones(T, H), None, None, None, norm, False, "none", "0", 0)
+    assert transport._in_turn(exact) and not transport._in_turn(replace(exact, wire="int8"))
 
 
 @pytest.mark.parametrize(("algorithm", "streams"), [(None, 2), (SMALL, 1), (SMALL + 1, 2)], indirect=["algorithm"])

@@ -107,7 +107,7 @@ def wire_not_finite(ctx: Context, kernel: str, wire: str) -> None:
 
 
 def wire_of_every_width(ctx: Context, kernel: str, wire: str) -> None:
-    """Groups of all widths that bfloat16 has from 2^-20 to 2^20: the kernel divides in its own way, and gives the same codes."""
+    """Groups of all widths that bfloat16 has from 2^-20 to 2^20: the kernel divides in its own way, to the same codes."""
     width = torch.arange(107 << 7, 147 << 7, device=ctx.device, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     group = max(codes.group for codes in (WIRES[wire].sums, WIRES[wire].results) if codes is not None)
     rows = width.numel() * group // 4096
