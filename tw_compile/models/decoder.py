@@ -70,7 +70,7 @@ def build_decoder(
     with real_tensors():
         model, sharded = meta_model(config, dtype, device.type)
     if checkpoint is not None:
-        assign_tensors(model, load_shards(checkpoint, model.config, dtype, device))
+        assign_tensors(model, load_shards(checkpoint, model, dtype, device))
     else:
         with torch.no_grad():
             _materialise(model, device, seed)

@@ -51,7 +51,7 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: s
     world_size = group.size()
     if world_size == 1:
         return set()
-    plan = plan_of_layers(model.config.model_type, model.tp_plan)
+    plan = _plan(model)
     _check_heads(model.config, plan, world_size)
     mesh = DeviceMesh.from_group(group, device_type)
     sharded: set[str] = set()
@@ -68,20 +68,25 @@ def shard_model(model: PreTrainedModel, group: dist.ProcessGroup, device_type: s
 
 
 def load_shards(
-    checkpoint: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+    checkpoint: Path, model: PreTrainedModel, dtype: torch.dtype, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """This rank's parameters and buffers of a checkpoint directory, loaded by transformers.
+    """This rank's parameters and buffers of a checkpoint directory, loaded by transformers and sharded as ``model`` is.
 
-    Over several ranks transformers wants the package ``accelerate`` installed, and on CUDA it picks the device by the
-    environment variable ``LOCAL_RANK``, as torchrun sets it.
+    transformers gets the plan that :func:`shard_model` follows, since its own plan may leave out the layers. Over several
+    ranks it wants the package ``accelerate`` installed, and on CUDA it picks the device by the environment variable
+    ``LOCAL_RANK``, as torchrun sets it.
     """
-    options: dict[str, Any] = {"config": config, "dtype": dtype, "local_files_only": True}
+    options: dict[str, Any] = {"config": model.config, "dtype": dtype, "local_files_only": True}
     world_size = dist.get_world_size()
     if world_size > 1:
-        options["distributed_config"] = DistributedConfig(tp_size=world_size)
-    model = AutoModel.from_pretrained(checkpoint, **options)
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        options["distributed_config"] = DistributedConfig(tp_size=world_size, tp_plan=_plan(model))
+    loaded = AutoModel.from_pretrained(checkpoint, **options)
+    tensors = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     return {name: (t.to_local() if isinstance(t, DTensor) else t).to(device) for name, t in tensors.items()}
+
+
+def _plan(model: PreTrainedModel) -> dict[str, str]:
+    return plan_of_layers(model.config.model_type, model.tp_plan)
 
 
 def _wildcard(name: str) -> str:
