@@ -1,9 +1,9 @@
-"""Tiny configurations of decoder families that have a tensor-parallel plan in transformers; sizes divide by 8.
+"""Tiny configurations of decoder families that have a tensor-parallel plan in transformers or ours; sizes divide by 8.
 
 The word embeddings are tied because transformers 5.17 shards only tied ones, later versions all.
 
-Left out: stablelm and hunyuan_v1_dense have no tensor-parallel plan of their layers (gpt_oss has none either, ours shards its
-attention); jamba and qwen3_next compile, but their scans unroll to thousands of nodes.
+Left out: stablelm has no tensor-parallel plan of its layers; jamba and qwen3_next compile, but their scans unroll to thousands
+of nodes.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 16},
     "granite": {},
     "helium": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
     "llama": {},
     "llama4_text": {
         "num_local_experts": 8,

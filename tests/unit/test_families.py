@@ -60,6 +60,7 @@ EXPECTED: dict[str, Expected] = {
     "gpt_oss": Expected(3, fused=3, absorbed=2),
     "granite": Expected(5, fused=5, absorbed=4),
     "helium": Expected(5, fused=5, absorbed=4),
+    "hunyuan_v1_dense": Expected(5, fused=5, absorbed=4),
     "llama": Expected(5, fused=5, absorbed=4),
     "llama4_text": Expected(6, fused=5, absorbed=4, refusals={Refusal.NO_RMS_NORM: 1}),
     "minimax": Expected(4, fused=4, absorbed=1),
@@ -86,10 +87,11 @@ EXPECTED: dict[str, Expected] = {
 }
 
 # Families of which an older transformers shards less, with the first version that shards as above. Before 5.24 it leaves the
-# embeddings of gpt_neox whole. It has no plan of gpt_oss at all there, and ours does not shard the embeddings.
+# embeddings of gpt_neox whole. It has no plan of gpt_oss and hunyuan_v1_dense at all there, and ours does not shard embeddings.
 EXPECTED_BEFORE: dict[str, tuple[tuple[int, int], Expected]] = {
     "gpt_neox": ((5, 24), Expected(4, fused=4)),
     "gpt_oss": ((5, 24), Expected(2, fused=2, absorbed=2)),
+    "hunyuan_v1_dense": ((5, 24), Expected(4, fused=4, absorbed=4)),
     "qwen2_moe": ((5, 23), Expected(3, fused=3, absorbed=2)),
 }
 

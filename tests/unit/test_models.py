@@ -24,21 +24,20 @@ from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 
 EMBEDDINGS_ALONE = {"embed_tokens": "embedding_rowwise"}
-"""The plan that transformers 5.24 has of gpt_oss and of nine families more."""
+"""The plan that transformers 5.24 has of gpt_oss, hunyuan_v1_dense and eight families more."""
 
 WITHOUT_A_PLAN = (
     "bamba",
     "diffllama",
     "dory",
     "falcon_h1",
-    "hunyuan_v1_dense",
     "hunyuan_vl_text",
     "lfm2",
     "lfm3",
     "qwen3_vl_text",
     "stablelm",
 )
-"""These nine, and one of which no transformers has any plan. An older transformers lacks dory and lfm3."""
+"""These eight, and one of which no transformers has any plan. An older transformers lacks dory and lfm3."""
 
 
 def tiny(family: str) -> PretrainedConfig:
@@ -334,11 +333,11 @@ def _run_checkpoint(rank: int, folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt_oss", "hunyuan_v1_dense", "mixtral"])
 def test_checkpoint_on_two_ranks_gives_the_logits_of_the_whole_model(
     family: str, gloo_ranks: GlooRanks, tmp_path: Path
 ) -> None:
-    """transformers 5.23 has no plan of gpt_oss, and 5.24 has one of the embeddings alone: it must load by ours."""
+    """transformers 5.23 has no plan of the first two, and 5.24 has one of the embeddings alone: they must load by ours."""
     pytest.importorskip("accelerate", reason="transformers loads a sharded checkpoint only with accelerate installed")
     model = _save_checkpoint(family, tmp_path)
     torch.save((model.lm_head.weight, model(token_ids()).logits), tmp_path / "expected.pt")

@@ -13,15 +13,23 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tw_compile.model_file import check_sizes, read_model_file
 
+_ATTENTION = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+_MLP = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+
 # Plans of layers that transformers lacks. gpt_oss: attention only, experts replicated (their output bias is not shardable).
+# hunyuan_v1_dense: as Llama, since its norms of queries and keys are of each head.
 ADDED_PLANS = {
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.sinks": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-    }
+    "gpt_oss": _ATTENTION | {"layers.*.self_attn.sinks": "colwise"},
+    "hunyuan_v1_dense": _ATTENTION | _MLP,
 }
 
 
