@@ -303,6 +303,15 @@ def test_where_there_is_a_calibration_it_is_used_and_nothing_is_measured(config:
     assert on_gpus == [] and calibration.in_use() == FOUND
 
 
+@pytest.mark.parametrize(
+    ("config", "measures"), [(Config(host="vllm-0.24"), True), (Config(calibrate="stored"), False)]
+)
+def test_an_engine_measures_when_its_ranks_have_the_model(on_gpus: list[str], config: Config, measures: bool) -> None:
+    """The host says that all ranks are there, so its all_reduce need not be NCCL's, and no graph is asked for."""
+    calibrate.measure_or_use_stored(config)
+    assert on_gpus == (["A GPU"] if measures else []) and (calibration.in_use() is not None) is measures
+
+
 def test_an_engine_that_profiles_its_memory_measures_nothing(on_gpus: list[str]) -> None:
     """vLLM's pass asks for what is stored, whatever the option says."""
     calibrate.use_stored(Config())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -299,3 +300,67 @@ def test_zero_switches_a_named_pass_off(groups: Any, host_operators: Any, monkey
         tw_compile.vllm_pass(graph)
     assert not reports and str(graph) == text
     assert tw_compile.vllm_pass.uuid() != on  # else vLLM's caches give code that the pass has rewritten
+
+
+def wrapper_of(config: Any, log: list[str]) -> Any:
+    """What executors call: a wrapper of a worker, without vLLM's start of one."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    wrapper = object.__new__(WorkerWrapperBase)
+    wrapper.vllm_config = config
+    wrapper.worker = SimpleNamespace(
+        load_model=lambda *, load_dummy_weights=False: log.append(f"load {load_dummy_weights}"), shutdown=lambda: None
+    )
+    return wrapper
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_node_is_measured_when_the_model_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    from tw_compile.hosts.vllm import measuring
+
+    log: list[str] = []
+    monkeypatch.setattr(measuring, "load", lambda name: lambda config: log.append(f"{name} {config.calibrate}"))
+    options = {"tw_compile": {"calibrate": "stored"}} if asked else {}
+    wrapper_of(engine_config(folder, additional_config=options), log).load_model(load_dummy_weights=True)
+    measured = "tw_compile.tuning.calibrate:measure_or_use_stored stored"
+    assert log == ["load True", *([measured] if asked else [])]
+
+
+@pytest.mark.usefixtures("groups", "on")
+def test_a_node_is_not_measured_where_others_have_ranks_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of pipeline or data parallelism need not load their models at the same time, or at all."""
+    from tw_compile.hosts.vllm import measuring
+
+    log: list[str] = []
+    monkeypatch.setattr(measuring, "load", lambda name: lambda config: log.append(name))
+    config = engine_config(folder)
+    config.parallel_config.tensor_parallel_size = 1
+    wrapper_of(config, log).load_model()
+    assert log == ["load False"]
+
+
+@pytest.mark.usefixtures("groups", "on")
+def test_an_error_while_measuring_costs_one_line_but_a_dead_rank_ends_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, vllm_log: pytest.LogCaptureFixture
+) -> None:
+    from tw_compile.hosts.vllm import measuring
+
+    def failing(error: Exception) -> Any:
+        def measure(config: Any) -> None:
+            raise error
+
+        return lambda name: measure
+
+    config = engine_config(folder)
+    vllm_log.clear()
+    monkeypatch.setattr(measuring, "load", failing(OSError("no space")))
+    wrapper_of(config, []).load_model()
+    assert vllm_log.messages == ["tw_compile: this node is not measured: OSError: no space"]
+    monkeypatch.setattr(measuring, "load", failing(RuntimeError("rank 1 died")))
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        wrapper_of(config, []).load_model()

@@ -96,6 +96,12 @@ def before_compile(config: Config, graph: fx.GraphModule) -> None:
         _calibrate(config, measures)
 
 
+def measure_or_use_stored(config: Config) -> None:
+    """As :func:`before_compile`, for hosts that come here with all ranks of the default group, before they compile."""
+    if _may_calibrate(config):
+        _calibrate(config, measures=config.calibrate == "auto")
+
+
 def use_stored(config: Config) -> None:
     """Make this process use a stored calibration of the node. Nothing is measured, and no rank waits for another one."""
     if _may_calibrate(config):

@@ -2,7 +2,8 @@
 
 vLLM has no hook for that, so the plugin wraps ``VllmConfig.__post_init__``. Where nobody asked for the passes, the wrapper only
 tells the engine to a pass that the user has named. The wrapper changes only fields that users may set themselves, and that are
-part of vLLM's cache keys. The plugin also wraps ``VllmBackend.__call__``, to see graphs before they are cut.
+part of vLLM's cache keys. The plugin also wraps ``VllmBackend.__call__``, to see graphs before they are cut, and measures a
+node that nobody measured when its workers have loaded the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from tw_compile import environment
 from tw_compile.config import Config
 from tw_compile.hosts.vllm import plan
+from tw_compile.hosts.vllm.measuring import measure_behind_load_model
 from tw_compile.hosts.vllm.options import asked_options, switched_off, vllm_config
 from tw_compile.hosts.vllm.peers import gpus_reach_each_other
 from tw_compile.hosts.vllm.reasons import HostRefusal
@@ -25,7 +27,7 @@ _MIB = 2**20
 
 
 def register() -> None:
-    """Wrap vLLM's configuration and backend. vLLM calls this once in every process."""
+    """Wrap vLLM's configuration, backend and workers. vLLM calls this once in every process."""
     if switched_off(os.environ):
         return
     from vllm.config import VllmConfig
@@ -63,6 +65,7 @@ def register() -> None:
 
     VllmConfig.__post_init__ = post_init
     _wrap_backend()
+    measure_behind_load_model()
 
 
 def _wrap_backend() -> None:
