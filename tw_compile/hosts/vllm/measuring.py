@@ -1,4 +1,4 @@
-"""The workers of an engine measure a node that nobody measured, once: behind the loading of the model, before memory is profiled.
+"""The workers of an engine measure a node that nobody measured, once: when the model is loaded, before memory is profiled.
 
 vLLM compiles while it profiles. What a calibration would take then, vLLM would count as the model's. Before that, all ranks are
 between the same two steps, and what a calibration leaves behind is counted as what it is.
