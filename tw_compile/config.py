@@ -61,8 +61,8 @@ class Config:
             fuses all sizes, else a TOML file that takes precedence over these tables (``tw_compile.gating``). Unused where
             ``transport`` insists on a transport.
         calibrate: Whether ranks measure a node that nobody has measured. They do so once, before they compile the first graph
-            with an all_reduce over all of them. ``auto`` measures (on GPUs, where ``host`` is ``pytorch``), ``stored`` uses
-            only what ``tw-compile tune --quick`` or another process has measured, ``off`` uses no calibration.
+            with an all_reduce over all of them; in vLLM, when the workers have loaded the model. ``auto`` measures, on GPUs.
+            ``stored`` uses only what ``tw-compile tune --quick`` or another process has measured, ``off`` no calibration.
         host: Whose all_reduce the fused operator is compared with: ``pytorch``, or another of
             :func:`tw_compile.gating.host_names`.
         all_reduce_backend: ``auto`` follows the host's dispatch; else the backend of an unfused all_reduce, such as

@@ -21,9 +21,9 @@ MAX_CANDIDATES = 32
 # joined attention, and more equal halves before others.
 RESOLUTION = 0.01
 
-UNEVEN = 0.14
+UNEVEN = 0.127
 """What halves of different sizes cost beyond the time of their windows: this share of it, times the difference of the sizes as
-a share of all tokens. So 3 and 5 eighths of the tokens take 3.5% longer, as five measured layers did on average
+a share of all tokens. So 3 and 5 eighths of the tokens take 3.2% longer, as seven measured layers did on average
 (``configs/layers``). Halves of equal size took what their windows say. Windows count waves, and other sizes are chosen because
 they fill waves. But a GPU at its power limit runs full waves at a lower clock, so that gains less
 (``benchmarks/halves-notes.md``). It does not count for layers with experts, nor where every GEMM is too short for the limit

@@ -35,10 +35,11 @@ COMMITTED = (
     "2026-11-23-2xh200-vllm-llama-3.1-8b-32-layers-8192-tp2.csv",
     "2026-11-22-4xh200-vllm-llama-3.3-70b-tp4.csv",
     "2026-11-25-2xh100-kernel-tp2.csv",
+    "2026-11-26-2xh100-kernel-wires-tp2.csv",
     "2026-11-24-2xh100-kernel-wires-tp2.csv",
     "2026-11-24-2xh100-kernel-host-wires-tp2.csv",
     "2026-11-25-2xh100-layer-host-llama-3.1-8b-tp2.csv",
-    "2026-11-24-2xh100-layer-host-wires-llama-3.1-8b-tp2.csv",
+    "2026-11-26-2xh100-layer-host-int8-llama-3.1-8b-tp2.csv",
     "2026-11-24-2xh100-layer-host-llama-3.1-8b-1024-tp2.csv",
     "2026-11-24-2xh100-vllm-host-llama-3.1-8b-16-layers-tp2.csv",
 )
