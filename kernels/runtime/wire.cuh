@@ -24,6 +24,10 @@ struct Exact {
   static DEVICE T* at(T* row, uint32_t column) { return row + column; }
   static DEVICE const T* at(const T* row, uint32_t column) { return row + column; }
   static DEVICE const Piece& encoded(const Eight<T>& eight) { return eight; }
+  template <int COUNT>
+  static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
+    for (int v = 0; v < COUNT; ++v) pieces[v] = eights[v];
+  }
 };
 
 // Eight columns in codes, and the word of their group.
@@ -79,23 +83,22 @@ DEVICE void add_in_rank_order(float (&h)[8], const Eight<T>& own, const InCodes<
                               RankOf rank_of) {
   float exact[8];
   unpack(own, exact);
+  float values[8];
   if constexpr (PEERS == 1) {  // the order of two makes no difference, and no sum with what decode gives is -0.0
-    float values[8];
     decode(values, got[0]);
     for (int i = 0; i < 8; ++i) h[i] = exact[i] + values[i];
-    return;
-  }
-  for (int i = 0; i < 8; ++i) h[i] = 0.0f;
+  } else {
+    for (int i = 0; i < 8; ++i) h[i] = 0.0f;
 #pragma unroll
-  for (int source = 0; source <= PEERS; ++source) {
-    // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
-    InCodes<BITS> piece = got[0];
+    for (int source = 0; source <= PEERS; ++source) {
+      // Registers can't be indexed by a number that is known only at run time, so the peer is selected.
+      InCodes<BITS> piece = got[0];
 #pragma unroll
-    for (int i = 1; i < PEERS; ++i)
-      if (rank_of(i) == source) piece = got[i];
-    float values[8];
-    decode(values, piece);
-    for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
+      for (int i = 1; i < PEERS; ++i)
+        if (rank_of(i) == source) piece = got[i];
+      decode(values, piece);
+      for (int i = 0; i < 8; ++i) h[i] += source == rank ? exact[i] : values[i];
+    }
   }
 }
 
@@ -111,46 +114,57 @@ struct Extremes {
   float low, high;
 };
 
-// The smallest and the largest value of a group, whose columns are in LANES neighbouring lanes. Either is NaN or infinite if
-// the group has such a value. A smallest value of -0.0 may be returned as 0.0 or -0.0.
-template <int LANES>
-DEVICE Extremes extremes(const Eight<fp32>& eight) {
+// The smallest and the largest values of COUNT groups, whose columns are in LANES neighbouring lanes. Either is NaN or infinite if
+// the group has such a value. A smallest value of -0.0 may be returned as 0.0 or -0.0. Groups take turns in each exchange between
+// lanes, so that a warp does not wait for each of them.
+template <int LANES, int COUNT>
+DEVICE void extremes(Extremes (&found)[COUNT], const Eight<fp32> (&eights)[COUNT]) {
   const float infinite = as_float(0x7f800000u);
-  float x[8];
-  unpack(eight, x);
-  float low = x[0], high = x[0];
-  bool has_nan = false;
-  for (float value : x) {
-    low = least(low, value);
-    high = greatest(high, value);
-    has_nan = has_nan || value != value;
+  for (int v = 0; v < COUNT; ++v) {
+    float x[8];
+    unpack(eights[v], x);
+    float low = x[0], high = x[0];
+    bool has_nan = false;
+    for (float value : x) {
+      low = least(low, value);
+      high = greatest(high, value);
+      has_nan = has_nan || value != value;
+    }
+    if (has_nan) high = infinite;
+    found[v] = {low, high};
   }
-  if (has_nan) high = infinite;
 #pragma unroll
-  for (int mask = LANES / 2; mask > 0; mask /= 2) {
-    low = least(low, shuffle_xor(low, mask));
-    high = greatest(high, shuffle_xor(high, mask));
-  }
-  return {low, high};
+  for (int mask = LANES / 2; mask > 0; mask /= 2)
+    for (Extremes& of : found) {
+      of.low = least(of.low, shuffle_xor(of.low, mask));
+      of.high = greatest(of.high, shuffle_xor(of.high, mask));
+    }
 }
 // Pairs are compared as pairs. Then -low and high are one pair, so that lanes exchange one word.
-template <int LANES, typename T>
-DEVICE Extremes extremes(const Eight<T>& eight) {
+template <int LANES, int COUNT, typename T>
+DEVICE void extremes(Extremes (&found)[COUNT], const Eight<T> (&eights)[COUNT]) {
   const auto larger = [](uint32_t a, uint32_t b) { return same<T, bf16> ? greatest_bf16(a, b) : greatest_fp16(a, b); };
   const auto smaller = [](uint32_t a, uint32_t b) { return same<T, bf16> ? least_bf16(a, b) : least_fp16(a, b); };
-  uint32_t low = eight.words[0], high = low;
-  for (int i = 1; i < 4; ++i) {
-    low = smaller(low, eight.words[i]);
-    high = larger(high, eight.words[i]);
+  uint32_t both[COUNT];
+  for (int v = 0; v < COUNT; ++v) {
+    const uint32_t (&words)[4] = eights[v].words;
+    uint32_t low = words[0], high = low;
+    for (int i = 1; i < 4; ++i) {
+      low = smaller(low, words[i]);
+      high = larger(high, words[i]);
+    }
+    low ^= 0x80008000u;
+    both[v] = larger(bytes_of(low, high, 0x5410u), bytes_of(low, high, 0x7632u));
   }
-  low ^= 0x80008000u;
-  uint32_t both = larger(bytes_of(low, high, 0x5410u), bytes_of(low, high, 0x7632u));
 #pragma unroll
-  for (int mask = LANES / 2; mask > 0; mask /= 2) both = larger(both, shuffle_xor(both, mask));
-  Eight<T> pair{{both ^ 0x8000u}};
-  float values[8];
-  unpack(pair, values);
-  return {values[0], values[1]};
+  for (int mask = LANES / 2; mask > 0; mask /= 2)
+    for (uint32_t& of : both) of = larger(of, shuffle_xor(of, mask));
+  for (int v = 0; v < COUNT; ++v) {
+    Eight<T> pair{{both[v] ^ 0x8000u}};
+    float values[8];
+    unpack(pair, values);
+    found[v] = {values[0], values[1]};
+  }
 }
 
 // value / DIVISOR, rounded to nearest, if that is at least 2^-126: P. Markstein, Computation of elementary functions on the IBM
@@ -177,9 +191,22 @@ struct Codes {
   using Element = uint8_t;
   using Piece = InCodes<BITS>;
   // All lanes of a warp call this. Lanes beyond the row may have any values, because they form whole groups of their own.
+  template <int COUNT, typename T>
+  static DEVICE void encode(Piece (&pieces)[COUNT], const Eight<T> (&eights)[COUNT]) {
+    Extremes found[COUNT];
+    extremes<LANES>(found, eights);
+    for (int v = 0; v < COUNT; ++v) pieces[v] = encoded(eights[v], found[v]);
+  }
   template <typename T>
   static DEVICE Piece encoded(const Eight<T>& eight) {
-    const auto [low, high] = extremes<LANES>(eight);
+    const Eight<T> eights[1] = {eight};
+    Piece pieces[1];
+    encode(pieces, eights);
+    return pieces[0];
+  }
+  template <typename T>
+  static DEVICE Piece encoded(const Eight<T>& eight, Extremes of) {
+    const float low = of.low, high = of.high;
     // The offset is rounded down, which is away from zero if it is negative. Adding 0.0f makes a negative zero positive.
     const uint32_t low_bits = as_bits(low + 0.0f);
     const uint32_t offset_bits = ((low_bits >> 31) * 0xffffu + low_bits) & 0xffff0000u;

@@ -275,8 +275,8 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         partial(RUN_PUSH, world_size=2),
         PUSH,
         "wire.cuh",
-        "exact[i] + values[i]",
-        "values[i]",
+        "h[i] = exact[i] + values[i]",
+        "h[i] = values[i]",
     ),
     "a word speaks for its codes": (
         partial(RUN_PUSH, wire="int8"),
@@ -327,8 +327,8 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         RUN_HOST,
         HOST,
         "host_rows.cu",
-        "store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));",
-        "store(p.hidden + row * HIDDEN + column, result);",
+        "store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(pieces[v]));",
+        "store(p.hidden + row * HIDDEN + column, results[v]);",
     ),
     "host: words are not copied": (
         partial(RUN_HOST, hidden_size=256),
@@ -337,7 +337,20 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         "    copy_to_shared<4>(to + Travelling::BITS, from.word);\n",
         "",
     ),
-    "host: lanes beyond the row send": (RUN_HOST, HOST, "host_rows.cu", "if (in_row) store(SumRow", "store(SumRow"),
+    "host: lanes beyond the row send": (
+        RUN_HOST,
+        HOST,
+        "host_rows.cu",
+        "Row::each(thread, [&](int v, uint32_t column) { store(SumRow::at",
+        "Row::each_with<true>(thread, [&](int v, uint32_t column, bool) { store(SumRow::at",
+    ),
+    "the extremes of the first vector for all": (
+        partial(RUN_HOST, wire="int8", hidden_size=1024),
+        HOST,
+        "wire.cuh",
+        "encoded(eights[v], found[v])",
+        "encoded(eights[v], found[0])",
+    ),
 }
 
 

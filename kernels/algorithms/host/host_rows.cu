@@ -227,13 +227,13 @@ struct Worker {
       SumRow::Element* const to = sent_row(p.rank, step, turn);
       Loaded<THREADS, X_TYPE> own;
       own.fetch(from, thread);
-      if constexpr (SumRow::CODED)
-        Row::each_with<true>(thread, [&](int v, uint32_t column, bool in_row) {
-          const auto& piece = SumRow::encoded(own.vectors[v]);
-          if (in_row) store(SumRow::at(to, column), piece);
-        });
-      else
+      if constexpr (SumRow::CODED) {
+        SumRow::Piece pieces[VECTORS];
+        SumRow::encode(pieces, own.vectors);
+        Row::each(thread, [&](int v, uint32_t column) { store(SumRow::at(to, column), pieces[v]); });
+      } else {
         Row::each(thread, [&](int v, uint32_t column) { store((X_TYPE*)to + column, own.vectors[v]); });
+      }
     }
   }
 
@@ -434,29 +434,34 @@ struct Worker {
         const auto scales =
             scales_of_row<THREADS>(h, factor, weight, p.weight_offset, cta.shared.maxima[group], thread, 2 + group);
 #endif
-        Row::each_with<ResultRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
-          if (RESIDUAL_OUT != NO_ROWS && in_row) {
+        Row::each(thread, [&](int v, uint32_t column) {
+          if constexpr (RESIDUAL_OUT != NO_ROWS) {
             Eight<RESIDUAL_OUT_TYPE> kept;
             pack(kept, h[v]);
-            if constexpr (RESIDUAL_OUT == ALL_ROWS) store(p.residual_out + row * HIDDEN + column, kept);
-            if constexpr (RESIDUAL_OUT == OWN_ROWS) store(p.residual_out + (uint64_t)local * HIDDEN + column, kept);
+            store(p.residual_out + (RESIDUAL_OUT == ALL_ROWS ? row : local) * HIDDEN + column, kept);
             if constexpr (!ONE_SHOT && RESIDUAL_OUT == ALL_ROWS) store((RESIDUAL_OUT_TYPE*)(to + HIDDEN_ROW) + column, kept);
           }
+        });
 #if SCALE_COLUMNS
+        Row::each_with<true>(thread, [&](int v, uint32_t column, bool in_row) {
           const auto piece = quantised(h[v], factor, weight.vectors[v], p.weight_offset, scales.of(v));
           if (!in_row) return;
           store_result(p.hidden, p.tokens, row, column, piece);
           if constexpr (!ONE_SHOT) store(ResultRow::at((ResultRow::Element*)to, column), piece);
-#else
-          Eight<HIDDEN_TYPE> result;
-          normalise(result, h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
-          const auto& piece = ResultRow::encoded(result);
-          if (!in_row) return;
-          store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(piece));
-          if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), piece);
-          if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, result);
-#endif
         });
+#else
+        Eight<HIDDEN_TYPE> results[VECTORS];
+        Row::each(thread, [&](int v, uint32_t column) {
+          normalise(results[v], h[v], factor, weight.vectors[v], loaded(p.norm_bias + column), p.weight_offset, inverse_scale);
+        });
+        ResultRow::Piece pieces[VECTORS];
+        ResultRow::encode(pieces, results);
+        Row::each(thread, [&](int v, uint32_t column) {
+          store(p.hidden + row * HIDDEN + column, received<HIDDEN_TYPE>(pieces[v]));
+          if constexpr (!ONE_SHOT && ResultRow::CODED) store(ResultRow::at((ResultRow::Element*)to, column), pieces[v]);
+          if constexpr (!ONE_SHOT && !ResultRow::CODED) store((HIDDEN_TYPE*)to + column, results[v]);
+        });
+#endif
       }
       if constexpr (LATER == 1)
         if (taking >= 0 && taking < turns) take(computing);
