@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES
-from transformers import AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -20,6 +22,7 @@ from tw_compile.models.decoder import Decoder, build_decoder
 from tw_compile.models.reference import reference_forward, to_double
 from tw_compile.planning import layer_shape
 from tw_compile.planning.presets import preset_layer
+from tw_compile.runner.worker import checkpoint_folder
 from tw_compile.testing import GlooRanks
 from tw_compile.testing.capture import capture_graphs, fake_cuda, fake_process_group
 
@@ -342,3 +345,162 @@ def test_checkpoint_on_two_ranks_gives_the_logits_of_the_whole_model(
     model = _save_checkpoint(family, tmp_path)
     torch.save((model.lm_head.weight, model(token_ids()).logits), tmp_path / "expected.pt")
     gloo_ranks.run(_run_checkpoint, tmp_path)
+
+
+_PICTURES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+MULTI_MODAL = {
+    "gemma3": {"vision_config": _PICTURES | {"patch_size": 14}},
+    "mistral3": {"vision_config": _PICTURES | {"patch_size": 14}},
+    "qwen3_vl": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+        "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 128},
+    },
+}
+"""Families of which each has another prefix before the names of its text model, or another kind of encoder of pictures."""
+
+
+def _save_multi_modal(family: str, folder: Path) -> PreTrainedModel:
+    """Save a multi-modal model, and return its text part."""
+    torch.manual_seed(0)
+    own = dict(MULTI_MODAL[family])
+    vision = own.pop("vision_config")
+    text = FAMILIES["llama"] | own | {"head_dim": 16}
+    text.pop("model_type")
+    config = CONFIG_MAPPING[family](text_config=text, vision_config=vision)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    model.save_pretrained(folder)
+    return model.model.language_model
+
+
+def _load(folder: Path, num_layers: int | None = None) -> Decoder:
+    return build_decoder(
+        load_config(str(folder)), device="cpu", dtype=torch.float32, num_layers=num_layers, checkpoint=folder
+    )
+
+
+@pytest.mark.parametrize("family", MULTI_MODAL)
+def test_the_text_part_of_a_multi_modal_checkpoint_is_loaded(family: str, tmp_path: Path) -> None:
+    text = _save_multi_modal(family, tmp_path)
+    with fake_process_group(1), torch.no_grad():
+        hidden, _ = _load(tmp_path)(token_ids())
+    torch.testing.assert_close(hidden, text(token_ids()).last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+def _run_multi_modal(rank: int, folder: Path) -> None:
+    with torch.no_grad():
+        hidden, _ = _load(folder)(token_ids())
+    torch.testing.assert_close(hidden, torch.load(folder / "expected.pt"), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+def test_the_text_part_of_a_multi_modal_checkpoint_is_loaded_on_two_ranks(
+    gloo_ranks: GlooRanks, tmp_path: Path
+) -> None:
+    text = _save_multi_modal("gemma3", tmp_path)
+    torch.save(text(token_ids()).last_hidden_state, tmp_path / "expected.pt")
+    gloo_ranks.run(_run_multi_modal, tmp_path)
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: weight.clone() for name, weight in change(load_file(file)).items()}, file)
+
+
+def _without_norms_of_keys(folder: Path) -> None:
+    _rewrite(folder, lambda weights: {name: one for name, one in weights.items() if ".k_norm." not in name})
+
+
+def _below(*prefixes: str) -> Callable[[Path], None]:
+    """Names of the text's weights that begin with each of ``prefixes``, one model behind the other."""
+    return lambda folder: _rewrite(
+        folder, lambda weights: {before + name: one for before in prefixes for name, one in weights.items()}
+    )
+
+
+def _with_a_scale(folder: Path) -> None:
+    _rewrite(folder, lambda weights: weights | {"model.layers.1.mlp.up_proj.weight_scale_inv": torch.ones(1)})
+
+
+def _without_a_shard(folder: Path) -> None:
+    (folder / "model-00002-of-00004.safetensors").unlink()
+
+
+def _with_half_a_shard(folder: Path) -> None:
+    file = folder / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _with_an_index_of_another_form(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def _with_half_an_index(folder: Path) -> None:
+    file = folder / "model.safetensors.index.json"
+    file.write_text(file.read_text()[:-100])
+
+
+OF_QWEN3 = r"of the 24 weights of Qwen3Model, the first of them is"
+DAMAGED = {
+    "weights": (_without_norms_of_keys, rf"it lacks 2 {OF_QWEN3} 'layers.0.self_attn.k_norm.weight'"),
+    "two models alike": (_below("thinker.", "talker."), rf"it lacks 24 {OF_QWEN3} 'embed_tokens.weight'"),
+    "scales": (
+        _with_a_scale,
+        r"Qwen3Model would leave out .* \(1, the first of them is 'layers.1.mlp.up_proj.weight_scale_inv'",
+    ),
+    "no shard": (_without_a_shard, r"model-00002-of-00004.safetensors can't be read \(No such file"),
+    "half a shard": (_with_half_a_shard, r"model-00002-of-00004.safetensors can't be read \("),
+    "no weight_map": (_with_an_index_of_another_form, r"model.safetensors.index.json can't be read \("),
+    "half an index": (_with_half_an_index, r"model.safetensors.index.json can't be read \("),
+}
+
+
+def _save_damaged(damage: str, folder: Path) -> str:
+    """Save a damaged checkpoint of two layers, and return what is said of it."""
+    model = AutoModelForCausalLM.from_config(tiny("qwen3"), dtype=torch.float32)
+    model.save_pretrained(folder, max_shard_size="400KB" if damage.split()[0] in ("no", "half") else "1GB")
+    change, words = DAMAGED[damage]
+    change(folder)
+    return f"checkpoint {str(folder)!r}: {words}"
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_checkpoint_is_refused_with_which_numbers_would_be_wrong(damage: str, tmp_path: Path) -> None:
+    words = _save_damaged(damage, tmp_path)
+    with fake_process_group(1), pytest.raises(ValueError, match=words):
+        _load(tmp_path)
+
+
+def test_what_belongs_to_no_module_of_the_model_is_left_alone(tmp_path: Path) -> None:
+    """A head, a second layer where one is wanted, and one more prefix before all of it."""
+    model = _save_checkpoint("llama", tmp_path)
+    _below("thinker.")(tmp_path)
+    with fake_process_group(1):
+        parameters = dict(_load(tmp_path, num_layers=1).model.named_parameters())
+    expected = dict(model.base_model.named_parameters())
+    assert "layers.0.mlp.up_proj.weight" in parameters
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_a_folder_with_an_index_has_weights_even_if_their_files_are_lacking(index: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["qwen3"]))
+    assert checkpoint_folder(str(tmp_path)) is None
+    (tmp_path / index).touch()
+    assert checkpoint_folder(str(tmp_path)) == tmp_path
+
+
+def _run_damaged(rank: int, folder: Path, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        _load(folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_every_rank_refuses_a_damaged_checkpoint(damage: str, gloo_ranks: GlooRanks, tmp_path: Path) -> None:
+    gloo_ranks.run(_run_damaged, tmp_path, _save_damaged(damage, tmp_path))

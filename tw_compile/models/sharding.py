@@ -11,7 +11,9 @@ something for gradients only, are replaced by the local equivalents below.
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from safetensors import SafetensorError, safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from tw_compile.models.config import plan_of_layers
 
@@ -75,14 +79,83 @@ def load_shards(
     transformers gets the plan that :func:`shard_model` follows, since its own plan may leave out the layers. Over several
     ranks it wants the package ``accelerate`` installed, and on CUDA it picks the device by the environment variable
     ``LOCAL_RANK``, as torchrun sets it.
+
+    Raises:
+        ValueError: A file can't be read, a weight of the model is not in the checkpoint, or a module of the model would leave
+            out a weight that is. transformers only logs the latter two: it draws the one at random and drops the other.
     """
     options: dict[str, Any] = {"config": model.config, "dtype": dtype, "local_files_only": True}
     world_size = dist.get_world_size()
     if world_size > 1:
         options["distributed_config"] = DistributedConfig(tp_size=world_size, tp_plan=_plan(model))
-    loaded = AutoModel.from_pretrained(checkpoint, **options)
+    prefix = _prefix(model, _names_in(checkpoint))
+    if prefix is not None:
+        options["key_mapping"] = {f"^{re.escape(prefix)}": ""}
+    loaded, info = AutoModel.from_pretrained(checkpoint, output_loading_info=True, **options)
+    _check_complete(checkpoint, loaded, info["missing_keys"], info["unexpected_keys"])
     tensors = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     return {name: (t.to_local() if isinstance(t, DTensor) else t).to(device) for name, t in tensors.items()}
+
+
+def _names_in(checkpoint: Path) -> set[str]:
+    """The names of the weights in the safetensors files that transformers would read; empty where it would read others.
+
+    Raises:
+        ValueError: A file is not there, or is not whole.
+    """
+    file, names = checkpoint / SAFE_WEIGHTS_NAME, set()
+    try:
+        files = [file]
+        if not file.is_file():
+            file = checkpoint / SAFE_WEIGHTS_INDEX_NAME
+            if not file.is_file():
+                return set()
+            files = [checkpoint / name for name in sorted(set(json.loads(file.read_text())["weight_map"].values()))]
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                names.update(weights.keys())
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"checkpoint {str(checkpoint)!r}: {file.name} can't be read ({error})") from error
+    return names
+
+
+def _prefix(model: PreTrainedModel, names: set[str]) -> str | None:
+    """What stands before the names of ``model`` in a multi-modal checkpoint, of which ``model`` is the text part.
+
+    It is ``model.language_model.`` or ``language_model.model.``, for example. An encoder of pictures may have some of these
+    names too, so the prefix is the one with which most names are found. None where two are as good, and for a checkpoint of
+    the text model itself, whose prefix transformers knows.
+    """
+    own = model.state_dict().keys()
+    ends = ((name[: at.end()], name[at.end() :]) for name in names for at in re.finditer(r"^|\.", name))
+    found = Counter(prefix for prefix, end in ends if end in own).most_common(2)
+    if not found or (len(found) == 2 and found[0][1] == found[1][1]):
+        return None
+    prefix = found[0][0]
+    return None if prefix in ("", f"{model.base_model_prefix}.") else prefix
+
+
+def _check_complete(checkpoint: Path, model: PreTrainedModel, missing: set[str], unexpected: set[str]) -> None:
+    """Refuse a model whose numbers would be wrong.
+
+    A weight that would be left out is a bias that the configuration denies, or a scale of weights in few bits. What belongs
+    to no module of the model doesn't matter: layers that were cut off, the head, an encoder of pictures.
+    """
+    own, name = list(model.state_dict()), type(model).__name__
+    lacking = [weight for weight in own if weight in missing]
+    if lacking:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: it lacks {len(lacking)} of the {len(own)} weights of {name}, "
+            f"the first of them is {lacking[0]!r}"
+        )
+    modules = {weight.rpartition(".")[0] for weight in own}
+    inner = (weight.removeprefix(f"{model.base_model_prefix}.") for weight in unexpected)
+    left = sorted(weight for weight in inner if weight.rpartition(".")[0] in modules)
+    if left:
+        raise ValueError(
+            f"checkpoint {str(checkpoint)!r}: {name} would leave out weights of its modules ({len(left)}, "
+            f"the first of them is {left[0]!r})"
+        )
 
 
 def _plan(model: PreTrainedModel) -> dict[str, str]:

@@ -168,9 +168,12 @@ def _build(spec: RunSpec, progress: Progress) -> Decoder:
 
 
 def checkpoint_folder(model: str) -> Path | None:
-    """The folder to load weights from; None when there are none, then they are random."""
+    """The folder to load weights from; None when there are none, then they are random.
+
+    An index alone counts as weights: its files are lacking, and loading them says so.
+    """
     folder = Path(model)
-    has_weights = folder.is_dir() and (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")))
+    has_weights = folder.is_dir() and (any(folder.glob("*.safetensors*")) or any(folder.glob("*.bin*")))
     return folder if has_weights else None
 
 
