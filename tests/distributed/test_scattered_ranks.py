@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from tw_compile import compat
 from tw_compile.benchmark.contenders import contenders
-from tw_compile.benchmark.scattered import SCATTERED, ReduceScatterNormAllGather
+from tw_compile.benchmark.labels import IF_NAMED
+from tw_compile.benchmark.scattered import ReduceScatterNormAllGather
 from tw_compile.benchmark.spec import BenchSpec, MessageSize
 from tw_compile.benchmark.worker import bench_size
 from tw_compile.harness.problems import Context
@@ -55,11 +56,12 @@ def test_rows_of_all_ranks_are_those_of_the_unfused_way(gloo_ranks: GlooRanks) -
 def test_rows_that_do_not_share_out_are_not_served() -> None:
     odd = MessageSize(5, 64, "bfloat16")
     assert ReduceScatterNormAllGather().obstacle(odd, 2) == "5 rows can't be shared out evenly to 2 ranks"
-    assert [one.obstacle(odd, 2) is None for one in SCATTERED] == [False, True, False, False]
+    named = contenders(replace(SPEC, device="cuda", only=IF_NAMED))
+    assert [one.obstacle(odd, 2) is None for one in named] == [False, True, False, False]
 
 
 def test_they_take_part_where_they_are_named() -> None:
     spec = replace(SPEC, device="cuda")
-    assert not {one.label for one in SCATTERED} & {one.label for one in contenders(spec)}
+    assert not {*IF_NAMED} & {one.label for one in contenders(spec)}
     named = contenders(replace(spec, only=("nccl-all-gather-alone",)))
     assert [(one.label, one.kind, one.reduces) for one in named] == [("nccl-all-gather-alone", "bound", False)]

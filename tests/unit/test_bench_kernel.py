@@ -32,7 +32,7 @@ from tw_compile.benchmark.plot import plot
 from tw_compile.benchmark.results import Row, as_csv, complete, rows_of
 from tw_compile.benchmark.spec import BenchSpec, MessageSize, bounds_us, bus_bytes, input_sets
 from tw_compile.benchmark.table import print_report
-from tw_compile.benchmark.variants import Variant
+from tw_compile.benchmark.variants import Variant, check
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.app import app
 from tw_compile.harness import measure, start
@@ -354,16 +354,18 @@ def _variants(made_for: list[int | None]) -> list[Variant]:
 
 def test_a_sweep_over_sms_is_for_those_that_take_one() -> None:
     made_for: list[int | None] = []
-    chosen = select(replace(SPEC, sms=(4, 16, 32)), _variants(made_for), [])  # "swept" can have 16
+    chosen = select(replace(SPEC, sms=(4, 16, 32)), _variants(made_for))  # "swept" can have 16
     assert [one.label for one in chosen] == ["swept-4sm", "swept-16sm", "fixed"]
     size = MessageSize(1, 8, "bfloat16")
     assert [one.num_sms(size, 2) for one in chosen] == [4, 16, None]
     for one in chosen:
         assert isinstance(one, Operator) and one.transport is one.transport
     assert made_for == [4, 16, None]
-    assert select(SPEC, _variants([]), [])[0].num_sms(size, 2) == 8
+    assert select(SPEC, _variants([]))[0].num_sms(size, 2) == 8
     with pytest.raises(UsageError, match="--sms: expected no value"):
-        select(replace(SPEC, sms=(4,), only=("fixed",)), _variants([]), [])
+        check(replace(SPEC, sms=(4,), only=("nccl+norm", "tw-nccl")))
+    with pytest.raises(UsageError, match="--sms: expected 32 or less, as no contender here can have more, got 33,64"):
+        check(replace(SPEC, sms=(33, 64), only=("tw-multimem",)))
 
 
 def test_only_selects_by_label_and_names_what_there_is() -> None:

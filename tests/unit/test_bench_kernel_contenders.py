@@ -13,16 +13,43 @@ import torch
 from test_bench_kernel import SPEC, completed, report_of, row
 
 from tw_compile import compat
+from tw_compile.benchmark import labels
 from tw_compile.benchmark.contender import form
-from tw_compile.benchmark.contenders import contenders
+from tw_compile.benchmark.contenders import OTHERS, contenders
 from tw_compile.benchmark.gated import set_regret
 from tw_compile.benchmark.ours import NO_MULTICAST, Operator
 from tw_compile.benchmark.results import as_csv
 from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.variants import taking_part
 from tw_compile.harness.problems import Form, Problem
 from tw_compile.kernels.collective.spec import Request
 from tw_compile.kernels.transports.p2p import P2PTransport
 from tw_compile.kernels.transports.selection import Insist
+
+
+@pytest.mark.parametrize(
+    ("device", "options"),
+    [
+        ("cpu", {}),
+        ("cpu", {"norms": ("rms_norm", "layer_norm")}),
+        ("cuda", {"wires": ("exact", "int8", "int6", "int4")}),
+        ("cuda", {"norms": ("layer_norm",)}),
+        ("cuda", {"gemms": (64, 128), "prefetch": ("off", "4096"), "wires": ("int6", "exact")}),
+        ("cuda", {"only": labels.IF_NAMED}),
+    ],
+)
+def test_the_labels_that_are_known_without_torch_are_those_of_the_contenders(
+    device: str, options: dict[str, Any]
+) -> None:
+    spec = replace(SPEC, device=device, **options)
+    known = (*(one.label for one in taking_part(spec)), *labels.others(spec))
+    assert [one.label for one in contenders(replace(spec, only=known))] == [*known]
+    if not spec.only:
+        assert [one.label for one in contenders(spec)] == [*known]
+
+
+def test_every_label_has_a_contender() -> None:
+    assert OTHERS.keys() == {labels.GLOO, *labels.ON_GPUS, *labels.IF_NAMED}
 
 
 def test_each_wire_adds_those_that_have_it_and_no_table_names_them() -> None:
@@ -30,8 +57,8 @@ def test_each_wire_adds_those_that_have_it_and_no_table_names_them() -> None:
     everyone = contenders(replace(SPEC, wires=("exact", "int8", "int4")))
     added = [one for one in everyone if one.wire != "exact"]
     assert [one.label for one in everyone if one.wire == "exact"] == exact
-    labels = [f"{label}-{wire}" for wire in ("int8", "int4") for label in ("tw-push-two-shot", "tw-host-two-shot")]
-    assert [one.label for one in added] == labels
+    coded = [f"{label}-{wire}" for wire in ("int8", "int4") for label in ("tw-push-two-shot", "tw-host-two-shot")]
+    assert [one.label for one in added] == coded
     assert {one.algorithm for one in added} == {None} and {one.kind for one in added} == {"ours"}
     swept = contenders(replace(SPEC, wires=("int6",), only=("tw-push-two-shot-int6", "nccl+norm"), sms=(16, 64)))
     assert [one.label for one in swept] == ["tw-push-two-shot-int6-16sm", "tw-push-two-shot-int6-64sm", "nccl+norm"]

@@ -26,7 +26,7 @@ from tw_compile.benchmark.layer import plot as layer_plot
 from tw_compile.benchmark.layer import run as layer_run
 from tw_compile.benchmark.layer import symmetric
 from tw_compile.benchmark.layer.results import LayerRow, as_csv, complete, rows_of, sweeps
-from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.spec import LayerSpec, Scope
 from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, Slots, UseSymmetricMemory
 from tw_compile.benchmark.layer.table import print_report
 from tw_compile.benchmark.layer.variants import variants
@@ -38,6 +38,7 @@ from tw_compile.harness.requests import UsageError
 from tw_compile.harness.rows import Outcome
 from tw_compile.harness.table import SMOKE_TEST
 from tw_compile.kernels.collective.peer_access import SWITCHED_OFF
+from tw_compile.kernels.registry import load
 from tw_compile.models import reference
 from tw_compile.models.reference import reference_forward
 from tw_compile.testing import fake_process_group
@@ -139,6 +140,22 @@ def test_who_takes_part() -> None:
     assert [one.label for one in variants(only, 1024)] == ["fused", "inductor+nccl"]
     with pytest.raises(UsageError, match=r"--only: expected some of fused, .*, got 'fuse'"):
         variants(dataclasses.replace(SPEC, only=("fuse",)), 1024)
+
+
+@pytest.mark.parametrize("scope", ["layer", "gemm-site", "model"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_a_variant_names_is_there(device: str, scope: Scope) -> None:
+    """Variants are listed without torch. So they name what is compiled, and do not hold it."""
+    spec = dataclasses.replace(SPEC, scope=scope, device=device, wires=("int8",), prefetch=("off", "64"))
+    labels = tuple(one.label for one in variants(spec, 1024))
+    named = variants(dataclasses.replace(spec, only=(*labels, "fused-fed", "fused+split@768")), 1024)
+    extra = [label for label in ("fused-fed", "fused+split@768") if label not in labels]
+    assert [one.label for one in named] == [*labels, *extra]
+    for one in named:
+        assert isinstance(load(one.make_pass)(), CountAllReduces)
+        assert one.module is None or callable(load(one.module))
+    kinds = {one.label: load(one.make_pass)().kind for one in named if "-shot" in one.label}
+    assert kinds == ({} if device == "cpu" else {f"inductor+symm-{way}-shot": f"{way}_shot" for way in ("one", "two")})
 
 
 def test_options_of_ours_are_options_that_there_are() -> None:

@@ -25,6 +25,10 @@ DEPTH = "--model tiny-llama: --layers: expected at most 4, its num_hidden_layers
 HUB = "meta-llama/Llama-3.1-8B"
 TINY = ["--model", "tiny-llama"]
 
+LAYER = ["bench", "layer", "--device", "cpu"]
+NOT_OF_LAYERS = ("inductor+nccl", "fused-int8", "fused-prefetch-64", "fused+split@8", "fused+split@4x", "fused+split@0")
+"""Labels that others have: GPUs, options that are not given, or more tokens than the 8 here."""
+
 REFUSED = [
     (["run", "--model", "llama-4-70b"], "expected a preset (gemma-2-9b"),
     (["run", "--model", HUB], f"run 'hf download {HUB} config.json --local-dir Llama-3.1-8B' and give 'Llama-3.1-8B'"),
@@ -47,6 +51,35 @@ REFUSED = [
     (["bench", "kernel", "--device", "cpu", "--tp", "17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
     (["bench", "kernel", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, int4, got 'int5'"),
     (["bench", "layer", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, got 'int5'"),
+    *(([*LAYER, "--only", label], f"got {label!r}") for label in ("nonsense", *NOT_OF_LAYERS)),
+    (
+        [*LAYER, "--wire", "int8", "--model", "llama-3.1-8b", "--only", "fused-int6"],
+        "fused+split-int8, inductor+gloo, ",
+    ),
+    ([*LAYER, "--prefetch", "off,64", "--only", "fused-prefetch-32"], "fused-prefetch-64, fused+split-prefetch-64, "),
+    (["bench", "layer", "--only", "inductor+gloo"], "inductor+symm-two-shot, no-communication, got 'inductor+gloo'"),
+    (
+        ["bench", "model", "--device", "cpu", "--only", "fused-gemms-apart"],
+        "fused, split, fused+split, inductor+gloo, ",
+    ),
+    (["bench", "gemm-site", "--device", "cpu", "--only", "inductor+async-tp"], "inductor+gloo-scattered, no-"),
+    (["bench", "kernel", "--only", "nonsense"], "nccl+norm, symm-one-shot+norm, "),
+    (
+        ["bench", "kernel", "--device", "cpu", "--only", "nccl+norm"],
+        "--only: expected some of tw-gloo, gloo+norm, got 'n",
+    ),
+    (
+        ["bench", "kernel", "--wire", "int8", "--only", "tw-stream-int6"],
+        "--wire: expected exact, as no contender of --only",
+    ),
+    (["bench", "kernel", "--norm", "layer_norm", "--only", "tw-p2p"], "tw-p2p-layer_norm, "),
+    (["bench", "kernel", "--sms", "4000"], "--sms: expected 128 or less, as no contender here can have more, got 4000"),
+    (["bench", "kernel", "--sms", "4", "--only", "nccl+norm"], "--sms: expected no value, as no contender here takes"),
+    (
+        ["bench", "kernel", "--gemm", "64", "--prefetch", "off", "--only", "nccl+norm"],
+        "--gemm: expected no value, as no",
+    ),
+    (["bench", "vllm", "--only", "nonsense"], "--only: expected some of off, fuse, "),
     (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),
     (["bench", "vllm", *TINY, "--dry-run", "--wire", "int4"], "'int4', which gathers normalised rows in 4 bits"),
     (["tune", "--device", "cpu", "--tp", "2,17"], "--tp: expected at most 16 ranks on a CPU, got 17"),

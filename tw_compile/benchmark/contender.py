@@ -12,25 +12,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
-from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.spec import ContenderKind, MessageSize
 from tw_compile.harness.problems import Form, Problem, Scales
 from tw_compile.harness.ranks import Ranks
 from tw_compile.kernels.collective.fields import RMS_NORM
 from tw_compile.kernels.collective.wires import EXACT
 
 ContenderCall = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-ContenderKind = Literal["ours", "peer", "bound"]
 
 
 class Contender(ABC):
     """One way to do the work.
 
     Attributes:
-        kind: "ours", "peer", or "bound". A bound is a limit on the time, not a way to do the work.
+        kind: See ``ContenderKind``.
         residual_sharded: Whether the residual in and out has this rank's rows only. If not, it has all rows.
         residual_narrow: Whether a sharded residual has the message's dtype, as in calls beside other work; else float32.
         hidden_scale: The scale of float8 results, if one is given.

@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tw_compile.benchmark import labels
 from tw_compile.benchmark.contender import Contender
 from tw_compile.benchmark.copy_engines import CopyEngines
 from tw_compile.benchmark.flashinfer_peers import FlashInfer
 from tw_compile.benchmark.gated import Gated
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import NoCommunication, SymmetricMemory, UnfusedAllReduce
-from tw_compile.benchmark.scattered import SCATTERED
+from tw_compile.benchmark.scattered import CollectiveAlone, ReduceScatterNormAllGather
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import Variant, check_gemms, check_norms, check_wires, taking_part
-from tw_compile.harness.requests import UsageError
-from tw_compile.harness.spec import check_labels, with_labels
+from tw_compile.benchmark.variants import Variant, check, taking_part
+from tw_compile.harness.spec import with_labels
+
+OTHERS: dict[str, Callable[[str, BenchSpec], Contender]] = {
+    labels.NCCL: lambda label, spec: UnfusedAllReduce(label),
+    labels.GLOO: lambda label, spec: UnfusedAllReduce(label),
+    labels.SYMM_ONE_SHOT: lambda label, spec: SymmetricMemory(label, one_shot=True),
+    labels.SYMM_TWO_SHOT: lambda label, spec: SymmetricMemory(label, one_shot=False),
+    labels.FLASHINFER_ONE_SHOT: lambda label, spec: FlashInfer(label, one_shot=True, most_tokens=max(spec.tokens)),
+    labels.FLASHINFER_TWO_SHOT: lambda label, spec: FlashInfer(label, one_shot=False, most_tokens=max(spec.tokens)),
+    labels.COPY_ENGINES: lambda label, spec: CopyEngines(),
+    labels.NO_COMMUNICATION: lambda label, spec: NoCommunication(),
+    labels.SCATTERED: lambda label, spec: ReduceScatterNormAllGather(),
+    labels.ALL_REDUCE_ALONE: lambda label, spec: CollectiveAlone(label),
+    labels.REDUCE_SCATTER_ALONE: lambda label, spec: CollectiveAlone(label),
+    labels.ALL_GATHER_ALONE: lambda label, spec: CollectiveAlone(label),
+}
+"""Makes the contender of each label that is not ours."""
 
 
 def contenders(spec: BenchSpec) -> list[Contender]:
     """The contenders that take part, in the order of the report.
 
     Raises:
-        UsageError: ``--only`` names no contender, no contender can have ``--sms`` or ``--wire``, or there is no such norm.
+        UsageError: See :func:`tw_compile.benchmark.variants.check`.
     """
-    check_wires(spec)
-    check_norms(spec)
-    check_gemms(spec)
-    gated: list[Contender] = [Gated()] if spec.gated else []
-    if spec.device == "cpu":
-        return select(spec, taking_part(spec), [UnfusedAllReduce("gloo+norm")]) + gated
-    others = [
-        UnfusedAllReduce("nccl+norm"),
-        SymmetricMemory("symm-one-shot+norm", one_shot=True),
-        SymmetricMemory("symm-two-shot+norm", one_shot=False),
-        FlashInfer("flashinfer-one-shot", one_shot=True, most_tokens=max(spec.tokens)),
-        FlashInfer("flashinfer-two-shot", one_shot=False, most_tokens=max(spec.tokens)),
-        CopyEngines(),
-        NoCommunication(),
-        *(contender for contender in SCATTERED if contender.label in spec.only),
-    ]
-    return select(spec, taking_part(spec), others) + gated
+    check(spec)
+    others = [OTHERS[label](label, spec) for label in labels.others(spec)]
+    return [*select(spec, taking_part(spec)), *with_labels(others, spec.only), *([Gated()] if spec.gated else [])]
 
 
-def select(spec: BenchSpec, ours: Sequence[Variant], others: Sequence[Contender]) -> list[Contender]:
-    """The contenders that ``spec`` asks for. A variant that takes a number of SMs comes once for each of ``spec.sms``."""
-    check_labels((*ours, *others), spec.only)
-    variants = with_labels(ours, spec.only)
-    takers = [variant.label for variant in variants if variant.sms is not None]
-    if spec.sms and not takers:
-        given = ",".join(map(str, spec.sms))
-        raise UsageError(f"--sms: expected no value, as no contender here takes a number of SMs, got {given}")
-    operators: list[Contender] = [
+def select(spec: BenchSpec, ours: Sequence[Variant]) -> list[Operator]:
+    """The variants that ``spec`` asks for. One that takes a number of SMs comes once for each of ``spec.sms``."""
+    return [
         Operator(variant, sms)
-        for variant in variants
+        for variant in with_labels(ours, spec.only)
         for sms in (spec.sms if spec.sms and variant.sms is not None else (None,))
         if sms is None or sms <= variant.most_sms
     ]
-    return operators + with_labels(others, spec.only)

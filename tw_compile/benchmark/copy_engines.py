@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.labels import COPY_ENGINES
 from tw_compile.benchmark.spec import MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
@@ -31,7 +32,7 @@ _MIN_BYTES = 2**20
 class CopyEngines(Contender):
     """Two-shot by copy engines. The residual is this rank's rows. The norm is one kernel on all SMs."""
 
-    label = "copy-engines+norm"
+    label = COPY_ENGINES
     residual_sharded = True
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.labels import NCCL, SYMM_ONE_SHOT, SYMM_TWO_SHOT
 from tw_compile.benchmark.ours import Operator
 from tw_compile.benchmark.peers import SymmetricMemory, UnfusedAllReduce
 from tw_compile.benchmark.results import Row, rows_of
@@ -93,10 +94,11 @@ def fused_way(verdict: Verdict, size: MessageSize, world_size: int, cuda: bool) 
 def unfused_way(verdict: Verdict) -> Contender | str:
     """The all_reduce of the verdict's backend and a norm, or why this benchmark does not run them."""
     if verdict.backend is Backend.NCCL:
-        return UnfusedAllReduce("nccl+norm")
-    if verdict.backend in (Backend.SYMM_MEM_ONE_SHOT, Backend.SYMM_MEM_TWO_SHOT):
-        one_shot = verdict.backend is Backend.SYMM_MEM_ONE_SHOT
-        return SymmetricMemory(f"symm-{'one' if one_shot else 'two'}-shot+norm", one_shot)
+        return UnfusedAllReduce(NCCL)
+    if verdict.backend is Backend.SYMM_MEM_ONE_SHOT:
+        return SymmetricMemory(SYMM_ONE_SHOT, one_shot=True)
+    if verdict.backend is Backend.SYMM_MEM_TWO_SHOT:
+        return SymmetricMemory(SYMM_TWO_SHOT, one_shot=False)
     return f"left to {verdict.backend}, which this benchmark does not run"
 
 

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
-from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.labels import NO_COMMUNICATION
+from tw_compile.benchmark.spec import SYMM_MEM_ONE_SHOT_MAX_BYTES, MessageSize
 from tw_compile.harness.problems import EPS, Problem
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 from tw_compile.kernels.collective.peer_access import peer_access_obstacle
-
-SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
 
 
 def add_rms_norm_(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -85,7 +84,7 @@ class SymmetricMemory(Contender):
 class NoCommunication(Contender):
     """Only the add and norm, of rows that are there already: the work that is left when communication is free."""
 
-    label = "no-communication"
+    label = NO_COMMUNICATION
     kind = "bound"
     reduces = False
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tw_compile.benchmark.contenders import contenders
 from tw_compile.benchmark.spec import LINK_GB_PER_S, BenchSpec
+from tw_compile.benchmark.variants import check
 from tw_compile.benchmark.worker import rank_process
 from tw_compile.harness.launch import Progress
 from tw_compile.harness.start import launch
@@ -23,5 +24,5 @@ def run(spec: BenchSpec, progress: Progress) -> dict[str, Any]:
         UsageError: ``spec`` names contenders that are not there.
         RankError: A rank failed, died or did not finish in time, before any size was done.
     """
-    contenders(spec)
+    check(spec)
     return launch(spec, "bench kernel", rank_process, progress) | {"link_gb_per_s": LINK_GB_PER_S}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.labels import ALL_GATHER_ALONE, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, SCATTERED
 from tw_compile.benchmark.peers import add_rms_norm_, compiled_add_rms_norm_
-from tw_compile.benchmark.spec import MessageSize
+from tw_compile.benchmark.spec import ContenderKind, MessageSize
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks
 
@@ -31,7 +32,7 @@ class ReduceScatterNormAllGather(Contender):
     The residual stays sharded, in the message's dtype.
     """
 
-    label = "nccl-reduce-scatter+norm+all-gather"
+    label = SCATTERED
     residual_sharded = True
     residual_narrow = True
 
@@ -53,17 +54,19 @@ class ReduceScatterNormAllGather(Contender):
 
 
 class CollectiveAlone(Contender):
-    """One of NCCL's collectives without residual and norm: only a part of the work, so its output is not a result."""
+    """One of NCCL's collectives without residual and norm: only a part of the work, so its output is not a result.
 
-    kind: ClassVar[Literal["bound"]] = "bound"
+    ``label`` says which one.
+    """
+
+    kind: ClassVar[ContenderKind] = "bound"
     reduces = False
 
-    def __init__(self, collective: Literal["all-reduce", "reduce-scatter", "all-gather"]) -> None:
-        self.label = f"nccl-{collective}-alone"
-        self._collective = collective
+    def __init__(self, label: str) -> None:
+        self.label = label
 
     def obstacle(self, size: MessageSize, world_size: int) -> str | None:
-        return None if self._collective == "all-reduce" else _uneven(size, world_size)
+        return None if self.label == ALL_REDUCE_ALONE else _uneven(size, world_size)
 
     def prepare(self, ranks: Ranks, problem: Problem) -> ContenderCall:
         x, residual = problem.x.clone(), problem.residual
@@ -72,7 +75,7 @@ class CollectiveAlone(Contender):
             dist.all_reduce(x, op=dist.ReduceOp.AVG)  # sums of sums would be infinite after some dozens of calls
             return x, residual
 
-        if self._collective == "all-reduce":
+        if self.label == ALL_REDUCE_ALONE:
             return all_reduce
         own = _own_rows(x, ranks)
 
@@ -84,13 +87,4 @@ class CollectiveAlone(Contender):
             dist.all_gather_into_tensor(x, own)
             return x, residual
 
-        return reduce_scatter if self._collective == "reduce-scatter" else all_gather
-
-
-SCATTERED: tuple[Contender, ...] = (
-    ReduceScatterNormAllGather(),
-    CollectiveAlone("all-reduce"),
-    CollectiveAlone("reduce-scatter"),
-    CollectiveAlone("all-gather"),
-)
-"""They take part only where ``--only`` names them. Figures of papers are drawn from them."""
+        return {REDUCE_SCATTER_ALONE: reduce_scatter, ALL_GATHER_ALONE: all_gather}[self.label]

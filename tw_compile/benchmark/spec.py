@@ -5,12 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from tw_compile.harness.spec import ELEMENT_BYTES, ONE_SHOT_BOUND, TWO_SHOT_BOUND
 from tw_compile.kernels.collective.wires import EXACT
 
 LINK_GB_PER_S = 370.0
 """What one direction of an H200's NVLink is taken to carry; nominally it is 18 links of 25 GB/s."""
+SYMM_MEM_ONE_SHOT_MAX_BYTES = 32 * 2**20
+"""The largest message with which torch's one-shot kernels are tried: every rank reads all messages whole."""
+
+ContenderKind = Literal["ours", "peer", "bound"]
+"""What takes part in a benchmark. A bound is a limit on the time, not a way to do the work."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tw_compile.benchmark.labels import others
 from tw_compile.benchmark.spec import BenchSpec
 from tw_compile.harness.requests import UsageError
-from tw_compile.harness.spec import with_labels
+from tw_compile.harness.spec import check_labels, with_labels
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.algorithms.entry import AlgorithmEntry
 from tw_compile.kernels.collective.transports import TRANSPORTS
@@ -196,6 +197,32 @@ def taking_part(spec: BenchSpec) -> tuple[Variant, ...]:
     """The variants of ours for the wires, the norms and the matmuls of ``spec``."""
     ours = OURS if spec.device == "cuda" else OURS_ON_CPU
     return (*by_norms(by_wires(ours, spec.wires), spec.norms), *before_gemms(ours, spec.gemms, spec.prefetch))
+
+
+def check(spec: BenchSpec) -> None:
+    """Refuse a spec that names what there is not, or what no contender that takes part can have.
+
+    Raises:
+        UsageError: Its message names the option: ``--wire``, ``--norm``, ``--gemm``, ``--prefetch``, ``--only`` or ``--sms``.
+    """
+    check_wires(spec)
+    check_norms(spec)
+    check_gemms(spec)
+    ours = taking_part(spec)
+    check_labels((*(variant.label for variant in ours), *others(spec)), spec.only)
+    _check_sms(spec, with_labels(ours, spec.only))
+
+
+def _check_sms(spec: BenchSpec, ours: Sequence[Variant]) -> None:
+    """Raise UsageError, which names ``--sms``, if none of ``ours`` can have any of these numbers."""
+    if not spec.sms:
+        return
+    given = ",".join(map(str, spec.sms))
+    takers = [variant.most_sms for variant in ours if variant.sms is not None]
+    if not takers:
+        raise UsageError(f"--sms: expected no value, as no contender here takes a number of SMs, got {given}")
+    if min(spec.sms) > max(takers):
+        raise UsageError(f"--sms: expected {max(takers)} or less, as no contender here can have more, got {given}")
 
 
 def check_norms(spec: BenchSpec) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from tw_compile.benchmark.spec import BenchSpec
-from tw_compile.benchmark.variants import NORMS, check_gemms, check_norms, check_wires
+from tw_compile.benchmark.variants import NORMS, check
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
     CsvOption,
@@ -194,9 +194,7 @@ def kernel(
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})
-    check_wires(spec)
-    check_norms(spec)
-    check_gemms(spec)
+    check(spec)
     spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report

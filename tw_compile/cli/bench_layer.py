@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tw_compile.benchmark.layer.spec import LayerSpec, Scope
+from tw_compile.benchmark.layer.variants import variants
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
     CsvOption,
@@ -200,6 +201,7 @@ def _spec(
 
 def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str | None, json_file: str | None) -> None:
     bench_common.check(spec, tp, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
+    variants(spec, max(spec.tokens))
     common.model_file(spec.model, tp, spec.layers)
     ranks = bench_common.ranks_here(f"bench {spec.scope}", tp, spec.device)
     common.model_file(spec.model, ranks)

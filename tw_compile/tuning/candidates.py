@@ -16,8 +16,10 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from tw_compile.benchmark.contender import Contender, ContenderCall, ContenderKind
+from tw_compile.benchmark.contender import Contender, ContenderCall
+from tw_compile.benchmark.labels import NCCL
 from tw_compile.benchmark.ours import Operator
+from tw_compile.benchmark.spec import ContenderKind
 from tw_compile.benchmark.variants import Variant, alone_over
 from tw_compile.harness.problems import Problem
 from tw_compile.harness.ranks import Ranks, one_line
@@ -72,7 +74,7 @@ class NormAlone(Contender):
 class Unfused(NormAlone):
     """The process group's all_reduce in place, then residual add and norm as in :class:`NormAlone`."""
 
-    label = "nccl+norm"
+    label = NCCL
     tokens = None
     kind = "peer"
     reduces = True

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 
+from tw_compile.benchmark.labels import NCCL
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.kernels.transports.selection import transport_of
 from tw_compile.planning.device import DeviceProfile, FusedKernel, load_profile
@@ -25,7 +26,7 @@ GEMM = "o_proj"
 BASE = "H200"
 """The profile with the most measured values."""
 _ROUNDS = 8
-_UNFUSED_ROW = "nccl+norm"
+_UNFUSED_ROW = NCCL
 
 
 def estimated_profile(device_name: str, device_class: str, sms: int, run: KernelRun) -> DeviceProfile | None:

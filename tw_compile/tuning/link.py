@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tw_compile.benchmark.labels import NCCL
 from tw_compile.files import write_whole
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.transports import TRANSPORTS
@@ -16,7 +17,7 @@ from tw_compile.planning.links import UNFUSED, USER_FILE, Link, parse_link
 from tw_compile.tuning.measured import KernelRun
 from tw_compile.tuning.profile import NORM_ALONE, alone_us, latency_and_rate, profile_text
 
-UNFUSED_LABEL = "nccl+norm"
+UNFUSED_LABEL = NCCL
 
 
 @dataclass(frozen=True)

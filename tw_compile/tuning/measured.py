@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tw_compile.benchmark import labels
 from tw_compile.benchmark.results import Row, rows_of
 from tw_compile.benchmark.tune import steps_by_transport
 from tw_compile.gating.facts import Backend
@@ -14,10 +15,10 @@ from tw_compile.kernels.transports.selection import P2P, Step, step_for, steps_o
 
 LEFT = "left"
 UNFUSED: dict[Backend, tuple[str, ...]] = {
-    Backend.NCCL: ("nccl+norm",),
-    Backend.SYMM_MEM_ONE_SHOT: ("symm-one-shot+norm",),
-    Backend.SYMM_MEM_TWO_SHOT: ("symm-two-shot+norm",),
-    Backend.FLASHINFER: ("flashinfer-one-shot", "flashinfer-two-shot"),
+    Backend.NCCL: (labels.NCCL,),
+    Backend.SYMM_MEM_ONE_SHOT: (labels.SYMM_ONE_SHOT,),
+    Backend.SYMM_MEM_TWO_SHOT: (labels.SYMM_TWO_SHOT,),
+    Backend.FLASHINFER: (labels.FLASHINFER_ONE_SHOT, labels.FLASHINFER_TWO_SHOT),
 }
 """For each backend, the rows that time its unfused all_reduce with the norm behind it."""
 AT_LEAST = frozenset({Backend.FLASHINFER})

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tw_compile.benchmark.labels import NCCL, NO_COMMUNICATION, SYMM_TWO_SHOT
 from tw_compile.benchmark.results import Row
 from tw_compile.kernels.algorithms import ALGORITHMS
 from tw_compile.planning.communication import sm_us, traffic_bytes
@@ -17,11 +18,11 @@ from tw_compile.planning.links import Link
 from tw_compile.planning.tables import toml_of
 from tw_compile.tuning.measured import KernelRun
 
-ALL_REDUCES = {"nccl": "nccl+norm", "torch_two_shot": "symm-two-shot+norm"}
+ALL_REDUCES = {"nccl": NCCL, "torch_two_shot": SYMM_TWO_SHOT}
 """Keys of a profile's ``all_reduce``, and the label of the row that times this all_reduce together with a norm."""
 KERNELS = {entry.profile: entry.name for entry in ALGORITHMS if entry.profile is not None}
 """Keys of a profile's ``fused``, and the names of these kernels in kernel tables."""
-NORM_ALONE = "no-communication"
+NORM_ALONE = NO_COMMUNICATION
 _MIN_POINTS = 3
 
 

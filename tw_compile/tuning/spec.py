@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tw_compile.benchmark import labels
 from tw_compile.benchmark.spec import BenchSpec, bus_bytes
 from tw_compile.benchmark.variants import alone_over
 from tw_compile.kernels.collective.wires import EXACT
@@ -16,15 +17,15 @@ CUDA_HIDDEN = (4096, 8192)
 """With ``CUDA_TOKENS`` these give message sizes that each are twice the one before."""
 CUDA_OTHERS = (
     "tw-nccl",
-    "nccl+norm",
-    "symm-one-shot+norm",
-    "symm-two-shot+norm",
-    "flashinfer-one-shot",
-    "flashinfer-two-shot",
-    "no-communication",
+    labels.NCCL,
+    labels.SYMM_ONE_SHOT,
+    labels.SYMM_TWO_SHOT,
+    labels.FLASHINFER_ONE_SHOT,
+    labels.FLASHINFER_TWO_SHOT,
+    labels.NO_COMMUNICATION,
 )
 """The contenders beside the kernels of the node's transports. A calibration times the kernels of the same transports."""
-CPU_CONTENDERS = ("tw-gloo", "gloo+norm")
+CPU_CONTENDERS = ("tw-gloo", labels.GLOO)
 LINK_TOKENS = (16, 64, 256, 1024, 4096, 16384)
 WIRE_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 16384)
 BESIDE_TOKENS = (1024, 4096)

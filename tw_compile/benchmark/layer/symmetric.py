@@ -8,6 +8,7 @@ memory without a copy, and two-shot sums are read where they lie.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch.fx as fx
 from torch.library import Library
 
 from tw_compile import compat
-from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
+from tw_compile.benchmark.spec import SYMM_MEM_ONE_SHOT_MAX_BYTES
 from tw_compile.graph.predicates import aten, is_call, is_view
 from tw_compile.harness.ranks import Ranks, symmetric_memory
 
@@ -140,6 +141,9 @@ class UseSymmetricMemory(CountAllReduces):
                 reduced = graph.call_function(mm_all_reduce, (*gemm.args, *where))
                 reduced = graph.call_function(aten.reshape.default, (reduced, list(message.meta["val"].shape)))
         replace_sum(graph, node, reduced)
+
+
+use_one_shot, use_two_shot = partial(UseSymmetricMemory, "one_shot"), partial(UseSymmetricMemory, "two_shot")
 
 
 def _gemm_of(message: fx.Node) -> fx.Node | None:

@@ -1,26 +1,23 @@
-"""The ways to compile a stack of layers, or a model, that are compared."""
+"""The ways to compile a stack of layers, or a model, that are compared, as data. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-from torch import nn
-
-from tw_compile.benchmark.contender import ContenderKind
-from tw_compile.benchmark.layer.sites import CountScatters, async_tp, scattered
+from tw_compile.benchmark.labels import NO_COMMUNICATION
 from tw_compile.benchmark.layer.spec import LayerSpec
-from tw_compile.benchmark.layer.subject import Subject
-from tw_compile.benchmark.layer.symmetric import CountAllReduces, DropAllReduces, UseSymmetricMemory
-from tw_compile.benchmark.peers import SYMM_MEM_ONE_SHOT_MAX_BYTES
+from tw_compile.benchmark.spec import SYMM_MEM_ONE_SHOT_MAX_BYTES, ContenderKind
 from tw_compile.harness.spec import check_labels, with_labels
-from tw_compile.kernels.collective.peer_access import peer_access_obstacle
 from tw_compile.kernels.collective.wires import EXACT
 
 SYMM_MEM_DTYPES = ("bfloat16", "float32")
-NO_COMMUNICATION = "no-communication"
+COUNT_SUMS, DROP_SUMS, ONE_SHOT, TWO_SHOT = (
+    f"tw_compile.benchmark.layer.symmetric:{name}"
+    for name in ("CountAllReduces", "DropAllReduces", "use_one_shot", "use_two_shot")
+)
+COUNT_SCATTERS = "tw_compile.benchmark.layer.sites:CountScatters"
 HALF_MULTIPLE = 16
 SWEEP_STEP, MOST_SWEPT = 128, 16
 
@@ -30,25 +27,27 @@ class LayerVariant:
     """One way to compile the subject.
 
     Attributes:
-        kind: "ours", "peer" (unfused), or "bound". A bound is a limit on the time, not a way to do the work.
-        make_pass: Makes the pass that Inductor's graph goes through, for variants that are not ours.
+        kind: See ``ContenderKind``. Peers are unfused.
+        make_pass: What makes the pass that Inductor's graph goes through, for variants that are not ours. It and ``module`` are
+            named as for :func:`tw_compile.kernels.registry.load`.
         config: Options of the passes, for variants of ours.
         halves: Whether its tokens are split in the middle, or between the two halves of the batch, without a plan.
         wire: How rows of its fused calls travel, whatever a message's size.
         symmetric: Whether it reduces over torch's symmetric memory.
         most_bytes: The largest message that it serves; None: no limit.
-        module: Makes what is compiled in place of the subject. It computes the same, but each rank keeps only its own rows.
+        module: What makes what is compiled in place of the subject. It computes the same, but each rank keeps only its own
+            rows.
     """
 
     label: str
     kind: ContenderKind
-    make_pass: Callable[[], CountAllReduces] = CountAllReduces
+    make_pass: str = COUNT_SUMS
     config: dict[str, Any] = field(default_factory=dict)
     halves: bool = False
     wire: str = EXACT
     symmetric: bool = False
     most_bytes: int | None = None
-    module: Callable[[Subject], nn.Module] | None = None
+    module: str | None = None
 
     @property
     def prefetches(self) -> bool:
@@ -68,6 +67,8 @@ class LayerVariant:
 
     def obstacle(self, tokens: int, nbytes: int, dtype: str, world_size: int) -> str | None:
         """Why the variant does not serve messages of ``tokens`` rows and ``nbytes``; None when it does."""
+        from tw_compile.kernels.collective.peer_access import peer_access_obstacle  # it imports torch
+
         if self.symmetric and (obstacle := peer_access_obstacle(range(world_size))):
             return obstacle
         if self.module is not None and tokens % world_size:
@@ -92,17 +93,25 @@ SYMMETRIC = (
     LayerVariant(
         "inductor+symm-one-shot",
         "peer",
-        partial(UseSymmetricMemory, "one_shot"),
+        ONE_SHOT,
         symmetric=True,
         most_bytes=SYMM_MEM_ONE_SHOT_MAX_BYTES,
     ),
-    LayerVariant("inductor+symm-two-shot", "peer", partial(UseSymmetricMemory, "two_shot"), symmetric=True),
+    LayerVariant("inductor+symm-two-shot", "peer", TWO_SHOT, symmetric=True),
 )
 
 
-SCATTERED = LayerVariant("inductor+nccl-scattered", "peer", CountScatters, module=scattered)
+SCATTERED = LayerVariant(
+    "inductor+nccl-scattered", "peer", COUNT_SCATTERS, module="tw_compile.benchmark.layer.sites:scattered"
+)
 SCATTERED_ON_CPU = replace(SCATTERED, label="inductor+gloo-scattered")
-ASYNC_TP = LayerVariant("inductor+async-tp", "peer", CountScatters, symmetric=True, module=async_tp)
+ASYNC_TP = LayerVariant(
+    "inductor+async-tp",
+    "peer",
+    COUNT_SCATTERS,
+    symmetric=True,
+    module="tw_compile.benchmark.layer.sites:async_tp",
+)
 
 
 def with_wires(wires: Iterable[str]) -> list[LayerVariant]:
@@ -158,9 +167,9 @@ def variants(spec: LayerSpec, tokens: int) -> list[LayerVariant]:
         known += [LayerVariant("inductor+nccl", "peer"), *SYMMETRIC, *([SCATTERED, ASYNC_TP] if sites else [])]
     else:
         known += [LayerVariant("inductor+gloo", "peer"), *([SCATTERED_ON_CPU] if sites else [])]
-    known += [LayerVariant(NO_COMMUNICATION, "bound", DropAllReduces)]
+    known += [LayerVariant(NO_COMMUNICATION, "bound", DROP_SUMS)]
     known += [FED] if not sites and FED.label in spec.only else []
     places = _named_places(spec)
-    check_labels([*known, *map(_split_at, places)], spec.only)
+    check_labels([one.label for one in (*known, *map(_split_at, places))], spec.only)
     taken = with_labels(known, spec.only) + [_split_at(first) for first in places if first < tokens]
     return taken + [one for one in (swept(tokens) if spec.sweep_split else ()) if one not in taken]

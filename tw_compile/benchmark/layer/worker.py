@@ -28,6 +28,7 @@ from tw_compile.harness.rows import Outcome
 from tw_compile.harness.spec import ELEMENT_BYTES
 from tw_compile.kernels.collective.transport import get_transport
 from tw_compile.kernels.collective.wires import EXACT
+from tw_compile.kernels.registry import load
 from tw_compile.models.reference import reference_forward
 from tw_compile.passes.prefetch import prefetching_calls
 from tw_compile.report import GraphReport, Site, Split
@@ -212,13 +213,13 @@ def _admit(spec: LayerSpec, ranks: Ranks, entry: VariantAtTokens, subject: Subje
 
 def compile_variant(variant: LayerVariant, subject: Subject, inputs: torch.Tensor) -> tuple[CompiledRun, int | None]:
     """Compile ``subject`` and run it once. Also returns its number of all_reduces; None for ours, whose reports say it."""
-    graph_pass = None if variant.kind == "ours" else variant.make_pass()
+    graph_pass = None if variant.kind == "ours" else load(variant.make_pass)()
     if graph_pass is None:
         batch, seq = inputs.shape[:2]
         backend, options = "tw_compile", Config(strict=True, **variant.options(batch * seq, batch)).as_options()
     else:
         backend, options = "inductor", {compat.POST_GRAD_HOOK: graph_pass}
-    compiled = subject if variant.module is None else variant.module(subject)
+    compiled = subject if variant.module is None else load(variant.module)(subject)
     run = CompiledRun(torch.compile(compiled, dynamic=False, backend=backend, options=options), inputs)
     _finished(run)
     return run, None if graph_pass is None else graph_pass.seen

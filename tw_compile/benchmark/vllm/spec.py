@@ -165,7 +165,7 @@ def variants(spec: VllmSpec) -> list[EngineVariant]:
         VARIANTS[-1],
     )  # the reference is last
     known = [variant for variant in everyone if spec.peer_access or variant.label != OTHER_ALL_REDUCE]
-    check_labels(known, spec.only)
+    check_labels([variant.label for variant in known], spec.only)
     splits = {"additional_config": {"tw_compile": {"split": spec.split}}}
     chosen = [
         replace(variant, arguments=_merged(variant.arguments, splits)) if variant.label.startswith(SPLIT) else variant

@@ -1,0 +1,37 @@
+"""Who takes part in ``bench kernel`` beside tw_compile's own variants, by label. Imports no torch.
+
+So a label that nobody has is refused before torch is imported, which takes seconds. The contenders take their labels from here.
+"""
+
+from __future__ import annotations
+
+from tw_compile.benchmark.spec import BenchSpec
+
+NCCL, GLOO = "nccl+norm", "gloo+norm"
+SYMM_ONE_SHOT, SYMM_TWO_SHOT = "symm-one-shot+norm", "symm-two-shot+norm"
+FLASHINFER_ONE_SHOT, FLASHINFER_TWO_SHOT = "flashinfer-one-shot", "flashinfer-two-shot"
+COPY_ENGINES = "copy-engines+norm"
+NO_COMMUNICATION = "no-communication"
+SCATTERED = "nccl-reduce-scatter+norm+all-gather"
+ALL_REDUCE_ALONE = "nccl-all-reduce-alone"
+REDUCE_SCATTER_ALONE = "nccl-reduce-scatter-alone"
+ALL_GATHER_ALONE = "nccl-all-gather-alone"
+
+ON_GPUS = (
+    NCCL,
+    SYMM_ONE_SHOT,
+    SYMM_TWO_SHOT,
+    FLASHINFER_ONE_SHOT,
+    FLASHINFER_TWO_SHOT,
+    COPY_ENGINES,
+    NO_COMMUNICATION,
+)
+IF_NAMED = (SCATTERED, ALL_REDUCE_ALONE, REDUCE_SCATTER_ALONE, ALL_GATHER_ALONE)
+"""They take part only where ``--only`` names them. Figures of papers are drawn from them."""
+
+
+def others(spec: BenchSpec) -> tuple[str, ...]:
+    """The labels beside ours from which ``--only`` of ``spec`` chooses, in the order of the report."""
+    if spec.device == "cpu":
+        return (GLOO,)
+    return (*ON_GPUS, *(label for label in IF_NAMED if label in spec.only))
