@@ -104,6 +104,12 @@ def _hub_hint(source: str) -> str:
     )
 
 
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """What a file says about the text model; for a multi-modal model a part of it does."""
+    part = values.get("text_config")
+    return part if isinstance(part, dict) else values
+
+
 def check_shape(values: dict[str, Any], world_size: int | None, layers: int | None) -> None:
     """Check that a model has at least ``layers`` layers, and heads that ``world_size`` divides, as far as its file tells.
 
@@ -112,8 +118,7 @@ def check_shape(values: dict[str, Any], world_size: int | None, layers: int | No
     Raises:
         ValueError: A check fails; the message names the option, the key, what was expected and what was given.
     """
-    of_text = values.get("text_config")
-    text = of_text if isinstance(of_text, dict) else values
+    text = text_part(values)
     depth = text.get("num_hidden_layers")
     if layers is not None and isinstance(depth, int) and layers > depth:
         raise ValueError(f"--layers: expected at most {depth}, its num_hidden_layers, got {layers}")

@@ -9,19 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from families import FAMILIES
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from tw_compile import Config
 from tw_compile.benchmark.layer import sites
-from tw_compile.benchmark.layer.sites import CountScatters, async_tp, scattered
-from tw_compile.benchmark.layer.spec import LayerSpec
+from tw_compile.benchmark.layer.sites import CountScatters, GemmSites, async_tp, scattered
+from tw_compile.benchmark.layer.spec import WITHOUT_SITES, LayerSpec
 from tw_compile.benchmark.layer.subjects import build_subject
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.cli.app import app
 from tw_compile.harness.requests import UsageError
+from tw_compile.models.config import config_from_dict
+from tw_compile.models.decoder import build_decoder
 from tw_compile.testing import fake_process_group
+from tw_compile.testing.capture import fake_cuda
 
 SPEC = LayerSpec("gemm-site", "tiny-llama", 2, "cuda", "float32", (8,), layers=2)
 OURS = ["fused", "split", "fused+split", "fused-gemms-apart", "fused-fed"]
@@ -42,6 +46,17 @@ def test_who_takes_part() -> None:
     assert [one.label for one in variants(on_cpu, 8)] == [*OURS, *peers, "no-communication"]
     for one in variants(SPEC, 8):
         Config(**one.config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_types_without_sites_are_known_before_they_are_built(family: str) -> None:
+    with fake_process_group(1), fake_cuda():
+        decoder = build_decoder(config_from_dict(FAMILIES[family]), device="cuda", dtype=torch.float32)
+    if family in WITHOUT_SITES:
+        with pytest.raises(UsageError, match=f"behind one norm, got {family}"):
+            GemmSites(decoder)
+    else:
+        GemmSites(decoder)
 
 
 def test_who_keeps_its_own_rows_needs_as_many_on_each_rank() -> None:

@@ -51,18 +51,28 @@ REFUSED = [
     (["bench", "kernel", "--device", "cpu", "--tp", "17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
     (["bench", "kernel", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, int4, got 'int5'"),
     (["bench", "layer", "--wire", "int5"], "--wire: expected different ones of exact, int8, int6, got 'int5'"),
-    *(([*LAYER, "--only", label], f"got {label!r}") for label in ("nonsense", *NOT_OF_LAYERS)),
+    *(([*LAYER, "--only", label], f"got {label!r}") for label in ("nonsense", "", *NOT_OF_LAYERS)),
     (
         [*LAYER, "--wire", "int8", "--model", "llama-3.1-8b", "--only", "fused-int6"],
         "fused+split-int8, inductor+gloo, ",
     ),
     ([*LAYER, "--prefetch", "off,64", "--only", "fused-prefetch-32"], "fused-prefetch-64, fused+split-prefetch-64, "),
+    ([*LAYER, "--tokens", ""], "--tokens: expected different positive numbers, separated by commas, got ''"),
+    ([*LAYER, "--tokens", "8,9", "--batch", "2"], "--tokens: expected multiples of --batch, 2, got 9"),
+    ([*LAYER, "--model", ""], "--model : source: expected a preset"),
+    ([*LAYER, "--dtype", "float64"], "--dtype: expected one of bfloat16, float16, float32, got 'float64'"),
+    ([*LAYER, "--prefetch", "auto"], "--prefetch: expected off and numbers of bytes, all different, got 'auto'"),
+    ([*LAYER, "--repeats", "1"], "--repeats: expected 20 to "),
+    ([*LAYER, "--csv", "x", "--json", "x"], "--json: expected another file than that of --csv, got 'x'"),
+    ([*LAYER, "--csv", "x" * 300], "--csv: expected a file that can be written, got 'xxx"),
+    ([*LAYER, "--plot", "x.gif"], "--plot: expected a file that ends in .png or .svg, got 'x.gif'"),
     (["bench", "layer", "--only", "inductor+gloo"], "inductor+symm-two-shot, no-communication, got 'inductor+gloo'"),
     (
         ["bench", "model", "--device", "cpu", "--only", "fused-gemms-apart"],
         "fused, split, fused+split, inductor+gloo, ",
     ),
     (["bench", "gemm-site", "--device", "cpu", "--only", "inductor+async-tp"], "inductor+gloo-scattered, no-"),
+    (["bench", "gemm-site", "--device", "cpu", "--model", "gemma-2-9b"], "--model: expected layers with gate_proj, "),
     (["bench", "kernel", "--only", "nonsense"], "nccl+norm, symm-one-shot+norm, "),
     (
         ["bench", "kernel", "--device", "cpu", "--only", "nccl+norm"],
@@ -79,7 +89,10 @@ REFUSED = [
         ["bench", "kernel", "--gemm", "64", "--prefetch", "off", "--only", "nccl+norm"],
         "--gemm: expected no value, as no",
     ),
+    (["bench", "kernel", "--gated", "--regret", "nowhere/x.csv"], "--regret: expected a file in a folder that exists"),
+    (["bench", "kernel", "--table", "nowhere/x.toml"], "--table: expected a file in a folder that exists"),
     (["bench", "vllm", "--only", "nonsense"], "--only: expected some of off, fuse, "),
+    (["bench", "paper", "tokenweave", "--from", "nowhere.csv"], "--from: expected a file that can be read"),
     (["bench", "vllm", *TINY, "--dry-run", "--layers", "5"], DEPTH),
     (["bench", "vllm", *TINY, "--dry-run", "--wire", "int4"], "'int4', which gathers normalised rows in 4 bits"),
     (["tune", "--device", "cpu", "--tp", "2,17"], "--tp: expected at most 16 ranks on a CPU, got 17"),
@@ -103,6 +116,37 @@ def test_bad_input_is_refused_without_torch() -> None:
     for (args, exit_code, output, imported), (_, words) in zip(json.loads(done.stdout), REFUSED, strict=True):
         assert (exit_code, imported) == (2, []), (args, output)
         assert output.startswith("error: ") and output.count("\n") == 1 and words in output, (args, output)
+
+
+def test_a_file_that_can_not_be_written_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "there").touch()
+    asked: list[Path] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append(path))
+    for name in ("there", "new"):
+        with pytest.raises(
+            UsageError, match=f"--csv: expected a file that can be written, got '.*{name}' \\(Permission"
+        ):
+            common.writable("--csv", str(tmp_path / name))
+    assert asked == [tmp_path / "there", tmp_path]
+
+
+@pytest.mark.parametrize("command", ["layer", "gemm-site", "model", "kernel --gated", "vllm"])
+def test_thresholds_that_the_passes_would_refuse_are_refused_before(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "thresholds.toml"
+    file.write_text("x = 1")
+    monkeypatch.setenv("TW_COMPILE_THRESHOLDS", str(file))
+    monkeypatch.setattr(bench_common, "ranks_here", None)
+    result = CliRunner().invoke(app, ["bench", *command.split()])
+    assert result.exit_code == 2 and f"{file}: expected the keys schema_version" in result.output, result.output
+
+
+def test_a_wire_must_fit_the_text_part_of_a_multi_modal_model(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    with pytest.raises(UsageError, match=r"the hidden size of .*, 64, is no multiple of 128, got 'int8'"):
+        bench_common.wires("int8", str(tmp_path), "bfloat16")
 
 
 def test_a_transport_of_gpus_is_refused_where_the_cpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

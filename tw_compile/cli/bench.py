@@ -177,24 +177,26 @@ def kernel(
         world_size=0,
         device=device,
         dtype=dtype,
-        hidden=common.numbers("--hidden", hidden or default_hidden),
-        tokens=common.numbers("--tokens", tokens or default_tokens),
+        hidden=common.numbers("--hidden", default_hidden if hidden is None else hidden),
+        tokens=common.numbers("--tokens", default_tokens if tokens is None else tokens),
         calls=calls,
         repeats=repeats,
         rotate_from=rotate_from,
         only=bench_common.labels(only),
-        sms=common.numbers("--sms", sms) if sms else (),
+        sms=() if sms is None else common.numbers("--sms", sms),
         seed=seed,
         timeout=timeout,
         gated=gated,
         wires=tuple(wire.split(",")),
         norms=tuple(norm.split(",")),
-        gemms=common.numbers("--gemm", gemm) if gemm else (),
+        gemms=() if gemm is None else common.numbers("--gemm", gemm),
         prefetch=bench_common.prefetch(prefetch),
     )
     files = {"--csv": csv_file, "--json": json_file, "--plot": plot_file, "--table": table_file}
     bench_common.check(spec, tp, files | {"--regret": regret_file})
     check(spec)
+    if gated:
+        common.thresholds()
     spec = dataclasses.replace(spec, world_size=bench_common.ranks_here("bench kernel", tp, device))
     from tw_compile.benchmark.run import run, steps
     from tw_compile.benchmark.table import print_report

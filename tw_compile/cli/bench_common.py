@@ -13,7 +13,7 @@ from tw_compile.cli.common import MEASURED_WIRES
 from tw_compile.config import WHY_NOT_INT4, whole_number
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import EXACT, WIRES
-from tw_compile.model_file import read_model_file
+from tw_compile.model_file import read_model_file, text_part
 from tw_compile.runner.spec import DTYPES
 
 CUDA_RANKS = (8, 4, 2)
@@ -57,7 +57,7 @@ PlotOption = Annotated[str | None, typer.Option("--plot", metavar="FILE.png|svg"
 
 
 def labels(only: str | None) -> tuple[str, ...]:
-    return tuple(only.split(",")) if only else ()
+    return tuple(only.split(",")) if only is not None else ()
 
 
 def wires(text: str, model: str, dtype: str) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ def wires(text: str, model: str, dtype: str) -> tuple[str, ...]:
     if coded and dtype == "float32":
         raise UsageError(f"--wire: expected exact with --dtype float32, as who keeps 32 bits wants them, got {text!r}")
     common.model_file(model)
-    hidden_size = read_model_file(model)[0].get("hidden_size")
+    hidden_size = text_part(read_model_file(model)[0]).get("hidden_size")
     for name in coded:
         if isinstance(hidden_size, int) and hidden_size % WIRES[name].group:
             group = WIRES[name].group
@@ -119,8 +119,11 @@ def check_run(spec: Any, files: Mapping[str, str | None]) -> None:
     common.one_of("--dtype", spec.dtype, DTYPES)
     common.not_negative("--seed", spec.seed)
     common.seconds("--timeout", spec.timeout)
+    options: dict[str, str] = {}
     for option, file in files.items():
         common.writable(option, file)
+        if file is not None and options.setdefault(file, option) != option:
+            raise UsageError(f"{option}: expected another file than that of {options[file]}, got {file!r}")
     plot_file = files.get("--plot")
     if plot_file is not None:
         from tw_compile.harness.plot import require

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tw_compile.benchmark.layer.spec import LayerSpec, Scope
+from tw_compile.benchmark.layer.spec import WITHOUT_SITES, LayerSpec, Scope, refuse_sites
 from tw_compile.benchmark.layer.variants import variants
 from tw_compile.cli import bench_common, common
 from tw_compile.cli.bench_common import (
@@ -26,6 +26,7 @@ from tw_compile.cli.bench_common import (
 from tw_compile.cli.common import JsonOption
 from tw_compile.harness.requests import UsageError
 from tw_compile.kernels.collective.wires import EXACT
+from tw_compile.model_file import read_model_file, text_part
 
 CUDA_MODEL, CPU_MODEL = "llama-3.3-70b", "tiny-llama"
 CPU_TOKENS, CPU_LAYERS = "8", 1
@@ -176,15 +177,16 @@ def _spec(
 ) -> LayerSpec:
     """The spec of what was asked for. Its world size is 0 until the number of ranks is known."""
     on_gpus = device == "cuda"
+    default_model, default_tokens = (CUDA_MODEL, CUDA_TOKENS[scope]) if on_gpus else (CPU_MODEL, CPU_TOKENS)
     common.positive("--batch", batch)
     common.positive("--layers", layers)
     spec = LayerSpec(
         scope=scope,
-        model=model or (CUDA_MODEL if on_gpus else CPU_MODEL),
+        model=default_model if model is None else model,
         world_size=0,
         device=device,
         dtype=dtype,
-        tokens=common.numbers("--tokens", tokens or (CUDA_TOKENS[scope] if on_gpus else CPU_TOKENS)),
+        tokens=common.numbers("--tokens", default_tokens if tokens is None else tokens),
         batch=batch,
         layers=layers or (CUDA_LAYERS[scope] if on_gpus else CPU_LAYERS),
         repeats=repeats,
@@ -203,6 +205,10 @@ def _bench(spec: LayerSpec, tp: int | None, csv_file: str | None, plot_file: str
     bench_common.check(spec, tp, {"--csv": csv_file, "--json": json_file, "--plot": plot_file})
     variants(spec, max(spec.tokens))
     common.model_file(spec.model, tp, spec.layers)
+    model_type = text_part(read_model_file(spec.model)[0]).get("model_type")
+    if spec.scope == "gemm-site" and model_type in WITHOUT_SITES:
+        refuse_sites(model_type)
+    common.thresholds()
     ranks = bench_common.ranks_here(f"bench {spec.scope}", tp, spec.device)
     common.model_file(spec.model, ranks)
     bench_common.check_depth(spec.model, spec.layers)

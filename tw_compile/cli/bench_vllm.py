@@ -177,6 +177,7 @@ def _check(spec: VllmSpec, tp: int | None) -> None:
     if not 2 <= spec.decode_tokens <= common.MOST:
         raise UsageError(f"--decode-tokens: expected 2 to {common.MOST}, got {spec.decode_tokens}")
     variants(spec)
+    common.thresholds()
 
 
 def _with_ranks(spec: VllmSpec, tp: int | None, dry_run: bool) -> VllmSpec:

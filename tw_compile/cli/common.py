@@ -292,9 +292,17 @@ def write_json(report: dict[str, Any], json_file: str | None) -> None:
 
 
 def writable(option: str, path: str | None) -> None:
-    """Refuse a folder, or a file whose folder is not there, before hours of work and not after."""
-    if path not in (None, "-") and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UsageError(f"{option}: expected a file in a folder that exists, got {path!r}")
+    """Refuse a folder, a file whose folder is not there, or one that can't be written, before hours of work and not after."""
+    if path is None or path == "-":
+        return
+    try:
+        file, folder = Path(path), Path(path).absolute().parent
+        if file.is_dir() or not folder.is_dir():
+            raise UsageError(f"{option}: expected a file in a folder that exists, got {path!r}")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise UsageError(f"{option}: expected a file that can be written, got {path!r} (Permission denied)")
+    except OSError as error:  # a name that no file can have
+        raise UsageError(f"{option}: expected a file that can be written, got {path!r} ({error.strerror})") from error
 
 
 def write_file(option: str, path: str, text: str) -> None:

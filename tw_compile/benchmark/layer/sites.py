@@ -17,9 +17,9 @@ import torch.fx as fx
 import torch.nn as nn
 
 from tw_compile import compat
+from tw_compile.benchmark.layer.spec import refuse_sites
 from tw_compile.benchmark.layer.subject import HiddenAndResidual, Subject
 from tw_compile.benchmark.layer.symmetric import CountAllReduces
-from tw_compile.harness.requests import UsageError
 from tw_compile.models.decoder import Decoder
 
 GatherMatmul = Callable[[torch.Tensor, list[torch.Tensor], str], list[torch.Tensor]]
@@ -47,10 +47,7 @@ class GemmSites(Subject):
                 and hasattr(layer, "post_attention_layernorm")
                 and not hasattr(layer, "post_feedforward_layernorm")
             ):
-                family = decoder.config.model_type
-                raise UsageError(
-                    f"--model: expected layers with gate_proj, up_proj and down_proj behind one norm, got {family}"
-                )
+                refuse_sites(decoder.config.model_type)
 
     def forward(self, residual: torch.Tensor) -> HiddenAndResidual:
         """``[batch, seq, hidden]`` -> two of the same shape."""

@@ -3,9 +3,60 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
+
+from tw_compile.harness.requests import UsageError
 
 Scope = Literal["layer", "gemm-site", "model"]
+
+WITHOUT_SITES = frozenset(
+    (
+        "apertus",
+        "arcee",
+        "cohere",
+        "cohere2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone4",
+        "flex_olmo",
+        "gemma2",
+        "gemma3_text",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt_neox",
+        "gpt_oss",
+        "llama4_text",
+        "minimax",
+        "minimax_m2",
+        "mixtral",
+        "nanochat",
+        "nemotron",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi",
+        "phi3",
+        "qwen2_moe",
+        "qwen3_moe",
+        "starcoder2",
+        "vaultgemma",
+    )
+)
+"""Model types whose layers are no sites of ``bench gemm-site``. Of others, only the layers themselves know."""
+
+
+def refuse_sites(model_type: str) -> NoReturn:
+    """Say that layers of ``model_type`` are no sites.
+
+    Raises:
+        UsageError: Always; its message names ``--model``.
+    """
+    raise UsageError(
+        f"--model: expected layers with gate_proj, up_proj and down_proj behind one norm, got {model_type}"
+    )
 
 
 @dataclass(frozen=True)
