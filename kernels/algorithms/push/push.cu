@@ -263,7 +263,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
     if (computes) {
       Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
       residual.fetch(p.residual + (RESIDUAL_SHARDED ? local : row) * HIDDEN, thread);
-      weight.fetch(p.weight, thread);
+      if constexpr (!SumRow::CODED) weight.fetch(p.weight, thread);
       norm_bias.fetch(p.norm_bias, thread);
     }
     if (ahead < p.end) send(ahead);
@@ -275,6 +275,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
         call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
         add_up(h[v], own[v], got, rank);
       });
+      if constexpr (SumRow::CODED) weight.fetch(p.weight, thread);  // not before: codes need the registers
       const RowStatistics own_part = finish_sum<THREADS>(h, p.scale, p.bias, residual, thread);
       const auto factor = row_factor(group_sum<WARPS>(own_part, partials + parity * WARPS, thread, 0), p.eps);
       parity ^= 1;
