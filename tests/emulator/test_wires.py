@@ -322,6 +322,27 @@ BROKEN: dict[str, tuple[Callable[[Path, int], None], Path, str, str, str]] = {
         "keep(row, column, piece);",
         "store(p.hidden + row * HIDDEN + column, result);",
     ),
+    "what an early look finds is taken as it is": (
+        partial(RUN_PUSH, wire="int8", hidden_size=256, world_size=2),
+        PUSH,
+        "push.cu",
+        "      call.receive(got, normalised, local - p.begin, column, 2, computed);\n",
+        "",
+    ),
+    "sums that an early look finds are taken as they are": (
+        partial(RUN_PUSH, wire="int8", hidden_size=256, world_size=2),
+        PUSH,
+        "push.cu",
+        "        call.receive(got, sums, local - p.begin, column, 1, all);\n",
+        "",
+    ),
+    "the next row is not loaded": (
+        partial(RUN_PUSH, wire="int8", hidden_size=256, world_size=2),
+        PUSH,
+        "push.cu",
+        "    if constexpr (EARLY) load_next(ahead + stride);\n",
+        "",
+    ),
     "lanes beyond the row send": (RUN_PUSH, PUSH, "push.cu", "if (in_row) call.push(sums", "call.push(sums"),
     "host: the owner keeps exact values": (
         RUN_HOST,

@@ -87,6 +87,10 @@ inline constexpr int WARPS = THREADS / 32;
 inline constexpr int PEERS = WORLD_SIZE - 1;
 inline constexpr int AHEAD = 1;                 // turns from sending a row until it is computed
 inline constexpr bool PUBLISHES = !ONE_SHOT && !FED;
+// Whether a turn looks into the inbox before it sends, so that the loads are under way meanwhile, and loads what the next turn
+// sends. Rows in codes spend less time on the links, so it is waiting for memory that limits them. Larger groups and longer rows
+// have no registers for that.
+inline constexpr bool EARLY = SumRow::CODED && VECTORS * PEERS == 1;
 inline constexpr int BEHIND = PUBLISHES ? 1 : 0;  // turns from computing a row until the peers' rows of its number are taken
 
 // The bytes of an inbox that each turn of a CTA uses.
@@ -129,22 +133,28 @@ struct Call {
     store_strong(Travelling::at(sections.row(peer_inbox[step], PEERS - 1 - step, row), column), piece);
   }
 
-  // Polls until one vector of row `row` has arrived in all sections for which wanted(section) holds.
+  // Loads one vector of row `row` from all sections for which wanted(section) holds, whether it has arrived or not.
+  template <typename Travelling, typename Wanted>
+  DEVICE void look(typename Travelling::Piece (&got)[PEERS], const Sections<Travelling>& sections, int row, uint32_t column,
+                   Wanted wanted) const {
+#pragma unroll
+    for (int section = 0; section < PEERS; ++section)
+      if (wanted(section)) load_strong(got[section], Travelling::at(sections.row(inbox, section, row), column));
+  }
+
+  // Looks again until what `look` has loaded has arrived.
   template <typename Travelling, typename Wanted>
   DEVICE void receive(typename Travelling::Piece (&got)[PEERS], const Sections<Travelling>& sections, int row,
                       uint32_t column, int phase, Wanted wanted) const {
     [[maybe_unused]] uint32_t polls = 0;
-    uint32_t missing;
-    do {
-      missing = 0;
-#pragma unroll
-      for (int section = 0; section < PEERS; ++section)
-        if (wanted(section)) load_strong(got[section], Travelling::at(sections.row(inbox, section, row), column));
+    while (true) {
+      uint32_t missing = 0;
 #pragma unroll
       for (int section = 0; section < PEERS; ++section)
         if (wanted(section) && !arrived(got[section])) missing |= 1u << section;
+      if (missing == 0) return;
 #if SPIN_LIMIT
-      if (missing != 0 && ++polls == SPIN_LIMIT) {
+      if (++polls == SPIN_LIMIT) {
         for (int section = 0; section < PEERS; ++section) {
           int32_t* report = p.status + blockIdx.x * 8 + peer_after(p.rank, section);
           if (missing >> section & 1 && *report == 0) *report = phase;
@@ -152,7 +162,8 @@ struct Call {
         return;
       }
 #endif
-    } while (missing != 0);
+      look(got, sections, row, column, wanted);
+    }
   }
 };
 
@@ -195,20 +206,30 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   const Sections<ResultRow> normalised{sums.end(), PUBLISHES ? rows : 0};
   const Sections<KeptRow> residuals{normalised.end(), PUBLISHES && RESIDUAL_OUT == ALL_ROWS ? rows : 0};
 
-  // Sends partial sums: one row to all peers (one-shot), or each peer's row of this number to that peer (two-shot).
+  // The row that is sent to the peer of that step: one row to all peers (one-shot), or each peer's row of this number (two-shot).
+  const auto sends = [&](int step, int local) { return ONE_SHOT || local < call.rows_of(peer_after(rank, step)); };
+  const auto load_sent = [&](Eight<X_TYPE> (&own)[VECTORS], int step, int local) {
+    const uint64_t row = ONE_SHOT ? local : peer_after(rank, step) * per_rank + local;
+    Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
+  };
+  [[maybe_unused]] Eight<X_TYPE> next[VECTORS];
   const auto send = [&](int local) {
     for (int step = 0; step < PEERS; ++step) {
-      const int owner = peer_after(rank, step);
-      if (!ONE_SHOT && local >= call.rows_of(owner)) continue;
-      const uint64_t row = ONE_SHOT ? local : owner * per_rank + local;
+      if (!sends(step, local)) continue;
       Eight<X_TYPE> own[VECTORS];
-      Row::each(thread, [&](int v, uint32_t column) { load(own[v], p.x + row * HIDDEN + column); });
+      if constexpr (EARLY)
+        own[0] = next[0];
+      else
+        load_sent(own, step, local);
       Row::each_with<SumRow::CODED>(thread, [&](int v, uint32_t column, bool in_row) {
         if constexpr (!SumRow::CODED) drop_negative_zeros(own[v]);
         const auto& piece = SumRow::encoded(own[v]);
         if (in_row) call.push(sums, step, local - p.begin, column, piece);
       });
     }
+  };
+  [[maybe_unused]] const auto load_next = [&](int local) {
+    if (local < p.end && sends(0, local)) load_sent(next, 0, local);
   };
 
   const auto keep = [&](uint64_t row, uint32_t column, const ResultRow::Piece& piece) {
@@ -219,17 +240,26 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
 #endif
   };
 
-  // Takes the rows of this number that the peers computed.
-  [[maybe_unused]] const auto take = [&](int local) {
-    const auto computed = [&](int section) { return local < call.rows_of(peer_after(rank, section)); };
+  // Takes the rows of this number that the peers computed. `found`: what an earlier look has loaded, with EARLY.
+  using Results = ResultRow::Piece[PEERS];
+  const auto computed_by = [&](int local) {
+    return [&call, rank, local](int section) { return local < call.rows_of(peer_after(rank, section)); };
+  };
+  [[maybe_unused]] const auto take = [&](int local, [[maybe_unused]] Results& found) {
+    const auto computed = computed_by(local);
     const auto row_of = [&](int section) { return (uint64_t)(peer_after(rank, section) * per_rank + local); };
-    Row::each(thread, [&](int v, uint32_t column) {
-      ResultRow::Piece got[PEERS];
+    Row::each(thread, [&](int, uint32_t column) {
+      Results got;
+      if constexpr (EARLY)
+        got[0] = found[0];
+      else
+        call.look(got, normalised, local - p.begin, column, computed);
       call.receive(got, normalised, local - p.begin, column, 2, computed);
       for (int section = 0; section < PEERS; ++section)
         if (computed(section)) keep(row_of(section), column, got[section]);
       if constexpr (RESIDUAL_OUT == ALL_ROWS) {
         Eight<RESIDUAL_OUT_TYPE> kept[PEERS];
+        call.look(kept, residuals, local - p.begin, column, computed);
         call.receive(kept, residuals, local - p.begin, column, 3, computed);
         for (int section = 0; section < PEERS; ++section)
           if (computed(section)) store(p.residual_out + row_of(section) * HIDDEN + column, kept[section]);
@@ -251,6 +281,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
   [[maybe_unused]] const float inverse_scale =
       sizeof(HIDDEN_TYPE) == 1 && SCALE_COLUMNS == 0 ? 1.0f / *p.hidden_scale : 1.0f;
   const int computed_end = smaller(p.end, ONE_SHOT ? p.tokens : call.rows_of(rank));
+  if constexpr (EARLY) load_next(first);
   int parity = 0;
   for (int ahead = first; ahead < p.end + (AHEAD + BEHIND) * stride; ahead += stride) {
     const int local = ahead - AHEAD * stride;
@@ -266,13 +297,28 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
       if constexpr (!SumRow::CODED) weight.fetch(p.weight, thread);
       norm_bias.fetch(p.norm_bias, thread);
     }
+    const int behind = local - BEHIND * stride;
+    [[maybe_unused]] const auto takes = [&] { return PUBLISHES && behind >= first && behind < p.end; };
+    [[maybe_unused]] SumRow::Piece sum[PEERS];
+    [[maybe_unused]] Results found;
+    if constexpr (EARLY)
+      Row::each(thread, [&](int, uint32_t column) {
+        if (computes) call.look(sum, sums, local - p.begin, column, [](int) { return true; });
+        if (takes()) call.look(found, normalised, behind - p.begin, column, computed_by(behind));
+      });
     if (ahead < p.end) send(ahead);
+    if constexpr (EARLY) load_next(ahead + stride);
     if (computes) {
       clear(CLEARED_A_TURN);  // while sums are under way
       float h[VECTORS][8];
       Row::each(thread, [&](int v, uint32_t column) {
         SumRow::Piece got[PEERS];
-        call.receive(got, sums, local - p.begin, column, 1, [](int) { return true; });
+        const auto all = [](int) { return true; };
+        if constexpr (EARLY)
+          got[0] = sum[0];
+        else
+          call.look(got, sums, local - p.begin, column, all);
+        call.receive(got, sums, local - p.begin, column, 1, all);
         add_up(h[v], own[v], got, rank);
       });
       if constexpr (SumRow::CODED) weight.fetch(p.weight, thread);  // not before: codes need the registers
@@ -308,10 +354,7 @@ KERNEL(THREADS, CTAS_PER_SM) push(GRID_CONSTANT PushParams p) {
           for (int step = 0; step < PEERS; ++step) call.push(normalised, step, local - p.begin, column, piece);
       });
     }
-    if constexpr (PUBLISHES) {
-      const int behind = local - BEHIND * stride;
-      if (behind >= first && behind < p.end) take(behind);
-    }
+    if (takes()) take(behind, found);
   }
   clear(used);  // the rest, where the call before was larger
 
