@@ -115,5 +115,4 @@ def _norm(
 def _all_gather_rows(shard: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
     """``[tokens, hidden]`` from every rank's ``[rows_per_rank, hidden]``."""
     moved = shard.view(torch.uint8) if shard.dtype == FP8 else shard  # not every backend knows float8
-    gathered = _c10d.all_gather_into_tensor.default(moved, group.size(), compat.group_name(group))
-    return _c10d.wait_tensor.default(gathered)[:tokens].view(shard.dtype)
+    return compat.all_gather(moved, group)[:tokens].view(shard.dtype)

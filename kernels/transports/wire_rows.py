@@ -50,9 +50,7 @@ def gather_rows(rows: torch.Tensor, codes: Codes, tokens: int, group: dist.Proce
     All rows are decoded from codes, also this rank's own rows.
     """
     packed = encode(rows, codes)
-    gathered = _c10d.all_gather_into_tensor.default(packed, group.size(), compat.group_name(group))
-    received = _c10d.wait_tensor.default(gathered)[:tokens]
-    return decode(received, codes, rows.shape[1]).to(rows.dtype)
+    return decode(compat.all_gather(packed, group)[:tokens], codes, rows.shape[1]).to(rows.dtype)
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

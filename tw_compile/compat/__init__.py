@@ -123,6 +123,21 @@ def group_name(group: dist.ProcessGroup) -> str:
     return group.group_name
 
 
+def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``[world_size * rows, ...]`` from every rank's ``[rows, ...]``, in rank order.
+
+    Torch's gloo (2.11 to 2.14) keeps the name of the work that completed last. Its two threads write it without a lock. A name
+    of 16 characters or more has memory of its own, so two works that complete at once corrupt the heap, and the process dies
+    later. Functional ``all_gather_into_tensor`` makes such a work, ALLGATHER_COALESCED. With ``out`` it is ALLGATHER.
+    """
+    collectives = torch.ops._c10d_functional
+    size, name = group.size(), group_name(group)
+    gathered = shard.new_empty((size * len(shard), *shard.shape[1:]))
+    return collectives.wait_tensor.default(
+        collectives.all_gather_into_tensor_out.default(shard, size, name, out=gathered)
+    )
+
+
 def default_store() -> dist.Store:
     """The key-value store that the ranks of the default process group met at."""
     from torch.distributed import distributed_c10d
