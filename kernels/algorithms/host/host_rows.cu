@@ -207,7 +207,7 @@ struct Worker {
   int known[COUNTERS];
 
   DEVICE Worker(const Cta& cta, uint32_t worker)
-      : cta(cta), p(cta.p), worker(worker), group(first_lanes(worker / THREADS)), thread(worker % THREADS), known{} {}
+      : cta(cta), p(cta.p), worker(worker), group(worker / THREADS), thread(worker % THREADS), known{} {}
 
   DEVICE SumRow::Element* sent_row(int owner, int section, int turn) const {
     return (SumRow::Element*)(cta.shared.halves[owner] + (turn % RING) * SENT_TURN) +
