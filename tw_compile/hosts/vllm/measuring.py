@@ -6,7 +6,6 @@ between the same two steps, and what a calibration leaves behind is counted as w
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from typing import Any
@@ -38,7 +37,7 @@ def measure_behind_load_model() -> None:
         return result
 
     if not hasattr(WorkerWrapperBase, "load_model"):
-        WorkerWrapperBase.load_model = functools.wraps(WorkerWrapperBase.__getattr__)(load_model)
+        WorkerWrapperBase.load_model = load_model
 
 
 def measure(engine: Any) -> None:
